@@ -39,7 +39,8 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command. Return its exit status, such as 0, 1 if a run fails, or 2 for bad input."""
+    """Run a command. Return its exit status: 0, 1 for a failure, 2 for bad input, or another status such as 130 after
+    Ctrl-C. Many commands end the process themselves."""
     args = list(sys.argv[1:] if argv is None else argv)
     escape_warnings()
     try:
@@ -84,8 +85,9 @@ def parse_arguments(args: Sequence[str]) -> Namespace:
 
 
 def command_module(name: str) -> ModuleType:
-    """Return the module of a command, with `add_arguments(parser)` and `run(arguments)`. The module of `measure-device`
-    is `measure_device`. The module of `import` is `import_`, because `import` is a Python keyword."""
+    """Return the module of a command. It has the functions `add_arguments(parser)` and `run(arguments)`. `run` returns
+    the exit status, or ends the process. The module of `measure-device` is `measure_device`. The module of `import` is
+    `import_`, because `import` is a Python keyword."""
     return import_module(f"titan_launch.commands.{name.replace('-', '_')}{'_' * iskeyword(name)}")
 
 

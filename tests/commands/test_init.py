@@ -106,7 +106,9 @@ def test_a_recipe_without_folders_names_what_is_missing(name: str, capsys: pytes
     keys = [line.split(": ")[1].split(" = ")[0] for line in out.splitlines() if line.startswith("  ")]
     expected = ["model.weights", "tokenizer.path", *["data.path"] * (RECIPES[name].default_data != "python-stdlib")]
     assert keys == (expected if RECIPES[name].needs_model else [])
-    assert all("REPLACE" in line for line in Path(f"{name}.toml").read_text().splitlines() if line.startswith("weights"))
+    assert all(
+        "REPLACE" in line for line in Path(f"{name}.toml").read_text().splitlines() if line.startswith("weights")
+    )
 
 
 def test_every_comment_of_a_command_is_a_valid_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -176,8 +176,8 @@ def _check_refusals(folder: Path) -> None:
         load_weights(ours, found)
         assert_equal(dict(ours.state_dict()), dict(module.state_dict()))
     assert _refused(other, tied) == (
-        "model.weights: lm_head.weight and model.embed_tokens.weight have different values, but the model shares one "
-        'parameter; set tie_word_embeddings to false in config.json, or exclude_from_weights = ["lm_head.weight"]'
+        "model.weights: lm_head.weight and model.embed_tokens.weight have different values, but the model ties them "
+        'to one tensor; set tie_word_embeddings to false in config.json, or exclude_from_weights = ["lm_head.weight"]'
     )
     assert not _refused(other, tied, exclude_from_weights=("lm_head.weight",))
 

@@ -143,10 +143,10 @@ BAD_LINES = (
     ({"label": 1}, 'data.text: x.jsonl, line 2 is without the key "text" (its keys: label)'),
     (
         {"text": "a", "label": 3},
-        "data.label: x.jsonl, line 2 is without one of data.labels (it is 3; the labels are ",
+        "data.label: x.jsonl, line 2 is without a known label (it is 3; the labels are ",
     ),
-    ({"text": "a", "label": "god"}, "line 2 is without one of data.labels (it is 'god'; did you mean \"good\"?"),
-    ({"text": "a", "label": True}, "line 2 is without one of data.labels (it is True; "),
+    ({"text": "a", "label": "god"}, "line 2 is without a known label (it is 'god'; did you mean \"good\"?"),
+    ({"text": "a", "label": True}, "line 2 is without a known label (it is True; "),
     ({"text": "", "label": 0}, "data.text: x.jsonl, line 2 is without a text"),
     ({"text": "a" * 61, "label": 0}, "data.truncation: x.jsonl, line 2 is longer than training.seq_len = 60 tokens"),
 )

@@ -26,6 +26,7 @@ from titan_launch.optim.replica_shards import chunk_of
 from titan_launch.plan.communication import exchanged_units
 from titan_launch.plan.memory.ledger import Category, Ledger, StepPoint, book_update, state_bytes, temporary_bytes
 from titan_launch.plan.memory.replay import group_sizes
+from titan_launch.plan.mup import UNSCALED
 from titan_launch.train.build import build_run
 
 UNCLIPPED: dict[str, Any] = {"global_batch_size": 8, "max_norm": 0.0}
@@ -251,7 +252,10 @@ def measure(job: dict[str, Any]) -> dict[str, tuple[float, float]]:
                 run.optimizer.zero_grad()
                 found.append(ledger.footprint().peak_bytes - before)
         states = [value for state in run.optimizer.state.values() for value in state.values() if value.ndim]
-        planned, groups = Ledger(), group_sizes([(run.job.plan, run.job.plan)], config.optimizer, run.job.layout)
+        planned, groups = (
+            Ledger(),
+            group_sizes([(run.job.plan, run.job.plan)], config.optimizer, run.job.layout, UNSCALED),
+        )
         planned.enter(StepPoint(0, "step", ""))
         gradients = sum(local_tensor(parameter).nbytes for parameter in run.model.parameters())
         planned.allocate(gradients, Category.GRADIENTS)

@@ -24,11 +24,11 @@ class Background(ABC):
         self._is_broken = False
 
     def write(self, request: WriteRequest, state: State) -> Future[Written]:
-        """Begin a save, and return its future, which has the same outcome on all ranks. Collective.
+        """Begin a save, and return its future. The future has the same outcome on all ranks. Collective.
 
-        The previous save must have ended. After this function returns, the caller may change the tensors of `state`.
-        If the writer of any rank is broken or has died, all ranks first start new writers. Raises OSError if there is
-        no memory for the copy.
+        The previous save must have ended. After this function returns, the caller may change the tensors of `state`. If
+        the writer of any rank has died or is broken (see `_note_outcome`), all ranks first start new writers. Raises
+        OSError on all ranks if a rank has no memory for the copy.
         """
         if any(on_all_ranks(lambda: self._is_broken or self._has_died())):
             self.close()
@@ -41,8 +41,8 @@ class Background(ABC):
     def get_ready(self, make_state: Callable[[], State]) -> None:
         """Prepare for saves, so that the preparation does not delay the first save. Collective.
 
-        `make_state` returns a state of the size that will be written. Raises OSError if there is no memory for the
-        copy.
+        `make_state` returns a state of the size that will be written. Raises OSError on all ranks if a rank has no
+        memory for the copy.
         """
         load_writer()  # imports DCP
 
@@ -71,7 +71,7 @@ class Background(ABC):
 
 
 def build_background(mode: AsyncMode, device: torch.device) -> Background:
-    """Return the writer for a value of `checkpoint.async_mode`. Collective."""
+    """Create the writer for a value of `checkpoint.async_mode`. Collective."""
     if mode == "process":
         return InProcess(device)
     return InThread(device) if mode == "thread" else Inline()

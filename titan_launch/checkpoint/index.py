@@ -72,7 +72,7 @@ class Chunk:
     """Name of a file in the checkpoint's folder."""
 
     start: Count
-    """First byte of the record in the file. A record is what `torch.save` writes for a tensor."""
+    """Offset of the record in the file, in bytes. A record is what `torch.save` writes for a tensor."""
 
     length: Count
     """Bytes of the record."""
@@ -103,8 +103,8 @@ _MOST_BYTES = 1 << 30
 """Maximum size of the index, and of DCP's index, in bytes. The index of 3,000 tensors from 1,024 ranks has 400 MiB."""
 
 _BYTES_PER_VALUE = 6
-"""Minimum number of bytes per JSON value of an index. An index with fewer is refused, because each value takes up to
-500 bytes of memory."""
+"""Minimum number of bytes per JSON value of an index. An index with fewer bytes per value is refused, because each
+value takes up to 500 bytes of memory."""
 
 
 def index_of(metadata: Metadata, places: Mapping[MetadataIndex, Any]) -> Index:
@@ -162,8 +162,8 @@ def _number_of_values(content: bytes) -> int:
 
 
 def _is_possible(tensor: IndexedTensor, file_sizes: Mapping[str, int]) -> bool:
-    """Return True if PyTorch has the dtype, the parts lie within the tensor and have as many elements as the tensor,
-    and all records lie within files.
+    """Return True if the entry of a tensor is possible. PyTorch has the dtype. All parts lie within the tensor, begin
+    at different offsets, and together have as many elements as the tensor. All records lie within files.
 
     `file_sizes`: bytes of the files in the checkpoint's folder.
     """
@@ -182,7 +182,8 @@ def _is_possible(tensor: IndexedTensor, file_sizes: Mapping[str, int]) -> bool:
 
 
 def check_step(folder: Path, step: int) -> None:
-    """Raise DamagedCheckpointError if the index cannot be read, or if the saved tensors are of another step."""
+    """Raise DamagedCheckpointError if the saved tensors are not those of step `step`, or if the index or the record of
+    the saved step is invalid."""
     saved = _saved_number(folder, read_index(folder), "progress.step")
     if saved != step:
         raise DamagedCheckpointError(f"{MANIFEST_FILE} is of step {step}, but the tensors are of step {saved}")

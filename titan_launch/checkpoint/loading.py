@@ -77,9 +77,9 @@ def damage(checkpoint: Path) -> str | None:
 def result_step(folder: Path, newest: int) -> int:
     """Return the step of the checkpoint that is the result of a run.
 
-    The result is the newest checkpoint or, if early stopping ended the run, the one with the lowest validation loss.
-    `folder`: folder of the run's checkpoints. `newest`: step of the newest checkpoint. Raises DamagedCheckpointError if
-    the index of the newest checkpoint is invalid.
+    The result is the newest checkpoint. If early stopping ended the run, the result is the checkpoint with the lowest
+    finite validation loss, if there is one. `folder`: folder of the run's checkpoints. `newest`: step of the newest
+    checkpoint. Raises DamagedCheckpointError if the newest checkpoint has an invalid index or record.
     """
     from titan_launch.checkpoint.index import ended_early  # imports DCP
 
@@ -90,9 +90,9 @@ def result_step(folder: Path, newest: int) -> int:
 def find_checkpoint(path: Path, key: KeyPath) -> Path:
     """Return the checkpoint that a path in the job file names. Collective.
 
-    If the path is a run folder or a folder of checkpoints, return the newest valid checkpoint in it. Otherwise return
-    the path itself. Raises ConfigError for `key` on all ranks if the path is no folder or no valid checkpoint, and
-    UserError if all checkpoints of a run folder are damaged.
+    If the path is a run folder or a folder of checkpoints, return the newest valid checkpoint in it, or raise UserError
+    if all of them are damaged. Otherwise return the path itself, or raise ConfigError for `key` if the path is no
+    folder or no valid checkpoint. Errors are raised on all ranks.
     """
     for folder in (path / "checkpoints", path):
         if on_rank_0(lambda folder=folder: bool(checkpoint_steps(folder))):  # type: ignore[misc]
@@ -112,8 +112,9 @@ def find_checkpoint(path: Path, key: KeyPath) -> Path:
 def find_result(path: Path, key: KeyPath) -> Path:
     """Return the checkpoint that a path in the job file names. Collective.
 
-    If the path is the folder of a run that early stopping ended, return the checkpoint with the lowest validation loss.
-    Otherwise return the checkpoint that `find_checkpoint` returns. Raises the errors of `find_checkpoint`.
+    If the path is a run folder or a folder of checkpoints, and early stopping ended the run, return the checkpoint with
+    the lowest validation loss. Otherwise return the checkpoint that `find_checkpoint` returns. Raises the errors of
+    `find_checkpoint`.
     """
     found = find_checkpoint(path, key)
     if found == path:  # the path names a checkpoint
@@ -167,8 +168,8 @@ def load_state(checkpoint: Path, state: TrainingState, selection: Selection) -> 
     """Load the selected parts of a valid checkpoint, which any number of ranks may have written. Collective.
 
     Raises UserError on all ranks if the checkpoint is of another model or optimizer, or if its files are damaged.
-    Raises ConfigError if a glob of `selection` matches nothing, or if the folder with the omitted parameters is not
-    available.
+    Raises ConfigError if a glob of `selection` matches nothing. If the checkpoint omits parameters, ConfigError is also
+    raised if `model.weights` does not name the folder that has them.
     """
     from torch.distributed.checkpoint.api import CheckpointException
 
@@ -241,10 +242,11 @@ def _without_places(target: Mapping[str, Any], prefix: str = "") -> tuple[dict[s
 
 
 def _omitted(checkpoint: Path, state: TrainingState, missing: Collection[str], selection: Selection) -> Collection[str]:
-    """Return the names in `missing` that the checkpoint omits on purpose. The values of these tensors are in the folder
-    that the checkpoint's manifest names. Raises ConfigError if this run does not have the same folder.
+    """Return the names in `missing` that the checkpoint omits on purpose, except those that `selection` excludes. The
+    values of these tensors are in the folder that the checkpoint's manifest names. Collective.
 
-    `missing`: names of all tensors that the checkpoint lacks.
+    `missing`: names of all tensors that the checkpoint lacks. Raises ConfigError if this run does not have the same
+    folder.
     """
     base = read_manifest(checkpoint).base
     missing = [name for name in missing if selection.takes_tensor(name)]
@@ -262,8 +264,8 @@ def _take_over(state: TrainingState, target: Mapping[str, Any], selection: Selec
 
 
 def _has_local_statistics(state: TrainingState, saved: Mapping[str, Any]) -> bool:
-    """Return True if the checkpoint has separate BatchNorm statistics for each rank of this run: from the same number
-    of ranks, and with the same names. Collective."""
+    """Return True if the checkpoint has separate BatchNorm statistics for each rank of this run. The checkpoint must be
+    from the same number of ranks, and have the same names on each rank. Collective."""
     there = _below("local_statistics", saved)
     if len({key.partition(".")[0] for key in there}) != dist.get_world_size():
         return False
@@ -289,7 +291,7 @@ def _log_ema(state: TrainingState, saved: Mapping[str, Any], selection: Selectio
 
 
 def _below(prefix: str, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries whose keys begin with `prefix` and a dot, under the rest of each key."""
+    """Return the entries whose keys begin with `prefix` and a dot, without this beginning in their keys."""
     return {key[len(prefix) + 1 :]: value for key, value in saved.items() if key.startswith(f"{prefix}.")}
 
 
@@ -306,8 +308,9 @@ def _check_model(
     saved: Mapping[str, tuple[int, ...]],
     selection: Selection,
 ) -> set[str]:
-    """Return the names of the tensors to load. Raises UserError if the tensors of the model and of the checkpoint have
-    different names or shapes, and ConfigError if a glob matches nothing."""
+    """Return the names of the tensors to load. Tensors that `selection` excludes are neither loaded nor compared.
+    Raises UserError if the model (`own`) and the checkpoint (`saved`) have different names or shapes, and ConfigError
+    if a glob matches nothing."""
     for glob in selection.globs:
         if not any(matches(glob, name) for name in (*own, *saved)):
             reason = f'"{glob}" matches no parameter or buffer; other allowed values: {", ".join(EXCLUDED_PARTS)}'
@@ -326,8 +329,8 @@ def _check_model(
 
 
 def _check_optimizer(checkpoint: Path, own: Mapping[str, Values], saved: Mapping[str, Any]) -> None:
-    """Raise UserError on all ranks if the checkpoint lacks optimizer state of a parameter. The usual cause is that the
-    saved run had another algorithm, or no master weights."""
+    """Raise UserError on all ranks if the checkpoint lacks optimizer state of a parameter. Collective. The usual cause
+    is that the saved run had another algorithm, or no master weights."""
 
     def find_missing() -> str | None:
         for name, values in sorted(own.items()):

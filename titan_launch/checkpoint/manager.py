@@ -36,7 +36,7 @@ _SECONDS_AFTER_AN_ERROR = 60
 
 @dataclass(frozen=True)
 class Origin:
-    """Facts about a run that the manifest of every checkpoint records."""
+    """Facts about a run that the manifest of every checkpoint records. `Manifest` describes the fields."""
 
     world_size: int
     config_digest: str
@@ -52,7 +52,7 @@ class CheckpointManager:
 
     A folder `step-N` is complete as soon as it exists, and is never written again. At most one save is in flight. After
     a failed save a warning is logged, older checkpoints stay, and training continues. If the last save of the run
-    fails, `finish` raises an error.
+    fails, `finish` raises RunError.
     """
 
     def __init__(
@@ -64,7 +64,8 @@ class CheckpointManager:
         origin: Origin,
         device: torch.device,
     ):
-        """Create the manager, and the writer for `checkpoint.async_mode`. Collective.
+        """Create the manager, and the writer for `checkpoint.async_mode`. Without `checkpoint.enable`, the writer is
+        that of `disabled`. Collective.
 
         `folder`: folder of all checkpoints. `progress`: the same object as the part `progress` of `state`.
         """
@@ -83,7 +84,8 @@ class CheckpointManager:
         self._failed_saves = 0
 
     def get_ready(self) -> None:
-        """Import the writer and reserve its memory, so that this work does not delay the first save. Collective.
+        """Import the writer and reserve its memory, so that this work does not delay the first save. Collective. If a
+        rank has too little memory, a warning is logged.
 
         Call this method after the first step, when the optimizer state is complete.
         """
@@ -151,7 +153,7 @@ class CheckpointManager:
         """Load the whole state of this run's newest valid checkpoint. Collective. Waits for the save in flight.
 
         Return the checkpoint's folder, or None if there is no checkpoint. Newer damaged checkpoints are renamed. Raises
-        UserError if all checkpoints are damaged.
+        UserError if all checkpoints are damaged, and the errors of `load_state`.
         """
         self._finish_pending()
         checkpoint = newest_valid(self._folder, set_damaged_aside=True)
@@ -160,7 +162,8 @@ class CheckpointManager:
         return checkpoint
 
     def close(self, *, after_error: bool = False) -> None:
-        """Wait for the save in flight, then end the writer. `after_error`: wait for at most a minute."""
+        """Wait for the save in flight, then end the writer. A failed save is only logged. `after_error`: wait for at
+        most a minute."""
         if self._pending is not None:
             try:
                 self._pending.exception(_SECONDS_AFTER_AN_ERROR if after_error else None)

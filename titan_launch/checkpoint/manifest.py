@@ -66,16 +66,17 @@ class Manifest:
     """SHA-256 of the run's resolved configuration."""
 
     gradient_accumulation: Mapping[str, Any]
-    """This section of the resolved job: the planner's choices are in place of `auto`."""
+    """Section `[gradient_accumulation]` of the resolved job, with the planner's choices in place of `auto`."""
 
     activation_checkpoint: Mapping[str, Any]
-    """This section of the resolved job: the planner's choices are in place of `auto`."""
+    """Section `[activation_checkpoint]` of the resolved job, with the planner's choices in place of `auto`."""
 
     data: Mapping[str, Fingerprint]
-    """Fingerprints of the data that the run has read, by section: `data`, `validation.data`."""
+    """Fingerprints of the files that the run reads, by section: `data` (for a mixture `data.sources.0` and so on),
+    `validation.data`, and the key of the loss that names a second model."""
 
     base: Base | None
-    """The folder of `model.weights`; None if the run began without it."""
+    """The folder of `model.weights`. None if `model.weights` is not set, or if the folder cannot be read."""
 
     versions: Mapping[str, str]
     """Versions of torch and of the launcher, and `phantom.VERSION_KEY` if the run had a phantom GPU."""
@@ -156,9 +157,10 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def check(folder: Path, share: slice = slice(None)) -> Manifest:
-    """Check the sizes of all files of a checkpoint and the checksums of some files. Return the manifest.
+    """Check the sizes of all files of a checkpoint, and the checksums of the files in `share`. Return the manifest.
 
-    `share`: slice of the sorted file names whose checksums are checked. Raises DamagedCheckpointError if a check fails.
+    `share`: slice of the sorted file names; by default all files. Raises DamagedCheckpointError if a check fails, and
+    OSError if the size of a file cannot be read.
     """
     manifest = read_manifest(folder)
     _check_sizes(folder, manifest)

@@ -21,7 +21,7 @@ LATEST, BEST = "latest", "best"
 """Names of the links to the newest checkpoint, and to the checkpoint with the lowest validation loss."""
 
 TEMPORARY = ".tmp"
-"""Suffix of the name of a folder that is being written or deleted."""
+"""Suffix of the name of a folder that is being written or deleted, and of a new link before it replaces the old one."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def tidy(folder: Path, newest: int, retention: Retention) -> tuple[list[int], li
     problem.
 
     If a link or folder cannot be changed, this function continues with the other links and folders. A folder whose
-    manifest cannot be read stays. `newest`: the step that was just saved.
+    manifest cannot be read stays. `newest`: the step that was just saved. It is never deleted.
     """
     losses = validation_losses(folder)
     links: dict[str, int | None] = {LATEST: newest}

@@ -130,7 +130,7 @@ class Arena:
         """One-dimensional tensor of bytes. `reserve` replaces it if a state needs more."""
 
     def reserve(self, size: int) -> None:
-        """Allocate memory if there are fewer than `size` bytes. Raises OSError if the host has too little memory.
+        """Allocate memory if the arena has fewer than `size` bytes. Raises OSError if the host has too little memory.
 
         The free shared memory is checked before the allocation, so that the error can name a remedy. Another rank may
         take that memory between the check and the allocation.
@@ -174,7 +174,8 @@ class Arena:
 
 
 def lay_out(state: State) -> tuple[State, int]:
-    """Return the state with a `Slot` in place of every tensor, and the total bytes of the slots."""
+    """Return the state with a `Slot` in place of every tensor, and the bytes that all slots take, with their
+    alignment."""
     end = 0
 
     def place(tensor: Tensor) -> Slot:

@@ -17,8 +17,9 @@ from titan_launch.distributed.collectives import on_all_ranks
 from titan_launch.distributed.random_state import RandomState, random_key
 
 Values = dict[str, Tensor]
-"""A flat dict of tensors: DTensors, or plain tensors that are equal on all ranks. The values of the optimizer and of
-the moving average of the weights may also be `Shard`s. A `Shard` is this rank's part of a tensor."""
+"""A flat dict of tensors: DTensors, or plain tensors. A plain tensor is equal on all ranks that have it under the same
+full name. The values of the optimizer and of the moving average of the weights may also be `Shard`s. A `Shard` is this
+rank's part of a tensor."""
 
 
 class Part(Protocol):
@@ -28,7 +29,8 @@ class Part(Protocol):
         """Return the state as tensors."""
 
     def load_state_dict(self, state: Values) -> None:
-        """Load a state. Keys may be missing if an earlier version of the launcher saved the state without them."""
+        """Load a state. Keys are missing if they are excluded from loading, or if an earlier version of the launcher
+        saved the state without them."""
 
 
 class SizedPart(Part):
@@ -53,7 +55,7 @@ class Progress:
     """Number of steps without an update, because the loss or the gradient was non-finite or an outlier."""
 
     samples_skipped: int = 0
-    """Number of samples that were consumed by steps which rollbacks have undone. These samples are not used again, and
+    """Number of samples that were consumed by steps that rollbacks have undone. These samples are not used again, and
     `samples_seen` does not count them."""
 
     rollbacks: int = 0
@@ -88,7 +90,8 @@ class ModelAndOptimizer:
         self._optimizer = optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the model's tensors, and the optimizer state of each updated parameter."""
+        """Return nested dicts: under `model` the model's tensors, and under `optimizer` the state of each parameter
+        that the optimizer has updated."""
         from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict
 
         if not self._optimizer.state:  # get_state_dict would create optimizer state, as if a step had been done
@@ -100,7 +103,8 @@ class ModelAndOptimizer:
         return {"model": model, "optimizer": {name: _states(optimizer)[name] for name in updated}}
 
     def targets(self, tensors: Collection[str], updated: Collection[str]) -> dict[str, Any]:
-        """Return tensors into which a checkpoint is read. The current optimizer state is dropped.
+        """Return tensors into which a checkpoint is read, in dicts like those of `state_dict`. The current optimizer
+        state is dropped.
 
         `tensors`: names of the model's tensors to read. `updated`: names of the parameters whose optimizer state is
         read.
@@ -187,7 +191,7 @@ class BaseWeights(Protocol):
         """Read the parameters `missing` from the folder, unless they have been read before. Collective.
 
         The other parameters of the model have already been loaded from a checkpoint. After this call, checkpoints omit
-        each parameter that is never trained and equals its value in the folder.
+        each parameter that is never trained and equals its value in the folder, unless `checkpoint.save_frozen` is set.
         """
 
 
@@ -224,8 +228,8 @@ class TrainingState:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return nested dicts of DTensors, `Shard`s and tensors, without the parameters that `base` omits. Nothing is
-        copied."""
+        """Return nested dicts of DTensors, `Shard`s and tensors, without the parameters that `base` omits. Parameters
+        and optimizer state are not copied."""
         parts = {name: part.state_dict() for name, part in self.parts.items()}
         weights = self.weights.state_dict()
         omitted = () if self.base is None else self.base.omitted

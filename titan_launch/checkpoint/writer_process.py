@@ -49,7 +49,7 @@ class WriteOrder:
 
 
 class WriterProcess:
-    """The writer process of this rank. Creating this object starts the process. Collective."""
+    """The writer process of this rank. Creating this object is collective, and starts the process."""
 
     def __init__(self) -> None:
         host, port, self._store = _meeting_point()
@@ -93,7 +93,8 @@ def load_writer() -> Callable[[WriteRequest, State, dist.ProcessGroup | None], W
 
 @dataclass(frozen=True)
 class WriterAddress:
-    """Rank of a writer process, and the address of the store that the writer processes share."""
+    """Rank of a writer process, and the address of the store that the writer processes share. With one rank there is no
+    store: the port is 0."""
 
     rank: int
     world_size: int

@@ -34,7 +34,7 @@ _NEW_TOKENS = 1024
 """Default of `--max-new-tokens`, unless the longest sequence of the model leaves room for fewer."""
 
 _RESET, _QUIT = "/reset", "/quit"
-"""Lines that are commands, not messages."""
+"""Lines that are not messages: the first begins a new conversation, the second ends the chat."""
 
 
 def add_arguments(parser: Parser) -> None:
@@ -52,7 +52,8 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    """Answer each line. Answers go to the standard output, and speeds, notes and errors to the standard error."""
+    """Answer each line of the standard input. Answers go to the standard output, and speeds, notes and errors to the
+    standard error. Return 0, 130 after Ctrl-C, or 1 if the reader of the output has ended."""
     check_sampling(arguments)
     model = load_model(arguments)
 
@@ -114,8 +115,8 @@ def _say_limit(answer: Answer, most: int, longest: int) -> None:
 def _first_interrupt_noted(is_terminal: bool) -> Iterator[Callable[[], bool]]:
     """Yield a function that returns True after the first Ctrl-C in the block.
 
-    On a terminal, the first Ctrl-C raises no error, so that it does not interrupt the model within a forward. The next
-    Ctrl-C raises KeyboardInterrupt. Without a terminal, the first Ctrl-C already does so.
+    On a terminal, the first Ctrl-C raises no error, so that it does not interrupt the model within a forward. The
+    second Ctrl-C raises KeyboardInterrupt. Without a terminal, the first Ctrl-C raises KeyboardInterrupt.
     """
     noted: list[int] = []
 

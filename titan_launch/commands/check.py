@@ -21,7 +21,8 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    """Check the job, and print that no problem was found. Raises UserError with all problems."""
+    """Check the job, and print that no problem was found. Also print a warning if the job trains for too many epochs.
+    Raises UserError with all problems."""
     loaded = load_to_train(arguments, arguments.world_size, more_rules=(packages_are_installed,))
     check_weights(loaded)
     say(one_line(f"{arguments.config}: no problems found (`plan` also checks the model; a run also checks the data)"))
@@ -33,9 +34,9 @@ def run(arguments: Namespace) -> int:
 def _warning_of_epochs(config: JobConfig, world_size: int | None) -> str | None:
     """Return a warning if the steps of the job are too many epochs of its data, else None.
 
-    The result is also None if the global batch size is unknown, or if only reading the data would show the number of
-    samples. `world_size`: number of ranks, from which the global batch size follows if the job does not set it; None if
-    unknown.
+    The result is also None if the job does not set its number of steps, if the global batch size is unknown, or if only
+    reading the data would show the number of samples. `world_size`: number of ranks, from which the global batch size
+    follows if the job does not set it; None if unknown.
     """
     from titan_launch.data.epochs import known_samples, too_many_epochs
 

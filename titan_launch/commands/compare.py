@@ -32,7 +32,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def percentage(text: str) -> float:
-    """Return 3 for `3%`. This is an argparse type."""
+    """Return a percentage from 0 to 100 as a number: 3 for `3%`. This is an argparse type."""
     if not text.endswith("%"):
         raise ArgumentTypeError(f'must be a percentage such as 3%, not "{text}"')
     return number_from(0, 100)(text.removesuffix("%").strip())

@@ -69,7 +69,7 @@ def run(arguments: Namespace) -> NoReturn:
 
 def _marks() -> tuple[str, str]:
     """Return the strings to print before and after tokens that are not targets: escapes for faint text on a terminal,
-    else brackets."""
+    else brackets. With the environment variable `NO_COLOR`, always brackets."""
     is_coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     return ("\x1b[2m", "\x1b[0m") if is_coloured else ("[-", "-]")
 

@@ -34,8 +34,8 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    """Evaluate the model, and print the results as tables. Raises UserError for wrong options, and if
-    lm-evaluation-harness is not installed."""
+    """Evaluate the model, print the results as tables, and write the file of `--out`. Raises UserError for wrong
+    options, if lm-evaluation-harness is not installed, or if the model cannot be loaded."""
     tasks = [name for name in arguments.tasks.split(",") if name]
     if not tasks:
         raise UserError("error: --tasks names no task; write --tasks hellaswag,arc_easy")

@@ -50,8 +50,8 @@ def _weighted(text: str) -> tuple[str, float]:
 
 
 def _steps(text: str) -> dict[int, float]:
-    """Return the weight of each step of a list such as `800,1000=2`. Raises ArgumentTypeError unless the list has at
-    least two steps, each once."""
+    """Return the weight of each step of a list such as `800,1000=2`. Raises ArgumentTypeError for a wrong step or
+    weight, and for a list that has fewer than two steps or has a step twice."""
     items = [_weighted(item.strip()) for item in text.split(",")]
     steps = {at_least(0)(name): weight for name, weight in items}
     if len(steps) < 2 or len(steps) < len(items):

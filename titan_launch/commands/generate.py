@@ -56,7 +56,8 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    """Generate text for each prompt. Text goes to the standard output, and speed to the standard error."""
+    """Generate text for each prompt. Text goes to the standard output, and speed to the standard error. Return 0, 130
+    after Ctrl-C, or 1 if the reader of the output has ended."""
     prompts = _prompts(arguments)
     check_sampling(arguments)
     check_chat(arguments)
@@ -81,7 +82,9 @@ def run(arguments: Namespace) -> int:
 
 
 def _prompts(arguments: Namespace) -> list[str] | None:
-    """Return the prompts of the command line. Return None if the prompts come from the standard input."""
+    """Return a list with the prompt of `--prompt` or `--prompt-file`. Return None if neither is set: the prompts are
+    then the lines of the standard input. Raises UserError if both are set, or for a file that cannot be read, is not
+    UTF-8 text or is too long."""
     if arguments.prompt is not None and arguments.prompt_file is not None:
         raise UserError("error: --prompt and --prompt-file are both set; remove one")
     if arguments.prompt_file is not None:

@@ -48,7 +48,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    """Write the job file, and print what to do next."""
+    """Write the job file, and print what to do next. With `--list`, only print the recipes and configs."""
     if arguments.list:
         say("\n".join(_listing()))
         return OK
@@ -89,7 +89,7 @@ def _copy(name: str, file: str) -> str:
     """Return the text of the config `name` of the package, changed for the job file `file` in another folder.
 
     In the text, `extends` names configs of the package instead of files, and the commands in comments name `file`. The
-    line of the schema, and comments that name files of `scripts/`, are dropped.
+    line `#:schema`, and comment lines that name files of `scripts/`, are dropped.
     """
     path = carried_configs()[name]
     by_path = {carried.resolve(): other for other, carried in carried_configs().items()}

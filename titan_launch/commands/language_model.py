@@ -27,7 +27,7 @@ each character is a token, the prompt takes 0.7 GB of memory."""
 
 
 def add_model(parser: Parser) -> None:
-    """Add the arguments that choose a trained language model."""
+    """Add the arguments that choose a trained language model, its dtype and its device."""
     add_source(parser)
     text = (
         "package.module:factory of the run's model, if it is your own code (code that only a folder names is not run)"
@@ -39,8 +39,8 @@ def add_model(parser: Parser) -> None:
 
 
 def add_chat(parser: Parser, switch: str | None = None) -> None:
-    """Add the options of the chat template. `switch`: help text of the option `--chat`. If it is None, there is no such
-    option, and the command always uses the template."""
+    """Add the options of the chat template. `switch`: help text of the option `--chat`. None: there is no option
+    `--chat`, and the command always uses the template."""
     group = parser.add_argument_group("chat")
     if switch is None:
         parser.set_defaults(chat=True)
@@ -77,16 +77,16 @@ def _date(text: str) -> str:
 
 
 def check_chat(arguments: Namespace, *further: str) -> None:
-    """Raise UserError for an option that needs `--chat`, if `--chat` is not given. `further`: names of such options of
-    this command alone."""
+    """Raise UserError for an option that needs `--chat`, if `--chat` is not given. `further`: names of such options
+    that only this command has."""
     given = [name for name in ("system", "template", "template_arg", "date", *further) if getattr(arguments, name)]
     if given and not arguments.chat:
         raise UserError(f"error: --{given[0].replace('_', '-')} has no effect without --chat; add --chat")
 
 
 def load_model(arguments: Namespace) -> LanguageModel:
-    """Load the model that the command line names, and describe it on the standard error. Raises UserError if it cannot
-    be loaded."""
+    """Load the model that the command line names, and describe the model on the standard error. Also enable garbage
+    collection, which the start of the program has disabled. Raises UserError if the model cannot be loaded."""
     with without_garbage_collection():
         import torch
 
@@ -160,8 +160,8 @@ def bounded(prompt: str, where: str) -> str:
 
 
 def typed_lines() -> Iterator[str]:
-    """Yield the lines of the standard input. On a terminal, print `> ` before each line, and let the user edit the
-    line. Raises UserError for a line that is too long or not UTF-8 text."""
+    """Yield the lines of the standard input. On a terminal, print `> ` before each line. If the standard output is a
+    terminal too, the user can edit the line. Raises UserError for a line that is too long or not UTF-8 text."""
     is_terminal = sys.stdin.isatty()
     has_editor = is_terminal and sys.stdout.isatty()
     if has_editor:
@@ -189,8 +189,9 @@ def say_error(error: UserError) -> None:
 
 
 def say_speed(num_tokens: int, num_kept: int, num_new: int, seconds: float) -> None:
-    """Print the numbers of tokens and the speed to the standard error. `num_kept`: number of tokens of the prompt whose
-    keys and values were already in the cache."""
+    """Print the numbers of tokens and the speed to the standard error. `num_tokens`: number of tokens of the prompt.
+    `num_kept`: number of these tokens whose keys and values were already in the cache. `num_new`: number of generated
+    tokens."""
     kept = f" ({num_kept} kept)" if num_kept else ""
     speed = f"{num_new / seconds:,.1f} tokens/s"
     say(f"prompt: {num_tokens} tokens{kept}; new: {num_new} tokens in {seconds:.2f} s, {speed}", file=sys.stderr)

@@ -26,7 +26,8 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    """Start the ranks and wait for them. Return the exit status of the rank that failed first, or 0."""
+    """Start the ranks and wait for them. Return 0, the exit status of the rank that failed first, or a status of
+    torchrun if torchrun itself fails. With an option of a dry run, make the dry run and end the process."""
     given = {name: value for name, value in vars(arguments).items() if name in LAUNCH_OPTIONS}
     processes = plan_processes(given)
     world_size = processes.world_size
@@ -48,7 +49,7 @@ def run(arguments: Namespace) -> int:
 
 
 def _check_proof(loaded: LoadedJob, file: str) -> None:
-    """Raise UserError if no certificate proves the layout of a job."""
+    """Raise UserError if no certificate proves the layout of a job. `file`: the job file, for the message."""
     try:
         certificate = find(loaded.config)
     except ConfigError as error:

@@ -19,7 +19,7 @@ from titan_launch.core.terminal import one_line, say
 from titan_launch.plan.speeds import Measured, Points, read_measured
 
 _TIMEOUT_SECONDS = 300
-"""Seconds that a rank waits for the others."""
+"""Seconds that a rank waits for the other ranks."""
 
 
 def add_arguments(parser: Parser) -> None:
@@ -45,7 +45,7 @@ def run(arguments: Namespace) -> NoReturn:
 
 
 def _check_out(out: Path) -> None:
-    """Raise UserError for a file that cannot be written, or that is not a file of measurements."""
+    """Raise UserError if the file `out` cannot be written, or if it exists and is not a file of measurements."""
     refuse_weights_folder(out)
     if not out.parent.is_dir():
         raise UserError(f"error: --out {out}: there is no folder {out.parent}")
@@ -79,7 +79,8 @@ def _describe(problems: Iterable[Problem]) -> str:
 
 
 def _rates(curves: Iterable[tuple[str, Points]]) -> dict[str, float]:
-    """Return by dtype the FLOP/s of the longest sequences, for the widest heads."""
+    """Return by dtype the FLOP/s of the longest sequences, for the widest heads. `curves`: (dtype, measured points) for
+    each width of a head, in ascending order of the widths."""
     return {dtype: points[-1][1] for dtype, points in curves}
 
 

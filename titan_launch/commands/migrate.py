@@ -28,7 +28,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    """Write the new job file. Print a line for each key of the old file that the new file does not have."""
+    """Write the new job file. Print a line for each key of the old file that is not converted, or not exactly."""
     new = arguments.out or str(Path(arguments.old).with_suffix(".migrated.toml"))
     check_new(new, "migrate")
     (old,) = read_job(arguments.old)[-1:]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import sys
 from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.load import LoadedJob, load_job
 from titan_launch.config.rules import Rule
+from titan_launch.config.rules.checkpoint import LOAD_KEYWORDS
 from titan_launch.core.errors import ConfigError, Problem, UserError, did_you_mean
 from titan_launch.core.import_string import refuse_imports_from
 from titan_launch.core.patches import without_garbage_collection
@@ -57,7 +57,7 @@ class Parser(ArgumentParser):
 
     def parse(self, args: Sequence[str]) -> Namespace:
         """Return a namespace with the value of each option, the overrides of the job as `overrides`, and `key_options`,
-        the attribute of this object. Raises UserError for bad arguments.
+        the attribute of this object. Raises UserError for bad arguments, and SystemExit for `--help`.
 
         argparse gets only the arguments of the command, with options as `--name=value`, because argparse cannot tell
         which value belongs to an override. Options with underscores instead of hyphens are also accepted, as in
@@ -156,8 +156,8 @@ def add_source(parser: Parser) -> None:
 
 
 def _is_key(name: str) -> bool:
-    """Return True if an argument names a key or a section of the job, or `extends`. (`parse_overrides` refuses
-    `extends`.)"""
+    """Return True if an argument has the form of a key of the job (a name with a dot), or is the name of a section or
+    `extends`. (`parse_overrides` refuses `extends`.)"""
     return "." in name or name.removeprefix("--") in (*_sections(), "extends")
 
 
@@ -172,7 +172,7 @@ def load(
 ) -> LoadedJob:
     """Return the checked job. With a world size, also check that the parallelism degrees match this number of ranks,
     and that the global batch can be divided among the ranks. After this call, Python refuses imports from the folders
-    of runs, checkpoints and weights that the job names (see `refuse_imports_from`).
+    of runs, checkpoints and weights that the job names by a path with a separator (see `refuse_imports_from`).
 
     `is_elastic`: the number of ranks may change from one start to the next, so the job must set
     `training.global_batch_size`. `more_rules`: further rules to check. Raises UserError with all problems.
@@ -197,19 +197,17 @@ def load(
     loaded = load_job(arguments.config, arguments.overrides, rules, arguments.key_options)
     config = loaded.config
     paths = (config.checkpoint.load, config.checkpoint.initial_load_path, config.model.weights, config.model.path)
-    named = [path for path in paths if os.sep in str(path)]
-    refuse_imports_from(
-        [loaded.config.job.run_folder, *map(Path, map(str, named))], Path(loaded.config.job.dump_folder)
-    )
+    named = [Path(path) for path in paths if isinstance(path, str) and path not in LOAD_KEYWORDS]
+    refuse_imports_from([loaded.config.job.run_folder, *named], Path(loaded.config.job.dump_folder))
     return loaded
 
 
 def check_weights(loaded: LoadedJob) -> None:
     """Raise UserError if `model.weights` does not hold the tensors of the model. Values are not read.
 
-    Nothing is checked if the run will resume, because a resumed run loads a checkpoint. For a user's own model, only
-    the files are checked. The same holds for a model of the package if it has not been recorded and torch is not
-    installed.
+    Nothing is checked if `model.weights` is not set, or if the run will resume, because a resumed run loads a
+    checkpoint. For a user's own model and a class of `transformers`, only the files are checked. The same holds for a
+    model of the package if it has not been recorded and torch is not installed.
     """
     config = loaded.config
     if config.model.weights is None:
@@ -236,8 +234,9 @@ class NoTorchError(UserError):
 
 @contextmanager
 def torch_needed(config: JobConfig) -> Iterator[None]:
-    """Raise NoTorchError if the imports in the block find no torch. If the block imports torch for the first time,
-    later garbage collections skip all objects that exist at the end of the block."""
+    """Raise NoTorchError if the block imports torch and torch is not installed. If torch has not been imported before,
+    garbage collection is disabled in the block, and later collections skip all objects that exist at the end of the
+    block."""
     try:
         with nullcontext() if "torch" in sys.modules else without_garbage_collection():
             yield
@@ -257,8 +256,8 @@ def _recorder(config: JobConfig) -> Callable[[], Recorder]:
 
 
 def recordings_of(config: JobConfig, layout: Layout, kernels: Kernels, is_silent: bool = False) -> Recordings:
-    """Return the recordings of a job. A recording that is needed but not in the cache is made with torch when it is
-    needed. A line on standard error says so, unless `is_silent`."""
+    """Return the recordings of a job. A recording that is not in the cache is made with torch when it is first needed.
+    A line on standard error says so, unless `is_silent`."""
     from titan_launch.plan.memory.recordings import Recordings
 
     def tell(text: str) -> None:

@@ -112,7 +112,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: Namespace) -> NoReturn:
-    """Print the plan of the job, or search for another one, and end the process."""
+    """Print the plan of the job, or with `--search` search for the fastest layouts, and end the process."""
     if arguments.search:
         _refuse_options_of_one_layout(arguments)
         from titan_launch.commands.plan_search import run_search
@@ -170,7 +170,7 @@ class PlanOptions:
     """Path of the picture to write. None: no picture."""
 
     trial: int | None = None
-    """The rank of a trial. None: no trial."""
+    """The rank that a trial trains. None: no trial."""
 
     measures: bool = False
     """Measure memory on a phantom GPU."""
@@ -252,12 +252,12 @@ def print_plan(config: JobConfig, world_size: int, locate_key: KeyLocator, optio
 
 
 _LONG = 10.0
-"""Duration of a plan in seconds from which a message recommends `--rows own`."""
+"""Duration of a plan in seconds above which a message recommends `--rows own`."""
 
 
 def _try(planned: _Planned, rank: int) -> dict[str, Any] | None:
-    """Train three steps with the modes of a plan. Return the memory that they took, or None on a CPU. Raises RunError
-    if the memory of this device does not suffice."""
+    """Train three steps as `rank` with the modes of a plan. Return the memory that the steps took, or None on a CPU.
+    Raises RunError if the memory of this device does not suffice."""
     import torch
 
     from titan_launch.trace.trial import run_trial
@@ -280,7 +280,7 @@ def _phantom(hardware: Hardware) -> str:
 
 
 def _measure(planned: _Planned, device: str) -> dict[str, Any]:
-    """Train three steps of the fullest rank on the phantom GPU `device`. Return the memory that they took. Raises
+    """Train three steps of the fullest rank on the phantom GPU `device`. Return the memory that the steps took. Raises
     UserError if the host has too little memory, and RunError if the memory of the device does not suffice."""
     from titan_launch.phantom_gpu.environment import RANK_GIB, phantom_gpus
 
@@ -325,7 +325,7 @@ def print_dry_run(config: JobConfig, world_size: int, rank: int) -> None:
 
 def with_batch_size(config: JobConfig, world_size: int, engine: EngineName = "replay") -> JobConfig:
     """If `training.local_batch_size` is `auto`, return the job with the largest microbatch that is planned to fit.
-    Otherwise return the job unchanged."""
+    Otherwise return the job unchanged. Raises the ConfigErrors of `largest_batch`."""
     if not is_auto_batch(config):
         return config
     hardware = planned_hardware(config, world_size)
@@ -358,7 +358,8 @@ def _plan(config: JobConfig, world_size: int, options: PlanOptions) -> _Planned:
 
 
 def _advised(planned: _Planned) -> _Planned:
-    """Return the plan with advice: changes that save memory.
+    """Return the plan with advice: changes that save memory. For a job that does not fit, also add the number of ranks
+    that suffices.
 
     A change suffices if the job is then planned to fit, and to reserve at most four fifths of its present memory. The
     second condition is for a job that was planned to fit, but ran out of memory.

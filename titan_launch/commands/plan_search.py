@@ -65,7 +65,7 @@ def run_search(arguments: Namespace) -> NoReturn:
 
 def _batches(text: str | None) -> list[int]:
     """Return the global batch sizes to try: for `LOW:HIGH`, LOW, 2 LOW, 4 LOW, ... up to HIGH. For None, return an
-    empty list, which stands for the size in the job."""
+    empty list, which stands for the size in the job. Raises UserError for any other text."""
     if text is None:
         return []
     low, _, high = text.partition(":")

@@ -103,11 +103,11 @@ def _overrides(arguments: Namespace) -> list[str]:
 
 def _chosen(paths: Sequence[str], overrides: Sequence[str]) -> list[str]:
     """Return the overrides that describe the text at `paths`: `data.kind`, and further keys where the defaults do not
-    suit the text. Print them with the reasons.
+    suit the text. Keys that the user has set are omitted. Print the overrides with the reasons.
 
-    If the user has set `data.kind`, return none. If the user has set a key that only one kind has, return only this
-    kind. `overrides`: those of the user. Raises UserError for paths without text, and for paths with different kinds of
-    text.
+    If the user has set `data.kind`, return an empty list. If the user has set a key that only one kind has, return only
+    the override of `data.kind` with this kind. `overrides`: the overrides of the user. Raises UserError for paths
+    without text, and for paths whose texts need different overrides.
     """
     keys = [override.key for override in parse_overrides(overrides)]
     given = {key[1] for key in keys if key[0] == "data" and len(key) > 1}

@@ -26,7 +26,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: Namespace) -> NoReturn:
-    """Print the certificate of the job, and end the process: with status 1 unless the layout is proven."""
+    """Print the certificate of the job, and end the process. The exit status is 1 if the layout is not proven."""
     loaded = load(arguments, None)
     if arguments.out is not None:
         refuse_weights_folder(arguments.out)

@@ -205,7 +205,7 @@ class Migration:
 
     def value(self, key: str) -> Any:
         """Return the value of a key of the old file, or TorchTitan's default (None if `DEFAULTS` lacks it). Mark the
-        key as converted."""
+        key as converted. Raises the ConfigError of `_value`."""
         self.done.add(key)
         return _value(self.old, key, DEFAULTS.get(key))
 
@@ -218,8 +218,8 @@ class Migration:
         self.new[tuple(key.split("."))] = (value, comment)
 
     def drop(self, key: str, reason: str = "", changes_run: bool = True) -> None:
-        """Add a note for a key of the old file, if the file sets the key. Mark the key as done. The default of `reason`
-        is the remedy in `TORCHTITAN_KEYS`."""
+        """Add a note for a key of the old file, if the file sets the key. Mark the key as done. If `reason` is empty,
+        the note has the remedy of `foreign_key`, or says that the key is not supported."""
         self.done.add(key)
         if self.is_given(key):
             path = tuple(key.split("."))
@@ -233,7 +233,8 @@ class Migration:
 
 
 def migrate(old: Mapping[str, Any], ranks: int | None = None) -> Migration:
-    """Convert a job file of TorchTitan v0.2. `ranks`: the world size, if it is known."""
+    """Convert a job file of TorchTitan v0.2. `ranks`: the world size, if it is known. Raises ConfigError for a value
+    that TorchTitan refuses (see `_value`)."""
     migration = Migration(old, ranks)
     for step in (_job, _model, _data, _batch, _optimizer, _schedule, _precision, _float8, _parallelism, _switches):
         step(migration)

@@ -57,7 +57,8 @@ class ShardSize(NamedTuple):
         return 0 if self.dtype == "float32" else 4 * self.num_elements
 
     def state_dtype(self, config: OptimizerConfig) -> str:
-        """Return the dtype of the state tensors. The state of vectors is float32 instead of int8."""
+        """Return the dtype of the state tensors: `optimizer.state_dtype`, or else the storage dtype. The state of
+        vectors is float32 instead of int8."""
         if config.state_dtype == "int8" and len(self.shape) < 2:
             return "float32"
         return config.state_dtype or self.dtype
@@ -86,7 +87,7 @@ class ShardSize(NamedTuple):
     def encoding(self, config: OptimizerConfig) -> int:
         """Return the bytes that are allocated to store float32 values in a state tensor. In 8 bits, these are the
         indices of codes, as int32 and then as int8, and a copy of the values if the rows do not consist of whole
-        blocks. In bfloat16, these are the bytes of `draw`."""
+        blocks. In bfloat16, these are the bytes of `draw`. In float32, 0."""
         if self.state_dtype(config) != "int8":
             return self.draw(config) if self.state_copy(config) else 0
         return (5 if self._padded == self.num_elements else 8) * self._padded
@@ -132,8 +133,8 @@ class PyTorchUpdate:
     temporaries: Temporaries
 
     counts_on_host: bool = False
-    """True if PyTorch keeps the optimizer's step counts on the CPU. (The fused implementation keeps them on the
-    device.)"""
+    """True if PyTorch keeps the optimizer's step counts on the CPU, except in its fused implementation, which keeps
+    them on the device."""
 
 
 @dataclass(frozen=True)
@@ -147,8 +148,8 @@ class Algorithm:
     because it needs torch.)"""
 
     state: Callable[[OptimizerConfig], tuple[str, ...]]
-    """Returns the names of the state tensors. Each has the size of the parameter, and the dtype
-    `optimizer.state_dtype`."""
+    """Returns the names of the state tensors, without the step count and the master weight. Each has the shape of the
+    parameter, and the dtype `ShardSize.state_dtype`."""
 
     temporaries: Temporaries
     """Memory of `update`."""
@@ -202,8 +203,8 @@ def _in_batches(groups: Sequence[GroupSizes]) -> Iterator[list[ShardSize]]:
 
 
 def _decoding(shards: Sequence[ShardSize], config: OptimizerConfig) -> int:
-    """Return the peak memory in bytes, including the copies, while the state tensors of a batch are copied to
-    float32."""
+    """Return the peak memory in bytes, including the copies, while one state tensor of each parameter of a batch is
+    copied to float32."""
     copies, peak = 0, 0
     for part in alike(shards, _row_width):
         copies += sum(shard.state_copy(config) for shard in part)
@@ -212,19 +213,19 @@ def _decoding(shards: Sequence[ShardSize], config: OptimizerConfig) -> int:
 
 
 def _encoding(shards: Sequence[ShardSize], config: OptimizerConfig) -> int:
-    """Return the bytes that are allocated to store the state tensors of a batch."""
+    """Return the peak of the bytes that are allocated to store one state tensor of each parameter of a batch."""
     key = _row_width if config.state_dtype == "int8" else _inner_axes
     return max(sum(shard.encoding(config) for shard in part) for part in alike(shards, key))
 
 
 def _draw(shards: Sequence[ShardSize], config: OptimizerConfig) -> int:
-    """Return the bytes that stochastic rounding allocates for a batch."""
+    """Return the peak of the bytes that stochastic rounding allocates for a batch."""
     return max(sum(shard.draw(config) for shard in part) for part in alike(shards, _inner_axes))
 
 
 def _row_width(shard: ShardSize) -> int:
     """Return the length of a shard's rows; 0 if a row consists of whole blocks. Shards with equal results are decoded
-    together."""
+    and encoded together."""
     return shard.shape[-1] if shard.shape[-1] % BLOCK else 0
 
 
@@ -233,7 +234,7 @@ def _inner_axes(shard: ShardSize) -> tuple[int, ...]:
 
 
 def alike(items: Iterable[T], key: Callable[[T], Hashable]) -> list[list[T]]:
-    """Return the items in groups with equal keys, each a list. The groups and the items in them have the order of
+    """Divide items into lists of items with equal keys. The lists, and the items in a list, have the order of
     `items`."""
     found: dict[Hashable, list[T]] = {}
     for item in items:
@@ -246,8 +247,8 @@ def _adamw(groups: Sequence[GroupSizes], config: OptimizerConfig, ranks: int) ->
 
 
 def _adamw_batch(shards: Sequence[ShardSize], config: OptimizerConfig) -> int:
-    """Return the peak memory in bytes of the temporary tensors in `titan_launch.optim.adamw`: the maximum over those
-    lines of its code that allocate."""
+    """Return the peak memory in bytes of the temporary tensors while `titan_launch.optim.adamw` updates a batch: the
+    maximum over the lines of code that allocate."""
     gradients = sum(shard.gradient_copy for shard in shards)
     moments = sum(shard.state_copy(config) for shard in shards)
     roots = 4 * sum(shard.num_elements for shard in shards)
@@ -265,8 +266,8 @@ def _adamw_batch(shards: Sequence[ShardSize], config: OptimizerConfig) -> int:
 def _pytorch_adamw(groups: Sequence[GroupSizes], config: OptimizerConfig, ranks: int) -> int:
     """Return the peak memory in bytes of the temporary tensors in PyTorch's AdamW.
 
-    `fused` works in place. `foreach` allocates the square roots of all second moments. `for-loop` allocates two tensors
-    of the size of one second moment, while one such tensor of the previous parameter still exists.
+    `fused` works in place. `foreach` allocates the square roots of all second moments of a group. `for-loop` allocates
+    two tensors of the size of one second moment, while one such tensor of the previous parameter still exists.
     """
     sizes = [[shard.size for shard in group.shards] for group in groups]
     if config.implementation == "fused":
@@ -281,8 +282,8 @@ def _sgd(groups: Sequence[GroupSizes], config: OptimizerConfig, ranks: int) -> i
 
 
 def _sgd_batch(shards: Sequence[ShardSize], config: OptimizerConfig) -> int:
-    """Return the peak memory in bytes of the temporary tensors in `titan_launch.optim.sgd`: the maximum over those
-    lines of its code that allocate."""
+    """Return the peak memory in bytes of the temporary tensors while `titan_launch.optim.sgd` updates a batch: the
+    maximum over the lines of code that allocate."""
     gradients = sum(shard.gradient_copy for shard in shards)
     updates = 4 * sum(shard.num_elements for shard in shards)
     momenta = sum(shard.state_copy(config) for shard in shards) if config.sgd.momentum else 0
@@ -298,8 +299,8 @@ def _sgd_batch(shards: Sequence[ShardSize], config: OptimizerConfig) -> int:
 def _pytorch_sgd(groups: Sequence[GroupSizes], config: OptimizerConfig, ranks: int) -> int:
     """Return the peak memory in bytes of the temporary tensors in PyTorch's SGD.
 
-    `fused` works in place. `foreach` adds weight decay to a copy of all gradients. `for-loop` adds weight decay to a
-    copy of one gradient, and makes another copy for Nesterov's momentum.
+    `fused` works in place. `foreach` adds weight decay to a copy of all gradients of a group. `for-loop` adds weight
+    decay to a copy of one gradient, and makes another copy for Nesterov's momentum.
     """
     if config.implementation == "fused":
         return 0
@@ -317,7 +318,8 @@ kernel on a GPU runs longer than its launch takes."""
 
 
 def muon_parts(shards: Sequence[T], num_elements: Callable[[T], int]) -> list[Sequence[T]]:
-    """Divide consecutive shards into parts. Muon has float32 copies of one part at a time."""
+    """Divide consecutive shards into parts of at most `_MUON_LIMIT` elements, or of one larger shard. Muon has float32
+    copies of one part at a time."""
     parts = batches([num_elements(shard) for shard in shards], _MUON_LIMIT)
     return [shards[part.start : part.stop] for part in parts]
 
@@ -333,8 +335,8 @@ def matrix_batches(shapes: Sequence[Sequence[int]], ranks: int) -> list[list[lis
     """Divide the matrices that `ranks` ranks share into batches. A batch is a list of stacks, at most one per rank. A
     stack is a list of the indices of matrices with the same shape, which one rank processes together.
 
-    `shapes`: rows and columns of each matrix. The matrices of a shape are divided equally among the ranks. The largest
-    stacks come first, because all ranks wait for the largest stack of a batch.
+    `shapes`: rows and columns of each matrix. All stacks of a shape have the same size, except the last one, which may
+    be smaller. The largest stacks come first, because all ranks wait for the largest stack of a batch.
     """
     stacks: list[list[int]] = []
     for same in alike(range(len(shapes)), lambda index: tuple(shapes[index])):
@@ -364,7 +366,7 @@ def _num_elements(shard: ShardSize) -> int:
 
 def _muon_experts(part: Sequence[ShardSize], config: OptimizerConfig) -> int:
     """Return the peak memory in bytes of the temporary tensors while `titan_launch.optim.muon` updates the matrices of
-    this rank's experts."""
+    this rank's experts in `part`."""
     _, rows, columns = part[0].shape
     elements = sum(shard.num_elements for shard in part)
     computed = matrices_at_once((elements // (rows * columns), rows, columns)) * min(rows, columns)
@@ -373,8 +375,8 @@ def _muon_experts(part: Sequence[ShardSize], config: OptimizerConfig) -> int:
 
 
 def _muon_batch(batch: Sequence[Sequence[ShardSize]], config: OptimizerConfig, ranks: int) -> int:
-    """Return the peak memory in bytes of the temporary tensors in `titan_launch.optim.muon`: the maximum over those
-    lines of its code that allocate, on the rank that computes the largest stack of the batch."""
+    """Return the peak memory in bytes of the temporary tensors while `titan_launch.optim.muon` updates a batch: the
+    maximum over the lines of code that allocate, on the rank that computes the largest stack of the batch."""
     shards = [shard for stack in batch for shard in stack]
     rows, columns = shards[0].shape
     parts, own = muon_parts(shards, _num_elements), 2 * sum(shard.num_elements for shard in shards)
@@ -388,8 +390,9 @@ def _muon_batch(batch: Sequence[Sequence[ShardSize]], config: OptimizerConfig, r
 
 
 def _muon_direction(part: Sequence[ShardSize], config: OptimizerConfig) -> int:
-    """Return the bytes that are allocated to compute the directions of a part's updates, besides the directions in
-    bfloat16: float32 copies of gradients, momenta and directions."""
+    """Return the peak of the bytes that are allocated to compute the directions of a part's updates, besides the
+    directions in bfloat16. These are float32 copies of gradients, momenta and directions, and the bytes to decode and
+    encode the momenta."""
     gradients = sum(shard.gradient_copy for shard in part)
     momenta = sum(shard.state_copy(config) for shard in part)
     directions = 4 * sum(shard.num_elements for shard in part) if config.muon.nesterov else 0

@@ -26,13 +26,14 @@ IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".ti
 
 
 def expand_paths(path: str | tuple[str, ...], suffixes: tuple[str, ...] = ("",)) -> list[tuple[str, Path]]:
-    """Return (name, file) for each file that `path` names. `path` is one entry or several, each a file, a folder or a
-    glob.
+    """Return (name, file) for each file that `path` names. `path` is one entry or several, each a file, a folder, a
+    glob or `python-stdlib`.
 
     `suffixes`: suffixes of the files that count in a folder. `.gz` or `.zst` may follow.
 
-    The order is the same on every machine: the order of the entries, and by name within an entry. A name is relative to
-    the folder of its entry. So the same samples are held out for validation after a corpus was moved. Raises
+    The order is the same on every machine: the order of the entries, and by name within an entry. A file that several
+    entries name is returned once. Names in a folder are relative to the folder, so the same samples are held out for
+    validation after the folder was moved. The name of a file that a glob matches is its path. Raises
     FileNotFoundError(entry) for the first entry that matches no file, and LinkError for a link that leads out of a
     folder.
     """
@@ -68,7 +69,7 @@ def count_ends(names: Iterable[str]) -> Counter[str]:
 
 
 def describe_ends(ends: Counter[str]) -> str:
-    """Return the result of `count_ends` as text: `12 .txt, 3 .jsonl.gz`."""
+    """Return the result of `count_ends` as text: `12 .txt, 3 .jsonl.gz`. At most four suffixes are named."""
     return listed([f"{number:,} {end or 'without a suffix'}" for end, number in ends.items()], most=4)
 
 
@@ -101,11 +102,16 @@ def _found(entry: str, suffixes: tuple[str, ...] = ("",)) -> list[tuple[str, Pat
     if not found:
         raise FileNotFoundError(entry)
     if entry != PYTHON_STDLIB and not os.path.isfile(entry):
-        folder = Path(entry)
-        while not os.path.isdir(folder):  # find the folder in which the glob searches
-            folder = folder.parent
-        refuse_links_out((file for _, file in found), folder)
+        refuse_links_out((file for _, file in found), _folder_of(entry))
     return found
+
+
+def _folder_of(entry: str) -> Path:
+    """Return an entry that is a folder, or the folder in which a glob searches."""
+    folder = Path(entry)
+    while not os.path.isdir(folder):
+        folder = folder.parent
+    return folder
 
 
 def names_a_file(entry: str, suffixes: tuple[str, ...] = ("",)) -> bool:
@@ -146,7 +152,11 @@ def _files_below(root: Path, without: str = "") -> Iterator[tuple[str, Path]]:
 
 
 def _files_like(pattern: str) -> Iterator[tuple[str, Path]]:
-    return ((name, Path(name)) for name in _names_like(pattern) if os.path.isfile(name))
+    """Yield (name relative to the folder in which a glob searches, file) for each file that the glob matches."""
+    folder = _folder_of(pattern)
+    for path in map(Path, _names_like(pattern)):
+        if path.is_file():
+            yield path.relative_to(folder).as_posix(), path
 
 
 def _names_like(pattern: str) -> Iterator[str]:
@@ -192,8 +202,8 @@ def _folders_like(folders: Iterable[str], part: str) -> list[str]:
 
 
 def _entries_like(folder: str, part: str, only_folders: bool = False) -> list[str]:
-    """Return the paths in a folder that match `part`, one part of a glob; an empty list if the folder cannot be
-    read."""
+    """Return the paths in a folder that match `part`, one part of a glob; an empty list if the folder cannot be read. A
+    wildcard at the beginning does not match a dot."""
     import fnmatch
     import glob
 
@@ -245,14 +255,14 @@ MOST_SHARDS = 100_000
 """Largest number of files that a path with braces may name."""
 
 _MOST_CHARACTERS = 16_000_000
-"""Largest total number of characters in the paths of these files."""
+"""Largest total number of characters in the paths that a path with braces stands for."""
 
 _TOO_MANY = f"stands for more than {MOST_SHARDS:,} files"
 
 
 def _expand_braces(text: str) -> list[str]:
     """Return the strings that a pattern like `{a,b}-{00..12}` stands for, as in a shell. Raises ValueError if there are
-    too many."""
+    too many strings, or if they are too long together."""
     strings: list[str] = []
     patterns = [text]
     while patterns:

@@ -379,7 +379,7 @@ def _table(heading: str, path: str, section: type[Section]) -> Iterator[str]:
 
 
 def _tagged_table(heading: str, kinds: Kinds) -> Iterator[str]:
-    """Yield the keys that all kinds have, then the keys of each kind."""
+    """Yield the keys that all kinds except `mixture` have, then the other keys of each kind."""
     own = Kinds(
         {kind: section for kind, section in kinds.variants.items() if section is not MixtureData}
     ).keys_of_some()

@@ -154,8 +154,9 @@ ROLES: Mapping[str, Role | Mapping[str, Role]] = {
 }
 """The role of every section, or of each key of a section. `training.steps` and `training.epochs` are `operation`,
 because a larger value only extends the run, and moves a decay at the end of the schedule. `data.path` and
-`model.weights` are `operation`, because the files may be moved: a resumed run compares the content of the files
-instead. `model.path` is `operation`, because `model.args` contains the content of the `config.json` at this path."""
+`model.weights` are `operation`, because the files may be moved: a resumed run instead compares the content of the files
+with that at the time of the checkpoint. `model.path` is `operation`, because `model.args` contains the content of the
+`config.json` at this path."""
 
 
 class Difference(NamedTuple):
@@ -180,8 +181,9 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Diffe
 
 
 def role_of(key: KeyPath) -> Role:
-    """Return the role of a key (see `Role`). An unknown key has the role `experiment`. (The `config.json` that an older
-    version wrote may contain keys that no longer exist.)"""
+    """Return the role of a key (see `Role`). A key of a source of a mixture has the role of the same key in `[data]`.
+    An unknown key has the role `experiment`. (The `config.json` that an older version wrote may contain keys that no
+    longer exist.)"""
     if key[:2] == ("data", "sources"):
         key = ("data", *key[3:])
     role = ROLES.get(str(key[0]), "experiment")

@@ -66,7 +66,7 @@ class Problem:
 
 
 class ConfigError(UserError):
-    """Error for a job file that cannot be run. It has all problems of the job file."""
+    """Error for a job file that cannot be run. It has one or more problems."""
 
     def __init__(self, problems: Iterable[Problem]):
         self.problems = tuple(problems)
@@ -79,7 +79,8 @@ def config_error(key: KeyPath, reason: str, value: Any = UNSET, also: tuple[KeyP
 
 
 def format_key(key: KeyPath) -> str:
-    """Return `precision.rules.0.match` for `("precision", "rules", 0, "match")`: the form that overrides use."""
+    """Return `precision.rules.0.match` for `("precision", "rules", 0, "match")`: the form that overrides use. A part
+    that is no bare key of TOML is quoted."""
     return ".".join(_format_key_part(str(part)) for part in key)
 
 
@@ -98,7 +99,8 @@ def _format_key_part(part: str) -> str:
 
 
 _ESCAPED = re.compile("[\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Control characters that JSON leaves as they are."""
+"""Characters that `json.dumps` leaves as they are: control characters, line separators, changes of the direction of
+text, and halves of surrogate pairs."""
 
 
 def toml_string(text: str) -> str:
@@ -119,9 +121,11 @@ _MOST_CANDIDATES = 10_000
 
 
 def nearest(word: str, candidates: Iterable[str], similarity: float = 0.6) -> str | None:
-    """Return the candidate that is most similar to a misspelt word. Case is ignored.
+    """Return the candidate that is most similar to a misspelt word. Case is ignored. Only the first 10,000 candidates
+    are compared.
 
-    Return None if no candidate has at least the similarity `similarity`, from 0 to 1 (`difflib`).
+    Return None if no candidate has at least the similarity `similarity`, from 0 to 1 (`difflib`), or if the word has
+    more than 200 characters.
     """
     import difflib  # imported here to save a millisecond of every start
 

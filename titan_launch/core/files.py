@@ -19,7 +19,8 @@ CACHE_VARIABLE = "TITAN_LAUNCH_CACHE"
 
 
 def cache_folder() -> Path:
-    """Return the cache folder: `$TITAN_LAUNCH_CACHE`, `$XDG_CACHE_HOME/titan_launch`, or `~/.cache/titan_launch`."""
+    """Return the cache folder: `$TITAN_LAUNCH_CACHE`, else `$XDG_CACHE_HOME/titan_launch`, else
+    `~/.cache/titan_launch`."""
     if own := os.environ.get(CACHE_VARIABLE):
         return Path(own)
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -179,7 +180,7 @@ def _has_weights(folder: Path) -> bool:
 
 
 def refuse_weights_folder(path: Path) -> None:
-    """Raise UserError if `path` is inside of a folder with weights."""
+    """Raise UserError if `path` is a folder with weights, or is inside of one."""
     found = weights_folder_around(path)
     if found is not None:
         raise UserError(

@@ -51,7 +51,7 @@ class Fingerprint:
 
     def changed_to(self, now: Fingerprint) -> str:
         """Return a clause that says how the data has changed; "" if the data is the same. `now`: a fingerprint of the
-        present data, made with the same seed."""
+        present data, made with the same seed. The tokenizers are not compared."""
         counts = [
             f"{new:,} {noun if new == 1 else f'{noun}s'} (before: {old:,})"
             for noun, old, new in (("sample", self.samples, now.samples), ("file", self.files, now.files))
@@ -68,7 +68,8 @@ class Fingerprint:
 
     def _changed_names(self, now: Fingerprint) -> list[str]:
         """Return a clause for each kind of change (missing, changed, new), such as `missing: a.txt, b.txt`. Return an
-        empty list if one of the two data sets has too many files, or files without a name."""
+        empty list if no file has changed, and if one of the two data sets has too many files, or files without a
+        name."""
         if len(self.named) != self.files or len(now.named) != now.files:
             return []
         before, after = dict(self.named), dict(now.named)
@@ -135,7 +136,8 @@ def _printable(name: str) -> str:
 
 
 def _drawn_samples(num_samples: int, seed: int) -> Iterable[int]:
-    """Return the indices of the samples to hash: all samples if there are at most 64, else 64 random samples."""
+    """Return the indices of the samples to hash: all samples if there are at most 64, else 64 random indices, of which
+    some may be equal."""
     if num_samples <= _HASHED_SAMPLES:
         return range(num_samples)
     return (int(_digest([f"{seed}/{draw}".encode()]), 16) % num_samples for draw in range(_HASHED_SAMPLES))

@@ -103,7 +103,7 @@ class LimitedObject:
     def call(self, method: str, *arguments: Any, seconds: float = 0.0) -> Any:
         """Return the result of a method. Raises CallError, and errors of this package that the method raises.
 
-        `seconds`: CPU time that this call may take in addition to its other limits.
+        `seconds`: CPU time in seconds that this call may take in addition to its other limits.
         """
         return _helper.call(self, method, arguments, seconds)
 

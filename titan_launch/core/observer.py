@@ -40,7 +40,7 @@ class StepResult:
     """Number of this rank's items in `loss_sum`, divided by the tensor-parallel degree."""
 
     items_global: Tensor
-    """Number of items of all ranks. The step's loss is divided by this number only."""
+    """Number of items of all ranks. `loss_sum` and the gradients are already divided by this number."""
 
     targets_global: Tensor
     """Number of valid (not ignored) targets of all ranks."""

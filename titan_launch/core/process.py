@@ -45,8 +45,8 @@ def in_forks(function: Callable[[T], R], items: Sequence[T], takes_part: bool = 
     its forks, which pickle their results. On other systems, this process computes all items.
 
     A fork ends at its first error. This process then computes the items that the forks have not finished, and raises
-    the function's errors. `takes_part`: False lets this process only wait for the forks. If the function starts
-    threads, it then starts them only in the forks, so this process can fork again.
+    the function's errors. `takes_part`: False lets this process only wait for the forks. Threads that the function
+    starts are then in the forks only, so this process can fork again.
     """
     count = min(usable_cores(), len(items), _MOST_PROCESSES)
     is_alone = count < 2 if takes_part else usable_cores() < 2 or not items
@@ -223,7 +223,7 @@ def announce_once(text: str, traceback: str = "") -> None:
 
 def claim_announcement(environment: Mapping[str, str]) -> bool:
     """Create the file that marks a failure as printed. Return True if the caller is to print the failure, and False if
-    the file exists already.
+    the file exists already. If torchrun did not start the caller, or if the file cannot be created, return True.
 
     `environment`: environment variables of a rank, which name the folder that torchrun has created for this start.
     """
@@ -240,7 +240,8 @@ def claim_announcement(environment: Mapping[str, str]) -> bool:
 
 
 def is_announced() -> bool:
-    """Return True if this rank or another one of this host, or `launch`, has printed a failure."""
+    """Return True if this rank or another one of this host, or `launch`, has printed a failure; False in a process that
+    torchrun did not start."""
     path = _announcement_mark(os.environ)
     return path is not None and os.path.exists(path)
 

@@ -37,8 +37,8 @@ def signals_handled(
 ) -> Iterator[None]:
     """Call `on_request(number, is_repeated)` for signals that ask this process to end, until the end of the block.
 
-    `numbers`: the signals. `is_repeated` is False for the first signal, and True for each signal that arrives more than
-    `same_request_s` seconds after the first. Enter the block in the main thread.
+    `numbers`: the signals. `is_repeated` is False for the first signal, and True for each signal that arrives at least
+    `same_request_s` seconds after the first. Signals between these are ignored. Enter the block in the main thread.
 
     A thread makes the calls. Python runs a signal handler only when the main thread returns to the interpreter, which
     never happens during a collective that hangs. A handler also must not log, since the interrupted code may hold the
@@ -90,8 +90,8 @@ _CONNECT_TIMEOUT_S = 10.0
 
 
 def stop_with_agent() -> None:
-    """Make the kernel send SIGTERM to this process when its parent, usually the agent, ends. If the agent has already
-    ended, end this process now.
+    """Make the kernel send SIGTERM to this process when its parent, usually the agent, ends (on Linux). If the agent
+    has already ended, end this process now.
 
     Call this function before slow imports. Without an agent, this function does nothing.
     """

@@ -29,8 +29,8 @@ def cpu_speedups(
 
     Blocked attention replaces PyTorch's kernel if `kernels.attention` is `auto`, ranks have whole sequences, and the
     kernel supports `seq_len` tokens. `dtypes`: the dtypes in which the model's attention computes. If `dtypes` is
-    empty, the dtypes are unknown, and each call of attention chooses its kernel. The allocator stays changed after the
-    block.
+    empty, the dtypes are unknown, and each call of attention chooses its kernel. After the block, the allocator and the
+    model's all-reduces between replicas stay changed.
     """
     keep_freed_memory()
     overlap_all_reduces(model)

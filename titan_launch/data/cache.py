@@ -42,11 +42,11 @@ _FILES = "files.json"
 def built_once(kind: str, identity: Any, build: Callable[[Path], object], task: str = "") -> Path:
     """Return the folder of the cache for `identity`. If the folder does not exist, `build(folder)` fills a new one.
 
-    `identity`: a value that JSON can represent. Several processes may call this function at once: one builds, and the
-    others wait. The folder gets its final name when it is complete and on disk. If an earlier call was interrupted,
-    `build` gets the folder with the files that the interrupted call wrote. A folder is built again if its files no
-    longer have the content that `build` wrote. If `task` is not empty and the folder does not exist, a log line names
-    `task` and the folder.
+    `kind`: name of the subfolder for entries of this kind. `identity`: a value that JSON can represent. Several
+    processes may call this function at once: one builds, and the others wait. The folder gets its final name when it is
+    complete and on disk. If an earlier call was interrupted, `build` gets the folder with the files that the
+    interrupted call wrote. A folder is built again if its files no longer have the content that `build` wrote. If
+    `task` is not empty and the folder does not exist, a log line names `task` and the folder.
 
     Raises UserError if the cache cannot be written, also for an OSError of `build`, and the other errors of `build`.
     """
@@ -94,7 +94,7 @@ def _is_folder(path: Path) -> bool:
 
 
 def _make_folders(folder: Path) -> None:
-    """Make a folder and its missing parents. Only the user of this process may read them."""
+    """Make a folder and its missing parents. Only the user of this process may read the new folders."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     for path in reversed(missing):
         path.mkdir(mode=0o700, exist_ok=True)

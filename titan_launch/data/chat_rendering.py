@@ -55,7 +55,7 @@ class Span(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """A position in the text of a chat at which text of a message begins or ends."""
+    """The position of a mark (see `_BEGIN`) in the text of a chat, without the marks."""
 
     position: int
     message: int
@@ -86,17 +86,18 @@ class Renderer:
     """The date that the template gets from `strftime_now`. With the present date, the tokens would change every day."""
 
     special_tokens: Sequence[str] = ()
-    """Text that no message may contain, because the tokenizer would make it a special token."""
+    """Texts that no message may contain, because the tokenizer would make them special tokens."""
 
     def render(
         self, messages: Sequence[Message], tools: Any, train_on: Literal["assistant", "last", "all"]
     ) -> tuple[str, list[Span]]:
         """Return the text of a chat, and its parts that are targets. Raises RefusedChat.
 
-        `train_on`: the targets are all turns of the assistant, the last of these turns, or the whole text.
+        `train_on`: the targets are all turns of the assistant, the last of these turns, or the whole text. A turn whose
+        message has weight 0 or `"train": false` is a target only with `all`.
 
-        If the template has `generation` blocks, their texts are the turns of the assistant. Otherwise `_Turns` finds
-        the turns. A chat is refused if a turn would contain text of another message.
+        If the template has `generation` blocks, their texts are the turns of the assistant (see `_Turns.blocks`).
+        Otherwise `_Turns.turn` finds the turns, and a chat is refused if a turn would contain text of another message.
         """
         self._check_strings([messages, tools])
         messages = [_with_thoughts(message) for message in messages]
@@ -181,7 +182,8 @@ class Renderer:
                 raise RefusedChat(f"a chat with {name} in a message", where)
 
     def rendered(self, messages: Sequence[Message], tools: Any, add_generation_prompt: bool = False) -> Rendered:
-        """Return the text of messages. Raises RefusedChat."""
+        """Render messages. Return their text, and the positions of the marks and `generation` blocks in it. Raises
+        RefusedChat."""
         variables = {"documents": None, **self.variables, "messages": messages, "tools": tools}
         try:
             marked = self._compiled.render(variables, add_generation_prompt=add_generation_prompt)
@@ -316,8 +318,9 @@ class _Turns:
         """Return the end of a turn, after the special token that ends it. `start`: start of the turn.
 
         Two chats without later messages are rendered: one that ends with the turn, and the same chat with the prompt
-        for the next answer. In one of them, the text after the message must be the text after it in this chat. The
-        second chat is needed because templates often end the last turn of a chat differently.
+        for the next answer. The text after the message in one of these chats must also follow the message in `text`.
+        This text ends the turn. The second chat is needed because templates often end the last turn of a chat
+        differently.
         """
         own = max(self._positions_of(index), default=start)
         for end in map(self.template.closed, self._ends(index, start, own)):
@@ -510,7 +513,8 @@ def _environment(today: date) -> Any:
             return f"{_BEGIN}{_MARK_END}{caller()}{_END}{_MARK_END}"
 
     class Variables(Namespace):
-        """Variables that a template may change. The names of Python's internals are refused."""
+        """Variables that a template may change. Names that begin with an underscore are refused, because Python's
+        internals have such names."""
 
         def __init__(*args: Any, **variables: Any):
             self, *items = args  # so that `self` can be the name of a variable

@@ -1,5 +1,5 @@
-"""Functions that convert epochs to steps, and count the samples of an epoch if this is quick. This module does not
-import torch."""
+"""Functions that convert epochs to steps, and that count the samples of an epoch if the count is quick. This module
+does not import torch."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def steps_of(epochs: float, num_samples: int, global_batch_size: int, consumed: 
 
 
 def too_many_epochs(steps: int, epochs: float, num_samples: int, source: str = "") -> str | None:
-    """Return a warning if the steps of a job are more than MOST_EPOCHS epochs of its data; else None. `source`: name of
-    the source in a mixture; "" if the data is not a mixture."""
+    """Return a warning if `epochs` exceeds MOST_EPOCHS; else None. `epochs`: number of epochs that `steps` steps take.
+    `source`: name of the source in a mixture; "" if the data is not a mixture."""
     if epochs <= MOST_EPOCHS:
         return None
     whose, remedy = (f" of the source {source}", "fewer steps, or a smaller weight") if source else ("", "fewer steps")
@@ -39,9 +39,9 @@ def too_many_epochs(steps: int, epochs: float, num_samples: int, source: str = "
 
 
 def known_samples(data: DataSource, seq_len: int) -> int | None:
-    """Return the number of samples of an epoch if it is quickly known: for token files of `prepare`, arrays of images,
-    and synthetic data. Return None for all other data, for data that cannot be read, and for more than _MOST_PACKED
-    documents that a run would pack."""
+    """Return the number of samples of an epoch if the count is quick: for token files of `prepare`, arrays of images,
+    the digits of scikit-learn, and synthetic data. Return None for all other data, for data that cannot be read, and
+    for more than _MOST_PACKED documents that a run would pack."""
     with suppress(Exception):  # a run explains why the data cannot be read
         match data:
             case SyntheticData():

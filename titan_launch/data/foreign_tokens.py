@@ -44,10 +44,11 @@ _MEGATRON_HEADER = np.dtype(
     [("magic", "V9"), ("version", "<u8"), ("dtype", "u1"), ("sequences", "<u8"), ("ends", "<u8")]
 )
 _MEGATRON_DTYPES = {1: "uint8", 3: "uint16", 4: "uint32", 5: "uint64", 8: "uint16"}
-"""Dtypes by their code. Signed integers are read as unsigned: a negative id becomes an id outside of the vocabulary."""
+"""Dtypes by their code in an `.idx` file. Signed integers are read as unsigned: a negative id becomes a large id, which
+is outside of most vocabularies."""
 
 _LLMC_FORMATS = {(20240520, 1): "uint16", (20240801, 7): "uint32"}
-"""Dtypes by magic number and version."""
+"""Dtypes by (magic number, version) of the header of llm.c."""
 
 _SIGNATURES = {
     b"\x1f\x8b\x08": "gzip",
@@ -57,7 +58,7 @@ _SIGNATURES = {
     b"ARROW1": "Arrow",
     b"\x89HDF\r\n": "HDF5",
 }
-"""First bytes of files that are not flat numbers."""
+"""Names of formats by their first bytes. Files of these formats are not flat numbers."""
 
 _LLMC_HEADER = 256
 """Number of int32 in the header of a file of llm.c: magic number, version, number of tokens, zeros."""
@@ -66,7 +67,7 @@ _VERSION = 2
 """Version of the cached results."""
 
 _SAMPLE_BYTES = 1 << 20
-"""Size of a sample in bytes. To detect changed files, 64 samples of their content are read."""
+"""Size of a sample in bytes. To detect changed files, up to 64 samples of their content are read."""
 
 _SCAN = "scan.json"
 
@@ -95,8 +96,10 @@ def open_foreign_tokens(config: TokensData, tokenizer: Tokenizer, key: KeyPath) 
     have, and the stream of tokens.
 
     `config.path` names a file, the files `.bin` and `.idx` without their suffixes, or a glob. `key`: path of the
-    section. Raises ConfigError on a key below `key`, and TokenFilesError for files that cannot be read, or whose ids
-    are outside of the vocabulary.
+    section.
+
+    Raises ConfigError on a key below `key`, TokenFilesError for files that cannot be read, are damaged, or have ids
+    outside of the vocabulary, and UserError if the cache cannot be written.
     """
     files = [_recognized(path, config, key) for path in _paths(config, key)]
     folder, identity = _scanned(files, tokenizer.end_of_document)
@@ -128,7 +131,8 @@ def check_unknown_ids(folder: Path, header: Header) -> None:
 
 
 def _paths(config: TokensData, key: KeyPath) -> list[Path]:
-    """Return the files of tokens, sorted by name. Raises ConfigError."""
+    """Return the files of tokens, sorted by name. Raises ConfigError if there is none, or for a link that leads out of
+    a folder."""
     if Path(f"{config.path}.bin").is_file():
         return [Path(f"{config.path}.bin")]
     paths: list[Path] = []
@@ -144,8 +148,9 @@ def _paths(config: TokensData, key: KeyPath) -> list[Path]:
 
 
 def _recognized(path: Path, config: TokensData, key: KeyPath) -> _File:
-    """Return the file at `path` with the format that its header says. Raises ConfigError if `dtype` is missing or
-    wrong, and TokenFilesError for a file that cannot be read."""
+    """Return the file at `path`. Its header says the format; a file without a header is flat, with the dtype of the key
+    `dtype`. Raises ConfigError if `dtype` is missing or wrong, and TokenFilesError for a file that cannot be read, is
+    damaged, or has no tokens."""
     index = path.with_suffix(".idx")
     file = _megatron_file(path, index) if index.is_file() else _llmc_file(path) or _numpy_file(path)
     if file is None:
@@ -166,7 +171,8 @@ def _recognized(path: Path, config: TokensData, key: KeyPath) -> _File:
 
 
 def _whole_file(path: Path, dtype: str, start: int = 0, index: Path | None = None) -> _File:
-    """Return a file whose tokens begin at byte `start`."""
+    """Return a file whose tokens begin at byte `start` and end with the file. Raises TokenFilesError if the size does
+    not fit the dtype."""
     num_tokens, rest = divmod(path.stat().st_size - start, np.dtype(dtype).itemsize)
     if rest:
         raise TokenFilesError(f"is damaged: the size of {path.name} is not a multiple of {dtype}; copy it again")
@@ -174,7 +180,7 @@ def _whole_file(path: Path, dtype: str, start: int = 0, index: Path | None = Non
 
 
 def _llmc_file(path: Path) -> _File | None:
-    """Return a file of llm.c; None if the file does not begin as one."""
+    """Return a file of llm.c; None if the file does not begin as one. Raises TokenFilesError for a damaged file."""
     header = np.fromfile(path, "<i4", _LLMC_HEADER)
     if not len(header) or int(header[0]) not in {magic for magic, _ in _LLMC_FORMATS}:
         return None
@@ -191,7 +197,8 @@ def _llmc_file(path: Path) -> _File | None:
 
 
 def _numpy_file(path: Path) -> _File | None:
-    """Return a `.npy` file of NumPy; None if it does not begin as one."""
+    """Return a `.npy` file of NumPy; None if the file does not begin as one. Raises TokenFilesError for a damaged file,
+    and for an array that is not one-dimensional or not of integers."""
     with open_regular(path) as file:
         if file.read(len(np.lib.format.MAGIC_PREFIX)) != np.lib.format.MAGIC_PREFIX:
             return None
@@ -230,8 +237,8 @@ def _megatron_file(path: Path, index: Path) -> _File:
 def _scanned(files: Sequence[_File], end_of_document: int | None) -> tuple[Path, list[Any]]:
     """Return the folder of the cache with the result of `_scan`, and the identity of the files.
 
-    The identity includes 64 samples of the content: in two versions of a read-only disk image, files with different
-    content may have the same times and inodes.
+    The identity includes up to 64 samples of the content: in two versions of a read-only disk image, files with
+    different content may have the same times and inodes.
     """
     paths = [path for file in files for path in (file.path, file.index) if path is not None]
     sample = fingerprint_of_files([("", path) for path in paths], _SAMPLE_BYTES).content
@@ -243,8 +250,8 @@ def _scanned(files: Sequence[_File], end_of_document: int | None) -> tuple[Path,
 
 
 def _scan(files: Sequence[_File], end_of_document: int | None, folder: Path) -> None:
-    """Write the largest token id and the ends of the documents of each file. If `end_of_document` is None, write no
-    ends."""
+    """Write the largest token id and the ends of the documents of each file into `folder`. `end_of_document`: the token
+    that ends a document, in files without an index; None: write no ends of documents."""
     largest, documents = [], []
     for number, file in enumerate(files):
         tokens, found = file.map(), [np.array([file.num_tokens])]
@@ -263,8 +270,8 @@ def _scan(files: Sequence[_File], end_of_document: int | None, folder: Path) -> 
 
 
 def _megatron_ends(file: _File, index: Path) -> npt.NDArray[np.int64]:
-    """Return the number of tokens up to the end of each document. Raises TokenFilesError if the index does not match
-    the file."""
+    """Return the number of tokens up to the end of each document that has tokens. Raises TokenFilesError if the index
+    does not match the file."""
     header = np.fromfile(index, _MEGATRON_HEADER, 1)[0]
     sequences, documents = int(header["sequences"]), int(header["ends"])
     columns = {"lengths": ("<i4", sequences), "starts": ("<i8", sequences), "documents": ("<i8", documents)}

@@ -64,11 +64,13 @@ class LoadedTokenizer:
         return str(encoding.tokens[0]) if encoding.tokens and encoding.special_tokens_mask[0] else None
 
     def encode(self, text: str) -> bytes:
-        """Return the ids of a text, in which names of special tokens are plain text."""
+        """Return the ids of a text. Names of special tokens in the text are plain text, and no special tokens are
+        added."""
         return array(IDS, self._tokenizer.encode(text, add_special_tokens=False).ids).tobytes()
 
     def encode_documents(self, documents: Sequence[bytes]) -> tuple[bytes, list[int]]:
-        """Return the concatenated ids of UTF-8 documents, and the number of ids of each document."""
+        """Return the concatenated ids of UTF-8 documents, and the number of ids of each document. No special tokens are
+        added."""
         texts = [document.decode() for document in documents]
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         parts = [array(IDS, encoding.ids).tobytes() for encoding in encodings]

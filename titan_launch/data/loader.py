@@ -38,7 +38,7 @@ class Loader:
     """
 
     def __init__(self, data: Any, workers: Workers, **options: Any):
-        """`data`, `options`: data set and further arguments of PyTorch's loader."""
+        """`data`, `options`: the data set and further arguments of torchdata's `StatefulDataLoader`."""
         self._loader = _build_data_loader(data, workers, options)
         # At exit, multiprocessing sends SIGTERM to its children and waits for them. Workers ignore SIGTERM, so this
         # call must end the workers first.
@@ -129,10 +129,11 @@ def num_validation_batches(part: range, local_batch_size: int, dp_size: int) -> 
 
 
 class FetchedAhead:
-    """An endless iterator over batches from worker processes, which a thread unpacks while the training loop computes.
+    """An endless iterator over batches from worker processes. A thread unpacks the batches while the training loop
+    computes.
 
-    Use this class only with worker processes. Without them, the training loop must read the batches itself, not a
-    thread: the code of a user's source or transform may set the random generators that the training loop also uses.
+    Use this class only with worker processes. Without worker processes, the training loop itself must read the batches:
+    the code of a user's source or transform may set random generators, and the training loop uses the same generators.
     """
 
     def __init__(self, batches: Iterable[Batch], num_ahead: int):
@@ -235,10 +236,12 @@ class _ValidationBatches:
 
 
 class BatchReader(Protocol):
-    """The data set of PyTorch's loader, which passes the items of its `batch_sampler` to this method."""
+    """Interface of the data sets of torchdata's loader. The loader passes each item of its `batch_sampler` to
+    `__getitems__`."""
 
     def __getitems__(self, numbers: Sequence[int], /) -> Sample:
-        """Return the tensors of a batch."""
+        """Return the tensors of a batch. `numbers`: the item of the `batch_sampler`, such as positions or indices of
+        samples."""
 
 
 @dataclass(frozen=True)
@@ -333,7 +336,7 @@ class StreamLoader(Loader):
 
 
 class _StreamPart(IterableDataset[Any]):
-    """One part of a stream, as PyTorch's loader takes it."""
+    """One part of a stream, in the form that torchdata's loader takes."""
 
     def __init__(self, source: StreamSource, part: int, parts: int):
         self._source, self._part, self._parts = source, part, parts
@@ -343,7 +346,7 @@ class _StreamPart(IterableDataset[Any]):
 
 
 class _ErrorsAsSamples:
-    """A reader of a stream that returns a UserError in place of a sample, as `_ErrorsAsBatches`."""
+    """A reader of a stream that returns a UserError in place of a sample, for the same reason as `_ErrorsAsBatches`."""
 
     def __init__(self, reader: Reader):
         self._reader = reader
@@ -365,7 +368,8 @@ def _stacked(samples: list[Sample | UserError]) -> _Packed | UserError:
 
 
 def _indexed_loader(reader: BatchReader, batches: Iterable[Sequence[int]], workers: Workers) -> Loader:
-    """Return a loader of batches that `reader` reads. `batches`: for each batch, the numbers that `reader` gets."""
+    """Return a loader of the batches that `reader` reads. `batches`: the argument of `reader.__getitems__` for each
+    batch."""
     return Loader(
         _ErrorsAsBatches(reader),
         workers,

@@ -75,10 +75,10 @@ class MixtureOrder:
     """Order of several sources, mixed by weights. Indices count through the samples of the first source, then of the
     second, and so on.
 
-    Each source has an endless stream of its own, with the same order as without the others. Positions are divided into
-    blocks. In a block, the weights decide the number of samples of each source, and a keyed permutation decides their
-    positions. After every whole block, the number of samples of a source since the weights last changed differs by less
-    than 1 from its exact share. All numbers are integers, so rounding errors do not add up.
+    Each source has an endless stream of its own. Its order is the same as if the source were used alone. Positions are
+    divided into blocks. In a block, the weights decide the number of samples of each source, and a keyed permutation
+    decides their positions. After every whole block, the number of samples of a source since the weights last changed
+    differs by less than 1 from its exact share. All numbers are integers, so rounding errors do not add up.
     """
 
     def __init__(self, sources: Mapping[str, SampleOrder], stages: Sequence[tuple[int, Sequence[Fraction]]], seed: int):
@@ -110,7 +110,8 @@ class MixtureOrder:
         return tuple(counts)
 
     def progress(self, position: int) -> dict[str, tuple[float, float]]:
-        """Return for each source its share of the samples before `position`, from 0 to 1, and its epochs so far."""
+        """Return (share, epochs) for each source, by name: the source's share of the samples before `position`, from 0
+        to 1, and the number of its epochs before `position`."""
         return {
             name: (count / max(position, 1), count / order.num_samples)
             for (name, order), count in zip(self.sources.items(), self.consumed(position), strict=True)
@@ -199,7 +200,7 @@ class Permutation:
 
 
 def random_words(first: int, second: int, count: int) -> npt.NDArray[np.uint64]:
-    """Return `count` random words that depend only on two numbers, such as a seed and an index.
+    """Return `count` random 64-bit words that depend only on `first` and `second`, such as a seed and an index.
 
     Philox is a counter-based generator with a key of two words. NumPy guarantees that the raw words of its bit
     generators never change (NEP 19). NumPy gives no such guarantee for `Generator`.

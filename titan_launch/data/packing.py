@@ -1,4 +1,4 @@
-"""Packing of documents: samples that consist of whole documents, with as little padding as possible.
+"""Packing: samples that consist of whole documents, or of pieces of documents that are too long, with little padding.
 
 A document of n tokens has n - 1 pairs of an input and its target, the next token. It therefore takes n - 1 positions of
 a sample. A document that takes more than `seq_len` positions is cut into pieces of `seq_len` positions and a rest. So
@@ -7,7 +7,8 @@ token has no pair, and is in no sample.
 
 The pieces are assigned to samples by best-fit decreasing, as in Ding et al., "Fewer Truncations Improve Language
 Modeling" (arXiv:2404.10830): in the order of falling length, each piece goes to the sample with the least free space
-that suffices. The result depends only on the lengths of the documents and `seq_len`.
+that suffices. The result depends only on the lengths of the documents, on `seq_len`, and on whether the documents are
+pairs of answers.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class PackingSummary:
 
     num_samples: int
     padding: float
-    """Share of the positions of all samples that no piece takes, from 0 to 1."""
+    """Fraction of padding among the positions of all samples, from 0 to 1."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Packing:
     seq_len: int
     summary: PackingSummary
     starts: Indices
-    """For each piece, the number of tokens of the data before it."""
+    """For each piece, the number of tokens before the piece in the data."""
 
     lengths: npt.NDArray[np.int32]
     """For each piece, the number of its pairs of an input and a target."""
@@ -75,7 +76,8 @@ class Packing:
 
 
 def cached_packing(stream: TokenStream, header: Header, seq_len: int) -> Packing:
-    """Return the packing of token files. The first process of a host computes it, and the cache keeps it."""
+    """Return the packing of token files. The first process of a host computes the packing, and the cache keeps it.
+    Raises UserError if the cache cannot be written."""
     identity = [VERSION, seq_len, header.has_pairs, stream.identity]
     ends = stream.document_ends
     folder = built_once("packing", identity, lambda folder: _write(folder, pack(ends(), seq_len, header.has_pairs)))
@@ -94,8 +96,9 @@ def _write(folder: Path, packing: Packing) -> None:
 def pack(document_ends: Indices, seq_len: int, has_pairs: bool = False) -> Packing:
     """Return the packing of documents. `document_ends`: number of tokens up to the end of each document.
 
-    `has_pairs`: documents 2k and 2k + 1 belong to the same sample, in which they get the numbers 2j and 2j + 1. Each
-    has at least two tokens, and both together fit into a sample (`longest_pair`).
+    `has_pairs`: True if documents 2k and 2k + 1 are a pair. Both documents of a pair then get into one sample, with the
+    document numbers 2j and 2j + 1. Each document must have at least two tokens, and each pair must fit into a sample
+    (`longest_pair`).
     """
     num_pairs = np.maximum(np.diff(document_ends, prepend=0) - 1, 0)
     starts, lengths = _pieces(document_ends, num_pairs, seq_len)
@@ -126,7 +129,7 @@ def longest_pair(document_ends: Indices) -> int:
 
 
 def _pieces(document_ends: Indices, num_pairs: Indices, seq_len: int) -> tuple[Indices, npt.NDArray[np.int32]]:
-    """Return the start and the length of each piece, in the order of the data."""
+    """Return the starts and the lengths of the pieces (see `Packing`), in the order of the data."""
     num_pieces = -(-num_pairs // seq_len)
     document = np.repeat(np.arange(len(num_pairs)), num_pieces)
     first_piece = np.cumsum(num_pieces) - num_pieces

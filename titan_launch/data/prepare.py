@@ -49,11 +49,11 @@ _BATCH = 1000
 """Largest number of documents that are tokenized at a time."""
 
 _BATCH_BYTES = 1 << 20
-"""Size of text that is tokenized at a time. The package tokenizers needs about 500 bytes for each token."""
+"""Bytes of text at which a batch of documents ends. The package tokenizers needs about 500 bytes for each token."""
 
 _SAMPLE_BYTES = 1 << 20
-"""Size of a sample in bytes. To find out if cached digests are valid, 64 samples of the text are read. Text of up to 64
-MiB is read whole."""
+"""Size of a sample in bytes. To find out if cached digests are valid, up to 64 samples of the text are read. If the
+files have at most 64 pieces of this size, all text is read."""
 
 _LARGE_CORPUS = 1 << 26
 """Bytes of text above which a run tokenizes the text in several processes, which take a second to start."""
@@ -67,13 +67,13 @@ class Counts:
     """The files and skipped documents of a part."""
 
     files: dict[tuple[str, int], int] = field(default_factory=dict)
-    """CRC-32 of the tokens and targets of each file, by its name and size."""
+    """CRC-32 of the tokens and targets of each file, by (name, size) of the file."""
 
     skipped: Counter[str] = field(default_factory=Counter)
     first_skipped: str = ""
 
     def add(self, document: Document, encoded: Encoded) -> None:
-        """Include a document in the checksum of its file."""
+        """Add a document to the checksum of its file."""
         checksum = zlib.crc32(np.ascontiguousarray(encoded.tokens).data, self.files.get(document.file, 0))
         if encoded.targets is not None:
             checksum = zlib.crc32(np.ascontiguousarray(encoded.targets).data, checksum)
@@ -94,8 +94,9 @@ def prepare(
     written. `report(part, is_new)` is called for each finished part; `is_new` is False if an earlier call has finished
     the part. `digests`: the result of `file_digests`, if it is known.
 
-    Raises ConfigError for documents that stop the run, UserError if the folder has other content or another process is
-    writing it, RunError if a worker process is killed, and OSError if the folder cannot be written.
+    Raises ConfigError for documents that stop the run, and for files that cannot be read or that change meanwhile.
+    Raises UserError if the folder has other content, is damaged, or is inside of a folder with weights, or if another
+    process is writing it. Raises RunError if a worker process is killed, and OSError if the folder cannot be written.
     """
     digests = file_digests(corpus) if digests is None else digests
     source = _source(corpus, digests)
@@ -122,7 +123,8 @@ def prepare(
 
 
 def prepare_part(corpus: Corpus, part: Part, folder: Path, name: str) -> tuple[Shard, Counts]:
-    """Write the documents of a part as the shard `name`. Return the shard's entry of the header, and the counts."""
+    """Write the documents of a part that belong to the split as the shard `name`. Return the shard's entry of the
+    header, and the counts. Raises ConfigError for documents that stop the run."""
     counts = Counts()
 
     def encoded() -> Iterator[Encoded]:
@@ -136,7 +138,8 @@ def prepare_part(corpus: Corpus, part: Part, folder: Path, name: str) -> tuple[S
 
 
 def chosen_documents(corpus: Corpus, part: Part, counts: Counts) -> Iterator[Document]:
-    """Yield the documents of a part that belong to the split. Add the skipped documents to `counts`."""
+    """Yield the documents of a part that belong to the split. Add the skipped documents that belong to the split to
+    `counts`."""
     for document in corpus.documents(part):
         if not in_split(document.name, corpus.config):
             continue
@@ -152,8 +155,8 @@ _TRAINING_BYTES = 1 << 30
 
 
 def training_texts(corpus: Corpus) -> Iterator[str]:
-    """Yield the text of documents: about 1 GiB at most, with an equal share from each part. Raises ConfigError for
-    documents that are not text."""
+    """Yield the texts of documents. All texts together have at most about 1 GiB, and the limit is the same for each
+    part. Raises ConfigError if the documents are not plain text."""
     parts = corpus.parts()
     for part in parts:
         size = 0
@@ -183,7 +186,8 @@ def cached_token_files(corpus: Corpus) -> Path:
 
 
 def file_digests(corpus: Corpus) -> list[str]:
-    """Return the digest of the content of each file of a corpus. Threads read the files. Raises ConfigError."""
+    """Return the digest of the content of each file of a corpus. Threads read the files. Raises ConfigError for a file
+    that cannot be read."""
 
     def digest(file: File) -> str:
         try:
@@ -198,9 +202,9 @@ def file_digests(corpus: Corpus) -> list[str]:
 def _cached_digests(corpus: Corpus) -> list[str]:
     """Return the digest of the content of each file of a corpus.
 
-    The files are read if their states, or 64 samples of their content, differ from those for which the cache has
-    digests. Samples are compared because, in two versions of a read-only disk image, files with different content may
-    have the same times and inodes.
+    If the cache has digests for files with these states and with the same samples (up to 64 of their content), the
+    files are not read again. Samples are compared because, in two versions of a read-only disk image, files with
+    different content may have the same times and inodes. Raises ConfigError for a file that cannot be read.
     """
     places = [[str(file.path.resolve()), *file.state] for file in corpus.files]
     try:
@@ -220,8 +224,8 @@ def _cached_digests(corpus: Corpus) -> list[str]:
 
 
 def _check_unchanged(corpus: Corpus, digests: Sequence[str]) -> None:
-    """Raise ConfigError if the content of a file has changed since the start. Only files whose state (size, times,
-    inode) has changed are read."""
+    """Raise ConfigError if the content of a file no longer has its digest in `digests`. Only files whose state (size,
+    times, inode) has changed are read."""
     for file, digest in zip(corpus.files, digests, strict=True):
         try:
             is_unchanged = file_state(file.path) == file.state or content_digest([file.path]) == digest
@@ -241,7 +245,7 @@ def _source(corpus: Corpus, digests: Sequence[str]) -> str:
 
 def _header_of(corpus: Corpus, folder: Path, source: str) -> Header | None:
     """Return the header of a folder that an earlier call completed; None if the folder has no header. Raises UserError
-    if the folder has the tokens of another corpus."""
+    if the header is invalid, or if the folder has the tokens of another corpus or another tokenizer."""
     if not (folder / HEADER).exists():
         return None
     try:
@@ -258,8 +262,8 @@ def _header_of(corpus: Corpus, folder: Path, source: str) -> Header | None:
 
 @contextmanager
 def _claimed(corpus: Corpus, folder: Path, source: str) -> Iterator[None]:
-    """Lock a folder for a corpus until the end of the block. Raises UserError if the folder has other files, or if
-    another process writes it."""
+    """Lock a folder for a corpus until the end of the block. Raises UserError if the folder has other files or is
+    inside of a folder with weights, or if another process is writing it."""
     refuse_weights_folder(folder)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / UNFINISHED
@@ -281,7 +285,8 @@ def _claimed(corpus: Corpus, folder: Path, source: str) -> Iterator[None]:
 
 def _finish_parts(corpus: Corpus, folder: Path, parts: dict[str, Part], num_workers: int) -> Iterator[Part]:
     """Write the shard of each part, and yield each part when its shard is finished, in any order. `parts`: the parts by
-    the names of their shards."""
+    the names of their shards. Raises ConfigError for documents that stop the run, and RunError if a worker process is
+    killed."""
     num_workers = min(num_workers, len(parts))
     if num_workers <= 1:
         for name, part in parts.items():
@@ -319,7 +324,7 @@ def _start_worker(corpus: Corpus, folder: Path) -> None:
 
 
 def _work(part: Part, name: str) -> tuple[Problem, ...]:
-    """Write a shard. Return the problems of the documents."""
+    """Write a shard in a worker process. Return the problems of a ConfigError; empty if there was none."""
     corpus, folder = _job
     try:
         _write_part(corpus, part, folder, name)
@@ -352,7 +357,8 @@ def _read_record(folder: Path, name: str) -> tuple[Shard, Counts]:
 
 
 def _combined(corpus: Corpus, records: list[tuple[Shard, Counts]], source: str) -> Header:
-    """Return the header of all shards. The documents of a file may be in several shards."""
+    """Return the header of all shards. The checksum of a file combines the checksums of all shards that have documents
+    of the file."""
     files: dict[tuple[str, int], int] = {}
     for _, counts in records:
         for file, checksum in counts.files.items():

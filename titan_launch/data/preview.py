@@ -12,7 +12,8 @@ from titan_launch.data.tokenizers import Tokenizer
 
 @dataclass(frozen=True)
 class Passage:
-    """Consecutive tokens of a document. Either all of them count as targets, or none."""
+    """Text of consecutive tokens of a document. `counts`: True if all of the tokens count as targets, False if none
+    does."""
 
     text: str
     counts: bool
@@ -20,7 +21,7 @@ class Passage:
 
 @dataclass(frozen=True)
 class ShownDocument:
-    """The tokens of a sample that have the same document number."""
+    """Text of the tokens of a sample that have the same document number."""
 
     num_tokens: int
     """Number of inputs."""

@@ -51,7 +51,7 @@ _MOST_ENTRIES = 5_000_000
 """Limit of the arrays and objects in a header."""
 
 _MOST_COUNT = 1 << 60
-"""Limit of the numbers of tokens and documents."""
+"""Every count in a header, such as a number of tokens, is less than this number."""
 
 
 class TokenFilesError(Exception):
@@ -78,7 +78,7 @@ class Shard:
     num_tokens: int
     num_documents: int
     digest: str
-    """BLAKE2b digest of the shard's files, one after another."""
+    """BLAKE2b digest of the concatenated files of the shard."""
 
     largest: int | None = None
     """Largest token id, 0 without tokens; None in headers of other programs and of earlier releases."""
@@ -108,7 +108,8 @@ class Header:
     """True if documents 2k and 2k + 1 of every shard are a pair: the chosen and the rejected answer to a prompt."""
 
     source: str = ""
-    """Digest of the keys of the corpus, and of the names, sizes and contents of its files."""
+    """Digest of everything that decides the tokens, except for the tokenizer: keys of the section, `Corpus.identity`,
+    and the names, sizes and contents of the files."""
 
     format: str = FORMAT
     version: int = VERSION
@@ -167,7 +168,7 @@ def write_header(folder: Path, header: Header) -> None:
 
 
 def read_header(folder: Path) -> Header:
-    """Return the header of a folder. Raises TokenFilesError."""
+    """Return the header of a folder. Raises TokenFilesError if the header is missing, unreadable or invalid."""
     try:
         text = read_regular(folder / HEADER, MOST_LISTED)
         if text.count(b"[") + text.count(b"{") > _MOST_ENTRIES:
@@ -219,7 +220,7 @@ def _file_of(entry: Any) -> tuple[str, int, str]:
 
 
 def _check_types(header: Header) -> None:
-    """Raise ValueError for values that `prepare` does not write."""
+    """Raise ValueError for a header with values that `prepare` never writes."""
     texts = (header.dtype, header.tokenizer, header.first_skipped, header.source)
     counts = (header.vocab_size, header.num_tokens, header.num_documents, *header.skipped.values())
     is_valid = all(isinstance(text, str) for text in texts) and all(map(_is_count, counts))
@@ -244,7 +245,7 @@ def check_ids(largest: int, file: str, vocab_size: int) -> None:
 
 @dataclass(frozen=True)
 class TokenStream:
-    """The tokens of all shards as one stream. Its arrays are memory maps."""
+    """The tokens of all shards that have tokens, as one stream. The arrays are memory maps."""
 
     shards: Sequence[Tokens]
     ends: Sequence[npt.NDArray[np.int64]]
@@ -266,8 +267,8 @@ class TokenStream:
     vocab_size: int
 
     identity: Sequence[Any]
-    """Values that change if the ends of the documents change. JSON can represent them. They identify entries of the
-    cache."""
+    """Values that identify the ends of the documents in keys of the cache: if an end changes, a value changes. JSON can
+    represent the values."""
 
     starts: Sequence[int] = field(init=False)
     """For each shard, the number of tokens before it. The last entry is the number of all tokens."""
@@ -326,8 +327,8 @@ class TokenStream:
 def open_token_files(folder: Path, header: Header) -> TokenStream:
     """Map the files of a folder into memory. Reads all ends of documents, but no tokens.
 
-    Raises TokenFilesError if a file is missing or does not have the size that the header says, or if a document does
-    not end after the document before it.
+    Raises TokenFilesError if a file is missing or does not have the size that the header says, if a document does not
+    end after the document before it, or if the last document does not end with its shard.
     """
     shards = [shard for shard in header.shards if shard.num_tokens]
     tokens = [map_file(folder / f"{shard.name}.tokens", header.dtype, shard.num_tokens) for shard in shards]
@@ -374,7 +375,8 @@ _REMEDY = "copy or prepare it again"
 
 
 def map_file(path: Path, dtype: str, size: int) -> npt.NDArray[Any]:
-    """Map a file of `size` numbers into memory. Raises TokenFilesError if the file is missing or has another size."""
+    """Map a file of `size` numbers into memory. Raises TokenFilesError if the file cannot be read, or has another
+    size."""
     kind = np.dtype(dtype).newbyteorder("<")
     try:
         found = os.stat(path).st_size

@@ -47,7 +47,7 @@ class Tokenizer(Protocol):
 
     @property
     def end_of_document(self) -> int:
-        """Token that ends a document."""
+        """Id of the token that ends a document."""
 
     @property
     def digest(self) -> str:
@@ -61,7 +61,8 @@ class Tokenizer(Protocol):
         """Return the tokens of each UTF-8 document, including the tokens that begin and end it."""
 
     def decode(self, tokens: Iterable[int], keep_special: bool = False) -> str:
-        """Return the text of `tokens`. Invalid text becomes U+FFFD. `keep_special`: do not drop special tokens."""
+        """Return the text of `tokens`. Invalid text becomes U+FFFD. `keep_special`: True keeps the names of special
+        tokens, False drops them."""
 
     @property
     def folder(self) -> Path | None:
@@ -119,7 +120,8 @@ first answer names all special tokens, so it may be large."""
 
 class HuggingFaceTokenizer:
     """A tokenizer that a `tokenizer.json` describes. The package `tokenizers` runs it in a helper process with limits,
-    because the rules in the file can double a text again and again, or search a text forever."""
+    because the rules in the file can double a text again and again, or search a text forever. Methods raise ConfigError
+    on `tokenizer.path` if a call fails or exceeds a limit."""
 
     def __init__(self, config: TokenizerConfig):
         """Load the file. Raises ConfigError on `tokenizer.path`, or on the key of a special token that the file
@@ -145,7 +147,7 @@ class HuggingFaceTokenizer:
         self.digest = digest.hexdigest()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Load the file again in another process."""
+        """Pickle only the configuration: another process loads the file again."""
         return HuggingFaceTokenizer, (self._config,)
 
     @property
@@ -160,7 +162,8 @@ class HuggingFaceTokenizer:
         return _ids(ids).tolist(), _ids(offsets).astype(np.int64).reshape(-1, 2)
 
     def token(self, name: str) -> int:
-        """Return the id of the token `name`, which `special_token` has checked."""
+        """Return the id of the token `name`, which `special_token` has found in the file. Raises ConfigError if the
+        package `tokenizers` does not find the token."""
         found: int | None = self._call("token_to_id", name)
         if found is None:
             raise unusable(self._config, f'has a token "{one_line(name)}" that the package tokenizers does not find')
@@ -185,7 +188,8 @@ class HuggingFaceTokenizer:
         return found
 
     def decode(self, tokens: Iterable[int], keep_special: bool = False) -> str:
-        """Return the text of `tokens`. Invalid text becomes U+FFFD. `keep_special`: do not drop special tokens."""
+        """Return the text of `tokens`. Invalid text becomes U+FFFD. `keep_special`: True keeps the names of special
+        tokens, False drops them."""
         ids = [int(token) for token in tokens]
         return str(self._call("decode", ids, keep_special))
 
@@ -251,7 +255,8 @@ def _load(config: TokenizerConfig, content: bytes) -> LimitedObject:
 
 
 def _call(config: TokenizerConfig, loaded: LimitedObject, method: str, *arguments: Any) -> Any:
-    """Return the result of a method of a `LoadedTokenizer`. Raises ConfigError on `tokenizer.path`."""
+    """Return the result of a method of a `LoadedTokenizer`. Raises ConfigError on `tokenizer.path` if the call fails or
+    exceeds a limit."""
     try:
         return loaded.call(method, *arguments)
     except CallError as error:
@@ -261,7 +266,8 @@ def _call(config: TokenizerConfig, loaded: LimitedObject, method: str, *argument
 
 def tokenizer_beside(folder: Path) -> TokenizerConfig | None:
     """Return the configuration of the tokenizer in a Hugging Face folder. Its `begin_of_document` is the token that the
-    tokenizer puts before a text. Return None if the folder has no tokenizer. Raises ConfigError."""
+    tokenizer puts before a text. Return None if the folder has no `tokenizer.json`. Raises ConfigError for a file that
+    cannot be used."""
     if not os.path.isfile(folder / TOKENIZER_FILE):
         return None
     config = TokenizerConfig(kind="huggingface", path=str(folder))

@@ -1,4 +1,4 @@
-"""Actions whose result or error is the same on all ranks of a group."""
+"""Actions whose result or error all ranks of a process group share, and further collectives."""
 
 from __future__ import annotations
 
@@ -23,10 +23,12 @@ reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single
 
 
 def on_rank_0(action: Callable[[], Value], group: dist.ProcessGroup | None = None) -> Value:
-    """Run `action` on rank 0 and return its result on all ranks. Collective over `group`; None is the default group.
+    """Run `action` on rank 0 of a process group and return its result on all ranks. Collective over `group`; None is
+    the default group.
 
     If `action` raises an error on rank 0, all ranks raise that error. UserError, ConfigError and RunError keep their
-    text, and an OSError keeps its number and text. All other errors become a RuntimeError that names the original type.
+    text, and an OSError keeps its number, text and file name. All other errors become a RuntimeError that names the
+    original type.
     """
     outcome = [_run(action) if dist.get_rank(group) == 0 else None]
     dist.broadcast_object_list(outcome, src=dist.get_global_rank(group, 0) if group else 0, group=group)
@@ -56,7 +58,7 @@ def all_reduced(x: Tensor, group_name: str) -> Tensor:
 
 
 def warn(log: logging.Logger, message: str, *args: object) -> None:
-    """Log a message that all ranks log: as a warning on rank 0, and at level INFO on the other ranks."""
+    """Log a message at level WARNING on rank 0, and at level INFO on the other ranks. All ranks call this function."""
     log.log(logging.WARNING if dist.get_rank() == 0 else logging.INFO, message, *args)
 
 

@@ -32,7 +32,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def number_of_copies(tensor: Tensor) -> int:
-    """Return how many ranks hold each element of a DTensor; 1 for a plain tensor."""
+    """Return how many ranks of its mesh hold each element of a DTensor; 1 for a plain tensor."""
     if not isinstance(tensor, DTensor):
         return 1
     mesh = tensor.device_mesh
@@ -80,15 +80,15 @@ def chunk_sizes(length: int, ranks: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Shard:
-    """This rank's part of a sharded tensor, without the mesh. So it can be sent to a process that does not have the
-    mesh.
+    """This rank's part of a sharded tensor, without the mesh. So the part can be sent to a process that does not have
+    the mesh.
 
     The class implements DCP's protocol for objects that create their own write items.
     """
 
     local: Any
-    """The values of the part: a tensor, or a `Slot` in its place in a state that `checkpoint.snapshot.lay_out`
-    returned."""
+    """The values of the part: a tensor. In a state that `checkpoint.snapshot.lay_out` returned, a `Slot` replaces the
+    tensor."""
 
     offsets: tuple[int, ...]
     """Offset of the part in the whole tensor by dim, in elements."""

@@ -15,7 +15,7 @@ from titan_launch.plan.layout import Layout
 
 PIPELINE, REPLICATE, SHARD, CONTEXT, TENSOR = "pp", "dp_replicate", "dp_shard", "cp", "tp"
 EXPERT_SHARD, EXPERT = "expert_shard", "expert"
-"""Axes that replace dp_shard and cp in the second grid, the one for experts."""
+"""Names of the axes that replace dp_shard and cp in the second grid, which is for the parameters of experts."""
 
 
 @dataclass(frozen=True)
@@ -24,11 +24,11 @@ class Mesh:
 
     The axes are, outermost first (an axis of degree 1 is not part of the mesh, except dp_shard):
 
-        pp            layers are divided              sends activations to the next rank, once per microbatch
+        pp            layers are divided              sends activations and their gradients, for each microbatch
         dp_replicate  replicas of the model (HSDP)    all-reduces gradients, or exchanges them with a sharded optimizer
         dp_shard      parameters are sharded          all-gathers parameters, reduce-scatters gradients, unit by unit
         cp            sequences are divided           exchanges keys and values in every attention
-        tp            matrices are divided            gathers and sums activations, four times per block
+        tp            matrices are divided            sums or gathers activations, at least four times per block
 
     Inner axes have more traffic. The numbers of the ranks along an inner axis are close, so that these ranks are on the
     same node if possible. Combinations of axes:
@@ -54,9 +54,9 @@ class Mesh:
     def fsdp(self) -> DeviceMesh:
         """The mesh for `fully_shard`: 2-D (replicate, shard) for HSDP, otherwise 1-D (shard).
 
-        With context parallelism, dp_shard and cp together are the shard axis. If the optimizer is sharded over the
-        replicas, the mesh is 1-D also for HSDP, because the optimizer, not FSDP2, reduces the gradients over the
-        replicas.
+        With context parallelism, dp_shard and cp together are the shard axis, and the first access is collective over
+        all ranks. If the optimizer is sharded over the replicas, the mesh is 1-D also for HSDP, because the optimizer,
+        not FSDP2, reduces the gradients over the replicas.
         """
         shard, sharded = SHARD, self.ranks[SHARD]
         if self.layout.context > 1:
@@ -66,7 +66,8 @@ class Mesh:
 
     @property
     def expert_fsdp(self) -> DeviceMesh | None:
-        """The mesh for `fully_shard` of experts that are divided over ranks; None without expert parallelism."""
+        """The mesh for `fully_shard` of experts that are divided over ranks: 2-D or 1-D, as `fsdp`. None without expert
+        parallelism."""
         if self.expert_ranks is None:
             return None
         if self.layout.fsdp_replicas > 1:
@@ -141,8 +142,8 @@ class Mesh:
 
 
 def build_mesh(layout: Layout, device_type: str) -> Mesh:
-    """Build the mesh of all ranks of the default process group. Also clear DTensor's caches and replace gloo's
-    all-gather. Collective over all ranks."""
+    """Build the mesh of all ranks of the default process group. Also call `clear_mesh_caches` and
+    `replace_gloo_all_gather`. Collective over all ranks."""
     clear_mesh_caches()
     replace_gloo_all_gather()
 

@@ -54,6 +54,9 @@ def process_group(
     """Join the process group that torchrun's environment variables describe. Without torchrun, create a group of this
     process alone. Destroy the group at the end of the block.
 
+    `device_choice`: see `choose_device`. `timeout_seconds`: timeout of the rendezvous, and of collectives until
+    `set_timeouts` changes it.
+
     GPU runs use NCCL for GPU tensors and gloo for CPU tensors. CPU runs use gloo. `stop_signal` returns the number of a
     signal that asked the run to end, or 0. Rank 0 polls this function while it waits for other ranks.
 
@@ -61,7 +64,7 @@ def process_group(
     that other ranks never join, so this process would not exit, and torchrun would not notice the failure.
 
     Raises ConfigError if this rank needs a GPU and the host has too few, RunError if the ranks do not reach each other
-    in time, and Stopped if a signal arrives while ranks are missing.
+    in time or the store is gone, and Stopped if a signal arrives while ranks are missing.
     """
     device = choose_device(device_choice, int(os.environ.get("LOCAL_RANK", "0")))
     if device.type == "cuda":
@@ -111,7 +114,7 @@ def _connect(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
 
 
 def _wait_for_exit(store: dist.Store, rank: int, world_size: int) -> None:
-    """If rank 0 hosts the store, let rank 0 wait at most 10 s until the other ranks are about to exit. If rank 0 exited
+    """If rank 0 hosts the store, rank 0 waits at most 10 s until the other ranks are about to exit. If rank 0 exited
     first, NCCL's threads on the other ranks would log that the store is gone."""
     if agent_keeps_store():
         return
@@ -123,8 +126,8 @@ def _wait_for_exit(store: dist.Store, rank: int, world_size: int) -> None:
 
 
 def choose_device(choice: str, local_rank: int) -> torch.device:
-    """Return the device of this process: for `cuda`, the GPU whose number is the local rank. `auto` is `cuda` if the
-    host has a GPU, and `cpu` otherwise. Raises ConfigError if the host has too few GPUs."""
+    """Return the device of this process. `choice`: `cpu`, `cuda` (the GPU whose number is the local rank), or `auto`
+    (`cuda` if the host has a GPU, else `cpu`). Raises ConfigError if the host has too few GPUs."""
     if choice == "cpu" or (choice == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     available = torch.cuda.device_count() if torch.cuda.is_available() else 0

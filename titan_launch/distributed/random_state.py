@@ -15,18 +15,19 @@ from titan_launch.config.sections.parallelism import ParallelismConfig
 
 
 def random_stream(rank: int, parallelism: ParallelismConfig) -> int:
-    """Return the index of the random stream that a rank uses during training.
+    """Return the index of the stream of random numbers that a rank uses during training.
 
     Each rank has a stream of its own, except that the ranks of a tensor-parallel group share one stream. These ranks
-    hold the same activations, so their dropout masks must be equal."""
+    hold the same activations, so their dropout masks must be equal.
+    """
     return rank // parallelism.tensor_parallel_degree
 
 
 def seed_everything(seed: int, deterministic: bool) -> None:
     """Seed the generators of torch, Python and NumPy that training uses, for example for dropout.
 
-    Initial parameters and the data order do not use these generators. `deterministic` forbids kernels whose result
-    depends on timing; torch raises an error if an operation has no deterministic kernel.
+    Initial parameters and the data order do not use these generators. `deterministic`: True forbids kernels whose
+    result depends on timing. torch then raises an error for an operation without a deterministic kernel.
     """
     torch.manual_seed(seed)
     random.seed(seed)

@@ -1,4 +1,4 @@
-"""Rendezvous of the ranks of one start of a run. After a restart, earlier starts have used the same store."""
+"""Rendezvous of the ranks of one start of a run. A restarted run uses the same store as its earlier starts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def wait_for_ranks(
     rank waits for the next id. Only a living rank 0 replies to the name.
 
     Raises RunError if ranks do not join in time. If `stop_signal()` returns a signal on rank 0 while ranks are missing,
-    rank 0 waits for at most 15 more seconds. Then all ranks that have joined raise Stopped.
+    rank 0 waits for at most 15 more seconds. If ranks are still missing then, all ranks that have joined raise Stopped.
     """
     clock = _Clock(timeout_seconds)
     start = _admit_ranks(store, world_size, clock, stop_signal) if rank == 0 else _join(store, rank, clock)

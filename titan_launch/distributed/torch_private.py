@@ -2,9 +2,9 @@
 
 Each function was checked against the source of torch 2.11.0, 2.12.1, 2.13.0, 2.14.1 and 2.15.0, unless its docstring
 names other releases. A test lists every private name that is used here, and fails on a release that lacks one. A
-release that is newer than `torch_release.NEWEST_TESTED` is untested. On an untested release, the functions find no
-units (groups of parameters that FSDP2 all-gathers together) and do nothing, because the meaning of a private name may
-have changed.
+release that is newer than `torch_release.NEWEST_TESTED` is untested. On an untested release, the meaning of a private
+name may have changed. Functions that work on units (groups of parameters that FSDP2 all-gathers together) then find no
+units and do nothing, except that `end_forward` and `reset_iteration` call public methods.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 
 
 def warn_of_untested_release() -> None:
-    """Log one line if the installed torch is newer than every tested release."""
+    """Log a warning if the installed torch is newer than every tested release."""
     if not is_tested_release():
         _log.warning(
             "torch %d.%d is newer than the newest tested release, %d.%d. These features are off: traces; "
@@ -58,8 +58,8 @@ _ROOTS = "_titan_launch_roots"
 
 
 def set_roots(model: nn.Module, roots: Sequence[nn.Module]) -> None:
-    """Store the pipeline stages of this rank as an attribute of a model. FSDP2 wraps these stages instead of the
-    model."""
+    """Store `roots`, the pipeline stages of this rank, as an attribute of a model. FSDP2 wraps these stages instead of
+    the model."""
     vars(model)[_ROOTS] = tuple(roots)  # not as submodules: the stages share the model's submodules
 
 
@@ -135,7 +135,7 @@ def communication_wrapped(group: FSDPParamGroup, counted: Callable[[], AbstractC
     """Until the end of the block, run each communicating function of a unit inside the context manager `counted()`.
 
     The functions are the all-gather, the wait for the all-gather, the reduction of gradients, and the wait for the
-    reduction at the end of backward. They also copy between parameters and buffers.
+    reduction at the end of backward. These functions also copy between parameters and buffers.
     """
     with ExitStack() as stack:
         for name in ("unshard", "wait_for_unshard", "post_backward", "finalize_backward"):
@@ -310,8 +310,8 @@ def divided_shapes(model: nn.Module) -> Iterator[tuple[nn.Parameter, torch.Size]
 
 
 def unsharded_gradients(model: nn.Module) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """Yield (sharded parameter, gradient of the unsharded parameter) for each parameter of a model with such a
-    gradient."""
+    """Yield (sharded parameter, gradient of the unsharded parameter) for each parameter of a model whose unsharded
+    parameter has a gradient. FSDP2 must have all-gathered every unit before."""
     for group in parameter_groups(model):
         for parameter in group.fsdp_params:
             gradient = unsharded_parameter(parameter).grad
@@ -329,8 +329,8 @@ def update_trained_parameters(model: nn.Module) -> None:
     """Tell FSDP2 that `requires_grad` of parameters has changed since the first forward.
 
     FSDP2 passes `requires_grad` on to unsharded parameters itself. But FSDP2 reads the dtypes of a unit's gradients
-    only once, before the first forward, from the parameters that are trained then. In a unit that is frozen then, FSDP2
-    finds no dtypes.
+    only once, before the first forward, and only from parameters that are trained at that time. If a whole unit is
+    frozen at that time, FSDP2 finds no dtypes.
     """
     for group in parameter_groups(model):
         group._init_mp_dtypes()
@@ -353,7 +353,7 @@ def pop_forward_order(root: nn.Module) -> ForwardOrder:
     """Return the order of units in the forward that has just ended, and delete FSDP2's record of it.
 
     FSDP2 has only one record. If several forwards ran before the first backward, FSDP2 would concatenate their orders.
-    Then a backward would prefetch by the order of a different forward.
+    Then a backward would prefetch by the order of a different forward. On an untested release, return an empty order.
     """
     if not is_tested_release():
         return ()
@@ -510,8 +510,8 @@ def clear_mesh_caches() -> None:
 
 
 def record_memory_history() -> None:
-    """Record all allocations on GPUs from now on, with stack traces. PyTorch documents the functions that this function
-    and the next one call, although their names are private."""
+    """Record allocations and frees on GPUs from now on, with stack traces. The last 200,000 are kept. Like
+    `write_memory_snapshot`, this function calls a documented function of PyTorch, although its name is private."""
     torch.cuda.memory._record_memory_history(max_entries=200_000)
 
 
@@ -549,7 +549,8 @@ def flight_record(backend: str) -> bytes:
 
 
 def flight_record_entries(backend: str) -> list[dict[str, Any]]:
-    """Return the collectives in this rank's flight record of the backend `gloo` or `nccl`, oldest first."""
+    """Return the collectives in this rank's flight record of the backend `gloo` or `nccl`, oldest first. If an untested
+    release lacks PyTorch's private function, return an empty list."""
     native: Any = torch._C._distributed_c10d
     name = _implementation(backend)
     try:
@@ -601,8 +602,8 @@ def grouped_products_have_shapes() -> Iterator[None]:
 def _grouped_mm(
     a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Return an empty tensor with the shape and the strides of the grouped product. Its rows begin at multiples of 16
-    bytes."""
+    """Return an empty tensor with the shape and the strides of the grouped product. The rows of the tensor begin at
+    multiples of 16 bytes."""
     rows, columns, dtype = a.shape[-2], b.shape[-1], out_dtype or a.dtype
     per_row = -(-columns * dtype.itemsize // 16) * 16 // dtype.itemsize
     if a.dim() != b.dim():  # the offsets divide the rows, or the columns

@@ -35,7 +35,8 @@ class ChatOptions:
 def find_template(saved: SavedModel, tokenizer: Tokenizer, options: ChatOptions) -> ChatTemplate:
     """Return the chat template of a model. It is the first of these that exists: the template of the command line, the
     one of the run's chat data, the one beside the tokenizer, and the one in the Hugging Face folder of the weights.
-    Raises WeightsError and ConfigError."""
+    Raises WeightsError if the run has several chat formats. Raises WeightsError or ConfigError if there is no template,
+    or if the template cannot be used."""
     data = template_section(saved.job, options.template is not None)
     given = {"template": options.template, "date": options.date}
     changes = {name: value for name, value in given.items() if value is not None}
@@ -50,9 +51,9 @@ def find_template(saved: SavedModel, tokenizer: Tokenizer, options: ChatOptions)
 
 
 def template_section(job: JobConfig, has_template: bool = False) -> ChatData:
-    """Return the section of the chat data on which a run was trained; without chat data, return the defaults. Raises
-    WeightsError if the run has several chat formats and `has_template` is False. `has_template`: True if the user named
-    a template."""
+    """Return the section of the chat data on which a run was trained, the first one in a mixture. Without chat data,
+    return the defaults. `has_template`: True if the user named a template. If False, raises WeightsError for a run with
+    several chat formats."""
     sections = [source for source in single_sources(job.data).values() if isinstance(source, ChatData)]
     if any(_format(section) != _format(sections[0]) for section in sections) and not has_template:
         raise WeightsError("its sources of chats have several formats; choose the chat template with --template")
@@ -66,7 +67,7 @@ def _format(data: ChatData) -> tuple[Any, ...]:
 def ends_of_answers(template: ChatTemplate | None, tokenizer: Tokenizer) -> tuple[frozenset[int], tuple[str, ...]]:
     """Return (tokens, texts) that end an answer: the token with which the template ends the last answer of a chat or,
     if the end is not one token, its text. Both are empty if the template writes no end, or if there is no template.
-    Raises ConfigError."""
+    Raises ConfigError if the template cannot be used."""
     end = "" if template is None else template.end_of_answer()
     tokens, _ = tokenizer.encode_chat(end)
     if len(tokens) == 1:

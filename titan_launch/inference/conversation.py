@@ -17,8 +17,8 @@ class Answer(NamedTuple):
     """An answer that is generated while its pieces are read."""
 
     pieces: Generator[str, None, None]
-    """The pieces of the text. After the last piece, the answer is added to the conversation. If `close` ends the answer
-    early, the text so far is added, unless it is empty."""
+    """The pieces of the text. After the last piece, the answer is added to the conversation. If `close` or an error
+    ends the answer early, the text so far is added, unless it is empty."""
 
     stream: TextStream
     num_tokens: int
@@ -39,12 +39,12 @@ class Conversation:
     For each answer, the template renders the whole conversation again. The new text may differ from the cached tokens:
     the template may render an earlier message differently once a later one follows, for example without its thoughts.
     Also, the tokens of the rendered text may differ from the generated tokens. So the keys and values before the first
-    difference are kept, and all later ones are computed again.
+    difference are kept, if the cache can be shortened, and all later ones are computed again.
     """
 
     def __init__(self, model: LanguageModel, sequence: TokenSequence, system: str | None = None):
         """`model`: a model with a chat template. `sequence`: an empty sequence of `model.module`. `system`: text of a
-        system message, which is then the first message."""
+        system message, with which the conversation begins; None: no system message."""
         self.model = model
         self.sequence = sequence
         self._first: list[Message] = [] if system is None else [{"role": "system", "content": system}]
@@ -52,7 +52,7 @@ class Conversation:
         """The messages so far."""
 
     def reset(self) -> None:
-        """Begin a new conversation."""
+        """Begin a new conversation, with the same system message."""
         self.messages = self._first
 
     def answer(
@@ -67,7 +67,8 @@ class Conversation:
         `max_new_tokens`: largest number of tokens of the answer; the model's longest sequence may lower it. `stop`:
         texts that end the answer.
 
-        Raises UserError if the template refuses the message, or if the model has no room for an answer.
+        Raises UserError if the template refuses the message, if the message contains the name of a special token, or if
+        the model has no room for an answer.
         """
         model, messages = self.model, [*self.messages, {"role": "user", "content": text}]
         tokens = model.encode_chat(messages)

@@ -101,10 +101,12 @@ class EvaluatedModel(TemplateLM):
         return self.apply_chat_template(others)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Return the tokens of a text, including the one that begins a document, if there is one.
+        """Return the tokens of a text. Without a chat template, the token that begins a document, if there is one,
+        comes first.
 
-        With a chat template, the text contains its first token, and names of special tokens become these tokens. With
-        `add_special_tokens=False`, the text is plain text, and no token is added before it.
+        With a chat template, `string` is a rendered text, which contains its own first token, and names of special
+        tokens become these tokens. With `add_special_tokens=False`, the text is plain text, and no token is added
+        before it.
         """
         model = self.model
         if add_special_tokens is False:
@@ -151,7 +153,8 @@ class EvaluatedModel(TemplateLM):
         return results
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Return the generated text after the context of each request, up to the first stop text."""
+        """Return the text that the model generates after the context of each request, up to the first stop text. Raises
+        UserError if a task generates more tokens than the model takes."""
         return [self._generate(*request.args) for request in tqdm(requests, desc="generation", disable=disable_tqdm)]
 
     def _generate(self, context: str, options: Mapping[str, Any]) -> str:
@@ -183,9 +186,9 @@ def evaluate(
     include_path: Path | None = None,
     chat: ChatForm | None = None,
 ) -> dict[str, Any]:
-    """Return the results of the harness on some tasks. `limit`: number of documents per task; None: all.
-    `include_path`: a folder with the user's own tasks, as YAML files. `chat`: only for a model with a chat template;
-    None: documents are not chats.
+    """Return the results of the harness on some tasks. `limit`: number of documents per task; None: all. `num_fewshot`:
+    number of few-shot examples; None: that of the task. `include_path`: a folder with the user's own tasks, as YAML
+    files. `chat`: only for a model with a chat template; None: documents are not chats.
 
     Raises UserError for unknown tasks, for tasks that generate more tokens than the model takes, and for documents that
     the chat template refuses.

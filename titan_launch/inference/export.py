@@ -1,4 +1,4 @@
-"""Export of a run's weights. It runs in one process, whatever the number of ranks that wrote the checkpoint."""
+"""Export of a run's weights. The export runs in one process, whatever the number of ranks that wrote the checkpoint."""
 
 from __future__ import annotations
 
@@ -67,12 +67,16 @@ class ExportOptions:
     """Options of the command `export`."""
 
     is_plain: bool = False
-    """Write one file with this package's names of tensors, instead of a Hugging Face folder."""
+    """Write one weights file with this package's names of tensors, instead of a Hugging Face folder."""
 
     step: int | None = None
     dtype: str | None = None
+    """Name of a dtype for all floating-point tensors except selection biases. None: the saved dtypes."""
+
     max_shard_size: str = DEFAULT_SHARD_SIZE
     vocab_size: int | None = None
+    """Number of rows of the exported embedding and output layer. None: see `_rows`."""
+
     ema: bool = False
     """Write the moving average (EMA) of each parameter that has one, instead of the parameter."""
 
@@ -84,10 +88,12 @@ class ExportOptions:
     """Folder with the parameters that the checkpoint omits. None: the default of `open_saved_model`."""
 
     average: Mapping[int, float] = field(default_factory=dict)
-    """Steps of the checkpoints whose mean is written, with their weights. Empty: the checkpoint of `step`."""
+    """Checkpoints whose mean is written: their weights in the mean, by step. Empty: the checkpoint of `step` is
+    written."""
 
     soup: Mapping[Path, float] = field(default_factory=dict)
-    """Folders of further models, with their weights in the mean. The weight of the exported model is 1."""
+    """Further models in the mean: their weights in the mean, by folder. The exported model has the weight 1, or the
+    weights in `average`."""
 
 
 def export(run: Path, out: Path, options: ExportOptions) -> str:
@@ -123,7 +129,8 @@ def export(run: Path, out: Path, options: ExportOptions) -> str:
 
 
 def _source(run: Path, options: ExportOptions) -> tuple[SavedModel, SavedModel]:
-    """Return the model that the card describes, and the tensors to write. Raises WeightsError and UserError."""
+    """Return the model that the card describes, and the model whose tensors are written. Raises WeightsError,
+    DamagedCheckpointError and UserError."""
     steps: list[int | None] = [*options.average] or [options.step]
     shares = [*(options.average.values() or [1.0]), *options.soup.values()]
     opened = [open_saved_model(run, step, options.ema, options.base) for step in steps]
@@ -188,8 +195,8 @@ def _write_huggingface(source: SavedModel, folder: Path, options: ExportOptions)
 
 
 def _copy_companions(source: SavedModel, folder: Path) -> None:
-    """Copy the Hugging Face files that came with the weights with which the run began. If the run's own tokenizer has
-    files, copy these instead of the tokenizer files among them."""
+    """Copy the Hugging Face files that came with the weights with which the run began: configuration and tokenizer. If
+    the run's own tokenizer has files, copy its files in place of the tokenizer that came with the weights."""
     names = MODEL_FILES if (own := _tokenizer_folder(source)) else (*MODEL_FILES, *TOKENIZER_FILES)
     if source.companions is not None:
         copy_companions(source.companions, folder, names)
@@ -241,8 +248,9 @@ def _write_chat_format(source: SavedModel, folder: Path) -> Iterator[str]:
 
 
 def _rows(source: SavedModel, options: ExportOptions) -> int | None:
-    """Return the number of rows that the exported embedding and output layer get; None if the model has no argument
-    `vocab_size`, or if it is a class of `transformers`. Raises WeightsError."""
+    """Return the number of rows that the exported embedding and output layer get: `options.vocab_size`, by default that
+    of the original `config.json`, but at most the model's `vocab_size`. None if the model has no argument `vocab_size`,
+    or if it is a class of `transformers`. Raises WeightsError for an invalid or too large number."""
     model = source.job.model
     rows: int | None = getattr(known_args(model), "vocab_size", None)
     if rows is None or model.name == HUGGINGFACE:
@@ -257,7 +265,9 @@ def _rows(source: SavedModel, options: ExportOptions) -> int | None:
 
 
 def _write_adapter(source: SavedModel, folder: Path, options: ExportOptions) -> tuple[int, int]:
-    """Write the adapters as a folder for `peft`, which applies them to the model with which the run began."""
+    """Write the adapters as a folder for `peft`, which applies them to the model with which the run began. Return the
+    number of tensors and of bytes. Raises WeightsError without adapters, and if the run trained other parameters,
+    too."""
     adapters, lora = adapters_of_saved(source), source.job.lora
     if not adapters:
         raise WeightsError("it has no adapters ([lora] was not set); remove --adapter")
@@ -302,7 +312,7 @@ def _other_trained(source: SavedModel, own: Collection[str]) -> list[str]:
 
 def _write_class(source: SavedModel, folder: Path, options: ExportOptions) -> tuple[int, int]:
     """Write the tensors of a class of `transformers` like its method `save_pretrained`, and the `config.json` from
-    which the class was built."""
+    which the class was built. Return the number of tensors and of bytes. Raises WeightsError."""
     model, training = source.job.model, source.job.training
     if options.vocab_size is not None:
         raise WeightsError("--vocab-size is for the models of this package; this run trains a class of transformers")
@@ -319,8 +329,8 @@ def _published(module: Any, source: SavedModel) -> tuple[list[Entry], Callable[[
     """Return the entries of the tensors that a class of `transformers` has in its files, and a function that reads the
     tensor of an entry.
 
-    Several tensors may be converted together from the same parameters. The function keeps their results until they are
-    asked for, so that each parameter is read once. Raises WeightsError if the class could not load such files.
+    Several tensors may be converted together from the same parameters. The function keeps the converted tensors until
+    they are requested, so that each parameter is read once. Raises WeightsError if the class could not load such files.
     """
     shapes = {name: attrgetter(name)(module).shape for name in source.entries}  # the shape of the class: () for scalars
     dtypes = {name: entry.dtype for name, entry in source.entries.items()}
@@ -352,8 +362,8 @@ def _dtype_name(source: SavedModel) -> str:
 
 
 def _without_shared(source: SavedModel) -> dict[str, Entry]:
-    """Return the entries to write. If the output layer shares the weight of the embedding, `output.weight` is left
-    out."""
+    """Return the entries to write, by name. If the output layer shares the weight of the embedding, `output.weight` is
+    omitted."""
     model = source.job.model
     if model.name in ARCHITECTURES and resolve_args(model.name, model.flavor, model.args).tied_by() is not None:
         return {name: entry for name, entry in source.entries.items() if name != "output.weight"}

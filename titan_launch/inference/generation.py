@@ -26,7 +26,7 @@ class Sampling:
     """The settings for the choice of the next token."""
 
     temperature: float = 0.0
-    """Divisor of the logits. 0 chooses the token with the largest logit (greedy)."""
+    """Divisor of the logits. 0 chooses the token with the largest logit (greedy), whatever `top_k` and `top_p` are."""
 
     top_k: int | None = None
     """Choose only among the `top_k` tokens with the largest logits. None: among all tokens."""
@@ -74,22 +74,23 @@ class TokenSequence:
         """Number of tokens that the last call of `continued_as` kept."""
 
     def continued_as(self, tokens: Sequence[int]) -> list[int]:
-        """Shorten the sequence to the longest beginning that it shares with `tokens`, or further if the cache cannot be
-        shortened to this length. Return the rest of `tokens`, at least one token, for `extend`."""
+        """Shorten the sequence to the longest beginning that it shares with `tokens`, without the last of `tokens`. If
+        the cache cannot be shortened to this length, shorten the sequence further. Return the rest of `tokens`, at
+        least one token, for `extend`."""
         shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(self.tokens, tokens, strict=False)))
         self.num_kept = self._shortened(min(shared, len(tokens) - 1))
         del self.tokens[self.num_kept :]
         return list(tokens[self.num_kept :])
 
     def extend(self, tokens: Sequence[int]) -> Tensor:
-        """Add new tokens to the sequence. Return the logits (vocabulary) of the last one."""
+        """Compute new tokens and add them to the sequence. Return the logits (vocabulary) of the last token."""
         logits = self._logits(tokens)
         self.tokens += tokens
         return logits
 
     def _shortened(self, num_tokens: int) -> int:
-        """Shorten the cache to the first `num_tokens` tokens, or to fewer. Return the number of tokens that it still
-        has."""
+        """Shorten the cache to the first `num_tokens` tokens, or to fewer. Return the number of tokens that are still
+        in the cache."""
         return num_tokens
 
     def _logits(self, tokens: Sequence[int]) -> Tensor:
@@ -164,9 +165,9 @@ class _DecoderSequence(TokenSequence):
 def token_sequence(module: nn.Module, max_tokens: int = 0) -> Iterator[TokenSequence]:
     """Yield an empty sequence of `module`, which can be used until the end of the block.
 
-    In a decoder of this package, each attention layer gets a cache with memory for `max_tokens` tokens. The cache grows
-    if there are more. A model whose forward takes `past_key_values` and `use_cache`, like the classes of
-    `transformers`, has its own cache. Any other model computes the whole sequence in each call.
+    In a decoder of this package, each attention layer gets a cache with memory for `max_tokens` tokens. For more
+    tokens, the cache grows. A model whose forward takes `past_key_values` and `use_cache`, like the classes of
+    `transformers`, has its own cache. Any other model computes the whole sequence in each call of `extend`.
     """
     if isinstance(module, Decoder):
         sequence = _DecoderSequence(module, max_tokens)
@@ -177,8 +178,8 @@ def token_sequence(module: nn.Module, max_tokens: int = 0) -> Iterator[TokenSequ
 
 
 def has_cache(module: nn.Module) -> bool:
-    """Return True if the model can cache keys and values. Then a new token does not compute the earlier tokens
-    again."""
+    """Return True if the model can cache keys and values. With a cache, the earlier tokens are not computed again for a
+    new token."""
     return isinstance(module, Decoder) or {"past_key_values", "use_cache"} <= _parameters(module)
 
 
@@ -205,9 +206,9 @@ def generate_tokens(
 ) -> Iterator[int]:
     """Yield up to `max_new_tokens` tokens after a prompt, without the token that ends the text.
 
-    `sequence`: an earlier sequence of this model. Tokens that the prompt shares with its beginning are not computed
-    again. Raises UserError if the prompt is empty, or if the prompt and `max_new_tokens` together exceed
-    `model.max_tokens`.
+    `sequence`: an earlier sequence of this model. Tokens that the prompt shares with the beginning of `sequence` are
+    not computed again, if its cache allows this. Raises UserError if the prompt is empty, if the prompt and
+    `max_new_tokens` together exceed `model.max_tokens`, or if the model returns no logits.
     """
     if not prompt:
         raise UserError("error: the prompt is empty; give at least one character")
@@ -232,15 +233,15 @@ _REPLACEMENT, _MOST_HELD = "\N{REPLACEMENT CHARACTER}", 3
 
 
 class TextStream:
-    """A decoder of tokens that arrive one by one. It returns pieces of text. Joined, they are the text of all tokens up
-    to the first stop text.
+    """A decoder of tokens that arrive one by one. It returns pieces of text. The joined pieces are the text of all
+    tokens up to the first stop text.
 
     Text is held back while it may be the beginning of a character or of a stop text. New tokens are decoded together
     with some tokens before them, because some tokenizers drop the space before the first token.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], prompt: Sequence[int], stop: Sequence[str] = ()):
-        """`prompt`: the tokens that the text continues; none if the text stands alone, like an answer in a chat.
+        """`prompt`: the tokens that the text continues; empty if the text stands alone, like an answer in a chat.
         `stop`: texts that end the stream. The stream does not contain the stop text."""
         self._decode = decode
         self._stop = stop
@@ -253,7 +254,7 @@ class TextStream:
 
     def pieces(self, tokens: Iterable[int]) -> Iterator[str]:
         """Yield one piece of text for each token and, after the last token, the text that was held back. Some pieces
-        are empty."""
+        are empty. A stop text ends the pieces."""
         for token in tokens:
             yield self.push(token)
             if self.is_stopped:
@@ -261,7 +262,7 @@ class TextStream:
         yield self.close()
 
     def push(self, token: int) -> str:
-        """Add a token. Return the piece of text that it completes, which is often empty."""
+        """Add a token. Return the piece of text that the token completes, which is often empty."""
         self._tokens.append(token)
         self.num_tokens += 1
         text = self._decode(self._tokens[self._start :])

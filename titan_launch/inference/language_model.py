@@ -1,4 +1,5 @@
-"""A trained language model in one process: its module, its tokenizer, and the longest sequence that it takes."""
+"""A trained language model in one process: its module, its tokenizer, and the length of the longest sequence that it
+takes."""
 
 from __future__ import annotations
 
@@ -59,7 +60,8 @@ class LanguageModel:
     """The chat template; None if the model was loaded without one."""
 
     end_texts: tuple[str, ...] = ()
-    """Texts that end an answer, if the chat template does not end an answer with a token of its own."""
+    """Texts that end an answer, if the chat template ends an answer with several tokens. Otherwise the one token is in
+    `end_tokens`."""
 
     def make_room(self, num_tokens: int) -> None:
         """Extend the tables of rotary embeddings, so that sequences can have `num_tokens` tokens."""
@@ -68,8 +70,9 @@ class LanguageModel:
                 child.extend(num_tokens)
 
     def encode(self, text: str, has_special_tokens: bool = False) -> list[int]:
-        """Return the tokens of a text, which begin like those of a document. `has_special_tokens`: True if names of
-        special tokens in the text become these tokens. The token that begins a document is not added a second time."""
+        """Return the tokens of a text, after the tokens `begin`. `has_special_tokens`: True if names of special tokens
+        in the text become these tokens. If the text itself then begins with `begin`, these tokens are not added
+        again."""
         if not has_special_tokens:
             return [*self.begin, *self.tokenizer.encode(text)]
         tokens, _ = self.tokenizer.encode_chat(text)
@@ -145,8 +148,9 @@ def _check_model(job: JobConfig, model: str | None) -> None:
 
 
 def tokenizer_of_model(saved: SavedModel) -> TokenizerConfig:
-    """Return the tokenizer of the job. For a folder without a job, return the tokenizer among its Hugging Face files.
-    Raises WeightsError if there is none."""
+    """Return the configuration of the job's tokenizer. For a folder without a job, return that of the tokenizer among
+    its Hugging Face files. Raises WeightsError if there is no tokenizer, and ConfigError for a file that cannot be
+    used."""
     if "tokenizer" in saved.job.model_fields_set:
         return saved.job.tokenizer
     found = None if saved.companions is None else tokenizer_beside(saved.companions)
@@ -156,8 +160,8 @@ def tokenizer_of_model(saved: SavedModel) -> TokenizerConfig:
 
 
 def _end_tokens(saved: SavedModel, tokenizer: Tokenizer) -> frozenset[int]:
-    """Return the end-of-document token, and the tokens at which `transformers` stops. These are `eos_token_id` in the
-    `generation_config.json` that came with the weights or, if it has none, in their `config.json`."""
+    """Return the end-of-document token, and the tokens at which `transformers` stops: `eos_token_id` in the
+    `generation_config.json` that came with the weights or, if that file has none, in the `config.json` beside it."""
     folder = saved.companions
     files = [] if folder is None else [folder / GENERATION_FILE, folder / CONFIG_FILE]
     for file in filter(Path.exists, files):
@@ -206,8 +210,9 @@ def _build(saved: SavedModel, source: Path, device: torch.device, dtype: torch.d
 
 
 def _allocate(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Move a model from the meta device to `device` in place. The tensors are not initialized. Parameters get `dtype`,
-    except those of BatchNorm, which keep the dtype of its statistics. Shared tensors stay shared."""
+    """Move a model from the meta device to `device` in place. The tensors are not initialized. Floating-point
+    parameters get `dtype`, except those of BatchNorm. All other tensors keep their dtypes. Shared tensors stay
+    shared."""
     allocated: dict[Tensor, Tensor] = {}
     for module in model.modules():
         is_batchnorm = isinstance(module, nn.modules.batchnorm._BatchNorm)

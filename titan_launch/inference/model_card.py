@@ -19,10 +19,10 @@ CARD = "README.md"
 
 
 def write_card(folder: Path, source: SavedModel, origin: Path, library: str) -> None:
-    """Write the model card of an export into its folder. `origin`: the folder that was exported, for example of a run.
-    `library`: Hugging Face's name of the library that loads the export.
+    """Write the model card of an export into its folder. `source`: the exported model. `origin`: the folder that was
+    exported, for example a run folder. `library`: Hugging Face's name of the library that loads the export.
 
-    Raises FileExistsError if the folder has a card.
+    Raises FileExistsError if the folder already has a README.md.
     """
     with (folder / CARD).open("x", encoding="utf-8") as file:
         file.write("\n".join(_lines(source, origin, library)) + "\n")
@@ -74,7 +74,8 @@ def _samples_seen(run: Path, step: int) -> int:
 
 
 def _named(source: SavedModel, section: str) -> str:
-    """Return the path or the kind of the data source in `section` of the job, with a comma; "" if there is none."""
+    """Return the path of the data source in `section` of the job or, without a path, its kind, and a comma; "" without
+    such a source. `section`: for example `data.sources.0`."""
     table: Any = source.record
     for part in section.split("."):
         table = table[int(part)] if part.isdecimal() else table.get(part, {})

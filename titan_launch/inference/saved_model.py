@@ -1,5 +1,5 @@
-"""The weights of a trained model, from a run's checkpoint, from a folder that `import` wrote, or from a Hugging Face
-folder."""
+"""The weights of a trained model, from a run's checkpoint, from a folder that `import` or `export` wrote, or from a
+Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -150,7 +150,8 @@ def _base_folder(job: JobConfig, recorded: Base | None, given: Path | None) -> P
 def _with_base(saved: SavedModel) -> SavedModel:
     """Return the model with the parameters that the checkpoint omits. They are read from the folder `saved.base`.
 
-    Raises WeightsError if that folder is missing, or if its fingerprint is not the one that the manifest records.
+    Raises WeightsError if this folder is missing, if its fingerprint is not the one that the manifest records, or if it
+    lacks a parameter.
     """
     base = None if saved.manifest is None else saved.manifest.base
     if base is None or not base.omitted:
@@ -201,8 +202,8 @@ def _open_huggingface(folder: Path) -> SavedModel:
 
 
 def adapters_of_saved(saved: SavedModel) -> list[Adapter]:
-    """Return the adapters among the tensors of a model. Raises WeightsError if an adapter may be of a linear layer or
-    of an embedding."""
+    """Return the adapters among the tensors of a model. Raises WeightsError if it is unknown whether an adapter is of a
+    linear layer or of an embedding."""
     if not saved.job.lora.targets:
         return []
     if ":" not in saved.job.model.name:
@@ -211,9 +212,9 @@ def adapters_of_saved(saved: SavedModel) -> list[Adapter]:
 
 
 def _adapter_by_shape(saved: SavedModel, a: str) -> Adapter:
-    """Return an adapter of a user's own model. The model's code is not run: the shapes of the tensors show whether the
-    adapter is of a linear layer or of an embedding. Raises WeightsError for a square weight, whose shape does not show
-    it."""
+    """Return an adapter of a user's own model. `a`: name of the adapter's tensor A. The model's code is not run: the
+    shapes of the tensors show whether the adapter is of a linear layer or of an embedding. Raises WeightsError for a
+    square weight, whose shape does not show this."""
     path = a.removesuffix(".a")
     module = path.removesuffix(f".{ADAPTER}")
     weight, b = f"{module}.weight", f"{path}.b"
@@ -228,8 +229,8 @@ def _adapter_by_shape(saved: SavedModel, a: str) -> Adapter:
 
 
 def merged(saved: SavedModel) -> SavedModel:
-    """Return the model with its adapters added to its weights; without adapters, the model itself. `read` returns a
-    weight with an adapter in fp32, so that it is rounded only once, when it is cast."""
+    """Return the model with its adapters added to its weights; without adapters, the model itself. For a weight with an
+    adapter, `read` returns the sum in fp32, so that the sum is rounded only once, when it is cast."""
     adapters = {adapter.weight: adapter for adapter in adapters_of_saved(saved)}
     if not adapters:
         return saved
@@ -257,11 +258,12 @@ def merged(saved: SavedModel) -> SavedModel:
 
 def averaged(models: Sequence[SavedModel], shares: Sequence[float]) -> SavedModel:
     """Return the weighted mean of models: of checkpoints of a run (Izmailov et al., arXiv:1803.05407), or of several
-    runs, a model soup (Wortsman et al., arXiv:2203.05482). `shares`: weights of the models, relative to each other.
+    runs, a model soup (Wortsman et al., arXiv:2203.05482). `shares`: weights of the models in the mean, relative to
+    each other.
 
-    `read` returns a mean in fp32, so that it is rounded only once, when it is cast. A tensor that is the same in all
-    models stays exactly the same. Tensors of integers are those of the first model. Raises WeightsError if the models
-    have different structures.
+    `read` returns a mean in fp32 (or fp64 for tensors in fp64), so that the mean is rounded only once, when it is cast.
+    A tensor that is the same in all models stays exactly the same. Tensors of integers are those of the first model.
+    Raises WeightsError if the models have different structures.
     """
     first, *others = models
     for other in others:
@@ -285,7 +287,8 @@ def averaged(models: Sequence[SavedModel], shares: Sequence[float]) -> SavedMode
 
 
 def _check_structure(first: SavedModel, other: SavedModel) -> None:
-    """Raise WeightsError if two models have different arguments, or tensors of different names or shapes."""
+    """Raise WeightsError if two models have different `model.name`, different arguments, or tensors of different names
+    or shapes."""
     own, theirs = known_args(first.job.model), known_args(other.job.model)
     if first.job.model.name != other.job.model.name:
         problem = f"is {other.job.model.name}, not {first.job.model.name}"
@@ -342,6 +345,6 @@ class _FolderWeights:
 
 
 def _dtype(name: str) -> torch.dtype:
-    """Return the dtype whose name in a safetensors file is `name`. Unknown names count as int64."""
+    """Return the floating-point dtype whose name in a safetensors file is `name`. All other names count as int64."""
     dtype: torch.dtype = getattr(torch, FLOATS.get(name, "int64"))
     return dtype

@@ -23,10 +23,10 @@ _SECONDS_AFTER_A_FAILURE = 30  # the same timeout as torchrun's own
 class ElasticAgent(LocalElasticAgent):
     """The agent that starts and monitors the ranks of this host.
 
-    After a signal, torchrun's own agent ends, kills its ranks after 30 s, and does not report how they ended. This
-    agent continues to monitor its ranks, and `launch.torchrun` forwards the signal to them. If all ranks then save and
-    end with status 0, the run has succeeded. This agent does not restart the ranks after a signal, or if one of them
-    ended with a status in `final_statuses`.
+    After a signal, torchrun's own agent stops monitoring, kills its ranks after 30 s, and does not report how they
+    ended. This agent continues to monitor its ranks, and `launch.torchrun` forwards the signal to the ranks. If all
+    ranks then save and end with status 0, the run has succeeded. This agent does not restart the ranks after a signal,
+    or if one of them ended with a status in `final_statuses`.
     """
 
     def __init__(
@@ -39,10 +39,10 @@ class ElasticAgent(LocalElasticAgent):
         final_statuses: Collection[int],
         **kwargs: Any,
     ):
-        """`on_start`: called with the processes of every start. `on_failure`: called with the failures of ranks before
-        a restart. `is_stopping`: returns True after a signal. `stop_timeout_s`: seconds that ranks may take to save and
-        end after a request. `final_statuses`: exit statuses of ranks after which a restart would fail in the same
-        way."""
+        """`on_start`: called with the processes of the ranks after every start. `on_failure`: called with the failures
+        of ranks before a restart. `is_stopping`: returns True after a signal. `stop_timeout_s`: seconds that ranks may
+        take to save and end after a request to stop. `final_statuses`: exit statuses of ranks after which a restart
+        would fail in the same way."""
         super().__init__(*args, **kwargs)
         self._on_start = on_start
         self._on_failure = on_failure
@@ -63,7 +63,8 @@ class ElasticAgent(LocalElasticAgent):
         """End the ranks, before a restart or at the end of the run.
 
         If a new host joined, the ranks get `stop_timeout_s` to save. If a rank has failed, they get only 30 s: the
-        others cannot save, and on GPUs they may not notice the signal."""
+        other ranks cannot save, and on GPUs they may not notice the signal.
+        """
         if self._pcontext is not None:
             self._pcontext.close(RESTART_SIGNAL, _SECONDS_AFTER_A_FAILURE if self._has_failed else self._stop_timeout_s)
         super()._stop_workers(worker_group)
@@ -97,10 +98,11 @@ class ElasticAgent(LocalElasticAgent):
         return result
 
     def _silent_failures(self, worker_group: WorkerGroup) -> dict[int, ProcessFailure]:
-        """Return, by rank, the failures of ranks that ended without printing an error.
+        """Return, by rank, the failures of ranks of this host that ended without printing an error.
 
         Either a signal killed the rank, or its code called `exit` directly, perhaps with status 0 (see
-        `EXITED_DIRECTLY`)."""
+        `EXITED_DIRECTLY`).
+        """
         assert isinstance(self._pcontext, SubprocessContext)
         failures = {}
         for local_rank, handler in self._pcontext.subprocess_handlers.items():

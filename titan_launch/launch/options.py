@@ -13,7 +13,7 @@ from titan_launch.core.terminal import shortened
 PROCESSES_WITHOUT_GPU = 2
 
 SHUTDOWN_TIMEOUT_S = 600
-"""Default number of seconds that workers may take after a signal to finish a step, save a checkpoint and end."""
+"""Default number of seconds that ranks may take after a signal to finish a step, save a checkpoint and end."""
 
 LAUNCH_OPTIONS = {
     "nproc-per-node": (
@@ -43,20 +43,20 @@ class Processes:
 
     per_node: int
     nodes: str
-    """A number, or `min:max`. With `min:max` the world size is not known before the start."""
+    """Number of hosts, or `min:max`. With `min:max` the world size is not known before the start."""
 
     torchrun_args: tuple[str, ...]
     shutdown_timeout_s: int = SHUTDOWN_TIMEOUT_S
-    """Seconds after a signal until workers that still run are killed."""
+    """Seconds after a signal until ranks that still run are killed."""
 
     @property
     def world_size(self) -> int | None:
-        """Total number of processes; None if the number of nodes is not fixed."""
+        """Total number of processes; None if the number of hosts is not fixed."""
         return self.per_node * int(self.nodes) if self.nodes.isdecimal() else None
 
 
 def plan_processes(options: Mapping[str, str]) -> Processes:
-    """Parse the options of `launch`, given by name without `--`. Raises UserError for invalid numbers."""
+    """Parse the options of `launch`, given by name without `--`. Raises UserError for invalid values."""
     options = dict(options)
     per_node = _processes_per_node(options.pop("nproc-per-node", "auto"))
     nodes = options.pop("nnodes", "1")
@@ -97,7 +97,7 @@ _LAST_PORT = 65535
 _MOST = 10**6
 _MOST_PER_HOST = 1024
 _RANGES = {"master-port": (1, _LAST_PORT), "max-restarts": (0, _MOST), "shutdown-timeout": (0, _MOST)}
-"""First and last value of the options that are numbers."""
+"""First and last valid value of options that are numbers."""
 
 
 def _number(text: str, first: int, last: int) -> int | None:
@@ -116,7 +116,8 @@ def count_gpus() -> int:
 
 
 def find_gpus() -> list[tuple[str, float]]:
-    """Return (name, memory in GiB) of each visible GPU of this host, as the driver reports them, without torch."""
+    """Return (name, memory in GiB) of the GPUs of this host, as the driver reports them, without torch. If
+    `CUDA_VISIBLE_DEVICES` names n GPUs, return the first n GPUs of the host."""
     if _visible_gpus() == 0:
         return []
     rows = _ask_driver("--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
@@ -131,7 +132,7 @@ def _visible_gpus() -> int | None:
 
 
 def _ask_driver(*options: str) -> list[str]:
-    """Return the lines that `nvidia-smi` prints; none without a driver."""
+    """Return the lines that `nvidia-smi` prints; an empty list without a driver, or if the command fails."""
     try:
         answer = subprocess.run(["nvidia-smi", *options], capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):

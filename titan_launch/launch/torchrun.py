@@ -38,8 +38,11 @@ _AFTER_SECOND_SIGNAL_S = 5
 
 
 def launch(processes: Processes, worker_args: Sequence[str], final_statuses: Collection[int], run_folder: Path) -> int:
-    """Run the training processes (workers) and wait for them. Return 0, the exit status of the worker that failed
-    first, or the status of a failure of torchrun itself, such as a port in use. Raises UserError for invalid options.
+    """Run the training processes (workers), wait for them, and return an exit status. Raise UserError for invalid
+    options.
+
+    After success the status is 0. Otherwise it is that of the worker that failed first, 128 + SIGKILL if workers were
+    killed because they did not end in time, or that of torchrun itself, for example if its port is in use.
 
     `final_statuses`: exit statuses of workers after which a restart would fail in the same way. `run_folder`: folder to
     which the workers write their flight records.
@@ -107,10 +110,11 @@ def _run_torchrun(
 
 
 def _import_torch_quietly() -> None:
-    """Import torch with native logging limited to errors, in this process only.
+    """Import torch with its native logging limited to errors, unless TORCH_CPP_LOG_LEVEL is set. The workers do not
+    inherit this limit.
 
-    Otherwise, if another host is gone, the native code would log twenty lines of addresses. This module reports the
-    lost host itself.
+    Without the limit, the native code would log twenty lines of addresses if another host is gone. This module reports
+    the lost host itself.
     """
     with environment(TORCH_CPP_LOG_LEVEL=os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")):
         importlib.import_module("torch")
@@ -147,9 +151,9 @@ class Stopping:
                 self._pass_on(self._number)
 
     def on_request(self, number: int, is_repeated: bool) -> None:
-        """Forward a signal to the workers. If no worker is running, end this process. After the timeout, kill the
-        workers that still run; a repeated signal shortens the timeout to at most 5 s. This method is called in a thread
-        other than the main thread."""
+        """Forward the signal `number` to the workers. If no worker is running, end this process: with status 0, or with
+        128 + `number` if a worker has failed. After the timeout, kill the workers that still run; a repeated signal
+        shortens the timeout to at most 5 s. This method is called in a thread other than the main thread."""
         with self._lock:
             self._number = number
             if not any(worker.poll() is None for worker in self._workers):
@@ -179,8 +183,8 @@ class Stopping:
 
 
 def _torchrun_signals() -> list[str]:
-    """Return the signals that torchrun should handle. Signals that this process ignores are not among them, because
-    torchrun would override the SIG_IGN of `nohup`."""
+    """Return the names of the signals that torchrun should handle: SIGQUIT and SIGHUP. A signal that this process
+    ignores is omitted, because torchrun would override the SIG_IGN of `nohup`."""
     signals = [signal.SIGQUIT, signal.SIGHUP]
     return [number.name for number in signals if signal.getsignal(number) is not signal.SIG_IGN]
 
@@ -188,9 +192,10 @@ def _torchrun_signals() -> list[str]:
 def _report_failure(failures: Mapping[int, ProcessFailure], run_folder: Path, stopping: Stopping) -> int:
     """Return the exit status of the rank that failed first. If that rank printed no error, print one for it.
 
-    If a signal killed a rank, that rank counts as the first. Otherwise, a rank that called `os._exit` counts as the
-    first. In both cases the other ranks failed later, in their next collective. Ranks that SIGTERM killed do not count,
-    because torchrun ends the other ranks with SIGTERM after a failure.
+    If a signal killed a rank, that rank counts as the first, and the status is 128 + the number of the signal.
+    Otherwise, a rank that called `os._exit` counts as the first. In both cases the other ranks failed later, in their
+    next collective. Ranks that SIGTERM killed do not count, because torchrun ends the other ranks with SIGTERM after a
+    failure.
     """
     exit_codes = {rank: failure.exitcode for rank, failure in failures.items()}
     killed = {rank: -code for rank, code in exit_codes.items() if code < 0 and -code != signal.SIGTERM}
@@ -215,8 +220,8 @@ def _report_failure(failures: Mapping[int, ProcessFailure], run_folder: Path, st
 
 
 def _abort_cause(run_folder: Path, since: float) -> str:
-    """Return the text that explains a SIGABRT, with the unfinished collectives in the flight records. The aborted rank
-    itself reports no error, because a native abort runs no Python code.
+    """Return a text that explains a SIGABRT and lists the unfinished collectives in the flight records. The aborted
+    rank itself reports no error, because a native abort runs no Python code.
 
     `since`: start time of the workers, in seconds since the epoch. Older records are ignored.
     """
@@ -257,5 +262,6 @@ _PORT_IN_USE = (
 
 
 def _share_cores(processes: int) -> None:
-    """Divide the CPU cores among the processes. torchrun would give each process one thread."""
+    """Set OMP_NUM_THREADS, unless it is set, so that the processes divide the CPU cores evenly. Otherwise torchrun
+    would give each of several processes one thread."""
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // processes)))

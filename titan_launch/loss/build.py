@@ -1,4 +1,4 @@
-"""The loss of a job, from its configuration."""
+"""Construction of a job's loss."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def build_loss(
 ) -> Loss:
     """Return the loss of a job: the model's own (`model.loss`), or the one that `loss.name` names.
 
-    If the plan has a loss head, this function changes that module of `model` in place: the module computes the loss
-    instead of logits. `num_classes`: number of classes of the data. `has_values`: False for a trace, whose tensors have
-    no values to check. `frozen`: the second model of the loss. Raises ConfigError if the function that `loss.name`
-    names cannot be imported or called (`import_loss`).
+    If the plan has a loss head and this rank has that module, this function changes the module in place, so that it
+    computes the loss instead of logits. `num_classes`: number of classes of the data. `has_values`: False for a trace,
+    whose tensors have no values to check. `frozen`: the second model of the loss. Raises ConfigError if the function
+    that `loss.name` names cannot be imported or called (`import_loss`).
     """
     if config.model.loss is not None:
         return ModelLoss(config.model.loss, config.data.unit, has_values)

@@ -1,14 +1,14 @@
-"""Cross-entropy in chunks of classes. It is computed from the input of an output layer, so that the logits of a whole
-microbatch never exist.
+"""Cross-entropy in chunks of classes. If it is computed from the input of an output layer, the logits of a whole
+microbatch never exist. It can also be computed from logits.
 
 Forward goes through the chunks and updates a running log-sum-exp for each target. Backward computes the logits of each
 chunk a second time. The softmax follows from these logits and the log-sum-exp.
 
 The chunks divide classes, not tokens, for three reasons. First, a chunk's part of the weight gradient is one matrix
-product, which is written once, in the dtype of the weight. So nothing is accumulated in bf16, and this gradient, the
-largest of the model, needs no fp32 copy. Second, only the gradient of the input is a sum over chunks; that tensor is
-small, so the sum is in fp32. Third, tensor parallelism also divides classes, over ranks. It all-reduces the running
-numbers once, for any number of chunks.
+product, which is written once, in the dtype of the weight. So nothing is accumulated in bf16, and this gradient,
+usually the largest of the model, needs no fp32 copy. Second, only the gradient of the input is a sum over chunks; that
+tensor is small, so the sum is in fp32. Third, tensor parallelism also divides classes, over ranks. The number of its
+all-reduces does not depend on the number of chunks.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ class Classes:
             yield first, min(first + size, self.count)
 
     def reduced(self, values: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
-        """All-reduce `values` over the ranks of `group` in place, and return them."""
+        """All-reduce `values` over the ranks of `group` in place, and return them. Without a group, return them
+        unchanged."""
         if self.group is not None:
             dist.all_reduce(values, op=op, group=self.group)
         return values
@@ -75,29 +76,30 @@ class Classes:
 
 @dataclass(frozen=True)
 class _Running:
-    """Running numbers of each of n targets, over the classes of the chunks so far: (n, 1) in fp32."""
+    """Statistics of the logits of n targets, over the classes of the chunks so far. Each is fp32 (n, 1)."""
 
     largest: Tensor
-    """The largest logit."""
+    """The largest logit; that of all classes if it is known in advance."""
 
     sum_exp: Tensor
     """The sum of exp(logit - largest)."""
 
     wanted: Tensor
-    """The logit of the target's class. 0 before the chunk with this class, and on ranks that do not hold the class."""
+    """The logit of the target's class. 0 before the chunk with this class, on ranks that do not hold the class, and for
+    ignored targets."""
 
     logit_sum: Tensor | None
-    """The sum of the logits, for label smoothing."""
+    """The sum of the logits, for label smoothing; None without label smoothing."""
 
     @staticmethod
     def start(num_targets: int, device: torch.device, smooths: bool) -> _Running:
-        """Return the numbers before the first chunk."""
+        """Return the statistics before the first chunk. `smooths`: True with label smoothing."""
         zeros = torch.zeros(num_targets, 1, device=device)
         lowest = torch.full_like(zeros, torch.finfo(zeros.dtype).min)
         return _Running(lowest, zeros, zeros, zeros if smooths else None)
 
     def of_all_ranks(self, classes: Classes, has_largest: bool) -> _Running:
-        """Return the numbers over the classes of all ranks. Collective over `classes.group`. `has_largest`: True if
+        """Return the statistics over the classes of all ranks. Collective over `classes.group`. `has_largest`: True if
         `largest` is the maximum over all ranks already."""
         if classes.group is None:
             return self
@@ -174,7 +176,7 @@ class Method:
     adjust: Adjust | None
     kernels: Kernels
     counts_correct: bool
-    """True if the second sum is the number of targets with the largest logit. False: it is the z-loss."""
+    """True if the second sum is the number of correct predictions. False: it is the weighted z-loss."""
 
     @property
     def chunks(self) -> Iterator[tuple[int, int]]:
@@ -186,8 +188,8 @@ class Method:
         return (targets - (self.classes.start + first)).unsqueeze(-1)
 
     def gradient(self, logits: Tensor, *numbers: Tensor | None) -> Tensor:
-        """Return the gradient of a chunk of logits, before `adjust`. `numbers`: the arguments of `_gradient` from
-        `index` to `z_factor`."""
+        """Return the gradient of the loss with respect to a chunk of `logits` before `adjust`. `numbers`: the arguments
+        of `_gradient` from `index` to `z_factor`."""
         constants = (self.config.label_smoothing, self.classes.number)
         if self.adjust is None:
             return self.kernels.gradient(logits, *numbers, *constants)
@@ -292,13 +294,14 @@ class _Best:
         return _Best(logit, torch.zeros_like(logit, dtype=torch.int64))
 
     def with_chunk(self, logits: Tensor, first: int) -> _Best:
-        """Return the state after a chunk of logits, whose first class is `first`."""
+        """Return the state after a chunk of logits. `first`: its first class, counted over all ranks."""
         logit, label = logits.max(-1, keepdim=True)
         is_larger = logit > self.logit
         return _Best(logit.float().where(is_larger, self.logit), (label + first).where(is_larger, self.label))
 
     def of_all_ranks(self, classes: Classes) -> Tensor:
-        """Return the first class with the largest logit on all ranks, int64 (n, 1). Collective over `classes.group`."""
+        """Return the first class with the largest logit over the classes of all ranks: int64 (n, 1). Collective over
+        `classes.group`."""
         if classes.group is None:
             return self.label
         largest = classes.reduced(self.logit.clone(), dist.ReduceOp.MAX)

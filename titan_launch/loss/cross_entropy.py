@@ -1,7 +1,9 @@
 """The cross-entropy of logits, with label smoothing and z-loss.
 
-Without chunks, the model returns logits, and the loss is computed from them. With chunks (`loss.chunks`), the model's
-output layer computes the loss itself (`loss/chunked.py`), so logits exist only for one chunk of classes at a time.
+Without chunks, the model returns logits, and the loss is computed from them. With chunks (`loss.chunks`) and a loss
+head in the plan, the output layer of the model computes the loss (`loss/chunked.py`). Logits then exist only for one
+chunk of classes at a time. With chunks but without a loss head, the model returns logits, and the loss is computed from
+them in chunks.
 """
 
 from __future__ import annotations
@@ -49,8 +51,8 @@ class CrossEntropy(Loss):
         instead of logits.
 
         The logits are the output of the layer. If the layer has the method `adjust_logits`, an elementwise function
-        such as a soft cap, this method is applied to each chunk of logits. Then each chunk is cast to all `dtypes`, one
-        after the other.
+        such as a soft cap, `adjust_logits` is applied to each chunk of logits. Then each chunk is cast to all `dtypes`,
+        one after the other.
         """
         self._has_head = True
         adjust = _adjustment(getattr(head, "adjust_logits", None), dtypes)
@@ -74,14 +76,15 @@ class CrossEntropy(Loss):
     def sums(self, outputs: Any, targets: Tensor) -> Tensor:
         """Return two sums over the valid targets, in fp32, from the model's outputs.
 
-        With gradients enabled, the first sum is the loss: the cross-entropy plus the weighted z-loss. The second sum is
-        the weighted z-loss alone. Backward runs through the first one only. Without gradients, the first sum is the
-        cross-entropy without label smoothing and z-loss. The second is the number of targets whose class has the
-        largest logit; of equal logits, the first counts as the largest.
+        With gradients enabled, the first sum is the loss: the cross-entropy, with label smoothing, plus the weighted
+        z-loss. The second sum is the weighted z-loss alone. Backward runs through the first one only. Without
+        gradients, the first sum is the cross-entropy without label smoothing and z-loss. The second is the number of
+        targets whose class has the largest logit; of equal logits, the first counts as the largest.
 
         `outputs` are logits (..., classes), or the sums if the output layer computes them. `targets` are class indices
         (...). If no target is valid, the sums and the gradients are 0, and all ranks still run the same backward.
-        Collective if the logits are divided over ranks by class.
+        Collective if the logits are divided over ranks by class. Raises ConfigError if the outputs have the wrong
+        shape.
         """
         if self._has_head:
             if outputs.shape != (2,):

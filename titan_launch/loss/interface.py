@@ -49,8 +49,8 @@ class Loss:
     reported."""
 
     frozen: nn.Module | None = None
-    """The second model, whose outputs the loss reads. It is not trained, but wrapped like the trained model. None: no
-    second model."""
+    """The second model of the loss. It is never trained, but wrapped like the trained model. None: the loss has no
+    second model, or it is the trained model without its adapters (`loss.second_model.Base`)."""
 
     def __init__(self, check: LogitsCheck = lambda shape, targets: None):
         self._check = check
@@ -85,7 +85,7 @@ class Loss:
 
         With gradients enabled, there are `num_sums` sums. Backward runs through the first one only; `tags` names the
         others. Without gradients, there are two sums: the loss that validation reports, and the number of correct
-        predictions.
+        targets or items (see `accuracy_of_items`).
         """
         raise NotImplementedError
 
@@ -96,12 +96,12 @@ class Loss:
 
 def means_of_step(sums: Tensor, num_items: Tensor) -> Tensor:
     """Return a microbatch's part of the step's means: its sums divided by `num_items`, the number of items in the whole
-    step on all ranks."""
+    step on all ranks. If `num_items` is 0, the sums are returned."""
     return sums / num_items.clamp(min=1)
 
 
 def count_valid(targets: Tensor) -> Tensor:
-    """Return how many targets are not ignored: an int64 scalar on their device."""
+    """Return the number of valid (not ignored) targets: an int64 scalar on their device."""
     return (targets != IGNORED_TARGET).sum()
 
 

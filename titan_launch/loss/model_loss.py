@@ -20,7 +20,8 @@ class ModelLoss(Loss):
     """The loss that a model computes itself, converted to the sum over the valid targets of a microbatch."""
 
     def __init__(self, reduction: Literal["mean", "sum"], unit: SampleUnit, has_values: bool = True):
-        """`has_values`: False for a trace, whose tensors have no values to check."""
+        """`reduction`: value of `model.loss`. `has_values`: False for a trace, whose tensors have no values to
+        check."""
         super().__init__()
         self._reduction = reduction
         self._checks_shift = has_values and unit == "tokens"
@@ -28,7 +29,8 @@ class ModelLoss(Loss):
         self._cross_entropy = CrossEntropy(LossConfig(chunks=8))
 
     def arguments(self, model: nn.Module, targets: Tensor) -> dict[str, Tensor]:
-        """Return the targets as `labels`, and also as `shift_labels` if the forward takes this argument."""
+        """Return the targets as `labels`. Return them also as `shift_labels` if the forward takes this argument by
+        name, or takes `**kwargs` in a model with a `loss_function`."""
         parameters = inspect.signature(model.forward).parameters
         takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
         # The language models of `transformers` shift `labels` by one token, but use `shift_labels` unchanged. Most of
@@ -42,8 +44,8 @@ class ModelLoss(Loss):
         return model_loss_contract(unit)
 
     def select(self, outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the loss in a model's outputs, an fp32 scalar, and the logits, or None without logits. Raise
-        ConfigError if there is no loss."""
+        """Return a pair: the loss in a model's outputs, an fp32 scalar, and the logits, or None if there are no logits.
+        Raise ConfigError if there is no loss, a tensor with one element."""
         loss = entry(outputs, "loss")
         if loss is None:
             loss = outputs[0] if isinstance(outputs, (tuple, list)) and outputs else outputs
@@ -57,9 +59,10 @@ class ModelLoss(Loss):
         """Return two sums over the valid targets, in fp32. `outputs`: loss and logits.
 
         The first is the loss: a mean is multiplied by the number of valid targets. The second is 0 with gradients
-        enabled. Without gradients it is the number of targets with the largest logit, or NaN without logits.
+        enabled. Without gradients it is the number of correct predictions, or NaN without logits.
 
-        Raises ConfigError if the model shifts the targets by one token, because the targets are shifted already.
+        Raises ConfigError if `_check_shift` finds that the model shifts the targets by one token: they are shifted
+        already.
         """
         loss, logits = outputs
         if logits is not None and not are_logits(logits, targets):

@@ -30,7 +30,7 @@ def forward_error(reason: str, contract: str = "") -> ConfigError:
 
 
 def logits_contract(unit: SampleUnit) -> str:
-    """Return the contract of a forward that returns logits."""
+    """Return the end of an error message: what a forward gets, and that it must return logits."""
     return (
         f"; forward(inputs) gets one tensor, {INPUTS[unit]}, and must return the logits, a tensor {_LOGITS[unit]}; "
         'the launcher computes the loss, or uses that of forward(inputs, labels) with model.loss = "mean" or "sum"'
@@ -38,16 +38,16 @@ def logits_contract(unit: SampleUnit) -> str:
 
 
 def are_logits(tensor: Tensor, targets: Tensor) -> bool:
-    """Return True if a tensor in a model's outputs has the shape of logits."""
+    """Return True if a tensor in a model's outputs has the shape of logits: (*targets.shape, classes)."""
     return tensor.ndim > 0 and tensor.shape[:-1] == targets.shape
 
 
 def find_logits(outputs: Any, targets: Tensor, fits: Callable[[Tensor, Tensor], bool] = are_logits) -> Tensor | None:
-    """Return the logits in a model's outputs, or None.
+    """Return the logits in a model's outputs; None if there are none.
 
     Outputs that are one tensor are the logits, unless the tensor is a scalar. Otherwise the logits are the attribute or
-    entry `logits` of the outputs. Without it they are the first floating-point tensor in a tuple or list for which
-    `fits(tensor, targets)` is True: by default, a tensor of the shape (*targets.shape, classes).
+    entry `logits` of the outputs. Without such an entry, the logits are the first floating-point tensor in a tuple or
+    list for which `fits(tensor, targets)` is True: by default, a tensor of the shape (*targets.shape, classes).
     """
     if isinstance(outputs, Tensor):
         return outputs if outputs.ndim else None
@@ -59,8 +59,8 @@ def find_logits(outputs: Any, targets: Tensor, fits: Callable[[Tensor, Tensor], 
 
 
 def entry(outputs: Any, name: str) -> Any:
-    """Return the entry `name` of outputs that are a mapping, or the attribute `name` of other outputs. None: there is
-    none."""
+    """Return the entry `name` of outputs that are a mapping, or the attribute `name` of other outputs. Return None if
+    it does not exist."""
     return outputs.get(name) if isinstance(outputs, Mapping) else getattr(outputs, name, None)
 
 
@@ -88,9 +88,10 @@ def logits_of(model: nn.Module, inputs: Tensor, targets: Tensor, documents: Tens
 def logits_check(unit: SampleUnit, num_classes: int) -> LogitsCheck:
     """Return a check of the shape of logits. The check does not wait for the device.
 
-    `num_classes`: number of classes of the data; for tokens, the size of the vocabulary. The check raises ConfigError
-    if the logits are not (*targets.shape, classes), or have fewer classes than the data. Without the check,
-    a target beyond the classes would abort the process on a GPU.
+    `num_classes`: number of classes that the logits must have at least. This is the number of the model's labels or,
+    without labels, the number of classes of the data (for tokens, the size of the vocabulary). The check raises
+    ConfigError if the logits are not (*targets.shape, classes), or have too few classes. Without the check, a target
+    beyond the classes would abort the process on a GPU.
     """
 
     contract = logits_contract(unit)

@@ -1,4 +1,4 @@
-"""Losses of preferences, which compare the two answers of a pair: a table with a function for each."""
+"""Preference losses, which compare the two answers of a pair. `PAIR_LOSSES` has a row for each loss."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from titan_launch.loss.second_model import Base, FrozenModel
 
 
 class PairTerms(NamedTuple):
-    """What a loss makes of pairs. All tensors are fp32 (...)."""
+    """The results of a loss for each pair. All tensors are fp32 (batch, pairs)."""
 
     losses: Tensor
     chosen: Tensor
@@ -28,8 +28,8 @@ class PairTerms(NamedTuple):
 
 
 def dpo(log_ratios: Tensor, settings: DPOConfig) -> PairTerms:
-    """Direct preference optimization (Rafailov et al., arXiv:2305.18290, equation 7; with label smoothing, equation 3
-    of https://ericmitchell.ai/cdpo.pdf). Without gradients, label smoothing is not used."""
+    """Return the terms of direct preference optimization (Rafailov et al., arXiv:2305.18290, equation 7; with label
+    smoothing, equation 3 of https://ericmitchell.ai/cdpo.pdf). Without gradients, label smoothing is not used."""
     chosen, rejected = (settings.beta * log_ratios).unbind(-1)
     smoothing = settings.label_smoothing if torch.is_grad_enabled() else 0.0
     margin = chosen - rejected
@@ -38,22 +38,23 @@ def dpo(log_ratios: Tensor, settings: DPOConfig) -> PairTerms:
 
 
 def ipo(log_ratios: Tensor, settings: IPOConfig) -> PairTerms:
-    """Identity preference optimization (Azar et al., arXiv:2310.12036, equation 17). The paper's log-ratios are sums
-    over tokens; these are means, so that the best margin does not depend on the length of an answer."""
+    """Return the terms of identity preference optimization (Azar et al., arXiv:2310.12036, equation 17). The paper's
+    log-ratios are sums over tokens; these are means, so that the best margin does not depend on the length of an
+    answer."""
     chosen, rejected = log_ratios.unbind(-1)
     losses = (chosen - rejected - 1 / (2 * settings.beta)).square()
     return PairTerms(losses, settings.beta * chosen, settings.beta * rejected)
 
 
 def simpo(log_probs: Tensor, settings: SimPOConfig) -> PairTerms:
-    """Simple preference optimization (Meng et al., arXiv:2405.14734, equation 6)."""
+    """Return the terms of simple preference optimization (Meng et al., arXiv:2405.14734, equation 6)."""
     chosen, rejected = (settings.beta * log_probs).unbind(-1)
     return PairTerms(-F.logsigmoid(chosen - rejected - settings.gamma), chosen, rejected)
 
 
 def orpo(log_probs: Tensor, settings: ORPOConfig) -> PairTerms:
-    """Odds-ratio preference optimization (Hong et al., arXiv:2403.07691, equations 6 and 7). The rewards are those of
-    TRL: `weight` times the log-probabilities."""
+    """Return the terms of odds-ratio preference optimization (Hong et al., arXiv:2403.07691, equations 6 and 7). The
+    rewards are those of TRL: `weight` times the log-probabilities."""
     certain = log_probs.clamp(max=-1e-6)  # the odds of an answer with the probability 1 are infinite
     log_odds = certain - (-certain.expm1()).log()
     chosen, rejected = log_odds.unbind(-1)
@@ -62,20 +63,22 @@ def orpo(log_probs: Tensor, settings: ORPOConfig) -> PairTerms:
 
 
 def reward(scores: Tensor, settings: None) -> PairTerms:
-    """The loss of a reward model (Ouyang et al., arXiv:2203.02155, equation 1; Bradley and Terry, 1952)."""
+    """Return the terms of the loss of a reward model (Ouyang et al., arXiv:2203.02155, equation 1; Bradley and Terry,
+    1952)."""
     chosen, rejected = scores.unbind(-1)
     return PairTerms(-F.logsigmoid(chosen - rejected), chosen, rejected)
 
 
 class PairLoss(NamedTuple):
-    """A loss of pairs."""
+    """A loss of pairs: a function that gives each answer a number, and a function of these numbers."""
 
     terms: Callable[[Tensor, Any], PairTerms]
-    """A function of the results of `of_answer`, for the chosen and for the rejected answer, and of the settings of the
-    loss. With a reference model, its results are subtracted."""
+    """A function of the numbers that `of_answer` returns, and of the settings of the loss. With a reference model, the
+    numbers are those of the trained model minus those of the reference model."""
 
     of_answer: Callable[[Tensor, Tensor, Tensor], Tensor]
-    """A function of logits, targets and documents. It returns one number for each answer: fp32 (batch, pairs, 2)."""
+    """A function of logits, targets and documents. It returns one number for each answer: fp32 (batch, pairs, 2). The
+    last axis has the chosen answer, then the rejected one."""
 
 
 def total_log_prob(logits: Tensor, targets: Tensor, documents: Tensor) -> Tensor:
@@ -124,7 +127,7 @@ PAIR_LOSSES: Mapping[str, PairLoss] = {
     "orpo": PairLoss(orpo, mean_log_prob),
     "reward": PairLoss(reward, score),
 }
-"""The losses of pairs by `loss.name`. `config.sections.loss.LOSSES` has their second models."""
+"""The losses of pairs by `loss.name`. `config.sections.loss.LOSSES` says which of them have a second model."""
 
 
 class PreferenceLoss(Loss):
@@ -153,12 +156,13 @@ class PreferenceLoss(Loss):
         self._prepared: tuple[Tensor, Tensor | None] | None = None
 
     def counts(self, targets: Tensor, documents: Tensor | None) -> Tensor:
-        """Return the number of pairs and of valid targets."""
+        """Return two numbers: the pairs and the valid targets of a microbatch, int64 (2)."""
         assert documents is not None, "config.rules demands data of pairs"
         return torch.stack([are_pairs(targets, documents).sum(), count_valid(targets)])
 
     def prepare(self, inputs: Tensor, targets: Tensor, documents: Tensor | None) -> None:
-        """Compute the results of the answers in the reference model, if the loss has one."""
+        """Keep the documents for `sums`. If the loss has a reference model, run it, and keep its numbers
+        (`PairLoss.of_answer`). Collective."""
         assert documents is not None, "config.rules demands data of pairs"
         reference = None
         if self._reference is not None:
@@ -169,9 +173,9 @@ class PreferenceLoss(Loss):
 
     def sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return five sums over pairs: the losses, the rewards of the chosen answers, the rewards of the rejected
-        answers, the number of pairs whose chosen answer has the higher reward, and the margins between both rewards.
-        Without gradients, return two sums: the losses and the number of pairs whose chosen answer has the higher
-        reward."""
+        answers, the number of pairs whose chosen answer has the higher reward, and the margins (reward of the chosen
+        answer minus reward of the rejected one). Without gradients, return two sums: the losses and the number of pairs
+        whose chosen answer has the higher reward."""
         self._check(outputs.shape, targets)
         assert self._prepared is not None, "prepare comes first"
         (documents, reference), self._prepared = self._prepared, None

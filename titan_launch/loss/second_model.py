@@ -34,14 +34,14 @@ class Base:
 
     @torch.no_grad()
     def __call__(self, inputs: Tensor, targets: Tensor, documents: Tensor | None) -> Tensor:
-        """Return the logits of a microbatch, in evaluation mode."""
+        """Return the logits of a microbatch, in evaluation mode. Collective."""
         with adapters_disabled(self._model), in_evaluation_mode(self._model):
             return logits_of(self._model, inputs, targets, documents)
 
 
 class WeightsSource:
-    """A folder of weights in the list of the run's data sources. A checkpoint stores its fingerprint, so a resumed run
-    notices changed weights."""
+    """A folder of weights that is listed among the run's data sources. A checkpoint stores the folder's fingerprint, so
+    a resumed run notices changed weights."""
 
     def __init__(self, folder: WeightsFolder):
         self._folder = folder
@@ -85,8 +85,8 @@ class FrozenModel:
         return self.wrapping
 
     def load(self) -> WeightsSource:
-        """Copy the weights of the folder into the wrapped module, and return the folder. Collective. Raises ConfigError
-        if the weights cannot be read or do not fit the model."""
+        """Copy the weights of the folder into the wrapped module, and return the folder as a source. Collective. Raises
+        ConfigError if the weights cannot be read or do not fit the model."""
         found: list[Weights] = []
 
         def read() -> int:

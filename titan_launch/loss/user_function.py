@@ -70,11 +70,12 @@ class FunctionLoss(Loss):
         return torch.stack([count.reshape(()).long(), count_valid(targets)])
 
     def sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the sum of the loss. Without gradients, also return the number of targets whose class has the largest
-        logit, for the accuracy in validation.
+        """Return one sum, the loss. Without gradients, return two sums: the loss, and the number of correct
+        predictions, for the accuracy in validation.
 
-        Raises ConfigError if the function fails, returns no scalar, or returns a scalar without a gradient. The first
-        microbatch with several samples also raises it if the function returns a mean instead of a sum.
+        Raises ConfigError if the logits have the wrong shape, or if the function fails, returns no scalar or, with
+        gradients enabled, returns a scalar without a gradient. In training, the first microbatch with several samples
+        also raises it if the function returns a mean instead of a sum.
         """
         self._check(outputs.shape, targets)
         logits = outputs.float()

@@ -39,14 +39,15 @@ tensors up to this size (mallopt(3), M_MMAP_THRESHOLD). In a CPU run, glibc keep
 sizes (`cpu/allocator.py`)."""
 
 _OLD_BYTES = 64 * MIB
-"""Total bytes of the inputs that the repeated calls of a measured operation cycle through. They do not fit into a
-core's own cache, so a call reads its input from outside of this cache, as an operation in training does."""
+"""Smallest size in bytes of the tensors from which matrix products and elementwise operations take their inputs. Each
+call takes the next part. The parts together do not fit into a core's own cache, so a call reads its input from outside
+of this cache, as an operation in training does."""
 
 _MOST_OLD = 4096
-"""Largest number of these inputs."""
+"""Largest number of parts of such a tensor that are used."""
 
 _UNITS = 8
-"""FSDP2 units of the stack that `_unit_seconds` measures."""
+"""Number of linear layers, each an FSDP2 unit, in the stack that `_unit_seconds` measures."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Scope:
     """Rows, inner sizes and columns of the matrix products, in ascending order. All combinations are measured."""
 
     heads: tuple[int, int]
-    """Batch and heads, for attention."""
+    """Batch size and number of heads, for attention."""
 
     widths: tuple[int, ...]
     """Widths of a head, in ascending order."""
@@ -100,8 +101,9 @@ def scope_of(device: torch.device) -> Scope:
 def measure(ranks: Ranks, scope: Scope, tell: Callable[[str], None]) -> Measured:
     """Measure the speeds of the ranks' devices. Collective over all ranks of the default process group.
 
-    Operations on a CPU use the threads of the process, as in training. (If torchrun starts several ranks, each rank has
-    one thread.) Rank 0 calls `tell` with a line of text before each group of measurements.
+    Operations on a CPU use the threads of the process, as in training. (The torchrun command gives each of several
+    ranks one thread, unless OMP_NUM_THREADS is set.) Rank 0 calls `tell` with a line of text before each group of
+    measurements.
     """
 
     def say(text: str) -> None:
@@ -224,7 +226,8 @@ def _products(
 
 
 def _in_turn(numbers: Tensor, elements: int) -> Iterator[Tensor]:
-    """Return an endless iterator over parts of `numbers` that have `elements` elements each."""
+    """Return an endless iterator over parts of `numbers` that have `elements` elements each. It repeats at most
+    `_MOST_OLD` parts."""
     count = min(_MOST_OLD, numbers.numel() // elements)
     return cycle(numbers[: count * elements].split(elements))
 
@@ -282,8 +285,9 @@ def _step_of(stack: nn.Module, x: Tensor) -> Callable[[], None]:
 
 
 def _unit_seconds(watch: _Stopwatch, world_size: int) -> tuple[float, float]:
-    """Return two times in seconds: that of FSDP2's hooks of one unit in a forward and a backward, without collectives,
-    and that of clipping and update for one sharded parameter."""
+    """Return two times in seconds. The first is the time of FSDP2's hooks of one unit in a forward and a backward,
+    without collectives. The second is the time of gradient clipping and the optimizer's update for one sharded
+    parameter."""
     # A mesh of one rank, on which FSDP2 runs no collectives.
     alone = init_device_mesh(watch.device.type, (world_size, 1), mesh_dim_names=("ranks", "alone"))["alone"]
     x = torch.ones(8, 8, device=watch.device)
@@ -387,7 +391,8 @@ def _ranks_per_core(ranks: Ranks) -> float:
 def _collectives(
     watch: _Stopwatch, ranks: Ranks, message_bytes: tuple[int, ...], say: Callable[[str], None]
 ) -> Iterator[MeasuredCollective]:
-    """Yield the measurements of each collective in groups of consecutive ranks, for each size of groups.
+    """Yield the measurements of each collective in groups of consecutive ranks, for each size of groups. Skip
+    collectives that the backend does not have.
 
     All groups of a size communicate at the same time. The sizes are the powers of two that divide the world size, and
     the world size itself.

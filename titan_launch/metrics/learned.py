@@ -20,7 +20,7 @@ _OUTPUTS = ("activations/rms", "activations/underflow", "activations/overflow")
 
 
 class Learned(Observer):
-    """Measurements of modules in the steps that are reported. The host does not wait for the device."""
+    """An observer that measures modules in the steps that are reported. The host does not wait for the device."""
 
     def __init__(
         self,
@@ -36,7 +36,8 @@ class Learned(Observer):
         outputs are measured together; None if no outputs are measured. Closing `stack` removes all hooks.
 
         `replicas`: number of replicas over which the optimizer is sharded. Each replica has all parameters, but only a
-        part of each gradient. So the squares of parameters and updates are divided by this number."""
+        part of each gradient. So the squares of parameters and updates are divided by this number. 1: the optimizer is
+        not sharded over replicas."""
         self._paths = paths
         named = [
             (name, p) for name, p in modules[""].named_parameters() if any(is_within(name, path) for path in paths)
@@ -66,7 +67,7 @@ class Learned(Observer):
 
     @torch.no_grad()
     def before_update(self) -> None:
-        """Measure gradients and parameters. The parameters are copied until the end of the step."""
+        """Measure gradients and parameters. Copies of the parameters are kept until the end of the step."""
         if not self._is_on:
             return
         values = self._locals()
@@ -83,7 +84,7 @@ class Learned(Observer):
         self._is_on, self._before = False, []
 
     def abandon_step(self, error: BaseException) -> None:
-        """Drop the copies of the parameters."""
+        """Drop the copies of the parameters, and stop measuring the step."""
         self._is_on, self._before = False, []
 
     def _locals(self) -> list[Tensor]:
@@ -100,7 +101,7 @@ class Learned(Observer):
         return sums.index_add_(0, self._owners, (norms.square() * self._shares)[self._members])
 
     def add_output(self, index: int, output: Tensor) -> None:
-        """Add an output of a module to the sums with the number `index`: those of one module, or of a group."""
+        """Add an output to the sums of the module or group with the number `index`."""
         x = output.detach().float()
         size, largest = x.abs(), torch.finfo(torch.bfloat16)
         self._outputs[index, 0] += x.numel()

@@ -63,14 +63,16 @@ class LiveMemory(TorchDispatchMode):
         self._ignored: set[int] = set()
         self._current_category: Category | None = None
         self.offloads = Category.GRADIENTS in ledger.on_host
-        """True if shards of parameters and gradients are in host memory, which the ledger does not count."""
+        """True if shards of parameters and gradients are in host memory, so that the ledger does not count them as
+        device memory."""
 
         self.is_paused = False
         """True while new allocations do not count."""
 
         self.on_operation: Callable[[Any, Sequence[Any], Mapping[str, Any], Any], None] | None = None
-        """Called after each operation that counts, except those within functions of FSDP2 and of the optimizer. Its
-        arguments are the operation, and the operation's arguments, keyword arguments and result."""
+        """A function that is called after each operation that counts, except those within functions of FSDP2 and of the
+        optimizer. Its arguments are the operation, and the operation's arguments, keyword arguments and result. None:
+        no function."""
 
     def hold(self, tensors: Iterable[Tensor | None], category: Category) -> None:
         """Record the storages of tensors, and assign them to `category`. A DTensor counts as its local shard."""
@@ -84,7 +86,7 @@ class LiveMemory(TorchDispatchMode):
         self._ignored |= {tensor.untyped_storage()._cdata for tensor in tensors if tensor is not None}
 
     def record(self, storage: UntypedStorage) -> _TrackedStorage:
-        """Add a storage to the ledger, or update its size. Return its entry."""
+        """Add a storage to the ledger, or update its size. Return the storage's entry."""
         entry = self._entries.get(storage._cdata) or self._add(storage)
         self._resize(entry, storage.nbytes())
         return entry
@@ -135,7 +137,7 @@ class LiveMemory(TorchDispatchMode):
         self._current_category = category
 
     def stop(self) -> None:
-        """Stop recording, including deallocations."""
+        """Forget all storages, so that later deallocations are not recorded."""
         self._entries.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -92,8 +92,8 @@ class Meter(Observer):
     def pauses(self) -> dict[str, float]:
         """Return the time of the pauses that belong to the last report, by tag, in seconds per step.
 
-        These are all pauses up to now that no earlier report contains: those between the two reports, and those after
-        the last report, such as the validation of its step. The dict is empty before the first report.
+        These are all pauses up to now that no earlier report contains: those between the last two reports, and those
+        after the last report, such as the validation of its step. The dict is empty before the first report.
         """
         if not self._reported_steps:
             return {}
@@ -101,15 +101,16 @@ class Meter(Observer):
         return {f"time/{name}_s": seconds / self._reported_steps for name, seconds in self._pauses.items()}
 
     def late_pauses(self) -> dict[str, float]:
-        """Return those metrics of `pauses` that have changed since the last call of `pauses`."""
+        """Return those metrics of `pauses` that have changed since the last call of `pauses`. The dict is empty if
+        `pauses` was not called since the last report."""
         before = self._told_pauses
         changed = [f"time/{name}_s" for name, seconds in self._pauses.items() if before and seconds != before[name]]
         told = self.pauses()
         return {tag: told[tag] for tag in changed}
 
     def after_step(self, step: WatchedStep, result: StepResult) -> None:
-        """Count a step that the host has finished. The device may still run it. The loss of a skipped step does not
-        count."""
+        """Count a step that the host has finished. The device may still run it. The targets of a skipped step count,
+        but its loss does not."""
         self._targets += result.targets_global
         self._losses += torch.where(result.is_skipped == 0, result.loss_sum.detach(), 0)
         self._counted += result.is_skipped == 0
@@ -124,7 +125,8 @@ class Meter(Observer):
         over ranks are equal on all ranks. `time/step_s` and throughputs are measured on this rank.
 
         `train/loss` is the mean of the steps that were not skipped. If all steps of the window were skipped, it is the
-        loss of the last step. `measured`: further metrics of this rank by tag; all ranks pass the same tags.
+        loss of the last step. `train/loss_max` is missing if no rank had an item in the last step. `measured`: further
+        metrics of this rank by tag; all ranks pass the same tags.
 
         Raises RuntimeError if no step was counted since the last report.
         """

@@ -40,8 +40,9 @@ class Tag:
     """Another tag. If that tag is reported, the console does not show this metric."""
 
     value: Callable[[Any], float | None] | None = None
-    """Function of the run (`titan_launch.train.run.Run`). At every report it returns this rank's value, or None for an
-    unknown value. None: the code that measures the value passes it to the meter."""
+    """Function of the run (`titan_launch.train.run.Run`) that returns this rank's value at every report. It returns
+    None if the value is unknown. None in place of the function: the code that measures the value passes it to the
+    meter."""
 
 
 PAGES = ("Learning", "Speed", "Memory", "Precision", "Data", "Experts", "Health")
@@ -555,7 +556,7 @@ TAGS = [
 
 def tag_of(name: str) -> Tag | None:
     """Return the tag of a metric: one with the same name, or one whose placeholder, such as `<source>`, stands for the
-    last part of the name. Return None if no tag matches."""
+    part of the name after the second slash. Return None if no tag matches."""
     group, _, rest = name.partition("/")
     kind, separator, _ = rest.partition("/")
     known = (name, *(f"{group}/{kind}/<{part}>" for part in ("source", "layer", "module", "group") if separator))
@@ -563,7 +564,7 @@ def tag_of(name: str) -> Tag | None:
 
 
 def dashboard_layout(expected: Collection[str]) -> dict[str, dict[str, list[str]]]:
-    """Return the dashboard: a dict from page to a dict from chart title to the names of its tags.
+    """Return the dashboard as nested dicts: page -> chart title -> names of the tags in the chart.
 
     `expected`: the metrics that the run reports, at first or later. The dashboard has no other tags, and no chart
     without a tag.

@@ -126,7 +126,7 @@ def _traffic_of(kind: str, output: Tensor, sent: Tensor) -> Traffic:
 
 
 class Kernel(NamedTuple):
-    """A kernel that ran on the device. `start` and `end` are times in nanoseconds."""
+    """A kernel, copy or memset that ran on the device. `start` and `end` are times in nanoseconds."""
 
     name: str
     start: int

@@ -20,7 +20,7 @@ tensor are less than 2^63."""
 
 Layers = Annotated[int, Field(ge=1, le=MOST_LAYERS)]
 Parts = Annotated[int, Field(ge=1, le=MOST_PARTS)]
-"""A number of heads or experts, or the width of a head."""
+"""A small size: a number of heads, experts or labels, or the width of a head."""
 
 Width = Annotated[int, Field(ge=1, le=MOST_WIDTH)]
 NumTokens = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
@@ -47,9 +47,8 @@ class TwinNeeds:
     twin_seq_len: int
 
     def rows(self, own: int, small: int) -> int:
-        """Return the twin's number of rows, which is at most `small`. `own`: number of rows in the job. If `own` is
-        above `small` and the job shards these rows unevenly, the result is a number that the twin shards unevenly
-        too."""
+        """Return the twin's number of rows. `own`: the job's number of rows. `small`: the largest result. If `own` is
+        above `small` and the job shards its rows unevenly, the twin shards the result unevenly too."""
         uneven = small - (2 if self.is_tensor_parallel else 1)
         return own if own <= small else small if own % self.shards == 0 else uneven
 
@@ -80,8 +79,8 @@ class ModelArgs(Section):
         yield from ()
 
     def effective(self) -> dict[str, Any]:
-        """Return the arguments that have an effect. An unset argument gets the value that the model uses in its place.
-        Two models with equal effective arguments compute the same."""
+        """Return the arguments that have an effect. A subclass replaces unset arguments by the values that the model
+        uses. Two models with equal effective arguments compute the same."""
         table = self.model_dump(mode="json")
         for name in {name for name, _ in self.unused()}:
             *tables, last = name.split(".")
@@ -93,8 +92,8 @@ class ModelArgs(Section):
         return None
 
     def beyond_causal_attention(self, seq_len: int) -> str | None:
-        """Return the argument, with its value, that makes attention in sequences of `seq_len` tokens differ from plain
-        causal attention; None if there is none."""
+        """Return the argument that makes attention in sequences of `seq_len` tokens differ from plain causal attention,
+        with its value, such as `sliding_window = 4096`. Return None if there is none."""
         return None
 
     def images_taken(self) -> ImageFormat | None:

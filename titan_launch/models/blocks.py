@@ -26,10 +26,10 @@ class Blocks(NamedTuple):
 def choose_blocks(module: nn.Module) -> Blocks:
     """Return the blocks of a model that declares none.
 
-    The blocks are the entries of its outermost `nn.ModuleList`s, except for entries without a matrix, such as norms.
-    Without such entries, the blocks are repeated modules that together hold more than half of the parameters outside of
-    embeddings: entries of `nn.Sequential`s, or else the instances of one class. Without such modules, there are no
-    blocks.
+    The blocks are the entries of the model's outermost `nn.ModuleList`s, except for entries without a matrix, such as
+    norms. Without such entries, the blocks are repeated modules that together hold more than half of the parameters
+    outside of embeddings: entries of `nn.Sequential`s, or else the instances of one class. Without such modules, there
+    are no blocks.
     """
     entries = tuple(_list_entries(module))
     if entries:
@@ -53,7 +53,7 @@ def _list_entries(module: nn.Module, path: str = "") -> Iterator[str]:
     """Yield the paths of the entries of all outermost ModuleLists. Entries without a matrix, such as norms, are
     skipped.
 
-    If an entry is a container without a forward, its own entries are yielded instead.
+    If an entry is a container without a forward, the search continues in this container.
     """
     for name, child in module.named_children():
         child_path = full_name(path, name)
@@ -90,7 +90,8 @@ def _repeated(module: nn.Module, paths: Iterator[str]) -> tuple[str, ...]:
 
 
 def _share(module: nn.Module, paths: Sequence[str]) -> float:
-    """Return the share of a model's parameters, without those of embeddings, that the modules at `paths` hold."""
+    """Return the fraction of a model's parameters that the modules at `paths` hold. Parameters of embeddings do not
+    count."""
     embeddings = {p for child in module.modules() if isinstance(child, nn.Embedding) for p in child.parameters()}
     inside = {p for path in paths for p in module.get_submodule(path).parameters()}
     others = set(module.parameters()) - embeddings
@@ -120,7 +121,8 @@ def find_blocks(module: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
 
 
 def find_pipeline_order(module: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
-    """Return the paths that the globs of `pipeline_order` match, glob by glob, each in the order of `named_modules`.
+    """Return the paths that the globs of `pipeline_order` match, glob by glob. The matches of one glob are in the order
+    of `named_modules`.
 
     Raise ConfigError on `model.name` in three cases: a glob matches no module with a forward, a module is listed twice,
     or both a module and its submodule are listed.
@@ -147,7 +149,7 @@ def find_pipeline_order(module: nn.Module, patterns: Sequence[str]) -> tuple[str
 
 
 def _paths(module: nn.Module) -> tuple[list[str], list[str]]:
-    """Return the paths of the modules with a forward, and of the containers without one."""
+    """Return the paths of all submodules, in two lists: those with a forward, and the containers without one."""
     runnable: list[str] = []
     containers: list[str] = []
     for path, child in module.named_modules():

@@ -177,7 +177,8 @@ def build_model(
 
     `host`: the settings with which a user's factory is called to get the initial values of its tensors. If
     `model.weights` has all parameters of a class of `transformers`, only the buffers get values. A factory with
-    `meta_device = True` ignores `host`. None: the model of any other factory has no values, and serves for planning.
+    `meta_device = True` ignores `host`: later, `reset_parameters` fills its module. With any other factory and without
+    `host`, the model never gets values, and serves for planning.
 
     A user's module may define the method `flops_per_sample(seq_len)`. It may have the attributes `pipeline_order`,
     `tensor_parallel` and `context_parallel`, which `ModelSpec` explains. Raise ConfigError for errors of a user's

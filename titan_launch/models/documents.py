@@ -1,5 +1,5 @@
-"""Documents within samples: the positions of their tokens, and the arguments that tell a model's forward where they
-begin.
+"""Documents within samples: the positions of their tokens, and the arguments that tell a model's forward where
+documents begin.
 
 A forward gets the documents of a batch in one of two ways:
 
@@ -55,7 +55,8 @@ def separate_by_positions(model: Any) -> None:
     """Declare that a model of `transformers` separates documents by the `position_ids` that this package makes.
 
     From then on, for all models of `transformers` in this process, the dtype of the positions decides whether masks
-    separate documents: int32 positions (of this package) do, int64 positions (of `transformers`) do not.
+    separate documents. With int32 positions (of this package) they do. With int64 positions (of `transformers`) they do
+    not.
     """
     from transformers import masking_utils
 
@@ -73,7 +74,8 @@ def _documents_at(position_ids: Tensor) -> Tensor | None:
 def check_documents(model: nn.Module, seq_len: int, key: KeyPath) -> None:
     """Raise ConfigError for a model on the meta device whose forward does not separate documents.
 
-    `key`: the key that is set to "documents".
+    A model of `transformers` is checked by a forward. Any other model must have a forward with the argument
+    `documents`. `key`: the key that is set to "documents".
     """
     name = type(model).__name__
     if _takes_positions(model):

@@ -36,7 +36,7 @@ class TooLargeError(ConfigError):
 
 @dataclass(frozen=True)
 class HostBuild:
-    """Seed and memory limit for calling a factory on the host."""
+    """Settings for calling a factory on a host."""
 
     seed: int
     """Seed of the generators of PyTorch, Python and NumPy."""
@@ -45,7 +45,7 @@ class HostBuild:
     """Free memory of the host before the factory is called."""
 
     on_meta: bool = False
-    """True: the module is built on the meta device, without values."""
+    """True: the module is built on the meta device, without values, because another rank has the values."""
 
 
 def uses_meta_device(factory: Callable[..., Any]) -> bool:
@@ -70,9 +70,9 @@ def build_on_meta(config: ModelConfig, factory: Callable[..., Any]) -> nn.Module
 def build_for_planning(config: ModelConfig, factory: Callable[..., Any]) -> nn.Module:
     """Build a factory's module for planning: its parameters and buffers are on the meta device.
 
-    If the factory fails on the meta device, it is called on the host. Raise ConfigError if both calls fail, and
-    TooLargeError without a second call. Tensors on the meta device in plain attributes of the module become zeros on
-    the host.
+    If the factory fails on the meta device, it is called on the host. Raise ConfigError if both calls fail. A
+    TooLargeError is raised at once, without a second call. Tensors on the meta device that are plain attributes, not
+    buffers, become zeros on the host.
     """
     module = None
     try:
@@ -94,9 +94,9 @@ def build_for_planning(config: ModelConfig, factory: Callable[..., Any]) -> nn.M
 def build_on_host(config: ModelConfig, factory: Callable[..., Any], host: HostBuild) -> tuple[nn.Module, HostValues]:
     """Build a factory's module on the host, with seeded random generators.
 
-    Return the module with its tensors on the meta device, and the values of these tensors. Raise ConfigError if the
-    factory fails, if the tensors do not fit into free host memory, if a tensor is not on the host, or if two parameters
-    use the same memory.
+    Return the module, in training mode and with its tensors on the meta device, and the values of these tensors. Raise
+    ConfigError if the factory fails, if the tensors do not fit into free host memory, if a tensor is not on the host,
+    or if two parameters use the same memory.
     """
     with generators_seeded(host.seed), _memory_limited(host.free_bytes):
         try:
@@ -266,7 +266,8 @@ class _OutOfHostMemory(Exception):  # noqa: N818 - never leaves this module
     def __init__(self, counted_bytes: int):
         super().__init__(counted_bytes)
         self.counted_bytes = counted_bytes
-        """Bytes of the tensors that the factory had registered before the error."""
+        """Bytes of the tensors that the factory had registered, including the one that exceeded the limit. 0 if PyTorch
+        could not allocate a tensor."""
 
 
 @contextmanager

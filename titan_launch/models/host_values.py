@@ -1,4 +1,5 @@
-"""The initial values that a factory gave its module. One rank of each host has them, and sends every rank its part."""
+"""The initial values that a factory gave its module. One rank of each host has them, and sends every other rank of the
+host its part."""
 
 from __future__ import annotations
 
@@ -56,8 +57,8 @@ class HostValues:
         """Yield (full name, this rank's part) of each tensor in `boxes`. Collective over the ranks that share the
         values.
 
-        `boxes`: this rank's part of each tensor, by full name. The rank with the values drops each tensor as soon as
-        all ranks have their parts of it.
+        `boxes`: this rank's part of each tensor, by full name. The rank with the values drops each of its tensors as
+        soon as all ranks have their parts of the tensor. Tensors that are not in `boxes` of any rank are dropped, too.
         """
         if self.owner is not None:
             dist.send_object_list([dict(boxes)], self.owner)
@@ -135,7 +136,7 @@ def describe_tensors(module: nn.Module) -> dict[str, str]:
 
 def attributes_digest(module: nn.Module) -> str:
     """Return a digest of the class and the attributes of each submodule, and of the module itself. Parameters, buffers
-    and the attributes of every `nn.Module` do not count.
+    and the attributes that every `nn.Module` has do not count.
 
     Numbers, texts, plain tensors, and containers or dataclasses of these count by value. Other attributes count by
     their class.

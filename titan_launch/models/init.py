@@ -2,7 +2,7 @@
 
 Every rank computes the unsharded tensors of one module at a time, and keeps only its own shards. The random seed
 depends only on the job's seed and the module's path. Nothing is communicated. The values of a user's factory are an
-exception: one rank of each host has them, and sends every rank its shards.
+exception: one rank of each host has them, and sends every other rank of the host its shards.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ def initialize(model: nn.Module, initializer: Initializer | HostValues, seed: in
 
     Adapters (`models.lora`) are always filled by their own `reset_parameters`, whatever `initializer` is.
 
-    Values are computed on `device` even if the parameters are on the host, so offloading does not change them. A shared
-    tensor is filled once, by the first module in `named_modules` that owns it. Children are filled before parents. The
-    extra memory is that of the largest single module, unsharded and in fp32.
+    An Initializer computes on `device` even if the parameters are on the host, so offloading does not change the
+    values. A shared tensor is filled once, by the first module in `named_modules` that owns it. Children are filled
+    before parents. The extra memory is that of the largest single module, unsharded and in fp32.
     """
     if isinstance(initializer, HostValues):
         _copy_values(model, initializer)

@@ -80,7 +80,7 @@ class InitTable:
 
 
 class ScaledValues:
-    """Initial values of another initializer, multiplied by the scale of each parameter."""
+    """An initializer that multiplies each parameter of another initializer by its scale (`WidthScales.of`)."""
 
     def __init__(self, values: Initializer, scales: WidthScales):
         self._values, self._scales = values, scales
@@ -93,10 +93,10 @@ class ScaledValues:
 
 
 def call_reset_parameters(module: nn.Module, path: str) -> None:
-    """Fill a module's own tensors by calling its `reset_parameters`, as PyTorch's layers do.
+    """Fill a module's own tensors by calling its `reset_parameters`.
 
-    This initializer is for factories that declare `meta_device = True`. Raise UserError if the method fails, or if it
-    does not fill every tensor.
+    This initializer is for adapters, and for factories that declare `meta_device = True`. Raise UserError if the method
+    fails, or if it does not fill every tensor.
     """
     before = {name: (tensor, tensor._version) for name, tensor in own_tensors(module).items()}
     where = f"reset_parameters of {type(module).__name__} ({path or 'the model itself'})"
@@ -127,7 +127,8 @@ def _is_filled(tensor: Tensor, before: Tensor, version: int) -> bool:
 def check_reset_parameters(model: nn.Module) -> None:
     """Raise ConfigError on `model.name` if values would be lost on the meta device.
 
-    Values are lost if a class owns tensors but has no `reset_parameters`, or if a tensor is a plain attribute.
+    Values are lost if a module owns tensors but its class has no `reset_parameters`, or if a tensor is a plain
+    attribute.
     """
     problems = [*_without_reset_parameters(model), *_lost_tensors(model)]
     if problems:

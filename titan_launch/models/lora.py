@@ -49,7 +49,7 @@ class LoRA(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw `a` as `peft` does (`kaiming_uniform_` with a = sqrt(5)), and set `b` to 0."""
+        """Draw `a` from the same uniform distribution as `peft`, and set `b` to 0."""
         bound = self.a.shape[-1] ** -0.5
         nn.init.uniform_(self.a, -bound, bound)
         nn.init.zeros_(self.b)
@@ -79,7 +79,7 @@ class EmbeddingLoRA(LoRA):
         nn.init.normal_(self.b)
 
     def forward(self, x: Tensor, product: ExpertProduct = F.linear) -> Tensor:
-        """Map indices of rows, of any shape, to (..., dim)."""
+        """Map indices of rows, of any shape, to (..., dim). Dropout is not applied, as in `peft`."""
         return product(F.embedding(x, self.a.T, self.padding_idx) * self.scale, self.b, None)
 
     def delta(self) -> Tensor:
@@ -170,7 +170,7 @@ def add_adapters(
     all other parameters.
 
     Raises ConfigError if an entry is ambiguous or names no module that can have an adapter, or if a rule of
-    `lora.rules` applies to no target. Also raises it for a target in three cases: its class replaces the forward of
+    `lora.rules` applies to no target. Also raises it for a target in three cases: its forward does not call that of
     `nn.Linear` or `nn.Embedding`, another module reads or shares its weight, or the rank is above the smaller dimension
     of its weight.
     """

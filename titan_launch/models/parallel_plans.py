@@ -50,8 +50,8 @@ DIVIDED_AXIS = {
     "shared_colwise": 0,
     "shared_rowwise": 1,
 }
-"""The dimension along which a style shards the weight of a module. For `experts` it is that of `w1`, and for `by_head`
-that of every parameter."""
+"""The dimension along which a style shards the weight of a module. For `experts`, it is the dimension of `w1`. For
+`by_head`, it is the dimension of every parameter."""
 
 
 _ABOUT_SHAPES = re.compile(r"\b(shapes?|sizes?|dimensions?)\b")
@@ -93,8 +93,8 @@ def style_by_module(model: nn.Module, styles: Mapping[str, TensorStyle]) -> dict
 def check_tensor_plan(
     model: nn.Module, styles: Mapping[str, TensorStyle] | None, parallelism: ParallelismConfig
 ) -> None:
-    """Raise ConfigError with all problems if a model cannot be sharded by the `styles` that it declares. The model is
-    on the meta device."""
+    """Raise ConfigError if a model on the meta device cannot be sharded by the `styles` that it declares. Do nothing if
+    `tensor_parallel_degree` is 1."""
     if parallelism.tensor_parallel_degree == 1:
         return
     problems = list(_problems(model, styles, parallelism))

@@ -32,7 +32,7 @@ features) between layers. With sequence parallelism each rank has a part of the 
 
     style       part of the module on each rank                     input -> output
     embedding   1/T of the rows of an nn.Embedding                  token ids -> stream
-    positions   all parameters, and the stream's tokens of its buffers and further inputs    stream -> stream
+    positions   all parameters; its buffers and other inputs are cut to the tokens of the stream    stream -> stream
     sequence    all parameters of a module that works per token     stream -> stream
     input       nothing; makes a module's first input whole         stream -> all tokens and features
     colwise     1/T of the output features of an nn.Linear          all features -> 1/T of the features (of the heads)

@@ -1,8 +1,8 @@
 """Division of a model into pipeline stages.
 
-Each stage is a shallow copy of the model's module tree, in which pass-through modules replace the modules of other
-stages. So module paths, names in checkpoints and initial values are those of the whole model. Model files need no code
-for stages.
+Each stage is the model's module tree, or a shallow copy of the tree if a rank has several stages. Pass-through modules
+replace the modules of other stages. So module paths, names in checkpoints and initial values are those of the whole
+model. Model files need no code for stages.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def cut(model: nn.Module, stages: Sequence[Collection[str]], others: Collection[
     modules, in place.
 
     `stages`: the paths of the modules of each stage of this rank. `others`: the paths of the modules of other ranks.
-    Together they contain the whole pipeline order. Modules outside of the pipeline order have no parameters, and are on
-    every stage. The results share their modules with `model`; a single stage is `model` itself.
+    `stages` and `others` together contain the whole pipeline order. Modules outside of the pipeline order have no
+    parameters, and are on every stage. The results share their modules with `model`; a single stage is `model` itself.
     """
     pipeline_order = {path for stage in stages for path in stage} | set(others)
     views = [_view(model, set(stage), pipeline_order) for stage in stages] if len(stages) > 1 else [model]

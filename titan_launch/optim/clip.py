@@ -1,4 +1,4 @@
-"""Gradient norm and clipping. Each rank computes with its shards, and the ranks exchange one number.
+"""Gradient norm and clipping. Each rank computes with its shards, and the ranks exchange only scalars.
 
 `torch.nn.utils.clip_grad_norm_` gives the same result, but it dispatches several operations for every DTensor.
 """
@@ -28,12 +28,15 @@ adds the same number."""
 def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float, *others: dist.ProcessGroup | None) -> Tensor:
     """Clip gradients in place to a total norm of at most `max_norm`. If `max_norm` is 0, do not change them.
 
-    Return the norm before clipping, over all shards, as a scalar tensor. It is equal on all ranks. With expert
-    parallelism, the DTensors are on two meshes of the same ranks. `others`: groups of ranks whose gradients are also
-    part of the norm: pipeline stages, or replicas over which the optimizer is sharded. None is ignored.
+    Return the norm before clipping, over all shards, as a scalar tensor that is equal on all ranks. The norm is 0 if no
+    parameter of any rank has a gradient. `others`: process groups of ranks whose gradients are also part of the norm:
+    pipeline stages, or replicas over which the optimizer is sharded. A group of None is ignored.
+
+    The gradients are DTensors, or all of them are plain tensors. With expert parallelism, the DTensors are on two
+    meshes of the same ranks.
 
     Collective over the ranks that share the shards, and over `others`. The host does not wait for the device. If the
-    norm is not finite, clipping sets the gradients to 0 or NaN, and the caller must skip the step.
+    norm is not finite and `max_norm` is not 0, the gradients become 0 or NaN. The caller must skip the step.
     """
     parameters = list(parameters)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]

@@ -4,8 +4,9 @@ The method is that of arXiv:2110.02861 (Dettmers et al., 2021): an element is it
 value of a table with 255 or 256 entries, which lie closer together near zero ("dynamic" quantization). Three things
 differ. The blocks lie within rows (the last dim), so FSDP2 shards the scales like the parameter, and any number of
 ranks can load them. AdamW's second moment is stored as its square root, whose range in a block is half as many orders
-of magnitude, and which is never rounded to 0. Both tables have the value 1, so a state that is stored again without a
-change keeps every bit: a skipped step changes nothing.
+of magnitude. A root above 0 is not rounded to 0, unless its whole block is stored as zeros (see `_SMALLEST_SCALE`).
+Both tables have the value 1, so a state that is stored again without a change keeps every bit: a skipped step changes
+nothing.
 
 The state of vectors (norms, biases) stays in float32.
 """

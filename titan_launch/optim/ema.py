@@ -19,8 +19,9 @@ from titan_launch.optim.shards import in_float32
 
 
 def update_weight(config: EMAConfig, step: int) -> float:
-    """Return the weight of the parameters in the average after a step: 0 if the step is between updates, and 1 while
-    the average is a copy of the parameters. The number of updates follows from the step, so a resume needs no state."""
+    """Return the weight of the parameters in the average after a step: 0 if the step is between updates, and 1 for
+    updates up to `ema.start_step`, which copy the parameters. The number of updates follows from the step, so a resume
+    needs no state."""
     assert config.decay is not None
     if step % config.every_steps:
         return 0.0
@@ -33,7 +34,8 @@ def update_weight(config: EMAConfig, step: int) -> float:
 class WeightEMA(Observer):
     """A moving average of the trainable parameters: for each parameter a float32 DTensor, sharded like the parameter. A
     shared parameter has one average. If the optimizer is sharded over replicas, each average is a plain tensor instead,
-    for this replica's chunk of the parameter. Only then does a method communicate: `in_model`, with an all-gather."""
+    for this replica's chunk of the parameter. Only in this case does a method communicate: `in_model` all-gathers the
+    chunks."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, config: EMAConfig):
         """Begin with the values of the parameters. If the optimizer has float32 masters, they are averaged in place of
@@ -71,7 +73,7 @@ class WeightEMA(Observer):
         """Give the parameters the values of the average until the end of the block.
 
         The parameters must be sharded, as they are between steps. `parameters_changed` is called after each of the two
-        changes of the parameters. The parameters are copied until the end of the block. These copies need no more
+        changes of the parameters. Copies of the parameters are kept until the end of the block. They need no more
         memory than the gradients, which do not exist between steps. Collective over the replicas if the optimizer is
         sharded over them.
         """
@@ -102,7 +104,8 @@ class WeightEMA(Observer):
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load averages. An average that is not in `state` starts again from the value of its parameter."""
+        """Load averages. An average that is not in `state` starts again from the value of its parameter, or of its
+        float32 master."""
         for parameter, average in self._averages.items():
             loaded = (state[name] for name in self._names[parameter] if name in state)
             value = next(loaded, self._source(parameter))

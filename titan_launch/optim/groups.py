@@ -85,7 +85,8 @@ def check_param_groups(model: nn.Module, config: OptimizerConfig, head: Collecti
 
 
 def _without_matrices(model: nn.Module, config: OptimizerConfig, head: Collection[str]) -> Iterator[Problem]:
-    """Yield a problem if `optimizer.name` is an algorithm for matrices that cannot update this model."""
+    """Yield a problem if `optimizer.name` is an algorithm for matrices, but the model has no matrix for it or the
+    output layer is unknown."""
     for_others = ALGORITHMS[config.name].for_others
     if for_others is None:
         return
@@ -145,8 +146,8 @@ def check_stacks(model: nn.Module, config: OptimizerConfig, head: Collection[str
     """Raise ConfigError if an algorithm for matrices (Muon) would update experts whose matrices are divided.
 
     Three features can divide the matrix of an expert. Tensor parallelism always does. FSDP2 may do so if the number of
-    experts is not a multiple of its shards (see `sharded_dim`). A sharded optimizer may do so if there are more
-    replicas than experts on a rank (see `is_within_matrix`). `model`: the whole model, before it is divided.
+    experts is not a multiple of the number of its shards (see `sharded_dim`). A sharded optimizer may do so if there
+    are more replicas than experts on a rank (see `is_within_matrix`). `model`: the whole model, before it is divided.
     """
     stacked, shards = _stacked(model), layout.parameter_shards // layout.expert
     for group in group_parameters(model, config, head):

@@ -20,14 +20,14 @@ from titan_launch.optim.flat import divided, joined
 
 @dataclass(frozen=True)
 class MatrixGather:
-    """The sharding of matrices over ranks, and the exchange of matrices with this sharding between the ranks.
+    """The sharding of some matrices over ranks, and the exchange of these matrices between the ranks.
 
     A batch is a list of at most `size` stacks, in the same order on all ranks. A stack has several matrices of one
     shape: (matrices, rows, columns). Every rank along FSDP2's mesh axis sends its shards of the i-th stack to the i-th
     rank in one all-to-all. A second all-to-all returns the shards of the results. If tensor parallelism shards the
     matrices too, its ranks all-gather each stack between the two all-to-alls, and all of them compute with the full
     matrices. All replicas repeat the same work, unless the optimizer is sharded over them: then a shard is a replica's
-    chunk, and the ranks of all replicas divide the matrices.
+    chunk, and the stacks of a batch are distributed over the ranks of all replicas.
     """
 
     mesh: DeviceMesh | None
@@ -44,11 +44,12 @@ class MatrixGather:
 
     @property
     def size(self) -> int:
-        """Number of ranks that share a matrix, which is the largest number of stacks in a batch."""
+        """Number of ranks that share a matrix, tensor-parallel ranks not included. It is the largest number of stacks
+        in a batch."""
         return 1 if self.mesh is None or self._axis is None else self.mesh.size(self._axis) * self.replicas
 
     def gather(self, shards: Tensor, shapes: Sequence[torch.Size]) -> Tensor | None:
-        """Return the full stack of the batch that this rank computes, gathered from the shards of all ranks.
+        """Return the full stack that this rank computes, gathered from the shards of all ranks. Collective.
 
         `shards`: this rank's shards of all matrices of the batch, one after another: flat, in bfloat16. `shapes`:
         shapes of the full stacks. The i-th of the ranks that share a matrix gets the i-th stack, on the mesh's device.
@@ -74,7 +75,7 @@ class MatrixGather:
         return self._gather_tensor_parallel(stack, shapes[mine])
 
     def scatter(self, full: Tensor | None, shapes: Sequence[torch.Size]) -> list[Tensor]:
-        """Return this rank's shards of all matrices of a batch.
+        """Return this rank's shards of all matrices of a batch. Collective.
 
         `full`: the stack that this rank has computed; None on a rank without a stack. `shapes`: as for `gather`.
         """
@@ -134,8 +135,8 @@ class MatrixGather:
 
     @property
     def _order(self) -> list[int]:
-        """The ranks in the order of their rows. The ranks that share a matrix are numbered replica by replica, but its
-        rows are divided over FSDP2's axis first."""
+        """The ranks in the order of their rows. The ranks that share a matrix are numbered replica by replica, but the
+        rows of the matrix are divided over FSDP2's axis first."""
         shards = self.size // self.replicas
         return [replica * shards + shard for shard in range(shards) for replica in range(self.replicas)]
 
@@ -184,7 +185,7 @@ class MatrixGather:
 
 
 def matrix_gather_of(parameter: Tensor) -> MatrixGather:
-    """Return the `MatrixGather` for the sharding of a parameter."""
+    """Return the `MatrixGather` for the sharding of a parameter, without replicas."""
     if isinstance(parameter, DTensor):
         return MatrixGather(parameter.device_mesh, tuple(parameter.placements))
     return MatrixGather(None, ())

@@ -1,5 +1,6 @@
 """Muon (K. Jordan, 2024; arXiv:2502.16982) for sharded matrices. Each matrix is gathered on one rank, which computes
-its update.
+its update. With tensor parallelism, it is gathered on all ranks of one tensor-parallel group, which compute the same
+update.
 
 A rank computes the updates of several matrices of equal shape together. The stacked parameters of experts have three
 axes: the first counts the experts. The rank that holds the matrix of an expert updates it, without communication.
@@ -40,7 +41,7 @@ def update_muon(groups: Sequence[ShardGroup], config: OptimizerConfig, applied: 
     ranks.
 
     `applied`: a scalar on the device: 1, or 0 for a skipped step. The gradients of a skipped step must be 0. The host
-    does not wait for the device.
+    does not wait for the device, except with CPU offload.
     """
     for group in groups:
         count_step(group.shards, applied)
@@ -68,8 +69,8 @@ def _update_experts(experts: Sequence[Matrix], config: MuonConfig, applied: Tens
 
 
 def _update(division: MatrixGather, batch: Sequence[Sequence[Matrix]], config: MuonConfig, applied: Tensor) -> None:
-    """Update the matrices of a batch. `batch` has one stack for each rank that shares the matrices: the matrices of one
-    shape whose updates that rank computes."""
+    """Update the matrices of a batch. `batch` has at most one stack for each rank that shares the matrices. The rank
+    computes the updates of its stack, whose matrices have one shape."""
     matrices = [matrix for stack in batch for matrix in stack]
     shapes = [torch.Size((len(stack), *stack[0].shard.full.shape)) for stack in batch]
     full = division.gather(_directions(matrices, config, applied), shapes)
@@ -81,8 +82,8 @@ def _update(division: MatrixGather, batch: Sequence[Sequence[Matrix]], config: M
 
 
 def orthogonalized(matrices: Tensor, steps: int) -> Tensor:
-    """Return a matrix (rows, columns), or each of a stack (matrices, rows, columns), with singular values close to 1,
-    in bfloat16, by `steps` Newton-Schulz iterations.
+    """Return the matrices in bfloat16, with singular values close to 1, after `steps` Newton-Schulz iterations.
+    `matrices` is one matrix (rows, columns), or a stack (matrices, rows, columns).
 
     First each matrix is divided by its Frobenius norm. Each iteration applies a quintic polynomial, computed from the
     smaller of the two products of the matrix with its transpose. `matrices` may be overwritten.
@@ -106,7 +107,7 @@ def orthogonalized(matrices: Tensor, steps: int) -> Tensor:
 
 
 def scale_of_update(config: MuonConfig, rows: int, columns: int) -> float:
-    """Return the factor on the learning rate of a matrix (see `optimizer.muon.adjust_lr_fn`)."""
+    """Return the number by which the learning rate of a matrix is multiplied (see `optimizer.muon.adjust_lr_fn`)."""
     if config.adjust_lr_fn == "original":
         return math.sqrt(max(1.0, rows / columns))
     return 0.2 * math.sqrt(max(rows, columns))
@@ -139,7 +140,7 @@ def _direct(shards: Sequence[LocalShard], targets: Sequence[Tensor], config: Muo
 
 
 def _apply(matrices: Sequence[Matrix], updates: Sequence[Tensor], config: MuonConfig, applied: Tensor) -> None:
-    """Add the updates to the parameters."""
+    """Apply weight decay and the updates to the parameters."""
     remaining = iter(updates)
     for part in _parts(matrices):
         parameters = masters([matrix.shard for matrix in part])

@@ -1,4 +1,5 @@
-"""Construction of the optimizer: PyTorch's AdamW, or `MixedOptimizer` for other algorithms and for mixed dtypes."""
+"""Construction of the optimizer: PyTorch's AdamW, or `MixedOptimizer` for other algorithms, for mixed dtypes, and for
+an optimizer that is sharded over replicas."""
 
 from __future__ import annotations
 
@@ -25,12 +26,13 @@ from titan_launch.plan.param_groups import is_mixed
 class MixedOptimizer(Optimizer):
     """An optimizer in which each group has its own algorithm.
 
-    If PyTorch implements the algorithm of a group, that implementation updates the group. If `is_mixed` is True, this
-    package updates all groups: moments, parameters and master weights then have different dtypes.
+    If `is_mixed` is True, this package updates all groups. This is needed for moments, parameters or master weights of
+    different dtypes, and for stochastic rounding. Otherwise PyTorch updates a group if it implements the group's
+    algorithm, and this package updates the others.
 
-    The state of a parameter is `step`, the tensors that the algorithm names, and optionally `master`. All except `step`
-    are DTensors like the parameter. With `replicas` they are plain tensors: the state of this replica's chunk. As in
-    PyTorch's fused optimizers, a step is skipped if `found_inf` is not 0.
+    The state of a parameter is `step`, the tensors that the algorithm names (with 8 bits: their codes and scales), and
+    optionally `master`. All except `step` are DTensors like the parameter. With `replicas` they are plain tensors: the
+    state of this replica's chunk. As in PyTorch's fused optimizers, a step is skipped if `found_inf` is not 0.
     """
 
     def __init__(
@@ -183,7 +185,8 @@ def build_optimizer(
     replicas: ReplicaShards | None = None,
     scales: WidthScales = UNSCALED,
 ) -> Optimizer:
-    """Build the optimizer of a model's trainable parameters, or of a pipeline stage's, sharded or not, on its device.
+    """Build the optimizer of the trainable parameters of a model or of a pipeline stage. The parameters may be sharded,
+    and must be on the device.
 
     `head`: paths of the modules that run last; Muon does not update their matrices. `seed`: for stochastic rounding.
     `replicas`: the replicas over which the optimizer is sharded; None if it is not. `scales`: as in `group_parameters`.

@@ -4,9 +4,10 @@
     -> clipping and update of the chunks -> all-gather -> parameters
 
 FSDP2 knows the ranks of one replica only. The exchange between replicas uses public collectives, once per step and
-unit. The gradients of a unit leave during the step's last backward, as soon as FSDP2 has reduced them, so their
-exchange overlaps with the rest of backward. Optimizer state exists for the chunks only. A chunk is a box of the whole
-tensor, so a checkpoint does not depend on the number of replicas, nor on whether the optimizer is sharded.
+unit. The reduce-scatter of a unit starts during the step's last backward, as soon as FSDP2 has reduced the unit's
+gradients, and overlaps with the rest of backward. With CPU offload, it starts after backward. Optimizer state exists
+for the chunks only. A chunk is a box of the whole tensor, so a checkpoint does not depend on the number of replicas,
+nor on whether the optimizer is sharded.
 """
 
 from __future__ import annotations
@@ -122,14 +123,14 @@ class ReplicaShards:
     """The chunks of this rank, and the exchange of gradients and parameters between the replicas.
 
     A step calls `begin_microbatch` before each forward (`parallel.accumulation.Accumulation`), `reduce_gradients` after
-    its last backward, and `gather_parameters` after the update. These two methods are collective over the replicas.
-    With `leave_early`, so is the last backward. All replicas must compute gradients of the same parameters, in the same
-    order, as FSDP2 demands of all ranks.
+    its last backward, and `gather_parameters` after the update. `reduce_gradients` and `gather_parameters` are
+    collective over the replicas. With `leave_early`, the last backward is collective, too. All replicas must compute
+    gradients of the same parameters, in the same order, as FSDP2 demands of all ranks.
     """
 
     def __init__(self, model: nn.Module, plan: ModelPlan, mesh: Mesh, leave_early: bool):
-        """`model`: wrapped by FSDP2. `plan`: the plan of the whole model. `mesh` has replicas. `leave_early`: result of
-        `plan.replica_shards.gradients_leave_early`."""
+        """`model`: wrapped by FSDP2. `plan`: the plan of the whole model. `mesh` has replicas. `leave_early`: True if
+        the exchange of gradients starts during the last backward (`plan.replica_shards.gradients_leave_early`)."""
         assert mesh.replicate is not None, "a sharded optimizer has replicas"
         self.replicas = mesh.replicate.size()
         self.group = mesh.replicate.get_group()
@@ -178,7 +179,7 @@ class ReplicaShards:
 
     def begin_microbatch(self, is_last: bool) -> None:
         """Prepare for the next backward. `is_last`: True if this is the last backward of its parameters in the step.
-        Their gradients then leave during this backward."""
+        With `leave_early`, their gradients leave during this backward."""
         self._is_last = is_last
 
     @torch.no_grad()
@@ -242,7 +243,8 @@ class ReplicaShards:
         self._started = _Exchange(unit, work, received, sent)
 
     def _finish(self) -> None:
-        """Wait for the reduce-scatter that is under way. On CUDA the stream waits instead of the host."""
+        """Wait for the reduce-scatter that has started, if any, and add its result to `unit.row`. On CUDA the stream
+        waits instead of the host."""
         if self._started is None:
             return
         self._started.work.wait()

@@ -63,7 +63,8 @@ class LocalShard:
     def draw(self, what: str) -> Draw | None:
         """Return the random numbers for stochastic rounding of `what`: `parameter` or the name of a state tensor.
 
-        Return None if values are rounded to the nearest.
+        Return None if values are not rounded stochastically: they are rounded to the nearest, or `what` is not in
+        bfloat16.
         """
         target = self.parameter if what == "parameter" else self.state[what]
         if self.seed is None or target.dtype != torch.bfloat16 or (what == "parameter" and "master" in self.state):
@@ -142,7 +143,7 @@ def in_float32(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def moments(shards: Sequence[LocalShard], name: str) -> list[Tensor]:
-    """Return the state tensors `name` in float32: themselves, or copies."""
+    """Return the state tensors `name` in float32: the tensors themselves if they are in float32, else copies."""
     others = iter(in_float32([shard.state[name] for shard in shards if name in shard.state]))
     decoded = iter(decode([shard.in_8_bits(name) for shard in shards if name not in shard.state], name))
     return [next(others) if name in shard.state else next(decoded) for shard in shards]
@@ -218,7 +219,7 @@ class Draw:
     @property
     def inner(self) -> tuple[bool, tuple[int, ...], tuple[int, ...]]:
         """(True if the tensor has axes, lengths of the axes behind the first, offsets along them). `random_bits` draws
-        for tensors with equal values together."""
+        together for tensors with equal `inner`."""
         return bool(self.shape), tuple(self.shape[1:]), self.offsets[1:]
 
     @property
@@ -260,7 +261,8 @@ def round_stochastically(draws: Sequence[Draw], targets: Sequence[Tensor], value
     """Store float32 values in bfloat16 tensors of the same shapes, with equal `inner` axes. `values` may be
     overwritten.
 
-    Each result is one of the two neighbouring bfloat16 values, such that the expected result equals the value.
+    Each result is one of the two neighbouring bfloat16 values, chosen at random such that the expected result equals
+    the value.
     """
     added = random_bits(draws)
     flat = joined(values)

@@ -1,4 +1,4 @@
-"""Page-locked host memory for offloaded activations: one piece, as large as a step needs.
+"""Page-locked host memory for offloaded activations: one contiguous buffer, as large as a step needs.
 
 PyTorch's own allocator of pinned memory rounds each tensor up to a power of two, and keeps what it once allocated.
 """
@@ -22,9 +22,9 @@ _ENDLESS = 1 << 62
 class ActivationArena:
     """Memory for tensors that live until backward. A tensor's place is free again when the tensor is dropped.
 
-    The first forward shows how much memory is needed. Until `fit` is called, tensors that find no place are in ordinary
-    memory. Copies to and from ordinary memory are slower. A free place may be used again at once, so the caller must
-    order the copies.
+    Forwards show how much memory is needed. Until `fit` is called, tensors that find no place are in ordinary memory.
+    Copies to and from ordinary memory are slower. A free place may be used again at once, so the caller must order the
+    copies.
     """
 
     def __init__(self, device: torch.device):

@@ -1,8 +1,8 @@
 """Activation checkpointing: modules whose backward computes their forward a second time instead of saving activations.
 
-Only a module's `forward` is replaced. Parameters and buffers keep their names, so a checkpoint can be loaded in every
-mode. FSDP2's hooks run outside of the replaced forward, so the second forward uses unsharded parameters and cast
-inputs.
+Only a module's `forward` is replaced. Parameters and buffers keep their names, so a saved checkpoint can be loaded with
+every `activation_checkpoint.mode`. FSDP2's hooks run outside of the replaced forward, so the second forward uses
+unsharded parameters and cast inputs.
 """
 
 from __future__ import annotations
@@ -145,9 +145,9 @@ def _selective_modes() -> tuple[TorchDispatchMode, TorchDispatchMode]:
 class _SelectiveMode(TorchDispatchMode):
     """Dispatch mode of a forward: the first one saves results of `SAVED_OPS`, and the second one reuses them.
 
-    PyTorch's own modes are for graphs only. They require that both forwards run the same operations. But if a block
-    contains FSDP2 units, their hooks may all-gather in only one of the two forwards. And before torch 2.15, PyTorch's
-    own modes cannot offload the results.
+    This package uses PyTorch's own modes in graphs only. They require that both forwards run the same operations. But
+    if a block contains FSDP2 units, their hooks may all-gather in only one of the two forwards. And before torch 2.15,
+    PyTorch's own modes cannot offload the results.
     """
 
     supports_higher_order_operators = True

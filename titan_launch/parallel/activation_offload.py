@@ -34,8 +34,9 @@ def offload_activations(model: nn.Module, blocks: Sequence[str], device_type: st
     """Let the forwards of `blocks` save their tensors for backward in host memory. Call this after activation
     checkpointing and compilation, and before FSDP2 wraps the modules.
 
-    `blocks`: paths, in the order in which the blocks run. Parameters, buffers, tensors below `SMALLEST_OFFLOADED` bytes
-    and tensor subclasses stay on the device. With `device_type = "cpu"` the copies are made in the same memory.
+    `blocks`: paths, in the order in which the blocks run. Parameters, buffers, tensor subclasses, and tensors whose
+    storage has less than `SMALLEST_OFFLOADED` bytes stay on the device. With `device_type = "cpu"` the copies are made
+    in the same memory.
     """
     offloader = _Offloader(model, CudaCopies() if device_type == "cuda" else HostCopies())
     for index, path in enumerate(blocks):
@@ -269,8 +270,8 @@ _hooks: ContextVar[tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | Non
 
 
 def saved_for_backward(tensor: Tensor, may_be_offloaded: bool) -> Callable[[], Tensor]:
-    """Return a function that returns `tensor` in backward. If the forward of an offloaded block is running, the tensor
-    waits in host memory until then.
+    """Return a function that returns `tensor` in backward. If the forward of an offloaded block is running and
+    `may_be_offloaded` is True, the tensor waits in host memory until then.
 
     This function is for tensors that are kept for backward, but not by autograd. The returned function raises
     RuntimeError if an operation has changed the tensor in place.

@@ -45,9 +45,10 @@ def parallelize(
     6. Compile around activation checkpointing, so that one graph contains both forwards. With tensor parallelism, a
        graph can contain both only for `selective_ac_option = "op"`. For other options, compilation is inside of
        checkpointing. FSDP2's hooks cannot be in a graph, and stay outside.
-    7. Offload activations around compiled forwards and checkpoints, so that offloading sees all tensors that these save
+    7. Offload activations around compiled forwards and checkpoints, so that offloading sees all tensors that they save
        for backward.
-    8. Apply FSDP2 last, because it shards the parameters that exist at its call.
+    8. Apply FSDP2 last, because it shards the parameters that exist at its call. Before torch 2.13, then add the casts
+       that FSDP2 omits in the second forward.
     """
     activation_checkpoint = config.activation_checkpoint
     cast_storage(model, plan)

@@ -182,9 +182,9 @@ class RunningStatistics:
     """The running statistics of a model's BatchNorm layers on this rank, and one copy of them.
 
     The copy has two uses. A training step saves the statistics at its beginning, and restores them if the step is
-    skipped or fails. A checkpoint that only time or a signal has caused pools the statistics temporarily:
-    `pool(temporarily=True)` saves this rank's statistics, `state_dict` returns the saved values, and `unpool` restores
-    them.
+    skipped or fails. A checkpoint outside of the regular steps, after a time interval or a signal, pools the statistics
+    temporarily: `pool(temporarily=True)` saves this rank's statistics, `state_dict` returns the saved values, and
+    `unpool` restores them.
 
     The copy is one flat tensor of bytes for buffers of all dtypes, so the number of kernels does not grow with the
     depth of the model. Activation checkpointing does not use this class (see `activation_checkpoint._Forward`).
@@ -207,7 +207,7 @@ class RunningStatistics:
 
     @property
     def saved_bytes(self) -> dict[str, int]:
-        """The bytes of each buffer in the copy, by full name."""
+        """Number of bytes of each buffer in the copy, by full name."""
         return dict(zip(self._buffers, self._sizes, strict=True))
 
     @torch.no_grad()
@@ -233,7 +233,8 @@ class RunningStatistics:
 
     @torch.no_grad()
     def pool(self, group: dist.ProcessGroup | None = None, temporarily: bool = False) -> Divergence | None:
-        """Replace every rank's running statistics by pooled statistics. Return the divergence of the ranks before.
+        """Replace every rank's running statistics by pooled statistics. Return the divergence of the ranks before
+        pooling.
 
         With local statistics each rank normalizes over its own microbatches. The running statistics then drift apart,
         while the parameters stay equal. The pooled mean is the mean of the ranks' means. The pooled variance is the

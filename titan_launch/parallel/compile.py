@@ -42,7 +42,7 @@ def compile_pieces(
 ) -> None:
     """Replace the forward of every module of `plan.compiled` by a compiled one. Compilation runs at the first call.
 
-    The first call raises ConfigError if the forward cannot be compiled into one graph.
+    A call raises ConfigError if the forward cannot be compiled into one graph, or if the backend fails.
     """
     if not plan.compiled:
         return
@@ -67,7 +67,7 @@ def eager(config: CompileConfig) -> AbstractContextManager[Any]:
 
 
 def describe_pieces(plan: ModelPlan, config: CompileConfig) -> str:
-    """Return a log line with the backend, the compiled modules, and the units inside of blocks that are not
+    """Return a log line with the backend, the compiled modules, and the FSDP2 units inside of blocks, which are not
     compiled."""
     pieces = ", ".join(f"{count} x {pattern}" for pattern, count in alike(plan.compiled).items())
     inside = [u for u in plan.units if any(enclosing(parent(path), plan.inventory.blocks) for path in u.modules)]
@@ -132,7 +132,8 @@ def _materialized(value: Any) -> Any:
 
 
 def _compile_error(error: Exception, config: CompileConfig, name: str) -> ConfigError:
-    """Return a ConfigError with one line of text, which names the compiler's error and the line of the model's code."""
+    """Return a ConfigError with one line of text, which names the compiler's error and, if it is known, the line of the
+    model's code."""
     from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit
 
     text = re.sub(r"\Abackend=.* raised:\n", "", str(error))
@@ -168,7 +169,8 @@ def cache_folder(config: CompileConfig) -> Iterator[None]:
 
     Enter the block before the first graph of a run. At the end of the block the environment is restored, and all graphs
     are dropped, so that a later run uses its own folder. Ranks and runs may share a folder, because the key of an entry
-    is a hash of its source. Collective if a folder is set. Raise ConfigError on all ranks if a rank cannot create it.
+    is a hash of its source. Collective if a folder is set. Raise ConfigError on all ranks if a rank cannot create the
+    folder.
     """
     if not config.enable or config.cache_folder is None:
         yield
@@ -213,7 +215,7 @@ def _one_warning_of_unreadable_entries(name: str) -> Iterator[None]:
 
 
 def _created_folder(name: str) -> str:
-    """Create a folder, and return its absolute path."""
+    """Create a folder, and return its absolute path. Raise ConfigError if that fails."""
     try:
         folder = Path(name).expanduser().absolute()
         folder.mkdir(parents=True, exist_ok=True)

@@ -87,7 +87,7 @@ class _SequencePartSource:
 
 
 def divide_buffers(model: nn.Module, axes: Mapping[str, int], part: SequencePart, seq_len: int) -> None:
-    """Reduce buffers with one row per position to the rows of this rank's tokens, in place.
+    """Keep only the rows of this rank's tokens in buffers with one row per position, in place.
 
     `axes`: the model's declaration (`ModelSpec.context_parallel`), checked by `check_context_plan`.
     """
@@ -137,8 +137,8 @@ def ring_attention(mesh: DeviceMesh, parallelism: ParallelismConfig, device: tor
 
 
 _ALIGNMENT = 32
-"""CUDA's kernel for fp32, memory-efficient attention, pads the logsumexp of the scores to a multiple of this number of
-tokens. PyTorch's ring attention does not expect this padding (torch 2.11 to 2.15)."""
+"""On CUDA, attention in fp32 uses the memory-efficient kernel. It pads the logsumexp of the scores to a multiple of
+this number of tokens. PyTorch's ring attention does not expect this padding (torch 2.11 to 2.15)."""
 
 
 def _check_num_tokens(seq_len: int, degree: int, num_parts: int) -> None:

@@ -1,4 +1,5 @@
-"""The balance of the experts' load: auxiliary losses, selection biases, metrics, and the audit of choices."""
+"""The balance of the experts' load: auxiliary losses, selection biases, metrics, and a check that both forwards of
+activation checkpointing choose the same experts."""
 
 from __future__ import annotations
 
@@ -33,8 +34,8 @@ probability has a load of 0 only with probability e^-20."""
 
 
 def prepare_experts(model: nn.Module, plan: ModelPlan, layout: Layout, context: DeviceMesh | None, device: str) -> None:
-    """Set the scale of the auxiliary losses of all mixtures of experts, and the ranks that divide their sequences, in
-    place. Nothing is communicated.
+    """Set the scale of the auxiliary losses of all mixtures of experts, and the ranks over which sequences are divided,
+    in place. Nothing is communicated.
 
     Log a warning for settings that make routing imprecise, or the products of experts slow.
 
@@ -106,8 +107,8 @@ class ExpertBalance:
     """The loads of all mixtures of experts of this rank, and the selection biases that balance them.
 
     Each layer counts the choices of its experts in its buffer `load`, in training, over the microbatches of a step. At
-    the end of a step, the loads are added to a window, which is the time between two reports. Then `reset` sets the
-    loads to 0.
+    the end of a step, `end_step` adds the loads to a window, which covers the steps since the last report. Then the
+    step calls `reset`, which sets the loads to 0.
 
     Selection biases move if a layer's `selection_bias_rate` is above 0. The loads of each step are then summed over all
     ranks with other tokens, by one all-reduce for all layers. Otherwise only the window is summed, when it is read.
@@ -162,7 +163,7 @@ class ExpertBalance:
         self._num_steps += is_trained
 
     def reset(self) -> None:
-        """Set the loads of the current step to 0."""
+        """Set the loads and the auxiliary losses of the current step to 0."""
         buffers = [buffer for layer in self._layers.values() for buffer in (layer.load, layer.auxiliary_losses)]
         if buffers:
             torch._foreach_zero_(buffers)
@@ -194,9 +195,9 @@ class ExpertBalance:
         }
 
     def newly_collapsed(self, reported: Mapping[str, float]) -> dict[str, tuple[float, float]]:
-        """Return (share of unused experts, largest load over mean load) of each layer that has collapsed for the first
-        time, by path. A layer has collapsed if more than half of its experts are unused. `reported`: metrics by tag,
-        over all ranks."""
+        """Return (fraction of unused experts, largest load over mean load) of each layer that has collapsed for the
+        first time, by path. A layer has collapsed if more than half of its experts are unused. `reported`: metrics by
+        tag, over all ranks."""
         found = {}
         for tag, unused in reported.items():
             path = tag.removeprefix("experts/unused/")
@@ -250,7 +251,8 @@ def _layers(model: nn.Module) -> dict[str, MixtureOfExperts]:
 def choices_watched(model: nn.Module) -> Iterator[Callable[[], list[str]]]:
     """Watch whether both forwards of activation checkpointing choose the same experts, until the end of the block.
 
-    Yield a function that returns a line for each layer in which they differed. The function waits for the device.
+    Yield a function that returns a line for each layer in which the choices differed. The function waits for the
+    device.
     """
     digests: dict[str, dict[object, list[Tensor]]] = {}
 

@@ -30,7 +30,8 @@ _WIDTH_DIM = {"w1": 1, "w3": 1, "b1": 1, "b3": 1, "w2": 2}
 
 
 def divide_experts(model: nn.Module, mesh: Mesh) -> None:
-    """Divide the parameters of all `Experts` modules over the ranks of `mesh.within_experts`, in place.
+    """Divide the parameters of all `Experts` modules, and of their adapters, over the ranks of `mesh.within_experts`,
+    in place.
 
     With expert parallelism, these modules also exchange their tokens by a `Dispatch`. Without expert and tensor
     parallelism, nothing changes. `model`: on the meta device. Nothing is allocated or communicated.
@@ -103,7 +104,8 @@ def split_sizes(counts: Tensor, there: Tensor, num_rows: int) -> tuple[list[int]
     device.
 
     `counts`: number of rows that this rank sends to each expert. `there`: result of `exchanged_counts`. `num_rows`:
-    number of rows that this rank sends to all experts; the function by which a trace replaces this one needs it.
+    number of rows that this rank sends to all experts. It is not used here, but by the function that replaces this one
+    in a trace.
     """
     sent, received = torch.stack([counts.view_as(there).sum(1), there.sum(1)]).tolist()
     return sent, received

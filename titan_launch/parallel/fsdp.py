@@ -1,4 +1,4 @@
-"""FSDP2: wrapping of the planned units, casts, and the reset of a wrapped model after an abandoned step."""
+"""FSDP2: wrapping of the planned units, casts, unfreezing, and the reset of a wrapped model after an abandoned step."""
 
 from __future__ import annotations
 
@@ -203,9 +203,9 @@ def discard_pending(model: nn.Module) -> None:
     """Reset a wrapped model to its state between two steps, after an exception at any point of a step.
 
     Unsharded parameters are freed. All gradients are dropped: sharded gradients, unsharded gradients that wait for the
-    last microbatch, and reduced gradients that wait for the all-reduce between replicas. Gradient communication is
-    enabled again. Neither `zero_grad` nor, before torch 2.15, FSDP2's `reset_iter_state` drops unsharded gradients, so
-    the next step would add them to its own.
+    last microbatch, and reduced gradients that wait for the all-reduce between replicas. Gradient communication, and
+    resharding after backward, are enabled again. Neither `zero_grad` nor, before torch 2.15, FSDP2's `reset_iter_state`
+    drops unsharded gradients, so the next step would add them to its own.
 
     The function is not collective and does not wait for other ranks, but every rank must abandon the same step.
     """

@@ -1,4 +1,5 @@
-"""Pipeline stages: division of a model into stages, and the shapes of the tensors between stages.
+"""Pipeline stages: division of a model into stages, shapes of the tensors between stages, and a forward through all
+stages.
 
 A rank may hold several stages (interleaved and zero-bubble schedules). FSDP2 wraps each stage separately, and each
 stage has its own forward. All stages of a rank share their modules with the original model. Initialization, the
@@ -34,7 +35,8 @@ class LocalStage:
 
     stage: Stage
     module: nn.Module
-    """A copy of the model's module tree, in which pass-through modules replace the modules of other stages."""
+    """The model's module tree, in which pass-through modules replace the modules of other stages. It is a copy if this
+    rank has several stages, and else the model itself."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,8 @@ def divide(
     """Reduce a model on the meta device to the stages of this rank, in place. Call `wrap(module, plan)` for each of
     these stages, with the stage's module and plan.
 
-    `token_shards`: number of ranks that divide the tokens between layers (sequence parallelism).
+    `token_shards`: number of ranks over which sequence parallelism divides the tokens of activations between layers; 1
+    without it.
     """
     assert mesh.pipeline is not None
     rank = mesh.pipeline.get_local_rank()
@@ -115,8 +118,9 @@ class Boundaries:
         """Return the input of every stage, then the output of the last stage, as tensors on the meta device.
 
         `inputs`: a microbatch of one rank; only its shape and dtype are used. With sequence parallelism, tensors
-        between stages have the shape of one rank's part. Raise ConfigError if a forward on the meta device fails, if a
-        stage does not return one tensor, or if the model does not run its modules in pipeline order.
+        between stages have the shape of one rank's part. Raise ConfigError if a forward on the meta device fails, or if
+        a stage does not return one tensor. The first call also raises ConfigError if the model does not run its modules
+        in pipeline order.
         """
         key = (inputs.shape, inputs.dtype)
         if key not in self._known:
@@ -181,8 +185,8 @@ class _OrderCheck:
 
     @contextmanager
     def watched(self, model: nn.Module) -> Iterator[None]:
-        """Check the forward of `model` that runs in the block. For each module, the first check runs before the
-        module's own hooks, and the second one after them."""
+        """Check the forward of `model` that runs in the block. The input of a module is checked before the module's own
+        hooks run. Its output is noted after they have run."""
         handles = []
         for path in self._next:
             module = model.get_submodule(path)
@@ -238,9 +242,11 @@ def run_forward(
 ) -> Tensor | None:
     """Run the forward of one microbatch through all stages. Collective over the pipeline.
 
+    Return the model's output on the rank of the last stage, and None on the other ranks. The output of each stage is
+    sent to the rank of the next stage. On GPUs, the sender does not wait until the output is received.
+
     `inputs`: the input of the model, the same on all ranks of the pipeline. `arguments`: the keyword arguments of every
-    stage. The rank of the last stage returns the model's output. Other ranks send their output to the next stage and
-    return None. On GPUs they do not wait until it is received.
+    stage.
     """
     rank_of = {stage.index: stage.rank for stage in pipeline.plan.stages}
     boundaries = pipeline.boundaries.of(inputs)

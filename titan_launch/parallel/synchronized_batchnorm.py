@@ -37,7 +37,8 @@ def synchronize(norms: list[_BatchNorm], group: dist.ProcessGroup) -> None:
 
 
 def overrides_forward(module: nn.Module) -> bool:
-    """Return True if a class in the MRO before `_BatchNorm` has a `forward` that does not call `super().forward`."""
+    """Return True if a class in the MRO before `_BatchNorm` has a `forward` that does not call `super().forward`. A
+    `forward` counts as calling it if its code has the names `super` and `forward`."""
     mro = type(module).__mro__
     between = mro[: mro.index(_BatchNorm)]
     return any("forward" in vars(cls) and not _calls_super(vars(cls)["forward"]) for cls in between)
@@ -55,7 +56,8 @@ class _Synchronized(_BatchNorm):
     group_name: str
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalize (N, C, ...) to the same shape and dtype. Statistics are fp32, or fp64 for an fp64 input."""
+        """Normalize (N, C, ...); the output has the same shape and dtype. In training, the statistics are those of all
+        ranks, in fp32, or in fp64 for an fp64 input. Collective in training. In evaluation, PyTorch's forward runs."""
         if not self.training:
             return super().forward(input)
         self._check_input_dim(input)
@@ -66,6 +68,7 @@ class _Synchronized(_BatchNorm):
 
     def _batch_statistics(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the mean and the biased variance over all ranks, both [C], and the number of values per channel, [1].
+        Collective.
 
         Each rank sums squared deviations from its own mean. The sums are then combined (Chan, Golub, LeVeque 1979).
         Unlike E[x^2] - E[x]^2, this does not subtract large numbers.
@@ -89,7 +92,8 @@ class _Synchronized(_BatchNorm):
 
 
 def _summary(x: Tensor) -> Tensor:
-    """Return [1, 1 + 2 C]: the number of values per channel, the C means, and C sums of squared deviations."""
+    """Return a tensor of shape [1, 1 + 2 C]: the number of values per channel, C means, and C sums of squared
+    deviations. For an empty batch, all are 0."""
     x = _accurate(x)
     channels = x.shape[1]
     count = x.numel() // channels
@@ -158,6 +162,7 @@ def _other_axes(x: Tensor) -> list[int]:
 
 
 def _all_gather(x: Tensor, ranks: int, group_name: str) -> Tensor:
-    """Gather [1, n] of every rank to [ranks, n], with a functional collective (see `all_reduced`)."""
+    """Gather a tensor of shape [1, n] from every rank into one of shape [ranks, n], with a functional collective (see
+    `all_reduced`)."""
     gathered = torch.ops._c10d_functional.all_gather_into_tensor(x, ranks, group_name)
     return torch.ops._c10d_functional.wait_tensor(gathered)

@@ -1,8 +1,9 @@
 """Tensor parallelism (arXiv:1909.08053): sharding of a model's matrices over ranks, by styles that the model declares.
 
-The activations that pass from layer to layer are called the stream: (batch, tokens, features). Every rank holds the
-whole stream or, with sequence parallelism (arXiv:2205.05198), a part of the tokens. All parameters become DTensors on
-the mesh, even replicated ones, because PyTorch cannot clip or update plain tensors and DTensors together.
+The activations that pass from layer to layer are called the residual stream: (batch, tokens, features). Every rank
+holds the whole residual stream or, with sequence parallelism (arXiv:2205.05198), a part of its tokens. All parameters
+become DTensors on the mesh, even replicated ones, because PyTorch cannot clip or update plain tensors and DTensors
+together.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from titan_launch.models.spec import TensorStyle
 from titan_launch.plan.freezing import ADAPTER
 
 TOKENS, FEATURES = 1, -1
-"""Dimensions of tensors. The stream is divided along TOKENS, and logits are divided along FEATURES."""
+"""Dimensions of tensors. The residual stream is divided along TOKENS, and logits are divided along FEATURES."""
 
 
 def apply_tensor_parallel(
@@ -36,11 +37,12 @@ def apply_tensor_parallel(
     has_loss_head: bool = False,
 ) -> None:
     """Shard a model on the meta device over the ranks of `mesh`, in place. Nothing is allocated or communicated.
+    Experts stay unchanged, because `divide_experts` shards them.
 
     `styles`: the model's declaration (`ModelSpec.tensor_parallel`), checked by `check_tensor_plan`. Tied parameters
-    stay tied. `has_loss_head`: True if the output layer returns the sums of the loss in place of logits; these are the
-    same on all ranks. Otherwise, with `loss_parallel`, the model returns the logits as a DTensor, which
-    `titan_launch.loss.cross_entropy` accepts.
+    stay tied. `has_loss_head`: True if the output layer returns the sums of the loss in place of logits. These sums are
+    the same on all ranks. Without a loss head, but with `parallelism.loss_parallel`, the model returns the logits as a
+    DTensor, which `titan_launch.loss.cross_entropy` accepts.
     """
     ties = _ties(model)
     appliers = _appliers(mesh, parallelism, parallelism.loss_parallel and not has_loss_head)
@@ -59,14 +61,16 @@ def apply_tensor_parallel(
 
 
 def token_shards(parallelism: ParallelismConfig) -> int:
-    """Return the number of ranks over which the tokens of the stream are divided."""
+    """Return the number of ranks over which the tokens of the residual stream are divided; 1 without sequence
+    parallelism."""
     return parallelism.tensor_parallel_degree if parallelism.sequence_parallel else 1
 
 
 def _appliers(
     mesh: DeviceMesh, parallelism: ParallelismConfig, divides_logits: bool
 ) -> dict[TensorStyle, Callable[[nn.Module], object]]:
-    """Return, for each style, a function that shards a module in place."""
+    """Return, for each style, a function that shards a module in place. `divides_logits`: True if the logits stay
+    divided over the ranks."""
     stream: Placement = Shard(TOKENS) if parallelism.sequence_parallel else Replicate()
     replicated, part = Replicate(), Shard(FEATURES)
 
@@ -99,8 +103,9 @@ def _appliers(
 
 
 def _divide_positions(module: nn.Module, mesh: DeviceMesh, sequence_parallel: bool) -> None:
-    """Replicate a module's own parameters. With sequence parallelism, let its forward get only this rank's tokens: of
-    the buffers along dim 0, and of all inputs after the first, which is already divided."""
+    """Replicate a module's own parameters. With sequence parallelism, let its forward get only this rank's tokens: its
+    buffers are narrowed along dim 0, and all inputs except the first along dim 1. The first input is already
+    divided."""
     _replicate(module, mesh, Partial() if sequence_parallel else Replicate())
     if not sequence_parallel:
         return
@@ -123,7 +128,8 @@ def _gather_input(module: nn.Module, mesh: DeviceMesh, stream: Placement) -> Non
     """Let a module get its first input, the residual stream, as a replicated DTensor. If the residual stream is divided
     over the ranks (sequence parallelism), it is all-gathered.
 
-    If several matrices read this input, their gradients are added before a single reduction.
+    Several matrices may read this input. The gradients of the input from all of them are added before a single
+    reduction. `stream`: placement of the residual stream.
     """
 
     def gather(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -134,10 +140,11 @@ def _gather_input(module: nn.Module, mesh: DeviceMesh, stream: Placement) -> Non
 
 
 def _sum_outputs(module: nn.Module, mesh: DeviceMesh, stream: Placement) -> None:
-    """Let a module get the whole stream as its first input, and sum its outputs over the ranks, because each rank
-    computes a part of the sum.
+    """Let a module get the whole residual stream as its first input, and sum its output over the ranks, because each
+    rank computes a part of the sum. With sequence parallelism, each rank gets the sum for its own tokens.
 
-    Inside of the module all activations are plain tensors. Their gradients are parts of sums, as the outputs are.
+    Within the module, all activations are plain tensors. On each rank, their gradients are parts of sums, as the output
+    is. `stream`: placement of the residual stream.
     """
 
     def add(_: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
@@ -166,8 +173,8 @@ def _normalize_heads(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _compute_latent(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Replicate a module's own parameters, and take its input from `_gather_input` as a plain tensor. All gradients are
-    this rank's parts of sums."""
+    """Replicate a module's own parameters, and let it take its first input, a DTensor from `_gather_input`, as a plain
+    tensor. On each rank, all its gradients are parts of sums."""
     _replicate(module, mesh, Partial())
     _take_locally(module)
 
@@ -192,8 +199,8 @@ def divide_locally(module: nn.Module, mesh: DeviceMesh, placements: Mapping[str,
     """Divide a module's own parameters over ranks, and let its forward use plain tensors: this rank's parts.
 
     `placements`: for each parameter, its placements on the axes of `mesh`. A parameter that is replicated along the
-    tensor axis must be a bias of a sum, of which each rank computes a part. All ranks but the first compute with zeros
-    in place of the bias. The gradients of the bias on all ranks are added.
+    tensor axis must be a bias that is added to a sum, of which each rank computes a part. So all ranks of the tensor
+    axis except the first compute with zeros in place of the bias. The gradients of the bias on all ranks are added.
     """
     _distribute(module, mesh, placements)
     names = (name for name, _ in module.named_parameters(recurse=False))
@@ -217,8 +224,8 @@ def _of_gradients(placements: Mapping[str, Sequence[Placement]]) -> dict[str, li
 
 
 def _divide_adapter(adapter: LoRA, style: TensorStyle, mesh: DeviceMesh, sequence_parallel: bool) -> None:
-    """Divide an adapter as the style divides its target: `b` along the output features, or `a` along the input
-    features. The other matrix is replicated, and needs no communication in forward.
+    """Divide an adapter as `style` divides its target: `b` along the output features, or `a` along the input features.
+    A matrix that is not divided is replicated. The forward of the adapter needs no communication.
 
     If `a` is divided, `a x` is a part of a sum on each rank, and so is `b a x`, to which the target adds its own part.
     """

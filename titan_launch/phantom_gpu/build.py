@@ -20,7 +20,7 @@ _HEADERS = "nvidia/cu13/include"
 
 _UNANSWERED = {"cuda": 801, "cu": 801, "cupti": 27, "nccl": 3, "cusolver": 9, "cusparse": 10, "cufft": 16}
 """Status that a function returns if the phantom GPU does not implement it, by the first letters of its name. It is the
-status "not supported" of each library, but "internal error" of NCCL."""
+status "not supported" of each library, but "internal error" of NCCL. (Such functions of cuBLAS return 0.)"""
 
 _NAME = rf"(?:__cuda|cublas|{'|'.join(_UNANSWERED)})[A-Z]\w*"
 """Pattern of the names of functions of CUDA's libraries."""
@@ -86,15 +86,15 @@ def _compile(folder: Path, torch: Path) -> None:
 
 
 def _imported_names(libraries: Path) -> set[str]:
-    """Return the functions of CUDA's libraries that PyTorch's libraries import."""
+    """Return the names of the functions of CUDA's libraries that PyTorch's libraries import."""
     files = [str(path) for name in _LIBRARIES for path in sorted(libraries.glob(f"{name}*.so"))]
     output = subprocess.run(["nm", "-D", "--undefined-only", *files], capture_output=True, text=True, check=True).stdout
     return set(re.findall(rf" U ({_NAME})", output))
 
 
 def _generated(imported: set[str], sources: str) -> Iterator[str]:
-    """Yield the lines of a C file that defines the functions that the sources do not define: those of `imported`, and
-    `_ASKED_AT_RUN_TIME`."""
+    """Yield the lines of a C file. It defines each function of `imported` and `_ASKED_AT_RUN_TIME` that the C code
+    `sources` does not define."""
     answered = set(re.findall(rf"\b({_NAME})\s*[()]", sources))
     yield "int phantom_unanswered(const char *name, int status);"
     for name in sorted((imported | {*_ASKED_AT_RUN_TIME}) - answered):

@@ -26,10 +26,10 @@ def phantom_gpus(
 ) -> Iterator[dict[str, str]]:
     """Yield the environment of processes that see `count` GPUs of the kind `device`, a name in `devices.PHANTOMS`.
 
-    `memory_gib`: memory of each GPU; None: that of the device. `hides_gpu`: use phantoms although this host has a GPU.
-    The processes exchange small messages in a folder, which is removed at the end of the block. Raises UserError if
-    `device` is unknown, if the host has a GPU that is not hidden, if the host has too little memory, or if the phantom
-    cannot be built.
+    `memory_gib`: memory of each GPU; None: that of the device. `hides_gpu`: use phantom GPUs even if this host has a
+    GPU. The processes exchange small messages in a folder, which is removed at the end of the block. Raises UserError
+    if `device` is unknown, if the host has a GPU that is not hidden, if the host has too little memory, or if the
+    phantom GPU cannot be built.
     """
     if _DRIVER.exists() and not hides_gpu:
         raise UserError("error: this host has a GPU; --hide-gpu hides it and uses phantom GPUs instead")

@@ -1,11 +1,11 @@
 """Operators of the phantom GPU: those on small tensors are computed on the host. The results of all others are zeros or
-ones.
+ones, except for tensors that an operator changes in place: these stay unchanged.
 
 Memory of the phantom GPU is memory of this process, so a CPU tensor can have the storage of a CUDA tensor. The kernels
 that PyTorch registers for CUDA are replaced by functions that do one of two things:
 
-- Operators on few elements, and on integers and bools, run on such CPU tensors. Control flow depends on their results:
-  counts of targets and of rows per expert, norms, flags, learning rates.
+- Operators on few elements run on such CPU tensors. For integers and bools, the limit is higher. Control flow depends
+  on the results of these operators: counts of targets and of rows per expert, norms, flags, learning rates.
 - All other operators run PyTorch's own code for CUDA. It allocates what it allocates on a GPU, and launches kernels
   that do nothing. Then small floating-point results are set to one. Other results are set to zero, which takes no
   memory for whole pages.
@@ -48,7 +48,7 @@ _UNIFORM = frozenset(
     | {"bitwise_and", "bitwise_or", "bitwise_not", "any", "all", "mul"}
 )
 """Operators whose results can be bools. All elements of a large tensor are equal, so the first elements of the
-arguments decide all elements of such a result."""
+arguments decide all elements of a bool result."""
 
 _BY_SHAPE = frozenset(
     {
@@ -198,7 +198,8 @@ def _numbers_as_tensors(kind: _Kind, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _is_small(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return True if an operator on these arguments is to be computed: they have few elements, or they are integers and
-    bools within a larger limit."""
+    bools within a larger limit. Return False if a CUDA device is among the arguments, because the operator then makes a
+    new tensor."""
     largest, count, are_integers = 0, 0, True
     for value in (*args, *kwargs.values()):
         for tensor in value if isinstance(value, list | tuple) else (value,):
@@ -237,8 +238,8 @@ def _on_device(kind: _Kind, index: int, result: Any, args: tuple[Any, ...], kwar
 
 
 def _result_on_host(value: Any) -> Any:
-    """Return a CPU tensor that receives a result. If `value` is empty, the operator resizes this tensor, so it cannot
-    have the memory of the device."""
+    """Return a CPU tensor that receives a result in place of `value`, in the same memory. If `value` is empty, the
+    operator resizes the tensor, so a new tensor is returned."""
     if isinstance(value, Tensor) and not value.numel():
         return torch.empty(0, dtype=value.dtype)
     return tree_map(_host_view, value)
@@ -289,8 +290,9 @@ def _uniform(operator: Any, args: tuple[Any, ...], result: Tensor) -> Tensor:
 
 
 def _rotate(args: tuple[Any, ...], kwargs: dict[str, Any], results: tuple[Tensor, Tensor]) -> None:
-    """Give row `r` of a result of `topk`, which has k columns, the indices `r*k`, `r*k + 1`, ..., modulo the size of
-    the input along `dim` (the number of experts). All experts then get equal numbers of tokens."""
+    """Write the results of `topk`. The values are zeros. In a result with k columns, row `r` of the indices gets `r*k`,
+    `r*k + 1`, ..., modulo the size of the input along `dim` (the number of experts). The numbers of tokens of two
+    experts then differ by at most 1."""
     values, indices = results
     _zeroed(values)
     dim = args[2] if len(args) > 2 else kwargs.get("dim", -1)
@@ -299,8 +301,8 @@ def _rotate(args: tuple[Any, ...], kwargs: dict[str, Any], results: tuple[Tensor
 
 
 def _count(args: tuple[Any, ...], kwargs: dict[str, Any], results: Tensor) -> None:
-    """Count the rows of each expert: `histc` of integers, which PyTorch has for CUDA only. Do nothing for too many
-    integers."""
+    """Write the result of `histc`, which counts the rows of each expert. (PyTorch has `histc` of integers for CUDA
+    only.) Do nothing for more than `_MOST_INTEGERS` numbers."""
     numbers, *bins = args
     if numbers.numel() <= _MOST_INTEGERS:
         _host_view(results).copy_(torch.histc(_host_view(numbers).double(), *bins, **kwargs))
@@ -311,8 +313,8 @@ _ANSWERS: dict[str, Callable[[tuple[Any, ...], dict[str, Any], Any], None]] = {"
 
 
 def _zeroed(tensor: Tensor) -> Tensor:
-    """Set the memory of a tensor to zero, and return the tensor. If the tensor is large, whole pages are given back to
-    the host."""
+    """Set the memory of a CUDA tensor to zero, from its first to its last element. Leave any other tensor unchanged.
+    Return the tensor. If the tensor is large, whole pages are given back to the host."""
     count = tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.element_size()
     if tensor.numel() == 0 or count <= 0 or tensor.device.type != "cuda":
         return tensor

@@ -44,7 +44,7 @@ class Advice:
 @dataclass(frozen=True)
 class _Change:
     values: Mapping[tuple[str, str], bool | int | str]
-    """Values by section and key."""
+    """New values of keys, by (section, key)."""
 
     cost: str
 
@@ -61,10 +61,12 @@ class _Change:
 def advise(config: JobConfig, layout: Layout, limit_bytes: float, predict: Predict, most: int = 3) -> list[Advice]:
     """Return up to `most` changes that save memory: first those with which the job fits into `limit_bytes`.
 
-    A change that saves less than 0.5 % of the memory is not returned. If no single change suffices, the first entry
-    combines several changes. No mode of `config` may be `auto`. The time that a change costs is not predicted, so the
-    kinds of changes have a fixed order: first the kinds that usually cost the least time, last those that change the
-    results of the training.
+    A change that saves less than 0.5 % of the memory is not returned, so the list may be empty. If no single change
+    suffices, the first entry combines several changes, and `Advice.fits` says if these suffice. No mode of `config` may
+    be `auto`.
+
+    The time that a change costs is not predicted, so the kinds of changes have a fixed order: first the kinds that
+    usually cost the least time, last those that change the results of the training.
     """
     config = with_global_batch_size(config, layout)
     needed = predict(config, layout)
@@ -99,11 +101,12 @@ _MOST_DOUBLINGS = 7
 
 
 def _combined(config: JobConfig, layout: Layout, limit_bytes: float, predict: Predict, needed: float) -> Advice:
-    """Return the advice that combines changes of several kinds.
+    """Return the advice that combines changes of several kinds. `needed`: predicted memory of the unchanged job, in
+    bytes.
 
-    First, the strongest change of one kind after another is applied, the cheapest kind first, until the job fits. Then
-    each change is replaced by the weakest change of its kind with which the job still fits. The microbatch is not
-    enlarged again, even if later changes would allow it.
+    First, the strongest change of one kind after another is applied, the cheapest kind first, until the job fits or no
+    change is left. If the job fits, each change is then replaced by the weakest change of its kind with which the job
+    still fits. The microbatch is not enlarged again, even if later changes would allow it.
     """
     kinds: list[tuple[_Change, ...]] = []
     changed, predicted = config, needed
@@ -136,7 +139,7 @@ def _combined(config: JobConfig, layout: Layout, limit_bytes: float, predict: Pr
 
 
 def _predicted(config: JobConfig, world_size: int, predict: Predict) -> float | None:
-    """Return the predicted memory of a changed job in bytes; None if the job is not valid."""
+    """Return the predicted memory of a changed job in bytes; None if the job is not valid or cannot be planned."""
     if first_problem(config) is not None:
         return None
     try:

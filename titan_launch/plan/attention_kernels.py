@@ -1,7 +1,8 @@
 """PyTorch's kernels of plain causal attention on CUDA: which one a device uses, and which shapes each takes. No torch.
 
-A run uses `priority`, and asks PyTorch itself which shapes a kernel takes (`train.kernel_choice`). A plan has no device
-to ask, so `takes` repeats PyTorch's checks (torch 2.15: `sdp_utils.cpp`). A test compares both on phantom GPUs.
+A run and a plan use `priority`. A run asks PyTorch itself which shapes a kernel takes (`train.kernel_choice`). A plan
+has no device to ask, so `takes` repeats PyTorch's checks (torch 2.15: `sdp_utils.cpp`). A test compares both on phantom
+GPUs.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ _WIDE_CUDNN = ((192, 128), (256, 256))
 
 
 def priority(capability: tuple[int, int]) -> tuple[str, ...]:
-    """Return the attention backends in the order of their speed on a GPU of this compute capability, fastest first. The
-    names are those of `kernels.attention`."""
+    """Return the attention backends in the order in which a GPU of this compute capability should try them: the fastest
+    first, unless its results may be wrong. The names are those of `kernels.attention`."""
     # On later GPUs, cuDNN's results are wrong if there are fewer than 8 key/value heads (pytorch issue 193893).
     if capability[0] == _HOPPER:
         return "cudnn", "flash", "efficient", "math"
@@ -30,7 +31,8 @@ def priority(capability: tuple[int, int]) -> tuple[str, ...]:
 
 
 def takes(name: str, dtype: str, widths: tuple[int, int], capability: tuple[int, int]) -> bool:
-    """Return True if the backend `name` can compute attention in this dtype on a GPU of this compute capability.
+    """Return True if the attention backend `name` (as in `kernels.attention`) can compute in this dtype (such as
+    `bfloat16`) on a GPU of this compute capability.
 
     `widths`: head widths of queries and values, in elements. The attention is causal, without any other mask, and has
     as many keys as queries.

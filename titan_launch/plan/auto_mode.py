@@ -1,8 +1,8 @@
 """The modes that `auto` resolves to, and the modes that a plan recommends. No torch.
 
 The candidates are the choices with the verdict `fits`, which leave the margin below the memory limit free. If
-`activation_checkpoint.mode` is `auto`, the candidates with the shortest predicted step remain. Of the remaining
-candidates, the one with the least link traffic is taken.
+`activation_checkpoint.mode` is `auto`, only the candidates with the shortest predicted step remain (or with the fewest
+FLOPs, if times are unknown). Of the remaining candidates, the one with the least link traffic is taken.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class Resolution:
 
     row: Row
     reason: str
-    """The choice and the reason, in words."""
+    """The choice that `auto` takes, and the reason for it, in words. For a job without `auto`: `SET_BY_JOB`."""
 
 
 def resolve(comparison: Comparison, hardware: Hardware) -> Resolution:
     """Return the choice of the job, or the best of the choices that `auto` may take.
 
-    Raises ConfigError if no choice is possible. For a job with `auto`, it is also raised if no memory limit is known,
-    or if no choice fits. In the latter case, the error contains the table of all compared choices, and remedies.
+    Raises ConfigError if no choice is possible. For a job with `auto`, also raises it if no memory limit is known, or
+    if no choice fits. If no choice fits, the error contains the table of all compared choices, and remedies.
     """
     config = comparison.config
     own = [row for row in comparison.rows if row.is_own]
@@ -64,7 +64,8 @@ def check_limit(config: JobConfig, hardware: Hardware) -> None:
 
 
 def recommend(comparison: Comparison, hardware: Hardware) -> Resolution | None:
-    """Return the choice that `auto` takes if both modes are `auto`. None: no choice fits, or no limit is known."""
+    """Return the best of all compared choices, by the rules for a job in which both modes are `auto`. Return None if no
+    choice fits, or if no limit is known."""
     return _best(comparison.config, comparison.rows, hardware, by_time=True)
 
 
@@ -82,8 +83,8 @@ def resolve_auto(config: JobConfig, layout: Layout, subject: Subject, hardware: 
 def _best(config: JobConfig, candidates: Sequence[Row], hardware: Hardware, by_time: bool) -> Resolution | None:
     """Return the best of the rows that fit; None if no row fits.
 
-    `by_time`: compare step times before link traffic, because activation checkpointing usually costs more time than
-    communication does.
+    `by_time`: True to compare step times first, and link traffic only if these are equal. (Activation checkpointing
+    usually costs more time than communication does.)
     """
     fitting = [row for row in candidates if row.verdict == "fits"]
     if not fitting:

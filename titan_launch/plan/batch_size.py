@@ -1,6 +1,7 @@
 """The microbatch size that `training.local_batch_size = "auto"` resolves to: the largest one that fits. No torch.
 
-The global batch stays as it is. With larger microbatches, a step has fewer of them, so its gradient stays the same.
+The global batch stays as it is. With larger microbatches, a step has fewer microbatches, and its gradient stays the
+same.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ _LARGEST = 1024
 """Largest microbatch size to try, in samples, if no global batch is known."""
 
 Predict = Callable[[JobConfig, Layout], Comparison]
-"""A function that predicts the memory of a job, in the modes that the job allows. `local_batch_size` of the job is a
-number."""
+"""A function that predicts the memory of a job, in the modes that the job allows. The function gets a job whose
+`local_batch_size` is a number."""
 
 
 def is_auto_batch(config: JobConfig) -> bool:
@@ -36,8 +37,8 @@ def with_local_batch_size(config: JobConfig, size: int | Literal["auto"]) -> Job
 
 
 def possible_batch_sizes(config: JobConfig, world_size: int) -> list[int]:
-    """Return the microbatch sizes that divide the global batch evenly on `world_size` ranks, smallest first. If no
-    global batch is set, which only a plan allows, return all sizes up to `_LARGEST`.
+    """Return the microbatch sizes that divide the global batch evenly on `world_size` ranks and suit the pipeline
+    schedule, smallest first. If no global batch is set, which only a plan allows, return all sizes up to `_LARGEST`.
 
     Raises the ConfigError of `plan_layout` if not even microbatches of one sample are possible.
     """

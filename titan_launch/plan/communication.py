@@ -74,7 +74,7 @@ class Traffic:
     collectives: Collectives = field(default_factory=Collectives)
 
     all_gather_bytes: int = 0
-    """Bytes received: unsharded parameters in the compute dtype, padded."""
+    """Bytes of the output buffers: unsharded parameters in the compute dtype, padded."""
 
     reduce_scatter_bytes: int = 0
     """Bytes of the input buffers: unsharded gradients in the reduce dtype, padded."""
@@ -136,8 +136,8 @@ def _on_line(a: Any, b: Any, factor: float) -> Any:
 
 
 def traffic_of_microbatches(seen: Sequence[Traffic], num_microbatches: int) -> Traffic:
-    """Return the traffic of a whole step. `seen`: the traffic of each of its first microbatches, and of its last one.
-    Each microbatch in between has the traffic `seen[-2]`."""
+    """Return the traffic of a whole step. `seen`: the traffic of each of the step's first microbatches, and of its last
+    one. Each microbatch in between has the traffic `seen[-2]`."""
     total = sum(seen, start=Traffic())
     unseen = num_microbatches - len(seen)
     return on_line(total, total + seen[-2], unseen) if unseen else total
@@ -146,9 +146,9 @@ def traffic_of_microbatches(seen: Sequence[Traffic], num_microbatches: int) -> T
 def collectives_of_unit(unit: Unit, layout: Layout) -> Collectives:
     """Return the collectives of an FSDP2 unit in one forward and backward.
 
-    FSDP2 all-gathers the parameters before forward. It all-gathers them again before backward if forward
-    resharded them and backward reads them. If the unit is trained, FSDP2 reduce-scatters the gradients, and all-reduces
-    their shards between replicas (HSDP). A single rank has no collectives.
+    FSDP2 all-gathers the parameters before forward. It all-gathers them again before backward if forward resharded them
+    and backward reads them. If the unit is trained, FSDP2 reduce-scatters the gradients, and all-reduces their shards
+    between replicas (HSDP). With one shard, there are neither all-gathers nor reduce-scatters.
     """
     if not unit.num_parameters:
         return Collectives()
@@ -179,8 +179,8 @@ def collectives_of_step(units: Iterable[Unit], layout: Layout, accumulation: Gra
 
 
 def exchanged_units(plan: ModelPlan, layout: Layout) -> dict[Unit, ExchangedUnit]:
-    """Return the units whose gradients and parameters a sharded optimizer exchanges between the replicas; an empty dict
-    if the optimizer is not sharded."""
+    """Return the units whose gradients and parameters a sharded optimizer exchanges between the replicas, with the
+    sizes of the exchange. Return an empty dict if the optimizer is not sharded."""
     found: dict[Unit, ExchangedUnit] = {}
     if layout.optimizer_replicas == 1:
         return found
@@ -269,7 +269,7 @@ def link_traffic_of_step(traffic: Traffic, layout: Layout, gpus_per_node: int) -
     own-node and other-node bytes by the same rule.
 
     In the all-to-alls of expert parallelism, each rank sends equal parts to all other ranks of its group. The result
-    describes the rank with the largest number of these ranks on other nodes.
+    describes the rank that has the most ranks of its group on other nodes.
     """
     rings = rings_of(layout, gpus_per_node)
     of_experts = traffic.expert_all_gather_bytes + traffic.expert_reduce_scatter_bytes
@@ -327,8 +327,9 @@ class Rings(NamedTuple):
     pipeline: Ring
 
     expert: Ring
-    """A group for all-to-alls. They use no ring, so `crossings` has another meaning here: the number of ranks of the
-    group that are on other nodes than the sending rank, which sends equal parts to all ranks of the group."""
+    """The group of an all-to-all, which uses no ring. Here, `crossings` is the number of ranks in the group that are on
+    other nodes than the sending rank; the rank with the largest number counts. A rank sends equal parts to all ranks of
+    the group."""
 
 
 @lru_cache

@@ -29,10 +29,11 @@ MIN_GROUPED_WIDTH = 8
 def is_grouped(device: str, dtype: str, widths: Iterable[int]) -> bool:
     """Return True if one kernel, `torch.nn.functional.grouped_mm`, computes the products of all experts of a layer.
 
-    The kernel is used on CUDA in bf16, if a row of every matrix has a multiple of 16 bytes. PyTorch checks these
-    strides in forward and in backward (2.11 to 2.15: `GroupedMMUtils.h`). Otherwise the experts are computed one after
-    another. `device`: type of the device, such as `cuda`. `widths`: widths of the experts' inputs and hidden states on
-    a rank.
+    The kernel is used on CUDA in bf16, if a row of every matrix has a multiple of 16 bytes. PyTorch checks this in
+    forward and in backward (2.11 to 2.15: `GroupedMMUtils.h`). Otherwise the experts are computed one after another.
+
+    `device`: type of the device, such as `cuda`. `widths`: widths of the experts' inputs and hidden states on a rank,
+    in elements.
     """
     is_aligned = all(width * DTYPE_BYTES[dtype] % 16 == 0 for width in widths)
     return device == "cuda" and dtype == "bfloat16" and is_aligned
@@ -50,7 +51,7 @@ def received_rows(num_rows: int, ranks: int, expert_load: float) -> int:
 
 def active_parameters(config: JobConfig, plan: ModelPlan) -> int:
     """Return the number of parameter elements that are active for a token: all except those of the experts that the
-    token does not choose. (For a user's own model, all elements count.)"""
+    token does not choose. (For a user's own model, all elements count. Adapters of experts count as active.)"""
     args, total = known_args(config.model), plan.inventory.num_parameters
     top_k = None if args is None else args.experts_per_token()
     if top_k is None:
@@ -59,7 +60,7 @@ def active_parameters(config: JobConfig, plan: ModelPlan) -> int:
 
 
 def _of_experts(inventory: Inventory) -> Iterator[TensorInfo]:
-    """Yield the parameters of all experts, whose dim 0 counts the experts of a layer."""
+    """Yield the parameters of all experts, without adapters. Their dim 0 counts the experts of a layer."""
     for module in inventory.modules:
         if module.has_experts and module.same_as is None:
             yield from module.parameters

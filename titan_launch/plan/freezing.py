@@ -23,8 +23,8 @@ def is_adapter(name: str) -> bool:
 
 
 class Freezing:
-    """The decisions of `[training]` about frozen parameters. With adapters, all other parameters are frozen, unless
-    `training.trainable` names them."""
+    """The decisions of `[training]` about frozen parameters. If the model has adapters, all parameters outside of the
+    adapters are frozen, except those that `training.trainable` or `training.unfreeze` names."""
 
     def __init__(self, training: TrainingConfig, has_adapters: bool = False):
         self._training = training

@@ -49,7 +49,7 @@ _PROCESS_GIB = 0.5
 """Default overhead in GiB on a CPU, where ranks share the machine's memory: the interpreter, torch and its threads."""
 
 _MARGIN, _MARGIN_GIB = 0.05, 0.5
-"""Default margin below the memory limit: a fraction of the limit, and its minimum on a GPU in GiB."""
+"""Default margin below the memory limit: a fraction of the limit, but on a GPU at least the second number, in GiB."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Hardware:
     """Source of the memory limit, in words."""
 
     overhead_gib: float
-    """Memory outside of tensors, in GiB: the CUDA context and NCCL, or the process."""
+    """Memory outside of tensors, in GiB: on a GPU the CUDA context and NCCL, on a CPU the process."""
 
     fragmentation: float
     """Memory that the allocator reserves beyond the memory in use, as a fraction of the memory in use."""
@@ -113,10 +113,12 @@ def hardware_of(
 ) -> Hardware:
     """Return the assumptions of `[planner]` and `[metrics]`, completed from the device table.
 
-    A run passes `kernels`, `device_name` (as the driver reports it) and `device_memory_gib`. `plan` may run on another
-    machine, so it passes none of them. CPU kernels are then assumed if `job.device` is `cpu` and `planner.device` is
-    not set, and GPU kernels otherwise. Raises ConfigError if `planner.device` is not in the table, or for the reasons
-    of `_speeds`.
+    A run passes `kernels` and, on a GPU, `device_name` (as the driver reports it) and `device_memory_gib`. `plan` may
+    run on another machine, so it passes none of the three. Without `kernels`, CPU kernels are assumed if `job.device`
+    is `cpu` and `planner.device` is not set, and GPU kernels otherwise.
+
+    `ranks_on_machine`: number of ranks that share the memory of this machine, if it is the limit. Raises ConfigError if
+    `planner.device` is not in the table, or for the reasons of `_speeds`.
     """
     planner = config.planner
     if problems := [*planned_device_exists(config)]:
@@ -190,8 +192,8 @@ def _speeds(config: JobConfig, name: str | None, known: Device | None, kernels: 
 
 
 def _measured_here(config: JobConfig, name: str | None, known: Device | None, kernels: Kernels) -> Measured:
-    """Return the measurements in the file `planner.speeds`. The arguments are those of `_speeds`. Raises ConfigError if
-    the measurements do not apply to this device or job."""
+    """Return the measurements in the file `planner.speeds`. The arguments are those of `_speeds`. Raises ConfigError as
+    `read_measured` does, and if the measurements do not apply to this device or job."""
     file = config.planner.speeds
     assert file is not None
     measured, reason = read_measured(file), None
@@ -235,8 +237,8 @@ _ATTENTION = {(8, 0): (1.13, 0.97), (8, 6): (1.8, 1.2), (8, 9): (1.8, 1.2)}
 
 The numbers are for heads of width 128. FLOPs count every pair of tokens, though causal attention computes only half of
 the pairs, so a number may exceed 1. Sources: (8, 0) is the A100 in SimuMax's table; (8, 6) and (8, 9) are the RTX 4090
-with flash attention in tvm's table. The default in `_speeds` is cuDNN on H100, from the charts of FlashAttention-3; its
-backward is attention without a mask.
+with flash attention in tvm's table. The default in `_speeds` is cuDNN on H100, from the charts of FlashAttention-3; the
+number for backward is that of attention without a mask.
 """
 
 _IN_A_STEP = 0.8
@@ -282,7 +284,7 @@ def _memory(
 
 def process_memory_gib() -> float | None:
     """Return the memory that this process may hold by its resource limits (`ulimit -v`, `ulimit -d`), in GiB; None
-    without a limit. Address space that is reserved but not used does not count."""
+    without a limit. Address space that is reserved but not used is subtracted from the limits."""
     limits = {"VmSize:": resource.RLIMIT_AS, "VmData:": resource.RLIMIT_DATA}
     found = []
     for name, kind in limits.items():
@@ -367,7 +369,7 @@ class Device:
 
     intra_node_gb_per_s: float
     """Bandwidth to the other devices of the node in GB/s, in one direction. With a switch or a full mesh, it is the sum
-    over all links. If some pairs of devices have faster links than others, it is that of the slower link."""
+    over all links. If some pairs of devices have faster links than others, the slower links count."""
 
     inter_node_gb_per_s: float
     """Bandwidth to other nodes in GB/s, in one direction: one device's share of the network adapters of a usual

@@ -125,10 +125,11 @@ def plan_units(config: JobConfig, inventory: Inventory, keep_params_unsharded: b
 
 
 def plan_job(config: JobConfig, inventory: Inventory) -> ModelPlan:
-    """Return units, dtypes, checkpointed and compiled modules, pipeline stages and loss head of a job without `auto`.
+    """Return units, dtypes, pipeline stages and loss head of a job without `auto`, and the modules that are
+    checkpointed, compiled or converted to float8.
 
-    Raises ConfigError for frozen parameters, precision rules, activation checkpointing, compilation or stages that the
-    model does not support.
+    Raises ConfigError for frozen parameters, precision rules, activation checkpointing, compilation, float8 or stages
+    that the model does not support.
     """
     inventory = freeze(inventory, config.training, bool(config.lora.targets))
     checkpointed = checkpointed_modules(inventory, config.activation_checkpoint)
@@ -164,10 +165,10 @@ def plan_untrained(config: JobConfig, inventory: Inventory) -> ModelPlan:
 def possible_choices(
     config: JobConfig, layout: Layout, inventory: Inventory, only_own: bool = False
 ) -> tuple[list[Choice], list[str]]:
-    """Return the combinations of modes to compare, and notes with the reason for each combination that is not compared.
+    """Return the combinations of modes to compare, and notes with the reasons why modes are not compared.
 
-    The job allows each of the combinations, and no two combinations have the same effect in this layout. `only_own`:
-    only combinations that the job sets or `auto` may choose.
+    The job allows each of the combinations. If several combinations have the same effect in this layout, only one of
+    them is returned, and the others have no note. `only_own`: only combinations that the job sets or `auto` may choose.
 
     Raises ConfigError if the model does not support the job's activation checkpointing, or the compilation with it.
     """
@@ -178,7 +179,7 @@ def possible_choices(
         if own.mode not in ("none", "auto"):
             checkpointed_modules(inventory, own)  # raises
         notes.append("activation checkpointing is not compared: the model's blocks are unknown (set model.blocks)")
-        checkpointings = [ActivationCheckpointConfig()]
+        checkpointings = [ActivationCheckpointConfig(offload=own.offload)]
     else:
         for checkpointing in checkpointings:
             if is_configured_activation_checkpoint(config, checkpointing):

@@ -35,7 +35,7 @@ class Layout:
     """
 
     replicate: int
-    """Number of replicas of the model. (The run uses HSDP if both data-parallel degrees exceed 1.)"""
+    """Number of replicas of the model. If it exceeds 1, the run uses HSDP."""
 
     shard: int
     """Number of data-parallel ranks over which the parameters of one replica are sharded."""
@@ -97,9 +97,10 @@ class Layout:
     def is_ignored(self, unit: Unit, offloads: bool) -> bool:
         """Return True if FSDP2 ignores the parameters of a unit. Modules then compute with the stored parameters.
 
-        With one shard, these are the frozen parameters that are stored in their compute dtype: FSDP2 would hold an
-        unsharded copy beside them. `offloads`: True with CPU offload. Then no unit is ignored, because the stored
-        parameters are in host memory, and modules need the copies on the device.
+        With one shard, FSDP2 ignores the frozen parameters that are stored in their compute dtype, because it would
+        hold an unsharded copy beside them. With several shards, it ignores none. `offloads`: True with CPU offload.
+        FSDP2 then ignores none either, because the stored parameters are in host memory, and modules need copies on the
+        device.
         """
         is_stored_as_computed = unit.storage_dtype == unit.compute_dtype
         return self.parameter_shards == 1 and not unit.is_trained and is_stored_as_computed and not offloads
@@ -140,7 +141,8 @@ class Layout:
 
 def plan_layout(parallelism: ParallelismConfig, training: TrainingConfig, world_size: int) -> Layout:
     """Return the layout of `world_size` ranks. If `training.local_batch_size` is still `auto`, a microbatch has one
-    sample (`plan.batch_size` chooses the size later).
+    sample (`plan.batch_size` chooses the size later). If `training.global_batch_size` is not set, a step has one
+    microbatch.
 
     Raises ConfigError if the degrees do not match `world_size`, if the expert degree does not match the other degrees,
     if the global batch cannot be divided evenly, or if the pipeline schedule does not support the number of
@@ -189,7 +191,8 @@ def smallest_world_size(parallelism: ParallelismConfig) -> int:
 
 
 def _shard_degree(parallelism: ParallelismConfig, world_size: int) -> int:
-    """Return the number of data-parallel ranks of one replica: the configured degree, or for -1 all remaining ranks."""
+    """Return the number of data-parallel ranks of one replica: the configured degree, or for -1 all remaining ranks.
+    Raises ConfigError if the degrees do not match `world_size`."""
     others = {name: getattr(parallelism, name) for name in _DEGREES if name != _SHARD}
     product, shard = prod(others.values()), parallelism.data_parallel_shard_degree
     if shard != -1 and shard * product == world_size:

@@ -37,8 +37,8 @@ _CHECKPOINTED_MODULES: KeyPath = ("activation_checkpoint", "modules")
 
 
 def checkpointed_modules(inventory: Inventory, config: ActivationCheckpointConfig) -> tuple[str, ...]:
-    """Return the paths of the modules with activation checkpointing. Of nested modules, only the outer ones are
-    returned.
+    """Return the paths of the modules with activation checkpointing; an empty tuple for modes that checkpoint no
+    modules. Of nested modules, only the outer ones are returned.
 
     Raises ConfigError for every glob that matches nothing. Also raises it if the mode works on blocks and the model has
     none, or if `selective_ac_option` is larger than the number of modules. Raises ValueError for the mode `auto`.
@@ -92,7 +92,8 @@ _ENABLE: KeyPath = ("compile", "enable")
 def compiled_modules(
     config: JobConfig, inventory: Inventory, units: Sequence[Unit], checkpointed: Collection[str]
 ) -> tuple[str, ...]:
-    """Return the paths of the compiled modules, each once.
+    """Return the paths of the compiled modules, each once; an empty tuple if the model is not compiled. `checkpointed`:
+    result of `checkpointed_modules`.
 
     Raises ConfigError if the model has no blocks, if nothing of a block can be compiled, or if `selective_ac_option` is
     `"op"` and a checkpointed module contains a compiled one.
@@ -142,14 +143,15 @@ def checkpoints_compiled(checkpointing: ActivationCheckpointConfig, tensor_degre
 class _Pieces:
     """The search for the parts of a block that can be compiled. A boundary is a module that cannot be inside of a
     graph: a module of an FSDP2 unit, a module of experts (the numbers of their rows are known only in a step), or one
-    of `outside`."""
+    of `outside`, the checkpointed modules whose checkpoint must be around a graph."""
 
     def __init__(self, inventory: Inventory, units: Sequence[Unit], outside: Collection[str]):
         self._inventory = inventory
         self._boundaries = {path for unit in units for path in unit.modules if path} | set(outside)
 
     def of_block(self, path: str) -> Iterator[str]:
-        """Yield the path of the block, or of the largest modules in it that contain no boundary. Skip single layers."""
+        """Yield the path of the block, or of the largest modules in it that have a forward and contain no boundary.
+        Skip single layers."""
         if self._has_no_boundary_inside(path):
             yield path
         else:
@@ -224,7 +226,7 @@ bytes)."""
 
 
 def float8_modules(config: Float8Config, plan: ModelPlan) -> tuple[str, ...]:
-    """Return the paths of the linear layers that `[float8]` converts.
+    """Return the paths of the linear layers that `[float8]` converts; an empty tuple if it is not enabled.
 
     Raises ConfigError for globs that match no module or that name experts, for named layers that compute in a dtype
     other than bfloat16, for matrices that the kernels do not support, and if no linear layer computes in bfloat16.

@@ -1,9 +1,9 @@
 """Maximal update parametrization (muP): how initial values, learning rate and weight decay of a parameter depend on the
 width of the model. No torch.
 
-The table is table 3 of Tensor Programs V (Yang et al., arXiv:2203.03466) for Adam, relative to a model of the base
-width. With these scales, the activations and their updates in a step have the same size at every width, so the best
-learning rate of a narrow model is also that of a wide one.
+The scales are those of table 3 of Tensor Programs V (Yang et al., arXiv:2203.03466) for Adam, relative to a model of
+the base width. With these scales, the activations and their updates in a step have the same size at every width, so the
+best learning rate of a narrow model is also that of a wide one.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ UNSCALED = WidthScales()
 
 
 def width_scales(config: JobConfig) -> WidthScales:
-    """Return the scales of a job's model: `[mup]`. (`config.rules.optimizer` refuses models without a width.)"""
+    """Return the scales that `[mup]` sets for a job's model; `UNSCALED` without `mup.base_width`.
+    (`config.rules.optimizer` refuses this key for models without a width.)"""
     from titan_launch.models.architectures import known_args
 
     base, args = config.mup.base_width, known_args(config.model)
@@ -79,8 +80,8 @@ def width_scales(config: JobConfig) -> WidthScales:
 
 
 def describe_scales(config: JobConfig, paths: Iterable[str]) -> Iterator[Sequence[str]]:
-    """Yield the rows of a table of all parameters and their scales; nothing without `[mup]`. `paths`: of all
-    parameters. Paths that differ only in numbers share a row."""
+    """Yield the rows of a table of all parameters and their scales, first the titles; nothing without `mup.base_width`.
+    `paths`: full names of all parameters. Names that differ only in numbers share a row."""
     scales = width_scales(config)
     if config.mup.base_width is None:
         return

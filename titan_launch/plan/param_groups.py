@@ -52,9 +52,9 @@ def settings_of(
 ) -> GroupSettings:
     """Return the optimizer settings of a parameter.
 
-    `index`: index of the `[[optimizer.param_groups]]` that matches the parameter, or None. `undecayed`: True if
-    `is_undecayed` is True for any module that has the parameter. `inner_matrix`: True if `is_inner_matrix` is True for
-    all modules that have the parameter. `scale`: how the settings depend on the width of the model.
+    `index`: index of the entry of `[[optimizer.param_groups]]` that matches the parameter, or None. `undecayed`: True
+    if `is_undecayed` is True for any module that has the parameter. `inner_matrix`: True if `is_inner_matrix` is True
+    for all modules that have the parameter. `scale`: how the settings depend on the width of the model.
     """
     algorithm = config.name if inner_matrix else ALGORITHMS[config.name].for_others or config.name
     lr_factor, decay = 1.0, None

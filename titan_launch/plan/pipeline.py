@@ -41,7 +41,7 @@ def plan_stages(inventory: Inventory, parallelism: ParallelismConfig) -> tuple[S
     layers are assigned to stages so that the largest stage is as small as possible. The size of a stage is the number
     of elements of its matrices, as an estimate of its time. Embeddings do not count.
 
-    Raises ConfigError for a model that cannot be divided at these points, or not at all.
+    Raises ConfigError for split points that are unknown or out of order, and for a model that cannot be divided.
     """
     if parallelism.pipeline_parallel_degree == 1:
         return ()
@@ -98,7 +98,7 @@ def _check_pipeline_order(inventory: Inventory, degree: int) -> None:
 
 def _given_starts(inventory: Inventory, parallelism: ParallelismConfig) -> tuple[int, ...]:
     """Return the index in the pipeline order of each split point of the job. The result is empty if the job sets no
-    split points."""
+    split points. Raises ConfigError for split points that are unknown or out of order."""
     points, pipeline_order = parallelism.pipeline_parallel_split_points, inventory.pipeline_order
     unknown = [
         Problem(
@@ -129,7 +129,8 @@ def _balanced_starts(inventory: Inventory, parallelism: ParallelismConfig) -> tu
     equal as possible.
 
     Each stage has at least one layer (see `_layers`). A module between layers belongs to the stage of the layer before
-    it; modules before the first layer belong to the first stage.
+    it; modules before the first layer belong to the first stage. Raises ConfigError if there are fewer layers than
+    stages.
     """
     wanted = num_stages(parallelism)
     layers = _layers(inventory)
@@ -151,8 +152,9 @@ def _balanced_starts(inventory: Inventory, parallelism: ParallelismConfig) -> tu
 
 
 def _layers(inventory: Inventory) -> list[int]:
-    """Return the indices of the layers in the pipeline order: the blocks, or in a model without blocks the modules with
-    parameters. Every stage needs at least one layer."""
+    """Return the indices of the layers in the pipeline order: of the modules that are blocks, contain blocks or lie in
+    blocks. In a model without blocks, the layers are the modules with parameters. Every stage needs at least one
+    layer."""
     inside, around = set(inventory.blocks), {path for block in inventory.blocks for path in outward(block)}
     blocks = [i for i, path in enumerate(inventory.pipeline_order) if path in around or enclosing(path, inside)]
     elements = _elements(inventory, min_axes=0)

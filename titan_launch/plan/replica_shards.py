@@ -20,10 +20,10 @@ def chunk_numel(shape: Sequence[int], replicas: int) -> int:
     shard.
 
     As in FSDP2, the chunks have equal numbers of rows (of the first dim), except the last ones, which may be smaller or
-    empty. With the stacked matrices of a few experts, this would leave some replicas without a chunk. So if
-    `is_within_matrix`, each chunk is a part of one expert's matrix. That is possible if there are more replicas than
-    experts, if the number of experts (the first of three dims) divides the number of replicas, and if the rows of each
-    matrix can be divided evenly.
+    empty. With the stacked matrices of a few experts, this would leave some replicas without a chunk. So each chunk is
+    a part of one expert's matrix if that is possible (`is_within_matrix`): if there are more replicas than experts, the
+    number of experts (the first of three dims) divides the number of replicas, and the rows of each matrix can be
+    divided evenly.
     """
     rows, numel = shape[0], prod(shape)
     if not numel:

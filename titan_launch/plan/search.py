@@ -1,14 +1,14 @@
 """The search for the layouts and modes with the shortest predicted step: `plan --search`. No torch.
 
 The jobs to try are grouped into families. Jobs of one family have the same degrees of tensor, context, pipeline and
-expert parallelism, and the same pipeline schedule. A recording of the model depends on these. Within a family, the
+expert parallelism, and the same pipeline schedule. The recordings of the model depend on these. Within a family, the
 search tries activation checkpointing modes, chunks of the loss, microbatch sizes, replicas, a sharded optimizer and
 gradient accumulation modes. It is a branch and bound:
 
 - Each family has a lower bound of its step time: computation with the pipeline bubble, plus the communication for which
-  computation waits. The communication is predicted once, without a pipeline (`_Probe`). Families are tried in the order
-  of their bounds, until the next bound exceeds the best times. So the results are the same as if every combination of
-  these values were planned.
+  computation waits. This communication is predicted without a pipeline, once for all families with the same degrees of
+  tensor, context and expert parallelism (`_Probe`). Families are tried in the order of their bounds. A family is
+  skipped if its bound is not below the limit for results (`Search._limit`).
 - Larger microbatches and more replicas take more memory. So after a value that does not fit, larger values are skipped.
 """
 
@@ -49,7 +49,7 @@ from titan_launch.plan.step_time import bubble_share, communication_seconds, est
 from titan_launch.plan.types import Inventory, outermost
 
 Key = tuple[str, str]
-"""Section and key of the job file."""
+"""Section of the job file, and name of a key in it."""
 
 SEARCHED: tuple[Key, ...] = (
     ("parallelism", "tensor_parallel_degree"),
@@ -82,10 +82,11 @@ _OF_RECORDED = 0.97
 weights."""
 
 _LEAST_TOKENS = 4096
-"""Smallest number of tokens of a sequence that the search leaves to a rank of context parallelism."""
+"""Smallest number of tokens of a sequence that the search leaves to a rank of context parallelism. (The degree in the
+job is tried in any case.)"""
 
 SHOWN = 5
-"""Largest number of kinds in the result."""
+"""Largest number of jobs in the result, one for each `Kind`."""
 
 NEAR = 0.05
 """The search does not look for steps that take longer than the best one by more than this share. The result may still
@@ -160,14 +161,14 @@ class _Probe:
     """Bytes of parameters, optimizer state and moving average on a rank."""
 
     activations_per_sample: float
-    """Bytes that the blocks save for backward, per sample of a microbatch."""
+    """Lower bound of the bytes that the blocks save for backward, per sample of a microbatch; 0 if it is not known."""
 
     size: int
     """Samples in a microbatch of the planned job."""
 
     compute: tuple[float, float] | None
-    """Seconds of the model's operations per sample: with microbatches of `size` samples, and a lower bound for larger
-    microbatches. None: the speeds of the device are not known."""
+    """Seconds of the model's operations per sample. The first number is for microbatches of `size` samples, the second
+    is a lower bound for larger microbatches. None: the speeds of the device are not known."""
 
     @classmethod
     def of(cls, found: Found, inventory: Inventory) -> _Probe:
@@ -200,10 +201,10 @@ class Search:
         say: Callable[[str], None] = lambda text: None,
     ):
         """`held`: keys of `SEARCHED` that keep the values of the job. `subject_of`: returns the model of a job in a
-        layout, with the engine that predicts its memory. `say`: shows progress.
+        layout, with the engine that predicts the job's memory. `say`: shows progress.
 
-        Raises ConfigError if the memory or the speed of the device is unknown, or if the held
-        `activation_checkpoint.mode` is `memory_budget`.
+        Raises ConfigError if the memory or the speed of the device is unknown, if the held `activation_checkpoint.mode`
+        is `memory_budget`, or if the model does not support the job (`plan_job`).
         """
         self._world_size, self._hardware, self._held = world_size, hardware, frozenset(held)
         self._subject_of, self._say = subject_of, say
@@ -233,8 +234,9 @@ class Search:
         self._probes: dict[_Axes, dict[ActivationCheckpointConfig, _Probe]] = {}
 
     def run(self) -> Result:
-        """Return the best jobs. CPU offload is tried only on GPUs, and only if nothing fits without it. If its key is
-        held, the value of the job is used."""
+        """Return the best jobs. CPU offload is tried only on GPUs, and only if nothing fits without it. If
+        `training.enable_cpu_offload` is held, the value of the job is used. Raises ConfigError if the FLOPs of the
+        model cannot be counted."""
         if not self._is_free(_OFFLOAD):
             return self._run(self._config)
         result = self._run(with_values(self._config, {_OFFLOAD: False}))
@@ -288,7 +290,8 @@ class Search:
         return Result(tuple(_ranked(found.values())[:SHOWN]), tried, len(families), refused)
 
     def _limit(self, found: Mapping[Kind, Found]) -> float:
-        """Return the time in seconds above which no result is of interest."""
+        """Return the step time in seconds that a job must stay below to be a result; infinity if no job has been
+        found."""
         seconds = sorted(job.seconds for job in found.values())
         if not seconds:
             return math.inf
@@ -305,7 +308,8 @@ class Search:
         return values if self._is_free(key) else [value_of(self._config, key)]
 
     def _plain(self, config: JobConfig, degrees: Mapping[Key, Any]) -> JobConfig:
-        """Return a job with these degrees of parallelism, and with the fewest replicas to try."""
+        """Return `config` with the given degrees of parallelism. The job has the pair of `_starts` that needs the least
+        memory."""
         replicas, sharded = self._starts()[-1]
         values = {_SHARDS: -1, _REPLICAS: replicas, _SHARDED: sharded, **degrees}
         if degrees[_PIPELINE] > 1 and self._is_free(_PIPELINE):
@@ -314,8 +318,8 @@ class Search:
         return with_effective_keys(with_values(config, values))
 
     def _starts(self) -> list[tuple[int, bool]]:
-        """Return the pairs to begin with: number of replicas, and True if the optimizer is sharded over them. The pair
-        that needs the least memory comes last."""
+        """Return the pairs (number of replicas, True if the optimizer is sharded over them) with which each job is
+        planned first. The pair that needs the least memory comes last."""
         own, sharded = value_of(self._config, _REPLICAS), value_of(self._config, _SHARDED)
         if not self._is_free(_REPLICAS):
             return [(own, way) for way in self._values(_SHARDED, (False, True)) if own > 1 or not way]
@@ -330,7 +334,7 @@ class Search:
         return [size for size in sizes if self._is_free(_BATCH) or size == value_of(self._config, _BATCH)]
 
     def _families(self, config: JobConfig) -> Iterator[JobConfig]:
-        """Yield one job of every family, the simplest family first. Some families are not possible (`_problem`)."""
+        """Yield one job of every family. Some families are not possible (`_problem`)."""
         node = self._hardware.gpus_per_node
         is_text = config.data.unit == "tokens"
         blocks = len(outermost(self._inventory.blocks))
@@ -368,8 +372,8 @@ class Search:
         return None
 
     def _modes(self, config: JobConfig) -> list[JobConfig]:
-        """Return a job for each combination of modes that `config` may have. The cheapest activation checkpointing
-        comes first."""
+        """Return a job for each combination of modes that `config` and the held keys allow. The jobs are ordered by the
+        activation checkpointing mode: `none` is first, `full` is last."""
         layout = self._layout(config)
         held = [key for key in _MODES if not self._is_free(key) and value_of(config, key) not in ("auto", None)]
         choices, _ = possible_choices(config, layout, self._inventory)
@@ -403,8 +407,9 @@ class Search:
         return float(counted.per_sample)
 
     def _probed(self, family: JobConfig) -> dict[ActivationCheckpointConfig, _Probe]:
-        """Plan a family without a pipeline and with the smallest microbatch, once in each activation checkpointing
-        mode. Return the result for each mode. Modes that cannot be planned are missing, so the result may be empty."""
+        """Plan a family without a pipeline, with the smallest microbatch and the most chunks of the loss, once in each
+        activation checkpointing mode. Return a `_Probe` for each mode. If planning fails, the remaining modes are
+        missing, so the result may be empty."""
         found: dict[ActivationCheckpointConfig, _Probe] = {}
         axes = dict(zip((_TENSOR, _CONTEXT, _EXPERT), _axes(family), strict=True))
         simple = self._plain(family, {**axes, _PIPELINE: 1})
@@ -425,8 +430,9 @@ class Search:
 
     def _bound(self, job: JobConfig, checkpointing: ActivationCheckpointConfig) -> float:
         """Return a lower bound of the step time of a job in seconds: its computation, plus the communication for which
-        computation waits. The bound is infinite if the parameters, the optimizer state and the saved activations of the
-        blocks alone exceed the memory limit."""
+        computation waits. Without a `_Probe`, the bound is the computation alone. It is infinite if the tensors of
+        `_Probe.held`, the saved activations of the blocks, and what a zero-bubble schedule keeps unsharded exceed the
+        memory limit."""
         layout, hardware = self._layout(job), self._hardware
         assert hardware.usable_bytes is not None
         probe = self._probes.get(_axes(job), {}).get(checkpointing)
@@ -490,8 +496,8 @@ class Search:
     # Jobs
 
     def _of_family(self, family: JobConfig, limit: float) -> tuple[Found | None, str | None]:
-        """Return a pair. First: the best of the family's jobs whose step takes less than `limit` seconds; None if there
-        is none. Second: the reason why the family is not possible; None if it is possible."""
+        """Return a pair. First: the best of the family's jobs that fit and whose step takes less than `limit` seconds;
+        None if there is none. Second: the reason why the family is not possible; None if it is possible."""
         best: Found | None = None
         sizes = self._sizes(family)
         too_large = set[tuple[ActivationCheckpointConfig, int, int]]()
@@ -525,11 +531,11 @@ class Search:
         return best, None
 
     def _until_best(self, job: JobConfig, checkpointing: ActivationCheckpointConfig, limit: float) -> Iterator[Found]:
-        """Yield a job, planned in one gradient accumulation mode after another, as long as a further mode may be
-        better.
+        """Yield the job, planned with each pair of `_starts` and in one gradient accumulation mode after another, as
+        long as a further plan may be better.
 
-        No further mode is planned if none can take less time than `limit`, or than a mode that fits. If a mode that
-        does not defer reductions does not fit, the modes after it are skipped, because they take more memory.
+        Planning stops if no further plan can take less time than `limit`, or than a plan that fits. If a mode that does
+        not defer reductions does not fit, the modes after it are skipped for this pair, because they take more memory.
         """
         for replicas, sharded in self._starts():
             for one in self._modes(with_values(job, {_REPLICAS: replicas, _SHARDED: sharded})):
@@ -545,8 +551,10 @@ class Search:
                     return
 
     def _with_replicas(self, without: Sequence[Found], limit: float) -> Iterator[Found]:
-        """Yield jobs that fit, with more replicas than the jobs `without`. A number of replicas is planned only if its
-        lower bound of the step time is below `limit` and below the times of all jobs that have been found."""
+        """Yield variants of the jobs `without` that fit: with two or more replicas, and with or without an optimizer
+        that is sharded over them. Yield nothing if the number of replicas is held. A variant is planned only if its
+        lower bound of the step time is below `limit`, below the times of `without`, and below the times of the jobs
+        yielded so far."""
         if not self._is_free(_REPLICAS):
             return
         best = min([limit, *(job.seconds for job in without)])
@@ -577,7 +585,8 @@ class Search:
         return first_problem(job) is None
 
     def _like(self, job: JobConfig, row: Row) -> Iterator[JobConfig]:
-        """Yield a job in those modes in which its communication within a replica is that of `row`."""
+        """Yield `job` in each combination of modes with the activation checkpointing of `row`, and with as many
+        reduce-scatters and all-gathers as in `row`. (The communication within a replica is then that of `row`.)"""
         own = row.choice.accumulation
         for other in self._modes(job):
             mode = other.gradient_accumulation
@@ -606,7 +615,7 @@ def _ranked(found: Iterable[Found]) -> list[Found]:
 
 
 def _rounded(seconds: float) -> int:
-    """Return a number for comparisons. It is the same for times that count as equal (`_SAME`)."""
+    """Return a number to sort step times by. Times that differ by less than `_SAME` usually have the same number."""
     return round(math.log(seconds) / _SAME) if seconds > 0 else 0
 
 
@@ -628,7 +637,7 @@ def _powers(limit: int) -> list[int]:
 
 
 def value_of(config: JobConfig, key: Key) -> Any:
-    """Return the value of a key."""
+    """Return the value of a key in a job."""
     return getattr(getattr(config, key[0]), key[1])
 
 

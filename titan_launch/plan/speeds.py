@@ -1,9 +1,9 @@
-"""Speeds of a device: seconds of the operations on a tape, and of collectives. No torch.
+"""Speeds of a device: seconds of a model's operations, and of collectives. No torch.
 
 Without measurements, the speeds are those of the data sheet, multiplied by the share that large operations reach. A
 matrix product takes the time of its FLOPs or the time to move its bytes, whichever is longer (a roofline). Attention
-and convolutions take the time of their FLOPs, elementwise operations the time to move their bytes. `OPERATION_SECONDS`
-is added to each operation. `titan-launch measure-device` measures the speeds of a machine.
+and convolutions take the time of their FLOPs. Elementwise operations take the time to move their bytes.
+`OPERATION_SECONDS` is added to each operation. `titan-launch measure-device` measures the speeds of a machine.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ Kernels = Literal["cuda", "cpu"]
 """The device family. It decides which tensors each operation saves for backward."""
 
 HostWork = Literal["unit", "parameter", "operation", "exchange", "stage"]
-"""Kinds of work of the host. `Measured` has the seconds of each."""
+"""Kinds of work of the host, the CPU that starts the operations. `Measured` has the seconds of each kind, such as
+`unit_seconds`."""
 
 CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"]
 
@@ -39,7 +40,8 @@ OF_AXIS: Mapping[str, tuple[CollectiveKind, ...]] = {
     "expert": ("all_to_all",),
     "pipeline": ("send",),
 }
-"""The kinds of collectives along each axis. An axis calls each of its kinds equally often."""
+"""The kinds of collectives along each axis. The predictions assume that an axis calls each of its kinds equally
+often."""
 
 Points = tuple[tuple[float, float], ...]
 """Pairs (bytes, seconds), or for attention (tokens, FLOP/s), in ascending order."""
@@ -159,7 +161,7 @@ class Measured:
 
 def read_measured(path: str) -> Measured:
     """Return the measurements in the file of `planner.speeds`. Raises ConfigError for a file that cannot be read, and
-    for measurements that are incomplete."""
+    for measurements that are incomplete or not valid."""
     from pydantic import TypeAdapter  # imported here, because checks of a job file import this module
 
     from titan_launch.core.files import read_regular
@@ -220,18 +222,20 @@ class Link:
     """Seconds until the first byte is sent."""
 
     hop_seconds: float
-    """Seconds of each step of a ring."""
+    """Seconds of each hop in a ring."""
 
 
 _LINKS = {"within": (0.8, 8.4e-6, 3.4e-6), "across": (0.93, 8.4e-6, 14e-6)}
-"""Share of the bandwidth that large collectives reach, base seconds, and seconds of a hop. The share within a node is
-that of 8 x H200 (361 GB/s, ml-engineering, network/README.md), across nodes that of NDR adapters (46 to 48 GB/s,
-nccl-tests issue 290). Seconds are NCCL's own, for rings with the protocol Simple (src/graph/tuning.cc)."""
+"""For links `within` and `across` nodes: share of the bandwidth that large collectives reach, base seconds, and seconds
+of a hop. The share within a node is that of 8 x H200 (361 GB/s, ml-engineering, network/README.md). The share across
+nodes is that of NDR adapters (46 to 48 GB/s, nccl-tests issue 290). Seconds are NCCL's own, for rings with the protocol
+Simple (src/graph/tuning.cc)."""
 
 
 def link_of(kind: str, gb_per_s: float | None) -> Link:
-    """Return the link of a `kind`, `within` or `across` nodes, from a bandwidth of a data sheet. If the bandwidth is
-    not known (None), the link has an infinite bandwidth, and `Speeds.knows` returns False for it."""
+    """Return the link of a `kind`: `within` or `across` nodes. `gb_per_s`: bandwidth by the data sheet or the job. If
+    it is not known (None), the link has an infinite bandwidth, and `Speeds.knows` returns False for the link unless it
+    was measured."""
     share, base, hop = _LINKS[kind]
     return Link(math.inf if gb_per_s is None else 1e9 * gb_per_s * share, base, hop)
 
@@ -270,8 +274,8 @@ class Speeds(ABC):
         return self._of_flops(work, float(computed * work.sizes[0]))
 
     def least_seconds(self, work: Work) -> float:
-        """Return a lower bound of the seconds of these operations. It holds even if more rows make the operations more
-        efficient."""
+        """Return a lower bound of the seconds of all `work.times` operations. The bound holds even if more rows make
+        the operations more efficient."""
         if work.kind == "product":
             return work.times * 2 * math.prod(work.sizes) / self._best_rate(work.dtype)
         if work.kind == "memory":
@@ -293,12 +297,12 @@ class Speeds(ABC):
 
     @abstractmethod
     def host_seconds(self, what: HostWork) -> float:
-        """Return the seconds of the host for an FSDP2 unit, a parameter, an operation, a collective of tensor
-        parallelism, or a microbatch in a pipeline stage. On a GPU they overlap with computation."""
+        """Return the seconds of the host for one piece of work of the kind `what`, such as one FSDP2 unit
+        (`Measured.unit_seconds`). On a GPU, this work overlaps with computation."""
 
     def idle_share(self, bubble_share: float) -> float:
-        """Return the time that the bubble of a pipeline adds to a step, as a share of the computation of a rank.
-        `bubble_share`: this share if ranks do not share cores."""
+        """Return the time that the bubble of a pipeline adds to a step, divided by the computation time of a rank.
+        `bubble_share`: this quotient if each rank has CPU cores of its own."""
         return bubble_share
 
     @property
@@ -421,8 +425,8 @@ class MeasuredSpeeds(Speeds):
         return float(getattr(self.measured, f"{what}_seconds"))
 
     def idle_share(self, bubble_share: float) -> float:
-        """Return the time that the bubble of a pipeline adds to a step, as a share of the computation of a rank.
-        `bubble_share`: this share if ranks do not share cores."""
+        """Return the time that the bubble of a pipeline adds to a step, divided by the computation time of a rank.
+        `bubble_share`: this quotient if each rank has CPU cores of its own."""
         # While a rank waits, the ranks that share its core are faster, so a core is idle only if all of them wait.
         return max(0.0, (1 + bubble_share) / self.measured.ranks_per_core - 1)
 
@@ -488,7 +492,7 @@ class MeasuredSpeeds(Speeds):
 
     def _nearest(self, kind: CollectiveKind, ring: Ring) -> MeasuredCollective | None:
         """Return the measured collective of this kind with the nearest number of ranks, on the same kind of links as
-        `ring`. A kind that was not measured, because the backend does not have it, is replaced by any measured kind.
+        `ring`. If this kind was not measured, because the backend does not have it, return a collective of any kind.
         None: nothing was measured on such links."""
         alike = [c for c in self.measured.collectives if (c.crossings > 0) == (ring.crossings > 0)]
         alike = [c for c in alike if c.kind == kind] or alike

@@ -41,7 +41,7 @@ class StepTime:
     accumulation modes and for any number of replicas. None: not known."""
 
     least_recorded: float | None = None
-    """See `plan.memory.clock.Seconds`. None: not known."""
+    """See `plan.memory.clock.Seconds`. It does not include the bubble. None: not known."""
 
     @property
     def interval(self) -> tuple[float, float] | None:
@@ -96,7 +96,8 @@ def estimate_step_time(
     bubble_share: float = 0.0,
     exposed: LinkTraffic | None = None,
 ) -> StepTime:
-    """Return the time of a step: computation at `mfu` of the peak, and communication at full bandwidth.
+    """Return the time of a step: computation at the share `hardware.mfu` of the peak FLOP/s, and communication at full
+    bandwidth.
 
     Links within and across nodes are used at the same time, so the longer time counts. `bubble_share`: see the function
     `bubble_share`. `exposed`: the part of `link_traffic` for which computation waits.

@@ -30,7 +30,8 @@ class TensorInfo:
     """Number of steps during which a trained parameter is still frozen."""
 
     tied_to: str | None = None
-    """Full name of the first occurrence of a shared (tied) parameter; None for the first occurrence itself."""
+    """Full name of the first occurrence of a shared (tied) parameter. None for the first occurrence itself, and for a
+    parameter that is not shared."""
 
     is_stacked: bool = False
     """True for a parameter of `Experts` or of their adapters: its first dim counts the experts of a layer."""
@@ -75,7 +76,8 @@ class ModuleInfo:
     buffers: tuple[TensorInfo, ...] = ()
 
     same_as: str | None = None
-    """Path of the first occurrence of a module with several parents; None for the first occurrence itself."""
+    """Path of the first occurrence of a module with several parents. None for the first occurrence itself, and for a
+    module with one parent."""
 
     @property
     def class_name(self) -> str:
@@ -120,7 +122,7 @@ class Inventory:
     all parameters. Empty: the order is unknown."""
 
     output_layer: str | None = None
-    """Path of the `nn.Linear` whose output is the logits, unchanged; None if it is unknown."""
+    """Path of the `nn.Linear` whose unchanged output is the logits; None if it is unknown."""
     blocks_origin: str = ""
     """The reason for the choice of blocks, in words. Empty: the model declares its blocks."""
 
@@ -138,10 +140,10 @@ class Inventory:
 def sharded_dim(shape: Sequence[int], shards: int, is_stacked: bool) -> int:
     """Return the dim along which FSDP2 shards a parameter: 0, or 1 for some parameters of experts.
 
-    `shape`: shape of the part of the parameter that expert and tensor parallelism leave to a rank. FSDP2 pads dim 0 to
-    a multiple of the number of shards. So 8 experts over 64 shards would take the memory of 64 experts. If the number
-    of shards does not divide the size of dim 0 (the experts), but divides that of dim 1, dim 1 is sharded instead, and
-    nothing is padded.
+    `shape`: shape of the part of the parameter that expert and tensor parallelism leave to a rank. `is_stacked`:
+    `TensorInfo.is_stacked`. FSDP2 pads dim 0 to a multiple of the number of shards. So 8 experts over 64 shards would
+    take the memory of 64 experts. If the number of shards does not divide the size of dim 0 (the experts), but divides
+    that of dim 1, dim 1 is sharded instead, and nothing is padded.
     """
     return int(is_stacked and shape[0] % shards != 0 and shape[1] % shards == 0)
 
@@ -220,8 +222,9 @@ class Unit:
 
     storage_dtype: str
     reason: str
-    """Reason for the unit: `precision.rules.0`, `block`, `experts`, `head`, `embedding`, `root`, `trained`, or
-    `BatchNorm default`."""
+    """Reason for the unit: `precision.rules.0`, `block`, `experts`, `head`, `embedding`, `root`, or `BatchNorm
+    default`. A unit of modules that were taken out of a frozen unit has the reason `trained` or `trained after step
+    100`, with the rule of the modules if they have one: `trained, precision.rules.0`."""
 
     key: KeyPath | None = None
     """Key of the precision rule that made the unit; None if no rule of the job made it."""
@@ -282,7 +285,8 @@ class Stage:
 
     @property
     def extent(self) -> str:
-        """Its first and last module: `layers.3 .. output`."""
+        """Paths of the first and the last module, as text: `layers.3 .. output`. One path if they are the same
+        module."""
         return " .. ".join(dict.fromkeys((self.modules[0], self.modules[-1])))
 
 
@@ -337,7 +341,8 @@ class ModelPlan:
     @property
     def logits_dtypes(self) -> tuple[str, ...]:
         """The dtypes to which the policies of the loss head and of the modules around it would cast the logits,
-        innermost first. The loss head returns the loss in place of logits, so it makes these casts itself."""
+        innermost first. The loss head returns the loss in place of logits, so it makes these casts itself. Empty
+        without a loss head."""
         casts = {path: policy.output_dtype for path, policy in self.policies.items()}
         around = sorted(filter(self.returns_loss, casts), key=len, reverse=True)
         return tuple(dtype for path in around if (dtype := casts[path]) is not None)
@@ -365,8 +370,9 @@ class ModelPlan:
         return {path: boundary.policy for boundary in self.boundaries for path in boundary.modules}
 
     def casts_inputs(self, unit: Unit) -> bool:
-        """Return True if FSDP2 casts the inputs of a unit. If one of the unit's modules is itself under a rule in
-        place, FSDP2 casts no inputs, and hooks cast the inputs of each module."""
+        """Return `cast_forward_inputs` of the policy that FSDP2 gets for a unit. It is False if one of the unit's
+        modules is itself under a rule in place: then FSDP2 casts no inputs, and hooks cast the inputs of each
+        module."""
         return unit.policy.cast_forward_inputs and all(self.unit_of[path] is unit for path in unit.modules)
 
     def modules_by_unit(self) -> list[list[ModuleInfo]]:

@@ -78,7 +78,8 @@ class Audit:
     units: tuple[Audited, ...]
 
     def differences(self, locate_key: KeyLocator = format_key) -> list[str]:
-        """Return one line for each finding that differs. Modules whose paths differ only in numbers share a line."""
+        """Return one line for each finding that differs. Equal lines of modules or units whose names differ only in
+        numbers are merged."""
         differing = [(row, finding) for row in (*self.modules, *self.units) for finding in row.findings]
         lines = [(row.name, _difference(row, finding, locate_key)) for row, finding in differing if finding.differs]
         return [f"{name} {line}" for name, (line,) in _merge_equal_rows((name, (line,)) for name, line in lines)]
@@ -89,7 +90,8 @@ class Audit:
 
     def as_markdown(self) -> str:
         """Return a table of the modules and a table of the units. Equal rows whose paths differ only in numbers are
-        merged. Dtypes in parentheses were not planned."""
+        merged. Observed dtypes that differ from the plan are bold. Observed dtypes of tensors without a plan are in
+        parentheses."""
         return f"{_markdown('module', self.modules)}\n\n{_markdown('unit', self.units)}\n"
 
 

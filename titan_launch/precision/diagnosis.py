@@ -86,8 +86,8 @@ class Failure:
         return [module for module in self.plan.inventory.modules if is_within(module.path, path)]
 
     def glob(self, path: str) -> str:
-        """Return a glob that matches a module and the same module in all other blocks. If the glob would match modules
-        of other classes, return the path itself."""
+        """Return a glob that matches a module and the same module in all other blocks. If the module is not in a
+        numbered block, or if the glob would match modules of other classes, return the path itself."""
         block = next((block for block in self.plan.inventory.blocks if is_within(path, block)), "")
         around, _, index = block.rpartition(".")
         if not index.isdigit():
@@ -97,8 +97,9 @@ class Failure:
         return pattern if len(classes) == 1 else path
 
     def casting_rule(self, path: str, *dtypes: str) -> tuple[KeyPath, object, str]:
-        """Return the key to change, the present value of the key, and a remedy. After the change, FSDP2 casts the
-        inputs of the module at `path` to one of `dtypes`, and the module computes in this dtype."""
+        """Return the key to change, the present value of the key (UNSET if there is none), and a remedy. After the
+        change, FSDP2 casts the inputs of the module at `path` to one of `dtypes`, and the module computes in this
+        dtype."""
         unit, choice = self.plan.unit_of[path], " or ".join(f'"{dtype}"' for dtype in dtypes)
         rule, new = self.rule(unit), f'with match = "{self.glob(path)}" and param_dtype = {choice} (inputs are cast)'
         if rule is None or unit.key is None:
@@ -122,7 +123,7 @@ def explain(failure: Failure) -> Problem | None:
 
 
 def clash(failure: Failure) -> Problem | None:
-    """Explain an operation whose inputs have two different dtypes."""
+    """Explain an operation whose inputs have two different dtypes. Return None if no module was running."""
     path = failure.path
     if path is None:
         return None
@@ -139,7 +140,8 @@ def clash(failure: Failure) -> Problem | None:
 
 
 def _output_dtype(failure: Failure, consumer: str) -> Problem | None:
-    """Explain a precision rule whose `output_dtype` differs from the compute dtype of the module `consumer`.
+    """Explain a precision rule whose `output_dtype` differs from the compute dtype of the module `consumer`; None if
+    there is no such rule.
 
     Of several such rules, the rule of the nearest module is named. The model's last module is not considered, because
     its output goes to the loss.
@@ -176,14 +178,15 @@ def _beside_buffers(failure: Failure, path: str) -> Problem:
 
 def batch_norm_clash(failure: Failure) -> Problem | None:
     """Explain a dtype error of CUDA's BatchNorm kernels. The error is raised in backward, so it does not tell which
-    module failed."""
+    module failed. The first BatchNorm whose buffers and parameters have different dtypes is named; None if there is
+    none."""
     modules = failure.plan.inventory.modules
     found = [m.path for m in modules if "running_mean" in failure.buffers_in_another_dtype(m)]
     return _beside_buffers(failure, found[0]) if found else None
 
 
 def no_kernel(failure: Failure) -> Problem | None:
-    """Explain an operation that has no bfloat16 kernel."""
+    """Explain an operation that has no bfloat16 kernel. Return None if no module was running."""
     path = failure.path
     if path is None:
         return None
@@ -240,7 +243,8 @@ def changed_in_place(failure: Failure) -> Problem | None:
 
 
 def used_without_a_call(failure: Failure) -> Problem | None:
-    """Explain a module that uses parameters of another module without calling it, so they are still sharded."""
+    """Explain a module that uses parameters while they are still sharded, because the module of their unit was not
+    called."""
     user = failure.path
     if user is None:
         return None
@@ -266,8 +270,8 @@ def used_without_a_call(failure: Failure) -> Problem | None:
 def not_gathered(failure: Failure) -> Problem:
     """Explain a unit's output that is a view and is changed in place.
 
-    The change replaces the view's autograd history, including the hook by which FSDP2 all-gathers for backward. The
-    error is in the last unit whose parameters have no gradient yet, or in a later unit.
+    The change replaces the view's autograd history, including the hook by which FSDP2 all-gathers for backward. In
+    wrapping order, the cause is in the last unit whose parameters have no gradient yet, or in a later unit.
     """
     waiting = [
         unit.modules[0]

@@ -74,7 +74,8 @@ def observe(model: nn.Module, plan: ModelPlan) -> Iterator[Observations]:
 
 
 def look_at_storage(model: nn.Module, observed: Observations) -> None:
-    """Add the dtypes of sharded parameters, of their gradients, and of buffers. Call this function after a backward."""
+    """Add to `observed` the dtypes of sharded parameters, of frozen parameters that FSDP2 ignores, of gradients, and of
+    buffers. Call this function after a backward."""
     for path, seen in observed.modules.items():
         module = model.get_submodule(path)
         for parameter in module.parameters(recurse=False):

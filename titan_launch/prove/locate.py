@@ -1,4 +1,5 @@
-"""The place of a difference: the parts of the layout that show it, and the first module that departs.
+"""The cause of a difference between a layout and the single process: the axes and modes that show the difference, and
+the first module that departs.
 
 A tensor departs if it differs from that of the single process by more than its tolerance.
 """
@@ -25,7 +26,8 @@ _MOST = 0.9
 
 
 def explain(proof: Proof, case: Case, results: Sequence[Difference]) -> Finding:
-    """Return the finding about a case whose results differ from those of one process."""
+    """Return the finding about a case whose `results` differ from those of one process. To find the cause, run the case
+    with each one of its axes and modes alone. If no such run differs, run it with each pair of them."""
     smallest, parts, is_alone, tolerances = case, list[str](), True, proof.tolerances(case)
     for number, candidates in ((1, single_parts(case)), (2, pairs_of_parts(case))):
         chosen = f"{number} of the {len(case.parts)} axes and modes"
@@ -37,7 +39,8 @@ def explain(proof: Proof, case: Case, results: Sequence[Difference]) -> Finding:
             smallest, results = min(failing, key=lambda pair: pair[0].ranks)
             break
     wrong = exceeding(results, tolerances)
-    of_step = [result for result in wrong if result.step == wrong[0].step]
+    first_step = min(result.step for result in wrong)
+    of_step = [result for result in wrong if result.step == first_step]
     first = min(of_step, key=_order)
     gradients = sum(result.step == first.step and result.name.startswith("gradient ") for result in results) - 1
     module, how = _module(proof, smallest, of_step, first, gradients)
@@ -108,7 +111,7 @@ def _module(
 
 
 def owner(name: str) -> str:
-    """Return the path of the module that has a parameter or a buffer."""
+    """Return the path of the module that has a parameter or a buffer; `the whole model` for the root."""
     return name.rpartition(".")[0] or "the whole model"
 
 

@@ -30,7 +30,8 @@ WEIGHTS_TOLERANCE = 1e-3
 """Largest relative difference of logits and gradients from those of `transformers`, whose operations differ."""
 
 _WIDEST = 0.5
-"""Largest tolerance in the precision of the job. A kind of result that rounding changes more is not compared."""
+"""Largest tolerance in the precision of the job. A kind of result with a larger tolerance is not compared, because
+rounding alone changes it too much."""
 
 _RANK_GIB = 0.4
 _TIMEOUT_S = 600.0
@@ -40,8 +41,9 @@ Say = Callable[[str], None]
 def prove(config: JobConfig, say: Say = lambda text: None) -> Certificate:
     """Compare a job's layout with a single process. `say` shows progress.
 
-    Raises ConfigError for a job whose twin cannot be built. Raises UserError if the host has too little memory, or if
-    the single process cannot train the twin. Raises RunError if another run fails.
+    Raises ConfigError for a job whose twin cannot be built or is too large for this host. Raises UserError if the host
+    has too little memory or cannot start enough processes, or if the single process cannot train the twin. Raises
+    RunError if another run fails.
     """
     begin = time.perf_counter()
     twin, digest = twin_of(config), digest_of(config)
@@ -73,7 +75,7 @@ def prove(config: JobConfig, say: Say = lambda text: None) -> Certificate:
 
 @dataclass
 class Proof:
-    """The runs of a twin, and what they have shown so far."""
+    """The runs of a twin, and the results so far."""
 
     twin: Twin
     folder: Path
@@ -88,7 +90,7 @@ class Proof:
         self._results: dict[str, list[Difference]] = {}
         self._has_batch_norm = False
         self._rounding: dict[str, dict[tuple[int, str], float]] = {}
-        """The rounding errors in fp32 that have been measured. For each file of a reference: the largest difference by
+        """The rounding errors in fp32 that have been measured, by the file of the reference: the largest difference by
         step and kind of result."""
 
     def write_second_model(self) -> None:
@@ -100,8 +102,8 @@ class Proof:
     def run(self) -> None:
         """Compare the cases with a single process, and explain the first case that differs.
 
-        Stop if this process is not deterministic, or if rounding leaves no results to compare. Skip the case in the
-        precision of the job if a case in fp32 differs.
+        Stop if the single process is not deterministic, or if rounding leaves no results to compare. Skip the case in
+        the precision of the job if a case in fp32 differs.
         """
         self._check_host(max(case.ranks for case in self.cases))
         self.write_second_model()
@@ -126,7 +128,8 @@ class Proof:
 
     def compare_weights(self, config: JobConfig) -> None:
         """Load `model.weights` into the job's model, and compare this model with the class of `transformers` that the
-        folder's `config.json` names. Do nothing if the folder has no `config.json`."""
+        folder's `config.json` names. Do nothing if the job has no weights, or if the folder has no `config.json`. If
+        the models cannot be compared, add the reason to `unproven`."""
         if config.model.weights is None or not (Path(config.model.weights) / "config.json").is_file():
             return
         begin = time.perf_counter()
@@ -145,7 +148,8 @@ class Proof:
             self.findings.append(Finding(name, *numbers, module, how, ("model.weights",)))
 
     def compare(self, case: Case) -> list[Difference]:
-        """Return the results of a case in order, each with the largest difference of all ranks.
+        """Return the results of a case, each with the largest difference of all ranks. A gradient that no rank has
+        counts as a difference of 1.
 
         Results that rounding alone changes too much are omitted, and so are statistics that ranks pool. The ranks of a
         case run only once. A second call omits more of the same results if rounding errors have been measured since.
@@ -209,8 +213,8 @@ class Proof:
             self.unproven.append(reason)
 
     def reference(self, case: Case) -> tuple[Reference, str]:
-        """Return a pair: the `Reference` of a case, which is the run of the single process, and the file with its
-        results. A reference runs only once."""
+        """Return a pair: the `Reference` of a case, and the file with the results of the single process. Cases with the
+        same reference share one run."""
         first = self._measured(case)
         if first[0].has_batch_norm and not self._has_batch_norm:
             self._has_batch_norm = True  # the microbatches of the single process must be those of the case
@@ -255,7 +259,8 @@ class Proof:
         return ranks.run_ranks(f"titan_launch.prove.{function}", world_size, *args, timeout=_TIMEOUT_S)
 
     def job(self, config: JobConfig) -> dict[str, Any]:
-        """Return a twin as the table of a job, which trains in the folder of this proof."""
+        """Return a twin as the table of a job, which trains in the folder of this proof. If this host has no C++
+        compiler, compiled modules use the backend `aot_eager` in place of `inductor`."""
         job = config.job.model_copy(update={"dump_folder": str(self.folder)})
         table = config.model_copy(update={"job": job}).model_dump(mode="json")
         if config.compile.enable and config.compile.backend == "inductor" and not has_compiler():
@@ -354,15 +359,16 @@ def _failure_on_a_cpu_explained() -> Iterator[None]:
 
 
 _OTHER_SAMPLES = 48
-"""Number of the first sample of other data. A run of a twin reads the 48 samples before it."""
+"""Number of the first sample of other data. A run of a twin reads only samples before it."""
 
 _WEIGHTS = ("loss.z_loss", "loss.label_smoothing", "model.args.experts.balance_loss", "model.args.experts.z_loss")
 """Keys of weights of losses. A weight above 0 must change gradients."""
 
 
 def variants(job: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return variants of a twin whose gradients must differ from the twin's own. One has other data (key: `data`). The
-    others have one weight of a loss at 0 each (key: the key of the weight)."""
+    """Return variants of a twin whose gradients must differ from the twin's own. If the twin trains on random samples,
+    one variant has other samples (key: `data`). The others have one weight of a loss at 0 each (key: the key of the
+    weight)."""
     found = {}
     if job["data"]["kind"] == SAMPLES:
         found["data"] = _changed(job, "data.args.offset", _OTHER_SAMPLES)

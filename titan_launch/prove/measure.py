@@ -78,8 +78,8 @@ def measure_reference(
 
 
 SMALLEST = 1e-6
-"""A gradient whose norm is smaller than this part of the norm of all gradients is a rounding error. An example is the
-bias of keys: its gradient is 0, since softmax does not change when all scores rise by the same number."""
+"""A gradient counts as a rounding error if its norm is smaller than this share of the norm of all gradients. An example
+is the bias of keys: its gradient is 0, since softmax does not change when all scores rise by the same number."""
 
 
 _BYTES = 100
@@ -116,7 +116,8 @@ def _loaded(file: str) -> list[Step]:
 
 
 def compare(steps: list[Step], reference: list[Step]) -> list[Difference]:
-    """Return the difference between each result of this rank and the reference.
+    """Return the difference between each result of this rank and the reference. A result that the reference lacks is
+    compared with zeros.
 
     Results that depend on a rounding error (`_follows_rounding`), and results with a shape that is not that of the
     reference, are skipped. With pipeline parallelism, a rank has only the results of its own stages.
@@ -183,7 +184,7 @@ def trace_reference(job: dict[str, Any], step: int, file: str) -> None:
 
 def trace_case(job: dict[str, Any], step: int, file: str, tolerance: float) -> list[Departure]:
     """Trace a step of a twin on this rank. Return the events whose tensors differ by more than `tolerance` from those
-    in `file`, in the order of one process. Collective."""
+    in `file`. Each has its position in the order of one process (`Departure.order`). Collective."""
     _, run, trace = train_twin(job, step, step)
     assert trace is not None
     num_microbatches, tensors = torch.load(file, weights_only=True)
@@ -192,7 +193,8 @@ def trace_case(job: dict[str, Any], step: int, file: str, tolerance: float) -> l
 
 
 def measure_rounding(job: dict[str, Any], file: str) -> list[Difference]:
-    """Train a twin whose initial parameters are changed by one rounding, and compare its steps with those in `file`.
+    """Train a twin on one process, from initial parameters that are changed by one rounding. Compare its steps with
+    those in `file`.
 
     Where a model has kinks (ReLU, the choice of experts), a rounding can change a gradient much.
     """

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Difference(NamedTuple):
-    """A result of a step beside that of one process."""
+    """The difference of a result of a step from that of one process."""
 
     step: int
     name: str
@@ -27,7 +27,7 @@ TOLERANCES = {"loss": 1e-5, "gradient": 1e-4, "update": 1e-3, "buffer": 1e-4, "a
 
 
 def kind_of(result: Difference) -> str:
-    """Return the kind of a result: a key of `TOLERANCES`."""
+    """Return the kind of a result, which is the first word of its name: a key of `TOLERANCES`, or `logits`."""
     return result.name.split(" ")[0]
 
 
@@ -55,7 +55,8 @@ class Reference:
     layout."""
 
     changed: tuple[Difference, ...]
-    """The results that differ when the twin is trained a second time. Empty for a deterministic model."""
+    """The results that differ when the twin is trained a second time. Empty for a deterministic model, and if the twin
+    was trained once."""
 
     dead: tuple[str, ...]
     """Trained parameters whose gradient is exactly 0 in every step."""

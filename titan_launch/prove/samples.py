@@ -20,9 +20,9 @@ class Samples:
     """Random tokens or images by index, the same on every rank.
 
     By default, a sample is a sequence of tokens, whose ignored targets are at random places. With `documents`, a
-    sequence consists of up to four documents. With `pairs`, it consists of exactly four: two pairs of answers. With
-    `shape`, a sample is an image of noise with a class. `offset`: number of the first sample, which sets its random
-    seed.
+    sequence consists of up to four documents. With `documents` and `pairs`, it consists of exactly four: two pairs of
+    answers. With `shape`, a sample is an image of noise with a class. The random seed of a sample is `offset` plus its
+    index.
     """
 
     def __init__(

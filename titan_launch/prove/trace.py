@@ -96,8 +96,8 @@ def _after(trace: Trace, path: str, module: nn.Module, args: tuple[Any, ...], ou
 
 
 def departures(run: Run, trace: Trace, reference: Trace, tolerance: float) -> list[Departure]:
-    """Return the events of this rank whose tensors differ by more than `tolerance` from those of one process, in the
-    order of one process."""
+    """Return the events of this rank whose tensors differ by more than `tolerance` from those of one process. Each has
+    its position in the order of one process (`Departure.order`); the result is not sorted by it."""
     place = _Place(run)
     found = []
     for event, calls in reference.tensors.items():

@@ -36,8 +36,8 @@ from titan_launch.models.huggingface.files import CONFIG_FILE, WeightsError
 from titan_launch.recipes.writing import Row
 
 _FEW_RECORDS = 200
-"""Number of records below which no validation split is made, because it could be empty. For text files, the limit is a
-tenth as many files."""
+"""Number of records below which no validation split is made, because it could be empty. Text files have no records: the
+limit is then a tenth of this number of files."""
 
 _SHORT_SIDE = 224
 """Image size in pixels for which the published image classifiers are made."""
@@ -49,7 +49,7 @@ class ModelFolder:
 
     path: str
     name: str
-    """Name of the model in `[model]`."""
+    """Value of `model.name`."""
 
     flavor: str
     args: Mapping[str, Any]
@@ -62,7 +62,8 @@ class ModelFolder:
 
 
 def look_at_model(path: str) -> ModelFolder:
-    """Return the facts about a folder. Raises UserError for a folder that no job can start from."""
+    """Return the facts about a folder. Raises UserError for a folder with an adapter, and for a folder without a
+    `config.json` of a model that a job can use."""
     folder = Path(path)
     try:
         refuse_adapter(folder)
@@ -90,7 +91,7 @@ class DataFolder:
 
     path: str
     kind: str
-    """The `kind` in `[data]`."""
+    """Value of `data.kind`."""
 
     description: str
     """Description of the data for a comment or message, such as `text in JSON lines`."""
@@ -102,7 +103,8 @@ class DataFolder:
     """Keys of `[data]` only."""
 
     validation: str | None = None
-    """Path of the validation data; None if a split of the same path is used."""
+    """Path of separate validation data; None if there are none. (A split of `path` may be used then: see
+    `is_split`.)"""
 
     is_split: bool = True
     """True if a split of `path` is held out for validation."""
@@ -121,15 +123,16 @@ class DataFolder:
 
 
 class UnknownDataError(Exception):
-    """Error for a path without data, or with data whose kind is not clear. The message continues a line that begins
-    with the path."""
+    """Error for a path without data, or with data that cannot be read or whose kind is not clear. The message continues
+    a line that begins with the path."""
 
 
 def look_at_data(path: str, kinds: Sequence[str] = ()) -> DataFolder:
-    """Return the facts about the data at a path, by its content.
+    """Return the facts about the data at a path, from the names and the content of its files.
 
     `kinds`: the preferred kinds, the best one first. They decide if the first lines suit several kinds. Raises
-    UnknownDataError if there are no data at the path, if they cannot be read, or if their kind is not clear."""
+    UnknownDataError if there are no data at the path, if the data cannot be read, or if their kind is not clear.
+    """
     try:
         return _facts_about(path, kinds)
     except LinkError as error:
@@ -270,8 +273,9 @@ _ENDS = {
 def _by_suffix(path: str, files: list[Path], kinds: Sequence[str]) -> DataFolder:
     """Return the facts about files. The kind of the data is the kind with the most bytes.
 
-    Raises UnknownDataError if JSON lines or Parquet files are mixed with files that have a suffix of another kind, such
-    as `.txt`. Files with unknown suffixes may lie beside them.
+    Raises UnknownDataError if that kind is JSON lines or Parquet, and other files have a suffix of another kind, such
+    as `.txt`. (Files with unknown suffixes may lie beside them.) Also raises UnknownDataError if the kind is text, and
+    some files have the suffix of a format of records (`misread_as_text`).
     """
     sizes: Counter[str] = Counter()
     data: set[str] = set()
@@ -337,7 +341,8 @@ _KINDS_OF_LINES = {
 
 def _lines(path: str, kinds: Sequence[str]) -> DataFolder:
     """Return the facts about JSON lines: chats, pairs of answers, or text in a field. Raises UnknownDataError if the
-    first lines suit several kinds, and none of these is in `kinds`."""
+    first lines suit several kinds and none of these is in `kinds`, if a line is not an object, and if no key has
+    text."""
     records = _records(path)
     first, number = next(records), 1
     found = _kinds_of_line(first)

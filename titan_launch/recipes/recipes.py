@@ -42,11 +42,11 @@ class Recipe:
     """True if the user must name a folder with weights."""
 
     longest: int
-    """`training.seq_len`, unless the model takes only shorter sequences."""
+    """`training.seq_len`, unless the model takes only shorter sequences or is the flavor `debug` (`seq_len_of`)."""
 
     tokens_per_step: int
-    """Approximate number of tokens per step. A small model (`_is_small`) gets at most 8192. For images: number of
-    samples per step."""
+    """Largest number of tokens per step, at most 8192 for a small model (`_is_small`). For images: largest number of
+    samples per step. (A rank has at least one sample, so a step may have more.)"""
 
     steps: int
     """Usual number of steps. With `prefers_steps`, the job has this number. Otherwise it only determines warm-up and
@@ -56,18 +56,18 @@ class Recipe:
     lr_comment: str
     warmup_steps: int
     small_batch: int = 1
-    """`training.local_batch_size` if no GPU is known."""
+    """`training.local_batch_size` if no size can be planned: without a GPU, without a model, or without torch."""
 
     prefers_steps: bool = False
     """True to write the key `steps` instead of `epochs`, unless the steps would be `epochs` epochs or more."""
 
     epochs: int = 3
     epochs_from_random: int = 3
-    """Epochs of a model that starts from random values."""
+    """Number of epochs if the user names no model folder."""
 
     least_steps: int = 0
-    """Least number of steps. A small data set gets a smaller global batch, so that the run has this number. 0 sets no
-    limit."""
+    """Least number of steps. A small data set gets a smaller global batch, so that the run has this number, as far as
+    each rank keeps a sample. 0 sets no limit."""
 
     lora_rank: int = 0
     """Rank of the adapters; 0 trains all parameters."""
@@ -212,7 +212,7 @@ class Inputs:
 def find_data(name: str, path: str | None) -> DataFolder | None:
     """Return the data at `path`. If `path` is None, return the recipe's default data, or None if it is a placeholder.
 
-    Raises UserError if there is no data at the path, or if the recipe does not take data of this kind.
+    Raises UserError if `look_at_data` cannot tell what the data are, or if the recipe does not take data of this kind.
     """
     recipe = RECIPES[name]
     if path is None and recipe.default_data in (CHATS, PAIRS):
@@ -231,7 +231,7 @@ def find_data(name: str, path: str | None) -> DataFolder | None:
 
 
 def tables_of(name: str, inputs: Inputs) -> Iterator[Table]:
-    """Yield the tables of a job file."""
+    """Yield the tables of a job file. Raises UserError for a reward model of a class of `transformers`."""
     recipe, model, data = RECIPES[name], inputs.model, inputs.data
     is_images = "images" in recipe.kinds
     batch, length = _batch_and_length(recipe, inputs)
@@ -292,7 +292,7 @@ def _batch_and_length(recipe: Recipe, inputs: Inputs) -> tuple[int, Length]:
     model, data, seq_len = inputs.model, inputs.data, seq_len_of(recipe, inputs.model)
     tokens = min(recipe.tokens_per_step, 2**13) if _is_small(recipe, model) else recipe.tokens_per_step
     per_step = recipe.tokens_per_step if "images" in recipe.kinds else max(1, tokens // seq_len)
-    epochs = recipe.epochs if model is not None else recipe.epochs_from_random
+    epochs = recipe.epochs if model is not None or recipe.needs_model else recipe.epochs_from_random
     samples = None
     if data is not None:
         rows = [*_data(recipe, inputs), *data.training_rows]
@@ -368,8 +368,8 @@ _TARGETS = ("layers.*.attention.*", "layers.*.feed_forward.*")
 
 
 def _lora(recipe: Recipe, model: ModelFolder | None) -> Iterator[Row]:
-    """Yield the keys of `[lora]`. The targets of a model of this package are the linear layers of attention and of
-    dense feed-forward layers."""
+    """Yield the keys of `[lora]`. For a model of this package, the targets are the linear layers of attention, and
+    those of feed-forward layers if the model has no experts. For a class of `transformers`, they are `**.*_proj`."""
     targets, comment = list(_TARGETS), "modules that match: linear layers, embeddings, experts"
     if model is not None and model.name == HUGGINGFACE:
         targets, comment = ["**.*_proj"], "the usual names in `transformers`"

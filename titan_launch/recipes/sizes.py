@@ -50,13 +50,15 @@ RecordingsOf = Callable[[JobConfig, Layout, Kernels], Recordings]
 
 
 def planned_sizes(config: JobConfig, machine: Machine, recordings_of: RecordingsOf) -> Sizes:
-    """Return the microbatch and the activation checkpointing with the shortest predicted step among those that fit.
+    """Return the microbatch size and the activation checkpointing with the shortest predicted step among those that
+    fit.
 
-    Step times that agree to two digits count as equal. Of equal candidates, the one whose mode adds less time is taken,
-    and then the one with the larger microbatch, because it has fewer collectives. If nothing fits, return a microbatch
-    of one sample and mode `full`.
+    Step times that agree to two digits count as equal, and so do unknown times. Of equal candidates, the one whose mode
+    adds less time is taken, and then the one with the larger microbatch, because it has fewer collectives. If nothing
+    fits, return a microbatch of one sample and mode `full`.
 
-    `config`: the job, whose global batch size does not change. Raises the errors of `recordings_of`.
+    `config`: the job, whose global batch size does not change. Raises the errors of `recordings_of`, except
+    ConfigError, which counts as a size that does not fit.
     """
     where = f"{machine.ranks} {machine.device}"
     found = [(_order(candidate), candidate) for candidate in _candidates(config, machine, recordings_of)]
@@ -97,7 +99,7 @@ def _order(candidate: _Candidate) -> tuple[float, int, int]:
 
 def _candidates(config: JobConfig, machine: Machine, recordings_of: RecordingsOf) -> Iterator[_Candidate]:
     """Yield the best choice of modes for each microbatch size that fits. The sizes are the powers of two up to 64 that
-    divide the number of samples per rank and step."""
+    divide the number of samples per rank and step. Sizes after one that does not fit are not tried."""
     hardware = hardware_of(config, machine.ranks, "cuda", machine.device, machine.memory_gib)
     hardware = replace(hardware, gpus_per_node=max(1, min(machine.ranks, hardware.gpus_per_node)))
     auto = config.activation_checkpoint.model_copy(update={"mode": "auto"})

@@ -67,7 +67,8 @@ def write_new(file: str, text: str) -> None:
 
 
 def print_open_problems(file: str) -> None:
-    """Print the keys of a new job file that the check refuses: placeholders, and paths that do not exist."""
+    """Print the keys of a new job file that the check refuses, such as keys with placeholders or with paths that do not
+    exist. Print nothing if there are none."""
     try:
         load_job(file)
     except UserError as error:

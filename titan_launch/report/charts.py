@@ -24,14 +24,15 @@ _LABELS = 120
 """Width of the names at the right of a stacked chart."""
 
 _MAX_POINTS = 600
-"""Largest number of points of a line. A longer series shows the smallest and the largest value of each interval, and
-the first value that is not finite."""
+"""Largest number of finite points of a line. A longer series shows the smallest and the largest value of each interval,
+and the first value of the interval that is not finite."""
 
 _MAX_NAMES = 8
-"""Largest number of series that the legend names, and that the text at the mouse pointer names."""
+"""Largest number of series that the legend names. The text at the mouse pointer of a line chart names the same
+series."""
 
 _MAX_COLUMNS = 120
-"""Largest number of columns of a chart that show a text at the mouse pointer."""
+"""Largest number of columns of a line chart that show a text at the mouse pointer."""
 
 _FAR = 4
 """A limit that exceeds every bar by this factor is not drawn, because the bars would be too short to read."""
@@ -48,14 +49,15 @@ def line_chart(
     is_difference: bool = False,
     has_hover: bool = True,
 ) -> str:
-    """Return a chart with a line for each series.
+    """Return a chart with a line for each series, or a figure that says so if no value is finite.
 
     Values that are not finite are gaps. A series without finite values has no line. `title` contains the unit of the
     values. `x` is the name of the horizontal axis. `title` and all names are plain text.
 
     `is_difference`: True if the series are differences from another series. The chart then has a line at 0, and the
     first color is not used, because it belongs to that other series. `has_hover`: True to show the values at the mouse
-    pointer."""
+    pointer.
+    """
     lines = {name: [list(part) for part in _parts(_thinned(points))] for name, points in series.items()}
     finite = [point for parts in lines.values() for part in parts for point in part]
     if not finite:
@@ -87,7 +89,8 @@ def line_chart(
 
 
 def _hover_of_lines(lines: Mapping[str, Sequence[Points]], x: str, to_x: Callable[[float], float]) -> Iterator[str]:
-    """Yield invisible columns, each with a text for the mouse pointer: the values of all lines at a place."""
+    """Yield invisible columns, each with a text for the mouse pointer: the values of the first `_MAX_NAMES` lines at
+    one x."""
     shown = {name: dict(point for part in parts for point in part) for name, parts in [*lines.items()][:_MAX_NAMES]}
     places = sorted({place for values in shown.values() for place in values})
     places = places[:: -(-len(places) // _MAX_COLUMNS)] if places else []
@@ -172,7 +175,7 @@ def _describe(column: Column, unit: str, names: Mapping[str, int]) -> Iterator[s
 def _names_at_the_right(
     column: Column, names: Mapping[str, int], x: float, to_y: Callable[[float], float], top: float
 ) -> Iterator[str]:
-    """Yield the names of the parts of the last column that are high enough for a name."""
+    """Yield a name beside each part of the last column that is high enough for text."""
     for name, low, high in _segments(column.parts, names):
         end, start = to_y(min(low, top)), to_y(min(high, top))
         if end - start >= 14:
@@ -279,7 +282,8 @@ def _svg(title: str, width: int, height: int, body: Sequence[str]) -> str:
 
 
 def _legend(classes: Mapping[str, str]) -> str:
-    """Return the legend of a chart: names of series or parts, each with a line or an area in its CSS class."""
+    """Return the legend of a chart: the first `_MAX_NAMES` names of series or parts, each with a line or an area in its
+    CSS class, and the number of further names."""
     names = [*classes]
     shown = [f"<span>{sample(classes[name])}{escape(name)}</span>" for name in names[:_MAX_NAMES]]
     more = f"<span>and {len(names) - _MAX_NAMES} more</span>" if len(names) > _MAX_NAMES else ""

@@ -34,7 +34,7 @@ from titan_launch.report.page import charts, folded, page, paragraphs, section, 
 from titan_launch.report.recorded_run import RecordedRun
 
 _NAMES_OF_RUNS = (("job", "name"), ("job", "dump_folder"))
-"""Keys that differ between any two runs."""
+"""Keys that usually differ between two runs, and are not compared."""
 
 _LONGEST_VALUE = 40
 """Largest number of characters of a value in a line of text."""
@@ -58,7 +58,8 @@ class Line:
     """True if a change is shown in percent, False if it is shown as a difference."""
 
     def changes(self) -> list[str]:
-        """Return the change of each run's figure from that of the first run, as text; "" for the first run."""
+        """Return the change of each run's figure from that of the first run, as text. "" for the first run, and if a
+        figure is missing or not finite."""
         return ["", *(self._change(value) for value in self.values[1:])]
 
     def _change(self, value: float | None) -> str:
@@ -78,10 +79,10 @@ class Comparison:
 
         self.keys = dict(_different_keys(runs))
         """Keys of the configuration that differ, with the value of each run; None for a key that is unset. Keys that
-        change the model or the result come first."""
+        change the model or the result come first. The last entry is the number of ranks, if it differs."""
 
         self.axis = loss_axis(runs)
-        """The axis over which losses are compared: `step`, `tokens` or `images`."""
+        """The axis over which losses are compared (`loss_axis`): `step`, `tokens` or `images`."""
 
         self.step = _last_common_step(runs)
         """The last step for which all runs have reported a training loss; None if there is no such step."""
@@ -96,7 +97,7 @@ class Comparison:
 
     def loss_differences(self, tag: str) -> dict[str, Points]:
         """Return the loss `tag` of each other run minus that of the first run, over `axis`, by the name of the run.
-        Runs without the loss are omitted."""
+        Runs without a point in the range of the first run are omitted."""
         reference, *others = (loss_curve(run, tag, self.axis) for run in self.runs)
         found = zip(self.names[1:], others, strict=True)
         return {name: points for name, curve in found if (points := difference_of_curves(curve, reference))}
@@ -125,7 +126,8 @@ class Comparison:
         return f"configuration: {count or 'no'} different {'key' if count == 1 else 'keys'}"
 
     def _difference_as_text(self, letters: Sequence[str]) -> list[str]:
-        """Return the differences of the training loss as a chart of letters."""
+        """Return the differences of the training loss as a chart, in which each run is drawn with its letter; [] if no
+        difference is known."""
         curves = self.loss_differences(LOSS)
         letter_of = dict(zip(self.names, letters, strict=True))
         title = f"training loss of {', '.join(letter_of[name] for name in curves)} minus that of A"
@@ -231,12 +233,16 @@ class Comparison:
 
     def slower(self, percent: float) -> list[str]:
         """Return a sentence for each run whose median speed is unknown, or more than `percent` below that of the first
-        run. Raises UserError if a run reports no speed, or if the runs report different kinds of speed."""
+        run. If the speed of the first run is unknown, return a sentence for each other run. Raises UserError if a run
+        reports no speed, or if the runs report different kinds of speed."""
         tags = [speed_tag(run) for run in self.runs]
         if None in tags or len({*tags}) > 1:
             kinds = ", ".join(f"{name}: {tag or 'none'}" for name, tag in zip(self.names, tags, strict=True))
             raise UserError(f"error: --fail-if-slower: the runs have different metrics of speed ({kinds})")
-        (line,) = (line for line in self.lines if tags[0] is not None and line.name == speed_unit(tags[0]))
+        lines = [line for line in self.lines if tags[0] is not None and line.name == speed_unit(tags[0])]
+        if not lines:
+            return [f"{name} has no finite speed" for name in self.names]
+        line = lines[0]
         first = line.values[0]
         return [
             f"{name} is slower than {self.names[0]} by more than {percent:g} %: {shown}"

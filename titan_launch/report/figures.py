@@ -84,10 +84,11 @@ def _part_tags(run: RecordedRun) -> dict[str, str]:
 
 
 def time_parts(run: RecordedRun) -> dict[str, float]:
-    """Return the mean seconds per step of each part of a step and of each pause. Empty for a run without reports.
+    """Return the mean seconds per step of each part of a step and of each pause. Empty for a run without a finite step
+    time.
 
     The mean of a part is over the reports of `RecordedRun.steady`. The mean of a pause is over all steps. Step time
-    that belongs to no metric is the part UNMEASURED.
+    that belongs to no metric is the part UNMEASURED, if it exceeds 0.1 % of the step time.
     """
     step = _mean(run.steady(STEP_SECONDS))
     if step is None:
@@ -104,7 +105,8 @@ def step_columns(run: RecordedRun) -> list[Column]:
     """Return the parts of the step time in seconds over the run, without pauses.
 
     There is a column for each report. In a long run, a column has the mean of several consecutive reports, weighted by
-    their steps. The parts of a column add up to `time/step_s`. Reports with a number that is not finite are omitted.
+    their steps. Step time that belongs to no metric is the part UNMEASURED, if it exceeds 0.1 % of `time/step_s`.
+    Reports with a time that is not finite are omitted.
     """
     totals = run.values(STEP_SECONDS)
     tags = {name: dict(run.values(tag)) for name, tag in _part_tags(run).items() if name not in PAUSES}
@@ -147,8 +149,8 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def loss_axis(runs: Sequence[RecordedRun]) -> str:
-    """Return the axis over which losses of runs are compared: `tokens` or `images` if the runs have different numbers
-    of them per step, else `step`."""
+    """Return the axis over which losses of runs are compared. It is `tokens` or `images` if the runs have different
+    numbers of them per step, and `step` if these numbers are equal or unknown."""
     seen = [dict(run.values(_SAMPLES)) for run in runs]
     images = any("images" in (speed_tag(run) or "") for run in runs)
     sizes = [1 if images else run.seq_len for run in runs]

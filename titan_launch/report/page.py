@@ -20,8 +20,8 @@ COLORS = {
         "part": ("#e9c43c", "#2f6fbb", "#e88f5a", "#8450bd", "#73c690", "#7b838e", "#86c9dc", "#b8386b", "#b4b9c0"),
     },
 }
-"""Colors of lines and of areas, on a light and on a dark page. Neighboring areas differ in lightness, so they differ in
-gray, too. Neighboring lines have different dashes."""
+"""Colors of lines and of areas, on a light and on a dark page. Neighboring areas differ in lightness, so they can be
+told apart without color. Neighboring lines have different dashes."""
 
 _DASHES = ("none", "7 4", "2 3", "10 3 2 3")
 _CLASSES = "\n".join(

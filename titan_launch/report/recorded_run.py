@@ -68,7 +68,7 @@ _MOST_STARTS = 200
 """Largest number of starts that are shown. Of a run with more starts, the last ones are shown."""
 
 _LOG_HEAD, _LOG_TAIL = MIB // 4, MIB // 16
-"""Number of bytes that are read at the beginning and at the end of the log of a start's first rank. Of the logs of
+"""Numbers of bytes that are read at the beginning and at the end of the log of a start's first rank. Of the logs of
 other ranks, only the end is read."""
 
 _MOST_ERROR_BYTES = 128 * MIB
@@ -179,7 +179,8 @@ class Start:
     """Number of ranks whose log of this start is in the run folder."""
 
     end: str
-    """Last message of the first rank. If a rank logged an error: the first line of the earliest error."""
+    """Last message of the first rank; "" without a log line. If a rank logged an error: the first line of the earliest
+    error."""
 
     is_error: bool
     """True if `end` is the error of a rank."""
@@ -258,7 +259,7 @@ class RecordedRun:
 
     @property
     def seq_len(self) -> int | None:
-        """`training.seq_len`, the number of tokens of a sample; None if the file lacks it."""
+        """`training.seq_len`, the number of tokens of a sample; None if `config.json` lacks it."""
         return self.config["training"].get("seq_len")
 
     @cached_property
@@ -279,14 +280,15 @@ class RecordedRun:
 
     @cached_property
     def best_step(self) -> int | None:
-        """Step of the best checkpoint, which is the result, if `validation.patience` ended the run; else None."""
+        """Step of the best checkpoint, which is the result, if `validation.patience` ended the run. None for other
+        runs, and if no checkpoint with a validation loss is left."""
         if self.state != "ended early":
             return None
         return next(iter(best_steps({saved.step: saved.validation_loss for saved in self.checkpoints})), None)
 
     @cached_property
     def starts(self) -> list[Start]:
-        """The last starts of the run, at most 200, from their logs. The oldest is the first."""
+        """The last starts of the run, at most 200, from their logs. The oldest of these is the first."""
         logs = self.folder / "logs"
         reader = _Logs(_MOST_ERROR_BYTES)
         folders = ((number, logs / attempt_name(number)) for number in self._attempts[: -_MOST_STARTS - 1 : -1])
@@ -308,17 +310,17 @@ class RecordedRun:
 
     @cached_property
     def audit(self) -> RecordedAudit | None:
-        """The content of `precision_audit.json`; None without that file."""
+        """The content of `precision_audit.json`; None without that file. Raises UserError if the file is damaged."""
         return _record(self.folder / AUDIT_FILE, _AUDIT)
 
     @cached_property
     def proof(self) -> Certificate | None:
-        """The content of `proof.json`; None without that file."""
+        """The content of `proof.json`; None without that file. Raises UserError if the file is damaged."""
         return _record(self.folder / PROOF_FILE, CERTIFICATE)
 
     @cached_property
     def units(self) -> list[RecordedUnit]:
-        """The content of `units.json`; empty without that file."""
+        """The content of `units.json`; empty without that file. Raises UserError if the file is damaged."""
         return _record(self.folder / UNITS_FILE, _UNITS) or []
 
     def values(self, tag: str) -> Series:
@@ -380,8 +382,8 @@ def load_run(folder: Path) -> RecordedRun:
 
 
 def find_runs(folder: Path, depth: int = 3) -> list[Path]:
-    """Return the run folders at or below a folder, at most `depth` levels below, sorted by path. Raises UserError for
-    more than MOST_FOLDERS folders."""
+    """Return the run folders at or below a folder, at most `depth` levels below, sorted by path. Folders inside of a
+    run folder and links to folders are not searched. Raises UserError for more than MOST_FOLDERS folders."""
     found: list[Path] = []
     level, number = [folder], 1
     for _ in range(depth + 1):
@@ -416,7 +418,8 @@ def _no_run(folder: Path) -> str:
 
 def _lines(path: Path) -> Iterator[Report]:
     """Yield the reports of a file; none if the file does not exist. An incomplete last line is dropped: the run is
-    still writing it, or was killed. Raises UserError if any other line is not a report."""
+    still writing it, or was killed. Raises UserError if any other line is not a report, for more than MOST_REPORTS
+    lines, and if the file cannot be read."""
     tags: dict[str, str] = {}
     try:
         for number, line in numbered_lines(path):

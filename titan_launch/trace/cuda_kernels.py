@@ -9,8 +9,9 @@ Their outputs have the right shape, dtype and strides, and the tensors that they
 - LayerNorm: both devices run the same operation. CUDA saves mean and factor of the rows in fp32 even for a bf16 input.
 - Attention: CUDA runs flash attention for fp16 and bf16, and memory-efficient attention for fp32 or with a mask. If the
   shapes are not (batch, heads, tokens, head_dim), and for grouped queries in fp32 or with a mask, CUDA runs the kernel
-  that stores all scores. If values have another width than queries, and `plan.attention_kernels` permits it, the
-  replacement uses cuDNN's kernel. That kernel saves as many bytes as flash attention.
+  that stores all scores. If values in fp16 or bf16 have another width than queries, and no width is above
+  `plan.attention_kernels.WIDEST_FLASH`, the replacement uses cuDNN's kernel. That kernel saves as many bytes as flash
+  attention. With `kernels.attention = "math"`, the kernel that stores all scores always runs.
 - Attention with a sliding window, a soft cap, attention sinks or documents: CUDA runs FlexAttention, which saves its
   inputs, its output, and an fp32 logarithm for each query. The memory of its block mask is not counted.
 - Matrix products of experts: CUDA runs one grouped product in bf16 (`plan.experts.is_grouped`). With other dtypes, and
@@ -102,7 +103,7 @@ def copies_from_host() -> Iterator[None]:
 
 
 class _FusedNorm(torch.autograd.Function):
-    """A norm that only saves input, weights, and `num_statistics` fp32 numbers per row of `row_size`."""
+    """A norm that only saves input, weights, and `num_statistics` fp32 numbers for each row of `row_size` elements."""
 
     @staticmethod
     def forward(

@@ -32,8 +32,11 @@ def dry_run(config: JobConfig, layout: Layout, hardware: Hardware, rank: int) ->
     """Build what `rank` would build in a run, trace a step, and return a text that describes the rank.
 
     The mesh, the FSDP2 units, the pipeline stages, the optimizer and its update are the same as in a run. Forward and
-    backward are traced; equal blocks are traced only once. No data is read, and nothing is written. The job's modes
-    must not be `auto`. Raises ConfigError as a run would, before memory is allocated.
+    backward are traced as in `trace_rank`. Nothing is written. No data is read, except one image if only the data
+    determines the size of the images. The job's modes must not be `auto`. The process must have no process group.
+
+    Raises the ConfigErrors that a run raises before it allocates memory, and ConfigError for a model that cannot be
+    traced.
     """
     built = build_job_model(config)
     check_param_groups(built.module, config.optimizer, built.head)

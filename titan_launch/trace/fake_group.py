@@ -18,7 +18,8 @@ from titan_launch.core.patches import loggers_silenced, replaced
 
 @contextmanager
 def fake_process_group(world_size: int, rank: int = 0) -> Iterator[None]:
-    """Run the block as rank `rank` of `world_size`. Collectives return at once and change nothing.
+    """Run the block as rank `rank` of `world_size`. Collectives return at once, and their results have no values of
+    other ranks.
 
     The default is rank 0, which has the largest shards. Raises RuntimeError if this process already has a process
     group, because FSDP2 and the mesh would use that group.
@@ -58,8 +59,8 @@ def sends_held() -> Iterator[None]:
     """Until the end of the block, let the work object of a send keep the sent tensors alive, as with gloo.
 
     PyTorch's schedules of several stages per rank keep the work objects of all sends until the end of the step. Work
-    objects of NCCL keep no tensors: the allocator frees a sent tensor when the other rank has received it. A trace
-    assumes that this happens at once.
+    objects of NCCL keep no tensors: the allocator frees a sent tensor when the other rank has received it. Outside of
+    this block, a trace assumes that the other rank receives the tensor at once.
     """
     send = dist.ProcessGroup.send
 
@@ -80,8 +81,8 @@ class _Sent:
 
 @contextmanager
 def silence() -> Iterator[None]:
-    """Drop warnings and logs while a model is traced. A run repeats the warnings, and PyTorch also raises the errors
-    that it logs."""
+    """Until the end of the block, drop Python's warnings, and the logs of fake tensors, of DTensor's redistribution and
+    of `titan_launch.parallel`. A run repeats the warnings, and PyTorch also raises the errors that it logs."""
     names = ("torch._subclasses.fake_tensor", "torch.distributed.tensor._redistribute", "titan_launch.parallel")
     with loggers_silenced(*names), warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -43,7 +43,7 @@ class StepPoints:
         """Index of the current microbatch."""
 
     def begin_microbatch(self, index: int) -> None:
-        """Assign the following step points to this microbatch."""
+        """Enter the forward of microbatch `index`. The step points that follow belong to this microbatch."""
         self.microbatch = index
         self._enter("forward", "")
 
@@ -67,8 +67,8 @@ class StepPoints:
         self._ledger.enter(StepPoint(self.microbatch, phase, unit))
 
     def _begin_next(self, model: nn.Module, _: Any) -> None:
-        """Begin the next microbatch of a model or of a pipeline stage. A forward without gradients belongs to the
-        microbatch whose backward comes next."""
+        """Begin the next microbatch of a model or of a pipeline stage. A forward without gradients begins no
+        microbatch: it belongs to the same microbatch as the next forward with gradients."""
         if not torch.is_grad_enabled():
             return
         index = self._counts.get(model, 0)
@@ -80,9 +80,9 @@ class StepPoints:
             self._enter("loss", "")
 
     def _begin(self, path: str, *_: Any) -> None:
-        """Begin the forward of a module, unless it runs inside another observed module.
+        """Begin the forward of a module. Do nothing if the module runs inside another observed module, or in backward.
 
-        An example is a rotary embedding that the model owns and its blocks call.
+        A rotary embedding that the model owns and its blocks call is an example of a module inside others.
         """
         if self._inside is None and not is_in_backward():
             self._inside = path
@@ -102,10 +102,11 @@ class StepPoints:
 
 
 def modules_in_order(model: nn.Module, inventory: Inventory) -> list[str]:
-    """Return the paths of all blocks, and of the outermost other modules that neither contain a block nor are inside
-    one.
+    """Return the paths of the outermost blocks, and of the outermost modules with a forward that neither contain a
+    block nor are inside one.
 
-    A forward runs these modules one after another. Modules of other pipeline stages are omitted."""
+    A forward runs these modules one after another. Modules of other pipeline stages are omitted.
+    """
     blocks = outermost(inventory.blocks)
     found: list[str] = []
     _collect(model, "", set(blocks), {around for block in blocks for around in outward(parent(block))}, found)
@@ -143,7 +144,7 @@ _IN_PLACE = {
     "broadcast_": ("broadcast", 0),
     "send": ("send", 0),
 }
-"""(functional collective, index of the input argument) for each operation of a process group."""
+"""(key of `_SENT_SHARE`, index of the input argument), by operation of a process group."""
 
 _OF_FSDP = ("_allgather_base_", "_reduce_scatter_base_")
 """The operations of a process group that FSDP2 calls. Ring attention and experts use functional collectives."""

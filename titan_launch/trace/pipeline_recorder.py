@@ -64,7 +64,7 @@ class _Kind(NamedTuple):
     """True if a split backward adds to the gradients of an earlier microbatch, in place."""
 
     outlives: bool
-    """True if the output of the stage lives on after its backward."""
+    """True if the stage's output for the microbatch is still held after the backward of the microbatch."""
 
 
 Note = StepPoint | Event | Mark
@@ -82,7 +82,7 @@ class PipelineRecorder:
     """Function that notes that the parameters of a stage take their gradients."""
 
     roots: dict[nn.Module, str]
-    """Path of each stage's root on the tape."""
+    """Path of each stage's FSDP2 root on the tape."""
 
     holds_sends: bool
     """True if the work object of a send keeps the sent tensors (`fake_group.sends_held`)."""
@@ -100,11 +100,11 @@ class PipelineRecorder:
     """The output of each stage, by its module."""
 
     _microbatch: int = 0
-    """The microbatch that runs."""
+    """Index of the microbatch that runs."""
 
     def run(self, microbatches: list[Batch], loss: Loss, num_items: Tensor) -> None:
-        """Run a step, and replace the content of `notes` by the notes of this step. Stages run only microbatches of
-        kinds that no earlier call of this method has run."""
+        """Run a step, and replace the content of `notes` by the notes of this step. Stages run only the microbatches of
+        `_microbatches_to_run`. For the other microbatches, a stand-in runs."""
         parallelism, original = self.config.parallelism, Accumulation(self.config.gradient_accumulation)
         outer = self
 
@@ -139,8 +139,8 @@ class PipelineRecorder:
         self.notes[:] = [*composed, Bytes(tuple((category, n) for category, n in left.items() if n))]
 
     def _microbatches_to_run(self) -> set[tuple[int, int]]:
-        """Return the first microbatch of each new kind. With activation offloading, return all microbatches, because a
-        forward ends the copies of the forward before it."""
+        """Return the first microbatch of each kind that no earlier call of `run` has run. With activation offloading,
+        return all microbatches, because a forward completes the copies of the forward before it."""
         if self.config.activation_checkpoint.offload:
             return set(self._kinds)
         known, first = {kind for _, kind in self._known}, dict[_Kind, tuple[int, int]]()
@@ -199,8 +199,9 @@ class PipelineRecorder:
     def _composed(self, notes: Iterable[Note]) -> Iterator[Note]:
         """Yield the notes of the whole schedule.
 
-        Each stage has run one microbatch of each kind. For every other microbatch, which a stand-in ran, yield the
-        notes of the microbatch of the same kind that the stage has run."""
+        For a microbatch that a stage has run, yield its own notes. For a microbatch that a stand-in ran, yield the
+        notes of the first microbatch of the same kind that the stage has run.
+        """
         parts = list(_between_marks(notes))
         for mark, own in parts:  # in a loop of its own: LoopedBFS runs the backward of the first microbatch last
             if mark is not None and mark.key in self._runs:
@@ -228,7 +229,7 @@ def _between_marks(notes: Iterable[Note]) -> Iterator[tuple[Mark | None, list[No
 
 
 def _left(notes: Iterable[Note]) -> Counter[Category]:
-    """Return the bytes that are still allocated after the notes, by category."""
+    """Return the bytes that the notes allocate and do not free, by category. Unsharded gradients are not included."""
     left: Counter[Category] = Counter()
     for note in notes:
         if isinstance(note, Bytes):
@@ -276,7 +277,10 @@ class _Output(NamedTuple):
 
 
 def _stand_in(x: Tensor, weight: Tensor | None, output: _Output) -> Tensor:
-    """Return a tensor like the output of a stage. Its backward needs nothing of the stage."""
+    """Return a tensor like the output of a stage. Its backward needs nothing of the stage.
+
+    `x`: the input of the stage. `weight`: a scalar that requires a gradient, if `x` requires none; else None.
+    """
     own = x.to_local() if isinstance(x, DTensor) else x
     y: Tensor = _StandIn.apply(own, weight, output.shape, output.dtype)
     if output.mesh is None:

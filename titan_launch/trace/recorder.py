@@ -1,8 +1,9 @@
 """Recording of a tape: one microbatch of one rank, forward and backward, with tensors that have shapes and no values.
+With pipeline parallelism, a tape has the microbatches of a step.
 
 The functions of a run build, wrap and train the model. Memory that FSDP2 allocates is not recorded; the calls of its
-hooks are recorded instead. So the tape depends neither on the mode of gradient accumulation nor on the number of
-shards.
+hooks are recorded instead. So the tape depends neither on the mode of gradient accumulation nor on the number of shards
+(see `plan.memory.recordings.recorded_job`).
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class _Recorder(Ledger):
         self.reducing: tuple[str, int] | None = None
         """Full name of the parameter whose gradient FSDP2 is about to reduce, and the bytes of an element."""
         self.reduced: dict[str, int] = {}
-        """`Tape.reduced`."""
+        """See `Tape.reduced`."""
 
     def allocate(self, num_bytes: int, category: Category) -> None:
         if category not in OF_FSDP:
@@ -178,8 +179,8 @@ class TorchRecorder:
     ) -> list[Tape]:
         """Record a job, and return its tapes (see `plan.memory.recordings.Recordings.tapes`).
 
-        Of many blocks that are alike, only some are recorded. If these show that the blocks are not alike, or if the
-        model does not run without the others, all blocks are recorded.
+        If many blocks are alike, only some of them are recorded. If the tapes show that the recorded blocks differ, or
+        if the model does not run without the omitted blocks, all blocks are recorded.
 
         Raises ConfigError for most dtype errors, as a run does, and for a model that cannot be traced. Raises UserError
         on an untested release of PyTorch.
@@ -207,8 +208,8 @@ class TorchRecorder:
             return tuple(Blocks.shortened(blocks, of_blocks, variants(blocks)) for blocks, of_blocks in own)
 
         def variants(blocks: Sequence[str]) -> dict[str, Hashable]:
-            """Return a digest of the attributes of each block of this package. Attributes, such as the window of a
-            layer, decide what a block computes."""
+            """Return a digest of the attributes of each block; an empty dict if the model is not of this package.
+            Attributes, such as the window of a layer, decide what a block computes."""
             own = blocks if job.model.is_of_package else ()
             return {path: attributes_digest(whole.module.get_submodule(path)) for path in own}
 

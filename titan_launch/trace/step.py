@@ -1,7 +1,7 @@
 """A trace of one rank's training step, with tensors that have shapes and no values.
 
 The functions of a run build, plan, wrap and train the model: units, hooks, gradient accumulation and loss are the same.
-Only data, initial values and the update are missing.
+Only data, initial values, the conversion to float8 and the update are missing.
 """
 
 from __future__ import annotations
@@ -68,10 +68,11 @@ from titan_launch.train.step import forward_backward
 
 
 class Batches:
-    """Maker of the microbatches of a rank. All microbatches are equal. Implements `SampleFormat` for traced models."""
+    """A maker of a rank's microbatches. All microbatches are equal. Implements `SampleFormat` for traces and trials."""
 
     def __init__(self, config: JobConfig, layout: Layout, part: SequencePart | None):
-        """`part`: the tokens of every sequence that belong to the rank. Raises ConfigError as `sample_format` does."""
+        """`part`: the tokens of every sequence that belong to the rank; None without context parallelism. Raises
+        ConfigError as `sample_format` does."""
         self._config = config
         self._batch_size = layout.local_batch_size
         self._shape, self.num_classes = sample_format(config)
@@ -102,12 +103,15 @@ class TracedStep:
 def trace_step(
     config: JobConfig, built: BuiltModel, plan: ModelPlan, layout: Layout, kernels: Kernels, rank: int = 0
 ) -> TracedStep:
-    """Trace a step on a rank of `layout.world_size`. `built` is on the meta device, and is wrapped in place.
+    """Trace a step as rank `rank` of `layout.world_size`. `built` is on the meta device, and is wrapped in place.
 
-    The trace has as many microbatches as are needed until peak memory stops growing. A pipeline is traced a second time
-    with more microbatches, and the growth of each phase's peak is extrapolated. Raises ConfigError for dtype errors, as
-    a run does, except for a matrix product of two different dtypes, which fake tensors accept. Other errors of the
-    model's forward and backward are raised unchanged.
+    The trace stops at the number of microbatches from which activations no longer add to the peak memory. In a
+    pipeline, other memory may still grow. Then a second step with more microbatches is traced, and the growth of each
+    phase's peak is extrapolated.
+
+    Raises ConfigError as `assemble_model` does. Errors in the model's forward and backward, such as dtype errors, are
+    explained by `explain_model`; unknown errors are raised unchanged. A matrix product of two different dtypes is no
+    error, because fake tensors accept it.
     """
     with assembled_without_values(config, built, plan, layout, kernels, rank) as (model, batches):
         held_on_host = on_host(config.training, kernels)
@@ -169,7 +173,8 @@ def _trace_microbatches(
     ledger: Ledger,
     num_microbatches: int,
 ) -> TracedStep:
-    """Trace forward and backward of `num_microbatches`, and add the memory of the optimizer's update by a formula.
+    """Trace forward and backward of `num_microbatches` microbatches. Add the memory of the optimizer state, the moving
+    average and the update by formulas.
 
     `assembled`: the model on the CPU, with real or fake tensors, and without gradients.
     """
@@ -236,7 +241,7 @@ def watched_parts(config: JobConfig, model: nn.Module, plan: ModelPlan, points: 
 
 
 def _makes_logits(model: nn.Module, module: nn.Module) -> bool:
-    """Return True if the loss is computed from the output of `module`: the model, or the last pipeline stage."""
+    """Return True if the loss is computed from the output of `module`, which is the model or a pipeline stage."""
     pipeline = pipeline_of(model)
     return pipeline is None or (pipeline.has_last and module is pipeline.local[-1].module)
 

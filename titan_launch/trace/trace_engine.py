@@ -1,6 +1,5 @@
 """The reference engine of the planner, for any model. It traces a step with torch to find memory and traffic. If
-possible, it traces two shallower models and extrapolates.
-"""
+possible, it traces two shallower models instead of the whole model, and extrapolates."""
 
 from __future__ import annotations
 
@@ -38,14 +37,16 @@ from titan_launch.train.model import build_job_model
 _log = logging.getLogger(__name__)
 
 _ON_THE_LINE = 1e-4
-"""Largest relative error of extrapolated peak memory at a third depth. The error is 0 if memory is affine in depth."""
+"""Memory counts as affine in depth if the relative error of the extrapolated peak memory at a third depth is below this
+value."""
 
 
 def trace_rank(config: JobConfig, plan: ModelPlan, layout: Layout, kernels: Kernels, rank: int) -> TracedStep:
     """Trace the step of one rank. `plan`: plan of the model with all stages.
 
-    If one block repeats often, trace the model at two smaller depths and extrapolate. Otherwise trace all blocks.
-    Raises ConfigError as `trace_step` does, and for a model that cannot be traced.
+    If one block repeats often, and the rank has one pipeline stage, trace the model at two smaller depths and
+    extrapolate. Otherwise, or if memory is not affine in depth, trace all blocks. Raises ConfigError as `trace_step`
+    does, and for a model that cannot be traced.
     """
     shortcut = _find_shortcut(plan, layout.pipeline_rank(rank))
     if shortcut is not None:
@@ -70,9 +71,9 @@ def _trace_short(
 ) -> TracedStep | None:
     """Trace the model at two depths and extrapolate.
 
-    Return None if the model does not run without some of its blocks. Also return None if the two depths, or memory at a
-    third depth, show that memory is not affine in depth; for example, if blocks read the outputs of all earlier blocks.
-    The third depth is not traced for models of this package, because their memory is affine.
+    Return None if the model does not run without some of its blocks. Also return None if the two depths, or a third
+    depth, show that memory or traffic is not affine in depth; for example, if blocks read the outputs of all earlier
+    blocks. The third depth is not traced for models of this package, because their memory is affine.
     """
     with whole_traced_on_error():
         shorter = _trace_without(config, plan, layout, kernels, rank, shortcut.removed_from_shorter)
@@ -88,14 +89,15 @@ def _trace_short(
 
 
 def log_whole_trace(reason: str) -> None:
-    """Log why all blocks of a model are traced."""
+    """Log a warning that all blocks of a model are traced, with the reason."""
     _log.warning("all blocks are traced, which takes longer: %s", reason)
 
 
 @contextmanager
 def whole_traced_on_error() -> Iterator[None]:
-    """Suppress the errors of a trace without some of the model's blocks. A model may fail without them, for example if
-    it counts its blocks. An error that has another cause occurs again in the trace of all blocks, which raises it."""
+    """Suppress the errors of a trace without some of the model's blocks, and log a warning for all but ConfigErrors. A
+    model may fail without these blocks, for example if it counts its blocks. An error that has another cause occurs
+    again in the trace of all blocks, which raises it."""
     try:
         yield
     except ConfigError:  # the trace of all blocks most likely raises the same error
@@ -195,7 +197,7 @@ class TraceEngine:
         return self._step(choice).footprint
 
     def traffic(self, choice: Choice) -> Traffic:
-        """Return the counted traffic in one step of the rank with the highest peak memory, as in `__call__`.
+        """Return the traffic of one step, counted on the rank whose memory `__call__` returns.
 
         The traffic includes the collectives of FSDP2 units, and communication along the tensor, context, pipeline and
         expert axes. Raises ConfigError as `__call__` does.

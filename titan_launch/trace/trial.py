@@ -1,8 +1,8 @@
 """A trial: three training steps of one rank with real tensors on its device, without other ranks.
 
-Collectives return at once, so the values are meaningless, but every allocation is that of a run. So a trial shows
-whether a rank has enough memory. If the memory does not suffice, no other rank is left waiting. On a phantom GPU
-(`phantom_gpu`) a trial measures what the allocator of a GPU would reserve.
+Collectives return at once, so the values are meaningless, but the allocations on the device are those of a run. So a
+trial shows whether a rank has enough memory. If the memory does not suffice, no other rank is left waiting. On a
+phantom GPU (`phantom_gpu`) a trial measures what the allocator of a GPU would reserve.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ has this state from the beginning. The third step shows whether the allocator ne
 
 
 _SHARE = 0.95
-"""Share of this process's memory limits on the host (`ulimit`) that a trial may use. A run needs a little more memory
-than a trial."""
+"""Share of this process's memory limits on the host (`ulimit`) that a trial on a CPU may use. A run needs a little more
+memory than a trial."""
 
 
 @dataclass(frozen=True)
@@ -69,10 +69,11 @@ class TrialMemory:
 
 
 def run_trial(config: JobConfig, layout: Layout, rank: int, device: torch.device) -> TrialMemory | None:
-    """Train three steps as `rank` of `layout.world_size` on `device`, with parameters that are 0.
+    """Train three steps as rank `rank` of `layout.world_size` on `device`. All parameters and buffers are 0.
 
-    Return the peak memory of the steps; None on a CPU. The job's modes must not be `auto`. Raises RunError if the
-    memory does not suffice, and ConfigError as a run does.
+    Return the peak memory; None on a CPU. On a CPU, first lower the memory limits of this process. The job's modes must
+    not be `auto`. The process must have no process group. Raises RunError if the memory does not suffice, and
+    ConfigError as a run does.
     """
     for limit in (resource.RLIMIT_AS, resource.RLIMIT_DATA) if device.type == "cpu" else ():
         soft, hard = resource.getrlimit(limit)
@@ -131,8 +132,9 @@ def run_trial(config: JobConfig, layout: Layout, rank: int, device: torch.device
 
 
 def _equal_counts(load: float, counts: Tensor, ranks: int, group: str) -> Tensor:
-    """Replace `expert_parallel.exchanged_counts`. No other rank exists that could say how many rows it sends. So the
-    rows that this rank is planned to receive are divided equally."""
+    """Replace `expert_parallel.exchanged_counts`, because no other rank exists that could say how many rows it sends.
+    The rows that this rank is planned to receive are divided equally among the sending ranks and this rank's experts.
+    `load`: value of `planner.expert_load`."""
     rows = received_rows(int(counts.sum()), ranks, load)
     return torch.tensor(equal_parts(rows, counts.numel()), device=counts.device).view(ranks, -1)
 

@@ -18,7 +18,7 @@ from titan_launch.train.flops import FORMULAS, attention_flops
 _aten = torch.ops.aten
 
 _FACTORS = {_aten.mm: 0, _aten._scaled_mm: 0, _aten.bmm: 0, _aten.addmm: 1, _aten.baddbmm: 1}
-"""Operations that multiply matrices, with the index of their first factor."""
+"""Operations that multiply matrices, with the index of the first factor among their arguments."""
 
 _NO_WORK = {
     _aten.empty,
@@ -35,7 +35,8 @@ _READS_ROWS = {_aten.embedding, _aten.index, _aten.index_select, _aten.gather, _
 
 
 def work_of(operation: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Work | None:
-    """Return the work of an operation; None if it computes nothing."""
+    """Return the work of an operation. Return None for a view, for an allocation, and for an operation that is not of
+    ATen."""
     packet = operation.overloadpacket
     if operation.namespace != "aten" or packet in _NO_WORK or _is_view(operation):
         return None
@@ -68,8 +69,8 @@ def _product(a: Tensor, b: Tensor) -> Work:
 
 
 def _grouped_product(a: Tensor, b: Tensor, ends: Tensor | None = None, *_: Any) -> Work:
-    """Return the work of a grouped product. Its groups divide the rows, the columns, or the inner dimension. All groups
-    are assumed to be of equal size."""
+    """Return the work of a grouped product. Two stacks of matrices are multiplied in pairs. Otherwise the groups divide
+    the rows, the columns or the inner dimension, and all groups are assumed to be of equal size."""
     groups = b.shape[0] if b.dim() == 3 else a.shape[0] if a.dim() == 3 else 1 if ends is None else ends.shape[0]
     rows, inner, columns = a.shape[-2], a.shape[-1], b.shape[-1]
     if a.dim() == 2 and b.dim() == 3:

@@ -37,7 +37,7 @@ class RunBase:
 
     def __init__(self, model: nn.Module, config: JobConfig, inventory: Inventory):
         """Read the headers of the files. If the folder cannot be read, an error is raised only when its values are
-        needed. `model`: the allocated model of this rank. `inventory`: the whole model."""
+        needed. `model`: the allocated model of this rank. `inventory`: the modules of the whole model."""
         self._model, self._config, self._inventory = model, config.model, inventory
         self._saves_frozen = config.checkpoint.save_frozen
         self._folder: WeightsFolder | None = None
@@ -52,8 +52,8 @@ class RunBase:
         """Copy the values in the folder `lora.adapter` into the adapters; collective. Each rank reads the adapters of
         its pipeline stage, and keeps its shards.
 
-        `adapters`: the adapters of the whole model. Raises ConfigError, on all ranks alike, if the folder has other
-        adapters.
+        `adapters`: the adapters of the whole model. Raises ConfigError, on all ranks alike, if the folder cannot be
+        read, or if its adapters do not fit the job.
         """
         assert config.adapter is not None
         path = Path(config.adapter)
@@ -105,7 +105,7 @@ class RunBase:
 
     @property
     def record(self) -> Base | None:
-        """The facts about the folder for the manifest of a checkpoint; None without a folder."""
+        """The facts about the folder for the manifest of a checkpoint; None without a folder that can be read."""
         if self._fingerprint is None:
             return None
         names = {self._first_names[name] for name in self.omitted}
@@ -115,7 +115,7 @@ class RunBase:
     def begin(self) -> None:
         """Copy the weights into the model; collective. Each rank reads its own parts.
 
-        Raises ConfigError, on all ranks alike, if the folder does not hold the model's tensors.
+        Raises ConfigError, on all ranks alike, if the folder cannot be read, or does not hold the model's tensors.
         """
         self._copy(None)
         self._omit(frozenset())
@@ -196,8 +196,8 @@ class RunBase:
 
     @cached_property
     def _held(self) -> frozenset[str]:
-        """All names of the parameters that are never trained and for which the folder has values. Empty if checkpoints
-        save all parameters."""
+        """All names of the parameters that are never trained and for which the folder has values. Empty without a
+        folder, or if checkpoints save all parameters."""
         frozen = {
             full_name(module.path, tensor.name)
             for module in self._inventory.modules

@@ -100,7 +100,7 @@ class RunBatches:
 
 @dataclass(frozen=True)
 class RunData:
-    """The data sources of a run. Their samples are whole sequences."""
+    """The data sources of a run. A sample of tokens is a whole sequence, also with context parallelism."""
 
     train: SampleSource
     order: Order
@@ -158,7 +158,8 @@ class RunData:
 
 
 def build_data(config: JobConfig, layout: Layout, part: SequencePart | None) -> RunData:
-    """Open the data to train on and to validate on. Raises ConfigError for data that cannot be read."""
+    """Open the data to train on and to validate on. Raises ConfigError for data that cannot be read, and for data whose
+    samples do not fit the loss (`_check_pairs`). `part`: see `RunData.sequence_part`."""
     tokenizer = build_tokenizer(config.tokenizer)
 
     def build(data: DataSource, key: KeyPath) -> SampleSource:
@@ -248,7 +249,8 @@ def build_train_batches(
 def build_stream_batches(
     config: JobConfig, data: RunData, layout: Layout, ranks: Ranks, stack: ExitStack
 ) -> StreamBatches | None:
-    """Return this rank's microbatches of a stream; None for data with an index. Closing `stack` ends the worker."""
+    """Return this rank's microbatches of a stream; None if the training data is not a stream. Closing `stack` ends the
+    data workers."""
     if not isinstance(data.train, StreamSource):
         return None
     workers = Workers(config.data.num_workers, ranks.device.type == "cuda")
@@ -286,8 +288,8 @@ def build_validation_batches(
 def sample_format(config: JobConfig) -> tuple[tuple[int, ...], int]:
     """Return the shape of one input, `[seq_len]` or `[channels, height, width]`, and the number of classes.
 
-    The shape of images comes from the model's arguments. For a user's own model one image of the data is read; raises
-    ConfigError if that fails.
+    The shape of images comes from the model's arguments. If these do not determine the shape, as for a user's own
+    model, one image of the data is read. Raises ConfigError if the data or the tokenizer cannot be read.
     """
     shape, taken = known_input_shape(config), images_taken(config.model)
     if config.data.unit == "tokens":

@@ -91,7 +91,7 @@ class Surroundings:
     """Objects of a rank's process that its run uses."""
 
     locate_key: KeyLocator = format_key
-    """Returns the file and line of a key."""
+    """Function that returns the file and line of a key. The default returns only the key."""
 
     stop: StopRequest | None = None
     """The signals that this process received. The run reads them after every step."""
@@ -208,7 +208,8 @@ def open_run_folder(
 ) -> OpenRunFolder:
     """Prepare the run folder and a log folder for this attempt, and return the run folder. Collective.
 
-    Rank 0 prepares the folders while the other ranks wait. The run folder is locked until `stack` is closed.
+    Rank 0 prepares the folders while the other ranks wait. Then each rank opens its log file, and its watchdog writes
+    to the run folder. The run folder is locked until `stack` is closed.
     """
     folder = job.requested.job.run_folder
 
@@ -228,7 +229,8 @@ def open_run_folder(
 def load_or_begin(
     job: ResolvedJob, folder: Path, run: Resumable, adapters: Sequence[Adapter], ema: WeightEMA | None
 ) -> None:
-    """Load the checkpoint from which the run starts, or else the weights that the job names, if any. Collective."""
+    """Load the checkpoint from which the run starts. If there is none, load the weights and the adapters that the job
+    names, if any. Collective."""
     load = on_rank_0(lambda: effective_load(folder, job.requested, job.attempt))
     if not load_run(job.requested, folder, load, run):
         if job.config.model.weights is not None:
@@ -256,7 +258,7 @@ def build_learned(
 
 
 def build_model_optimizer(config: JobConfig, model: AssembledModel) -> Optimizer:
-    """Return the optimizer of a wrapped model on its device; also used by traces."""
+    """Return the optimizer of an allocated model. Dry runs and trials also call this function."""
     replicas = build_replica_shards(config, model)
     head, seed = model.built.head, config.training.seed
     return build_optimizer(model.module, config.optimizer, head, seed, replicas, width_scales(config))

@@ -24,7 +24,7 @@ from titan_launch.plan.layout import Layout
 from titan_launch.train.batches import RunData, build_data, with_steps
 
 _DRAWN_SAMPLES = 64
-"""Number of samples from which the share of ignored targets is computed."""
+"""Largest number of samples from which the share of ignored targets is computed."""
 
 _CONFIG_KEYS = ("kind", "path", "split", "packing")
 """Keys of a source that the report repeats."""
@@ -33,7 +33,7 @@ _CONFIG_KEYS = ("kind", "path", "split", "packing")
 def describe_data(config: JobConfig, layout: Layout, num_samples: int) -> dict[str, Any]:
     """Return the data of a job as a value that JSON can represent, with the first `num_samples` samples of the run.
 
-    Raises the same ConfigErrors as the start of a run.
+    Raises ConfigError as `build_data` and `with_steps` do.
     """
     data = build_data(config, layout, None)
     training = with_steps(config, data, layout.global_batch_size).training
@@ -120,7 +120,7 @@ def _source(section: DataSource, source: SampleSource, tokenizer: Tokenizer) -> 
 
 
 def _lengths(lengths: npt.NDArray[np.int64]) -> dict[str, Any]:
-    """Return percentiles of the lengths, and a histogram whose borders are powers of 2."""
+    """Return the extremes, the mean and percentiles of the lengths, and a histogram whose borders are powers of 2."""
     found = np.percentile(lengths, (50, 90, 99), method="inverted_cdf").tolist()  # lengths that occur
     percentiles = dict(zip(("p50", "p90", "p99"), found, strict=True))
     counts = np.bincount(np.frexp(lengths)[1])  # 2^(e - 1) <= length < 2^e
@@ -136,7 +136,8 @@ def _lengths(lengths: npt.NDArray[np.int64]) -> dict[str, Any]:
 
 
 def _ignored_share(source: SampleSource) -> float:
-    """Return the share of ignored targets among all targets that are not padding, in samples at equal distances."""
+    """Return the share of ignored targets among all targets that are not padding, in up to `_DRAWN_SAMPLES` samples at
+    equal distances."""
     ignored = total = 0
     for index in np.unique(np.linspace(0, len(source) - 1, _DRAWN_SAMPLES, dtype=np.int64)).tolist():
         sample = source[index]
@@ -147,7 +148,8 @@ def _ignored_share(source: SampleSource) -> float:
 
 
 def _samples(data: RunData) -> Iterator[tuple[dict[str, Any], Sample]]:
-    """Yield the training samples in the order of the run, each with its place."""
+    """Yield (place, sample) for the training samples in the order of the run. The place has the position in this order,
+    the name of the source, and the index in that source."""
     for position in count():
         index = data.order(position)
         name, index_of_source = _locate(data.train, index)
@@ -156,13 +158,15 @@ def _samples(data: RunData) -> Iterator[tuple[dict[str, Any], Sample]]:
 
 
 def _stream_samples(source: StreamSource, layout: Layout) -> Iterator[tuple[dict[str, Any], Sample]]:
-    """Yield the training samples that the first data-parallel rank reads from a stream, each with its place."""
+    """Yield (place, sample) for the training samples that the first data-parallel rank reads from a stream. The place
+    has the position and the rank."""
     for position, sample in enumerate(source.open_part(0, layout.data_parallel)):
         yield {"position": position, "data_parallel_rank": 0}, sample
 
 
 def _contents(config: JobConfig, sample: Sample, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the contents of a sample: its decoded documents, or the shape and class of its image."""
+    """Return the contents of a sample: its decoded documents and the number of padding tokens, or the shape and class
+    of its image."""
     if config.data.unit == "images":
         return {"shape": list(sample[0].shape), "class": int(sample[1])}
     documents = [
@@ -176,7 +180,8 @@ def _contents(config: JobConfig, sample: Sample, tokenizer: Tokenizer) -> dict[s
 
 
 def _locate(source: SampleSource, index: int) -> tuple[str, int]:
-    """Return the name of the source of a mixture that holds a sample, and the index of the sample there."""
+    """Return the name of the source that holds a sample, and the index of the sample in that source. Without a mixture,
+    the name is "" and the index is unchanged."""
     for name, single in single_sources(source).items():
         if index < len(single):
             return name, index

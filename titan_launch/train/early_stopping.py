@@ -22,7 +22,8 @@ class EarlyStopping:
     """
 
     def __init__(self, patience: int, min_improvement: float, folder: Path, progress: Progress):
-        """`folder`: folder of the run's checkpoints. `progress`: an earlier part of the same training state."""
+        """`patience`, `min_improvement`: keys of `[validation]`. `folder`: folder of the run's checkpoints. `progress`:
+        a part of the same training state that is loaded before this part."""
         self._patience = patience
         self._min_improvement = min_improvement
         self._folder = folder
@@ -39,7 +40,7 @@ class EarlyStopping:
 
     @property
     def has_ended(self) -> bool:
-        """True if the last validation has ended the run. False if the run was resumed with a larger patience since."""
+        """True if the last validation has ended the run, unless the run was then resumed with a larger patience."""
         return self._has_ended and self._without_improvement >= self._patience
 
     @property
@@ -83,9 +84,9 @@ class EarlyStopping:
     def load_state_dict(self, state: Values) -> None:
         """Load saved numbers. Collective. Raises ValueError for impossible numbers.
 
-        A checkpoint has no numbers of this run if it was saved without `validation.patience`, or if it belongs to
-        another run, so that this run's folder has no checkpoints. The lowest loss is then that of the checkpoints in
-        this run's folder, up to the current step.
+        In two cases the checkpoint has no numbers of this run: it was saved without `validation.patience`, or it
+        belongs to another run and this run's folder has no checkpoints. Then the lowest loss is that of the checkpoints
+        in this run's folder, up to the current step. The number of validations without an improvement is then 0.
         """
         saved = on_rank_0(lambda: validation_losses(self._folder))
         if saved and state.keys() == self.state_dict().keys():

@@ -1,8 +1,8 @@
 """Explanations of the errors that end a run or a trace.
 
-Each function explains certain kinds of errors. It returns a new error, which names a key or says what to do, and which
-is raised in place of the original one. For an error of another kind it returns None. All errors are explained here, at
-the end of a run or trace. So the code that calls a model does not catch errors.
+Each function `explain...` explains certain kinds of errors. It returns the error to raise in place of the original one.
+The new error names a key or says what to do. For an error of another kind, the function returns None. All errors are
+explained here, at the end of a run or trace. So the code that calls a model does not catch errors.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ModelFacts:
 
 def explain(error: BaseException, config: JobConfig, watchdog: Watchdog, run: Run | None) -> Exception | None:
     """Return the error to raise in place of an error that ends a run. Return None for an unknown error, and for an
-    error that itself says what to do. `run`: None while the run is built.
+    error that itself says what to do. `run`: None if the run was not built.
 
     Call this function while the run is open, because it reads the memory in use and the progress of the other ranks.
     """
@@ -69,7 +69,8 @@ def explain_model(error: BaseException, facts: ModelFacts) -> ConfigError | None
 
 @contextmanager
 def explained_in_trace(facts: ModelFacts) -> Iterator[None]:
-    """Explain the errors of a model that is traced in the block."""
+    """In place of an error of the block that `explain_model` explains, raise the explanation. The block traces a
+    model."""
     try:
         yield
     except Exception as error:

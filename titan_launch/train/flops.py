@@ -2,8 +2,8 @@
 
 Forward and backward run on the meta device, whose tensors have shapes and no values, and the operations that run are
 counted. So no FLOPs count for the gradient of a frozen parameter, and operations that activation checkpointing runs
-twice count twice. Each multiplication and each addition of matrix products, convolutions and attention counts as one
-FLOP. Other operations do not count.
+twice count twice, except in `flops_of_run`. Each multiplication and each addition of matrix products, convolutions and
+attention counts as one FLOP. Other operations do not count.
 
 The conventions are those of PaLM (arXiv:2204.02311, appendix B) and TorchTitan, so MFUs can be compared. Attention
 counts every pair of tokens, although causal attention needs only half of the pairs, and separate documents need even
@@ -87,8 +87,8 @@ def unknown_if_it_fails() -> Iterator[None]:
 
 
 def flops_of_job(config: JobConfig) -> Flops:
-    """Return the FLOPs of one sample of a job without `auto`. Raises errors as `count_flops`, and ConfigError as a run
-    does."""
+    """Return the FLOPs of one sample of a job without `auto`. Raises the errors of `count_flops`, and ConfigError as a
+    run does."""
     built = build_job_model(config)
     return count_flops(config, built, plan_precision(config, built), *sample_format(config))
 
@@ -96,8 +96,8 @@ def flops_of_job(config: JobConfig) -> Flops:
 def count_flops(
     config: JobConfig, built: BuiltModel, plan: ModelPlan, input_shape: tuple[int, ...], num_classes: int
 ) -> Flops:
-    """Return the FLOPs of one sample, summed over all ranks that share the sample. Raises an error of any class if the
-    model does not run without values.
+    """Return the FLOPs of one sample, summed over all ranks that share the sample. The forward of the loss's second
+    model counts too. Raises an error of any class if the model does not run without values.
 
     If more than two blocks of a model of this package are of one kind, not all of them run. The model runs once with
     the first block of each kind, and then once more for each kind, with a second block of this kind. The difference
@@ -133,8 +133,8 @@ def count_flops(
 
 
 def _blocks_by_kind(model: nn.Module, plan: ModelPlan) -> Iterator[list[str]]:
-    """Yield a list for each kind of outer blocks, in order. Blocks of one kind run the same operations in forward and
-    backward.
+    """Yield a list of paths for each kind of outermost blocks, in order. Blocks of one kind run the same operations in
+    forward and backward.
 
     The kind of the first block depends on an assumption about the modules before it. A wrong assumption does no harm,
     because the first block of each kind is counted by itself.

@@ -31,10 +31,9 @@ from titan_launch.models.lora import class_without_adapter
 
 
 def check_signature(model: nn.Module, unit: SampleUnit, has_own_loss: bool = False) -> None:
-    """Raise ConfigError for a model whose forward cannot be called with the inputs as the only argument.
-
-    With `has_own_loss` the forward must also take `labels`.
-    """
+    """Raise ConfigError for a model without a forward, and for a forward that cannot be called with the inputs as the
+    only argument. With `has_own_loss`, the arguments are the inputs and `labels`. `unit` decides only the text of the
+    error."""
     contract = model_loss_contract(unit) if has_own_loss else logits_contract(unit)
     if not has_forward(model):
         raise forward_error(f"is missing: {type(model).__name__} defines none", contract)
@@ -59,8 +58,8 @@ def run_model(model: nn.Module, batch: Batch, loss: Loss) -> Any:
 
 
 def explain_forward(error: BaseException) -> ConfigError | None:
-    """Return the ConfigError for a forward that failed because it expects other inputs, because an embedding has too
-    few rows, or because of a tensor on another device. Return None for a different error."""
+    """Return the ConfigError for a call of `run_model` that failed. Three causes are known: the model's forward expects
+    other inputs, an embedding has too few rows, or a tensor is on another device. Return None for a different error."""
     frames = list(traceback.walk_tb(error.__traceback__))
     calls = (index for index, (frame, _) in enumerate(frames) if frame.f_code is run_model.__code__)
     start = next(calls, None)
@@ -191,9 +190,10 @@ _UNPACKED = re.compile("must be a mapping|values to unpack|dictionary update seq
 
 
 def _misses_arguments(error: Exception, frame: FrameType, text: str, model: nn.Module) -> bool:
-    """Return True if the line that failed, `text`, uses an argument of the model's forward that is missing.
+    """Return True if the line that failed, `text`, uses an argument of the model's forward that the call did not pass.
 
-    The forward declares such an argument as optional, or reads it from `**kwargs`."""
+    The forward declares such an argument as optional, or reads it from `**kwargs`.
+    """
     code, names = frame.f_code, frame.f_code.co_varnames
     if code.co_name != "forward" or frame.f_locals.get(names[0]) is not model:
         return False
@@ -206,8 +206,8 @@ def _misses_arguments(error: Exception, frame: FrameType, text: str, model: nn.M
 
 
 def _missing_row(frame: FrameType, model: nn.Module, location: str) -> ConfigError | None:
-    """Return the error of an `nn.Embedding` for an index beyond its rows; None if another module failed. `frame`: frame
-    of the failed module's forward."""
+    """Return the error of an `nn.Embedding` for an index that none of its rows has; None if another module failed.
+    `frame`: frame of the failed module's forward."""
     module, indices = frame.f_locals.get("self"), frame.f_locals.get("input")
     if not isinstance(module, nn.Embedding) or not isinstance(indices, Tensor):
         return None

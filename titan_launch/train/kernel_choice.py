@@ -44,7 +44,7 @@ BACKENDS = {
 """PyTorch's backends by the values of `kernels.attention`."""
 
 _SAFE_CUDNN = 91501
-"""The oldest version of cuDNN that may compute attention: 9.15.1, as `torch.backends.cudnn.version()` writes it."""
+"""The oldest version of cuDNN that may compute attention: 9.15.1, as `torch.backends.cudnn.version()` returns it."""
 
 
 def use_kernels(
@@ -101,7 +101,7 @@ def use_planned_kernels(
     config: JobConfig, built: BuiltModel, plan: ModelPlan, layout: Layout, capability: tuple[int, int]
 ) -> None:
     """Decide for a plan whether attention pads its values, as `use_kernels` would on a GPU of this compute capability.
-    The function `plan.attention_kernels.takes` answers in place of PyTorch. If it refuses the backend that
+    The function `plan.attention_kernels.takes` answers in place of PyTorch. If `takes` refuses the backend that
     `kernels.attention` names, values are padded."""
 
     def obstacle(dtype: str, pads_values: bool) -> Obstacle:
@@ -124,7 +124,8 @@ def _choose_attention(
     """Return the result of `choose` for each dtype of attention. If the chosen backends take values that have another
     width than queries, let attention pass such values unpadded. With context parallelism, values are always padded.
 
-    `obstacle`: function of a dtype and of `ScoreOptions.pads_values` that returns an `Obstacle`.
+    `obstacle`: function of a dtype and of `ScoreOptions.pads_values` that returns an `Obstacle`. Raises ConfigError as
+    `choose` does.
     """
     found: dict[str, list[str]] = {}
     takes_unpadded: list[bool] = []
@@ -153,8 +154,8 @@ def explain_refusal(error: BaseException, kernels: KernelsConfig, refusals: Sequ
 
 
 def set_precision(kernels: KernelsConfig) -> None:
-    """Set the precision of float32 matrix products, and of the partial sums of bfloat16 matrix products, on GPUs. The
-    settings hold for the whole process."""
+    """Set the precision of float32 matrix products and convolutions, and of the partial sums of bfloat16 matrix
+    products, on GPUs. The settings hold for the whole process."""
     is_reduced = kernels.float32_precision == "tf32"
     torch.set_float32_matmul_precision("high" if is_reduced else "highest")
     torch.backends.cudnn.allow_tf32 = is_reduced
@@ -244,7 +245,8 @@ def _check_on(
     device: torch.device, built: BuiltModel, layout: Layout, dtype: str, seq_len: int, pads_values: bool
 ) -> Obstacle:
     """Return a function that takes the name of a backend, and returns why the backend refuses the model's attention, or
-    None. The function makes one call of attention with the shapes of a rank. `pads_values`: as in `ScoreOptions`."""
+    None. The function makes one call of attention with the shapes of a rank, except for math, which takes every call.
+    `pads_values`: as in `ScoreOptions`."""
     heads = built.attention
     assert heads is not None
     tokens, (width, value_width) = seq_len // layout.context, heads.widths(pads_values)
@@ -289,8 +291,8 @@ _NO_REASONS = ("because:", "runtime disabled")
 
 @contextmanager
 def _refusals_collected() -> Iterator[list[str]]:
-    """Collect the warnings that give the reasons for refusing a backend, instead of showing them. Other warnings are
-    shown."""
+    """Until the end of the block, collect the warnings that give reasons for refusing a backend, instead of showing
+    them. Other warnings are shown. Yield the list of the reasons."""
     reasons: list[str] = []
     show = warnings.showwarning
 

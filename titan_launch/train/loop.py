@@ -37,8 +37,8 @@ from titan_launch.train.step import validate
 
 @contextmanager
 def scheduled_garbage_collection(every_steps: int) -> Iterator[Callable[[int], None]]:
-    """Disable automatic garbage collection during the block. Yield a function that takes the number of a step, and
-    collects after every `every_steps` steps.
+    """Disable automatic garbage collection during the block. Yield a function that takes the number of a step. If the
+    number is a multiple of `every_steps`, the function collects the two younger generations.
 
     Automatic collection pauses each rank at a different moment, and every pause delays all ranks at the next
     collective. Objects made during start-up are frozen, so later collections do not visit them. If the caller had
@@ -73,8 +73,8 @@ class Due:
     and before a validation or a checkpoint."""
 
     validate: bool
-    """Validate. Due every `validation.freq` steps and after the last step. If a signal ends the run earlier, no
-    validation is due: the scheduler soon kills the run, and the checkpoint needs that time."""
+    """Validate. With `validation.freq` above 0: due every `validation.freq` steps and after the last step. If a signal
+    ends the run earlier, no validation is due: the scheduler soon kills the run, and the checkpoint needs that time."""
 
     save: bool
     """Save a checkpoint. With `checkpoint.enable`: due every `checkpoint.interval` steps or `interval_minutes`, after
@@ -174,7 +174,7 @@ def looks_for_skipped_steps(run: Run, due: Due) -> bool:
 
 
 def ending(run: Run) -> str:
-    """Return a text that says how the run ended.
+    """Return a text that says how the run ended. Collective if early stopping has ended the run.
 
     Raises Stopped if all ranks will restart for a new host, or if a signal ended the run after a step of this process
     and no checkpoint is saved.
@@ -278,6 +278,7 @@ def current_lr_factor(run: Run, step: int) -> float:
 
 def report(run: Run, result: StepResult, due: Due) -> dict[str, float]:
     """Write the metrics of the step, and of all steps since the last report, to all sinks. Return the metrics by tag.
+    Collective.
 
     Before the sinks are written, pool BatchNorm's running statistics and validate, if these are due. The host waits for
     the device. A metric that is not combined over ranks has this rank's value.
@@ -354,14 +355,19 @@ def warn_of_collapse(run: Run, scalars: Mapping[str, float]) -> None:
 
 
 def checkpoint_measurements(run: Run) -> dict[str, float]:
-    """Return the metrics of checkpoints since the last report, by tag: waiting time, and number of failed saves. Return
-    an empty dict for a run that saves no checkpoint before its last step."""
+    """Return the metrics of checkpoints by tag: the time for which training has waited for saves since the last report,
+    and the number of failed saves of this process. Return an empty dict for a run that saves no checkpoint before its
+    last step."""
     return run.checkpoints.take_measurements() if run.checkpoints and run.config.checkpoint.enable else {}
 
 
 def pool_statistics(run: Run, purpose: str, temporarily: bool) -> dict[str, float]:
-    """Pool BatchNorm's running statistics over all ranks. Return the `batchnorm/*` metrics by tag; an empty dict
-    without BatchNorm. The time counts as that of `purpose`, a pause of training."""
+    """Pool BatchNorm's running statistics over all ranks that have the same parameters. Collective. Return the
+    `batchnorm/*` metrics by tag; an empty dict without BatchNorm, or without other such ranks.
+
+    `purpose`: the pause of training to which the time counts. `temporarily`: True if `save` restores each rank's own
+    statistics.
+    """
     with run.observers.meter.paused(purpose):
         divergence = run.step.statistics.pool(run.mesh.data_group, temporarily=temporarily)
         if run.mesh.pipeline_group is not None:
@@ -375,8 +381,8 @@ def pool_statistics(run: Run, purpose: str, temporarily: bool) -> dict[str, floa
 
 
 def validation_scalars(run: Run) -> dict[str, float]:
-    """Validate the parameters, their moving average or both, and return the metrics by tag. Call this function after
-    `pool_statistics`. The time does not count as training time."""
+    """Validate the parameters, their moving average or both, and return the metrics by tag. Collective. Call this
+    function after `pool_statistics`. The time does not count as training time."""
     ema = run.observers.ema
     weights = "parameters" if ema is None else run.config.ema.validate_with
     scalars: dict[str, float] = {}
@@ -397,16 +403,18 @@ def compared_loss(scalars: Mapping[str, float]) -> float | None:
 
 
 def validated(run: Run) -> dict[str, float]:
-    """Validate the model as it is, and return the `validation/*` metrics by tag."""
+    """Validate the model with its present parameters, and return the `validation/*` metrics by tag. Collective."""
     assert run.batches.validation is not None, "config.rules demands validation.data with validation.freq"
     batches = run.watchdog.each_batch_as_phase(run.batches.validation, VALIDATING, run.progress.step)
     return validate(run.model, batches, run.ranks.device, run.step.loss)
 
 
 def save(run: Run, validation_loss: float | None = None) -> None:
-    """Begin a checkpoint of the last finished step. Call this function after `report`, which pools running statistics.
+    """Begin a checkpoint of the last finished step, and restore running statistics that were pooled temporarily.
+    Collective. Call this function after `report`, which pools running statistics.
 
-    The time for which training waits does not count as training time.
+    `validation_loss`: validation loss of the step; None without a validation. The time for which training waits does
+    not count as training time.
     """
     assert run.checkpoints is not None
     run.output.clear_progress()

@@ -23,11 +23,11 @@ from titan_launch.train.run_folder.logs import console_log, rank_log
 def train(
     config: JobConfig, provenance: Provenance, stop: StopRequest, log_level: str = "INFO", quiet: bool = False
 ) -> None:
-    """Train on this rank until the run is done, or until a signal sets `stop`. Close all writers at the end, even after
-    an error.
+    """Train on this rank until the run is done, until early stopping ends it, or until a signal sets `stop`. Close all
+    writers at the end, even after an error.
 
-    `log_level`: lowest level of the messages on the console. `quiet`: True disables reports and progress on the
-    console. The log files and the other sinks get everything.
+    `provenance`: the location of each key of the job. `log_level`: lowest level of the messages on the console.
+    `quiet`: True disables reports and progress on the console. The log files and the other sinks get everything.
     """
     with ExitStack() as stack:
         log_file = stack.enter_context(rank_log())

@@ -1,4 +1,5 @@
-"""Measurements of a run: traffic, compile time, and peak memory compared with the planner's prediction."""
+"""Measurements of a run: traffic, exposed communication, compile time, and peak memory compared with the planner's
+prediction."""
 
 from __future__ import annotations
 
@@ -52,8 +53,9 @@ class MemoryCheck:
         """Predict from the recordings of an earlier plan or run. Without recordings, a run on GPUs starts a process
         that records the job. Closing `stack` ends the process.
 
-        The memory of a pipeline is not predicted, because the prediction is for the rank with the highest peak, which
-        may be another rank. On CPUs no process records the job, because it would slow down the run.
+        On CPUs no process records the job, because it would slow down the run. The memory of compiled, float8 and
+        pipelined jobs is not predicted. (The prediction for a pipeline is for the rank with the highest peak, which may
+        be another rank.) On an untested release of PyTorch, nothing is predicted.
         """
         self._prediction: Prediction | None = None
         self._trace: TraceProcess | None = None
@@ -144,7 +146,8 @@ class StepMeasurements(Observer):
     def __init__(
         self, config: JobConfig, train_step: TrainStep, timeline: Timeline, ema: WeightEMA | None, stack: ExitStack
     ):
-        """The memory of a compiled model cannot be measured on a CPU. Closing `stack` removes all hooks."""
+        """Start to count traffic (`comm.count_traffic`) and compile time. Closing `stack` removes all hooks. The memory
+        of a compiled model cannot be measured on a CPU."""
         self._profile_freq = config.comm.profile_freq
         self._ema = ema
         self._train_step = train_step
@@ -188,7 +191,8 @@ class StepMeasurements(Observer):
         self._watched.__exit__(type(error), error, error.__traceback__)
 
     def take_metrics(self) -> dict[str, float]:
-        """Return this rank's measurements since the last call, by tag, and reset them."""
+        """Return this rank's measurements since the last call, by tag, and reset them. The traffic is the mean per
+        step."""
         seen, self._seen = self._seen, {}
         if self._compile_time is not None:
             seen["time/compile_s"] = self._compile_time.take()
@@ -204,8 +208,8 @@ class StepMeasurements(Observer):
 
     @property
     def is_steady(self) -> bool:
-        """True if only training has run since the last report, and the first step of this process came before that
-        report."""
+        """True if neither a validation nor a checkpoint has run since the last report, and the first step of this
+        process came before that report."""
         return self._only_training and self._first_step is not None and self._window_start > self._first_step
 
     def end_window(self, step: int, only_training: bool) -> None:

@@ -1,5 +1,5 @@
-"""Choice of the modes that replace `mode = "auto"`. All ranks choose the same modes, before anything is allocated. A
-resumed run keeps its modes."""
+"""Choice of the modes and of the microbatch size that replace "auto". All ranks choose the same, before anything is
+allocated. A resumed run keeps its modes if the job still allows them."""
 
 from __future__ import annotations
 
@@ -77,9 +77,10 @@ Decision = tuple[Choice, str]
 
 
 def hardware_of_run(config: JobConfig, ranks: Ranks) -> Hardware:
-    """Return the planner's assumptions about the devices of this run, the same on all ranks; collective.
+    """Return the planner's assumptions about the devices of this run; collective.
 
-    The memory limit is the memory of the smallest device, unless `[planner]` sets another.
+    On GPUs, the memory limit is the memory of the smallest device. On CPUs, it is this rank's part of the memory of its
+    host, or the limit of this process (`ulimit`) if that is lower. Keys of `[planner]` may set another limit.
     """
     if ranks.device.type != "cuda":
         return hardware_of(config, ranks.on_host, kernels="cpu")
@@ -90,7 +91,8 @@ def hardware_of_run(config: JobConfig, ranks: Ranks) -> Hardware:
 
 
 def resolve_batch_size(config: JobConfig, hardware: Hardware, ranks: Ranks) -> JobConfig:
-    """Return the job with a number in place of `training.local_batch_size = "auto"`. Collective.
+    """Return the job with a number in place of `training.local_batch_size = "auto"`. A job without this `auto` is
+    unchanged. Collective.
 
     Rank 0 chooses the largest microbatch that is planned to fit. Then each rank tries this microbatch in a trial, in a
     process of its own. As long as a rank runs out of memory, all ranks try the next smaller one. With expert
@@ -130,9 +132,9 @@ def resolve_auto_modes(
 ) -> tuple[JobConfig, str | None]:
     """Return the job with modes in place of `auto`, and the reason for these modes. Collective.
 
-    If the job has no `auto`, return the same job and None. A resumed run keeps the modes that it began with. Otherwise
-    rank 0 chooses the modes for all ranks. Raises UserError on all ranks if the job does not fit into memory with any
-    choice of modes. Nothing is written or allocated before this error.
+    If the job has no `auto`, return the same job and None. A resumed run keeps the modes that it began with, if the job
+    still allows them. Otherwise rank 0 chooses the modes for all ranks. Raises UserError on all ranks if the job does
+    not fit into memory with any choice of modes. Nothing is written or allocated before this error.
     """
     if not is_auto(config):
         return config, None
@@ -151,7 +153,8 @@ def _decide(config: JobConfig, layout: Layout, built: BuiltModel, hardware: Hard
 
 
 def _recorded(config: JobConfig, attempt: Attempt) -> Decision | None:
-    """Return the modes that a resumed run began with, if the job still allows them.
+    """Return the modes that a resumed run began with. Return None if no run is resumed, or if the job no longer allows
+    these modes.
 
     Modes sum gradients in different orders, so a change of modes would change the results.
     """

@@ -1,4 +1,5 @@
-"""Construction of a model for a run, a trace or a dry run: build on the meta device, wrap, allocate the shards."""
+"""Construction of a model for a run, a trial, a trace or a dry run: build on the meta device, wrap, allocate the
+shards."""
 
 from __future__ import annotations
 
@@ -61,10 +62,11 @@ def build_on_all_ranks(config: JobConfig, ranks: Ranks) -> BuiltModel:
     """Build a job's model on each rank; collective. A user's own factory may give the model initial values.
 
     One rank of each host calls the factory on the CPU and keeps the values. The other ranks call the factory on the
-    meta device. If the factory fails there, or makes another module, they call it on the CPU, one after another, and
-    drop the values.
+    meta device. If the factory fails on the meta device, or makes a module that differs from the one made on the CPU,
+    these ranks also call it on the CPU, one after another, and drop the values.
 
-    Raises ConfigError, on all ranks alike, as `build_model` does, and if a factory makes different modules.
+    Raises ConfigError, on all ranks alike, as `build_model` does, and if a factory makes different modules on two
+    ranks.
     """
     if config.model.is_of_package:
         return build_job_model(config)
@@ -135,14 +137,14 @@ class _Identity:
         return cls(owner, (digest_of(tensors), attributes_digest(built.module)), digest_of(values) if values else "")
 
     def differs_from(self, first: _Identity) -> bool:
-        """Return True if the two ranks would not train the same model. Differences of attributes that are not tensors
-        do not count."""
+        """Return True if this rank and rank 0 would not train the same model. Differences of attributes that are not
+        tensors do not count. `first`: the digests of rank 0."""
         assert self.digests is not None and first.digests is not None
         return self.digests[0] != first.digests[0] or (self.values or first.values) != first.values
 
 
 _Described = tuple[dict[str, str], dict[str, str]]
-"""The tensors of a module in words, and digests of their values, both by full name."""
+"""Two dicts by full name: a description of each tensor of a module, and a digest of its values."""
 
 
 def _described(built: BuiltModel, with_values: bool) -> _Described:
@@ -221,13 +223,14 @@ class AssembledModel:
 def assemble_model(
     config: JobConfig, built: BuiltModel, plan: ModelPlan, mesh: Mesh, samples: SampleFormat
 ) -> AssembledModel:
-    """Wrap a model on the meta device in place, as `plan` says, and check that it fits the data. Also build and wrap
-    the second model of the job's loss. Collective.
+    """Wrap a model on the meta device in place, as `plan` says. Also build and wrap the second model of the job's loss.
+    Collective.
 
-    A run, a trace and a dry run all assemble their models here. Nothing is allocated: see `allocate_model`.
+    Runs, trials, traces and dry runs all assemble their models here. Nothing is allocated: see `allocate_model`.
 
-    Raises ConfigError for a model whose pipeline stages do not run one after another, and for a second model that
-    cannot be built. The first forward of a model raises ConfigError if an embedding of token ids has too few rows.
+    Raises ConfigError for a model whose pipeline stages do not run one after another, or not on the meta device. Raises
+    ConfigError for a second model that cannot be built. The first forward of a model raises ConfigError if an embedding
+    of token ids has too few rows.
     """
     module = shard_model(config, built, plan, mesh)
     pipeline = pipeline_of(module)
@@ -271,11 +274,11 @@ def allocate_model(
     attention_device: torch.device | None = None,
 ) -> None:
     """Allocate this rank's shards of the model and of its second model on `device`, and fill them unless
-    `initial_values` is False.
+    `initial_values` is False. With `training.enable_cpu_offload`, the shards of parameters are in host memory.
 
-    With context parallelism, also cut the buffers that extend along the sequence to this rank's rows, and use ring
-    attention until `stack` is closed. `attention_device`: the device whose ring attention is used, by default `device`.
-    Raises ConfigError if PyTorch has no ring attention for that device.
+    With context parallelism, also cut the model's buffers that extend along the sequence to this rank's rows, and use
+    ring attention until `stack` is closed. `attention_device`: the device whose ring attention is used, by default
+    `device`. Raises ConfigError if PyTorch has no ring attention for that device.
     """
     if model.mesh.context is not None:
         stack.enter_context(ring_attention(model.mesh.context, config.parallelism, attention_device or device))

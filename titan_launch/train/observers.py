@@ -19,9 +19,9 @@ from titan_launch.train.profiling import StepProfiler
 class Observers:
     """The observers of a run; None for those that the job does not have.
 
-    `before_step` and `before_update` go down this list. `after_step` and `abandon_step` go up, so an observer sees what
-    the observers below it do. The guard that decides whether to skip a step is not an observer, because it changes the
-    step (`TrainStep`).
+    `before_step` and `before_update` are called from the first observer of this class to the last. `after_step` and
+    `abandon_step` are called from the last to the first. So an observer sees what the observers below it do. The guard
+    that decides whether to skip a step is not an observer, because it changes the step (`TrainStep`).
     """
 
     # The progress bar shows a step after all other observers have seen it.

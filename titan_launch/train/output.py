@@ -32,7 +32,8 @@ class RunOutput:
     folder: OpenRunFolder
     sinks: tuple[Sink, ...]
     console: ConsoleSink | None
-    """The sink that writes to the terminal. It is also one of `sinks`. None with `--quiet`."""
+    """The sink that writes to the terminal. It is also one of `sinks`. None with `--quiet`, and on all ranks except
+    rank 0."""
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Write metrics of a step to all sinks. Raises RunError if the run folder is gone (`OpenRunFolder.check`)."""
@@ -49,9 +50,11 @@ class RunOutput:
 def build_output(
     job: ResolvedJob, folder: OpenRunFolder, progress: Progress, console: ConsoleSink | None, stack: ExitStack
 ) -> RunOutput:
-    """Open the sinks, which write the reports, on rank 0. Collective. Closing `stack` closes the sinks.
+    """Open the sinks, which write the reports, on rank 0, and write the description of the run to them. Collective.
+    Closing `stack` closes the sinks.
 
-    Raises ConfigError if a sink cannot be opened."""
+    Raises ConfigError if a sink cannot be opened.
+    """
     sinks: list[Sink] = []
     logged = set[str]()
 
@@ -89,13 +92,13 @@ def _close(sink: Sink, kind: type[BaseException] | None, *_: object) -> None:
 
 
 _NOT_SETTINGS = ("job", "metrics", "profiling", "planner", "comm")
-"""Sections whose keys change neither the result of a run nor its speed."""
+"""Sections whose keys are not compared between runs, because they do not change the results."""
 
 _LONGEST_SETTING = 100
 
 
 def settings_of(config: JobConfig) -> dict[str, int | float | str]:
-    """Return the values with which runs are compared, by key. A long value is cut off."""
+    """Return the values with which runs are compared, by key. A long value is cut, and a checksum follows."""
     return {key: value for key, value in _settings(config) if key.partition(".")[0] not in _NOT_SETTINGS}
 
 

@@ -44,7 +44,7 @@ class StageFacts:
     """Function of a microbatch's index. It returns the context manager in which the microbatch's forward runs."""
 
     timeline: Parts
-    """Counts the time of forwards and backwards."""
+    """Counter of the time of forward, backward and communication."""
 
 
 class ScheduledStage(PipelineStage):
@@ -127,8 +127,9 @@ class ScheduledStage(PipelineStage):
 class HiddenModule(nn.Module):
     """A wrapper that hides FSDP2 from the schedule.
 
-    Otherwise the schedule would control FSDP2: all-gather a whole stage at once, reshard it and reduce its gradients
-    only at the end of the step, in every gradient accumulation mode."""
+    Without the wrapper, the schedule would control FSDP2 in every gradient accumulation mode. It would all-gather a
+    whole stage at once. Only at the end of the step, it would reshard the stage and reduce its gradients.
+    """
 
     def __init__(self, module: nn.Module):
         super().__init__()
@@ -153,8 +154,8 @@ class PipelinedStep:
 
     The microbatches of the schedule are those of gradient accumulation. Each loss is already divided by the number of
     items, so the schedule does not scale gradients. FSDP2's hooks reduce gradients when the gradient accumulation mode
-    demands it, independent of the schedule. If the schedule has a separate backward of weights, the hooks reduce
-    gradients after the last of these backwards.
+    demands it, independent of the schedule. If the schedule has a separate backward of weights, gradients are reduced
+    after the last of these backwards (`ScheduledStage.perform_reduce_grad`).
     """
 
     def __init__(
@@ -181,8 +182,8 @@ class PipelinedStep:
         """Compute the gradients of all microbatches. Return this rank's part of the step's sums (`Loss.sums`): zeros if
         the last stage is on another rank. `num_items` returns the number of the step's items over all ranks.
 
-        Raises the errors of stages unchanged. After an error, messages to other ranks may be pending, so a further call
-        raises RunError.
+        Raises the errors of stages unchanged, and ConfigError as `schedule_for` does. After an error in the schedule,
+        messages to other ranks may be pending, so a further call raises RunError.
         """
         if self._is_abandoned:
             raise RunError(
@@ -204,7 +205,7 @@ class PipelinedStep:
 
     def schedule_for(self, microbatches: list[Batch]) -> Any:
         """Return PyTorch's schedule of a step with these microbatches. Schedules are reused, because each allocates
-        receive buffers."""
+        receive buffers. Raises ConfigError if the schedule does not allow this number of microbatches."""
         number, inputs = len(microbatches), microbatches[0].inputs
         key = (number, inputs.shape)
         if key not in self._schedules:

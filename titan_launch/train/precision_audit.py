@@ -1,4 +1,4 @@
-"""Precision audit of the first step: comparison of planned and observed dtypes."""
+"""Precision audit of the first step: comparison of planned and observed dtypes and collectives."""
 
 from __future__ import annotations
 
@@ -45,13 +45,12 @@ class _Watched(NamedTuple):
     plan: ModelPlan
     observed: Observations
     other_choices: Callable[[], list[str]]
-    """Function from `choices_watched`. It returns a line for each mixture of experts that chose other experts in its
-    second forward."""
+    """Function from `choices_watched`. It returns a line for each mixture of experts that chose other experts in the
+    second forward, which activation checkpointing runs."""
 
 
 class PrecisionAudit(Observer):
-    """The audit of the first step of this process. The audited step runs without compilation; its results are the
-    same."""
+    """The audit of the first step of this process. The audited step runs without compilation."""
 
     def __init__(self, job: ResolvedJob, model: nn.Module, mesh: Mesh, output: RunOutput, locate_key: KeyLocator):
         self._job = job

@@ -31,7 +31,8 @@ class StepProfiler(Observer):
     """The profiles of one rank (`[profiling]`)."""
 
     def __init__(self, config: ProfilingConfig, run_folder: Path, ranks: Ranks, timeline: Timeline, stack: ExitStack):
-        """Record allocations from now on if the job asks for it, and listen to the signal until `stack` is closed."""
+        """Record allocations from now on, if the job asks for it and the device is a GPU. Listen to SIGNAL until
+        `stack` is closed."""
         self._config = config
         self._folder = run_folder / FOLDER
         self._ranks = ranks
@@ -51,7 +52,8 @@ class StepProfiler(Observer):
         self._was_signalled = True
 
     def before_step(self, step: WatchedStep) -> None:
-        """Profile the step if it is in the job's window, or if the signal has come."""
+        """Profile the step if the signal has come, or if the step is in the job's window and this rank in
+        `profiling.ranks`."""
         first, config = self._config.start_step, self._config
         is_planned = first is not None and first <= step.number < first + config.num_steps
         is_planned &= self._ranks.rank in config.ranks
@@ -91,7 +93,8 @@ class StepProfiler(Observer):
         return ended
 
     def _write(self, ended: profile) -> None:
-        """Write the trace and the table. A full disk does not end the run."""
+        """Write the trace and the table, and a snapshot of GPU memory if allocations are recorded. A full disk does not
+        end the run."""
         trace = self._file(".json.gz")
         try:
             self._folder.mkdir(exist_ok=True)

@@ -23,7 +23,7 @@ from titan_launch.train.run_folder.attempt import Attempt
 
 @dataclass(frozen=True)
 class ResolvedJob:
-    """The job after all decisions, equal on all ranks.
+    """The job after all decisions, equal on all ranks. (On CPUs, `hardware` has the memory of this rank's host.)
 
     It has two configurations. Build and train with `config`. Use `requested` for the run folder, its checkpoints and
     comparisons with them, because a later start may have another number of ranks.
@@ -46,11 +46,12 @@ class ResolvedJob:
 
 
 def resolve_job(config: JobConfig, ranks: Ranks, attempt: Attempt) -> tuple[ResolvedJob, BuiltModel]:
-    """Divide the ranks, build the model on the meta device, choose the modes, and plan units and dtypes. Return the job
-    and the model. Collective.
+    """Choose the microbatch size, divide the ranks, build the model on the meta device, choose the modes, and plan
+    units and dtypes. Return the job and the model. Collective.
 
-    A resumed run keeps the modes that its run folder records. Raises ConfigError on all ranks if the job does not fit
-    the ranks, the devices or the model.
+    A resumed run keeps the modes that its run folder records, if the job still allows them. Raises ConfigError on all
+    ranks if the job does not fit the ranks, the devices or the model, and UserError if the job does not fit into
+    memory.
     """
     hardware = hardware_of_run(config, ranks)
     config = resolve_batch_size(config, hardware, ranks)

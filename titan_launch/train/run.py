@@ -74,7 +74,7 @@ class Run:
 
     @property
     def config(self) -> JobConfig:
-        """The job, as resolved."""
+        """The resolved job (`ResolvedJob.config`)."""
         return self.job.config
 
 
@@ -82,9 +82,11 @@ _log = logging.getLogger(__name__)
 
 
 def build_meter(job: ResolvedJob, ranks: Ranks, timeline: Timeline, flops: int | None) -> Meter:
-    """Return the meter of this rank, with the FLOPs of a step and the device's peak FLOP/s, if they are known.
+    """Return the meter of this rank, with the FLOPs of a step per device and the device's peak FLOP/s, if they are
+    known.
 
-    `flops`: FLOPs of one sample; None if unknown."""
+    `flops`: FLOPs of one sample; None if unknown.
+    """
     return Meter(
         timeline=timeline,
         world_size=ranks.world_size,
@@ -95,7 +97,8 @@ def build_meter(job: ResolvedJob, ranks: Ranks, timeline: Timeline, flops: int |
 
 
 def peak_flops(config: JobConfig, device: torch.device) -> float | None:
-    """Return the peak FLOP/s, the reference of MFU: the configured value, else the peak of a known GPU, else None."""
+    """Return the peak FLOP/s, the reference of MFU: the configured value, else the bfloat16 peak of a known GPU, else
+    None."""
     if config.metrics.peak_tflops_per_device is not None:
         return config.metrics.peak_tflops_per_device * 1e12
     known = find_device(torch.cuda.get_device_name(device)) if device.type == "cuda" else None

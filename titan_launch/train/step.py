@@ -66,7 +66,8 @@ class MicrobatchesInTurn:
     def __call__(self, microbatches: list[Batch], loss: Loss, num_items: Callable[[], Tensor]) -> Tensor:
         """Compute the gradients of all microbatches. Return this rank's part of the step's sums (`Loss.sums`).
 
-        `num_items` returns the number of the step's items over all ranks. It is called after the first forward."""
+        `num_items` returns the number of the step's items over all ranks. It is called after each forward.
+        """
         sums = torch.zeros(loss.num_sums, device=self._device)
         for index, microbatch in enumerate(copied_ahead(microbatches, self._device)):
             self._accumulation.begin_microbatch(self._model, is_last=index == len(microbatches) - 1)
@@ -113,15 +114,15 @@ class TrainStep:
         self._parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def __call__(self, microbatches: list[Batch], observers: Iterable[Observer] = ()) -> StepResult:
-        """Train on the microbatches of one step. The host does not wait for the device.
+        """Train on the microbatches of one step. Collective. The host does not wait for the device.
 
-        The gradient is exact for unequal microbatches and ranks, in every gradient accumulation mode. The step's
-        items are counted over all ranks before the first loss. Every microbatch's loss is a sum divided by that
-        count, and FSDP2 only sums gradients.
+        The gradient is exact for unequal microbatches and ranks, in every gradient accumulation mode. The step's items
+        are counted over all ranks before the first loss. Every microbatch's loss is a sum divided by that count, and
+        FSDP2 only sums gradients.
 
         `observers` look at the step when all gradients are complete, before anything changes. After an error or an
-        interrupt before the update, gradients and loads of experts are dropped, and running statistics are restored. If
-        all ranks have abandoned the step, it can be tried again.
+        interrupt before the update, gradients and loads of experts are dropped, and running statistics are restored.
+        Without pipeline stages, the step can be tried again if all ranks have abandoned it.
         """
         self.statistics.save()
         try:
@@ -189,7 +190,7 @@ class TrainStep:
 class _Counts:
     """The numbers of items and of valid targets of a step (`Loss.counts`): this rank's, and the sums over all ranks.
 
-    The sum is an asynchronous all-reduce, which overlaps with the first forward.
+    The sum is an asynchronous all-reduce. Without pipeline stages it overlaps with the first forward.
     """
 
     def __init__(
@@ -277,8 +278,9 @@ def validate(
 
 
 def _validation_means(sums: Tensor, suffix: str, accuracy_of_items: bool) -> dict[str, float]:
-    """Return loss and accuracy by tag. `sums`: the sum of the losses, and the numbers of correct predictions, of items
-    and of valid targets."""
+    """Return loss and accuracy by tag; NaN for a mean of no items. `sums`: the sum of the losses, and the numbers of
+    correct predictions, of items and of valid targets. `accuracy_of_items`: True if a prediction belongs to an item,
+    and False if it belongs to a valid target."""
     loss_sum, correct, items, targets = sums.tolist()
     predictions = items if accuracy_of_items else targets
     mean = loss_sum / items if items else math.nan

@@ -48,7 +48,7 @@ class StreamBatches(SizedPart):
         return Batch._make(None if tensor is None else self._part.of(tensor, axis=1) for tensor in batch)
 
     def close(self) -> None:
-        """End the data worker."""
+        """End the data workers."""
         self._loader.close()
 
     def state_dict(self) -> Values:

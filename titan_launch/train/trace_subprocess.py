@@ -94,7 +94,8 @@ class TraceProcess:
         raise RunError(f"{self._task} failed:\n{message}")
 
     def has_enough_memory(self) -> bool:
-        """Wait for a trial. Return False if it ran out of memory. Raises the errors of `result`."""
+        """Wait for a trial. Return False if the trial ran out of memory, or was killed by SIGKILL. Raises the errors of
+        `result`."""
         if self._process.wait() == 0:
             return True
         self._errors.seek(0)
@@ -133,7 +134,8 @@ def _last_json_object(text: str) -> dict[str, Any]:
 
 
 def with_hardware(config: JobConfig, hardware: Hardware) -> JobConfig:
-    """Return the job with the hardware of this run in its section `[planner]`."""
+    """Return the job with the hardware of this run in its section `[planner]`, in `job.device` and in
+    `metrics.peak_tflops_per_device`."""
     known = hardware.device if hardware.kernels == "cuda" and find_device(hardware.device or "") else None
     planner = config.planner.model_copy(
         update={

@@ -178,7 +178,7 @@ def test_images_have_the_classes_of_the_object_or_of_the_model() -> None:
     )
     assert problem("Sequences", samples="images", images_taken=taken) == (
         f"{key}sample 0 must be a pair of a float32 image [channels, height, width] and an int64 class, but is a tuple "
-        "of 2"
+        "(a tensor [4] of torch.int64, a tensor [4] of torch.int64)"
     )
 
 

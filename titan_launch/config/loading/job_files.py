@@ -22,7 +22,8 @@ class JobFile:
 
     def __init__(self, path: str):
         self.path = path
-        """Path from the command line, or from the `extends` of another file, relative to the working directory."""
+        """Path from the command line, or from the `extends` of another file. A relative path is relative to the working
+        directory. For the name of a job file in the package, the path of that file."""
         self._text = _read_text(path)
         self.table: dict[str, Any] = _parse(path, self._text)
         """Content of the file, without `extends`."""
@@ -75,8 +76,8 @@ class _Reader:
         self._done: set[str] = set()
 
     def read(self, path: str, place: str | None) -> None:
-        """Read the files that a file extends, and then the file itself. `place`: location of the `extends` that names
-        the file; None for the job file."""
+        """Add to `files` the files that a file extends, and then the file itself. Add the problems of these files to
+        `problems`. `place`: location of the `extends` that names the file; None for the job file."""
         try:
             path = _named(path)
         except _FileError as error:

@@ -55,7 +55,7 @@ def load_job(
 
 
 def dump_job(config: JobConfig) -> str:
-    """Return a configuration as JSON with all defaults. `load_job` can read this JSON as a job file."""
+    """Return a configuration as JSON with all defaults except None. `load_job` can read this JSON as a job file."""
     import json
 
     return json.dumps(config.model_dump(mode="json", exclude_none=True), indent=2, allow_nan=False) + "\n"
@@ -64,7 +64,8 @@ def dump_job(config: JobConfig) -> str:
 def _merge_all(
     path: str | None, overrides: Sequence[str], aliases: Mapping[str, str] | None
 ) -> tuple[Draft, list[Problem]]:
-    """Return the merged files and overrides of a job, and the problems of overrides that cannot be applied."""
+    """Return the merged files and overrides of a job, and two kinds of problems: overrides that cannot be applied, and
+    problems of the model's folder (see `_model_of_folder`)."""
     given, files = parse_overrides(overrides, aliases), read_job(path) if path else []
     draft, problems = _merge(files, given)
     try:
@@ -154,8 +155,9 @@ def _class_of_folder(model: Mapping[str, Any]) -> FolderFile | None:
 def _model_of_weights(model: Mapping[str, Any]) -> FolderFile | None:
     """Return the name, flavor and arguments of the model in the folder `model.weights`.
 
-    Return None if there is no such folder, or if the job sets a flavor or names its own factory. Raises ConfigError if
-    the folder names no model of this package, or a different model than the job.
+    Return None if the job does not set `model.weights`, or if it sets a flavor or names its own factory. Raises
+    ConfigError if the `config.json` of the folder cannot be read, names no model of this package, or names a different
+    model than the job.
     """
     if not isinstance(model.get("weights"), str):
         return None
@@ -182,7 +184,8 @@ def _model_of_weights(model: Mapping[str, Any]) -> FolderFile | None:
 def _parse(table: dict[str, Any]) -> tuple[JobConfig, list[Problem]]:
     """Return the configuration that a table describes, and the problems in the table.
 
-    In the configuration, each wrong key has its default value, so that the rules can check the other keys.
+    In the configuration, each wrong key has its default value, so that the rules can check the other keys. With more
+    than `MOST_PROBLEMS` problems, all keys have their default values.
     """
     try:
         return JobConfig.model_validate(_complete(table)), []

@@ -105,8 +105,8 @@ def parse_value(text: str) -> Any:
     """Return the value that `text` is in TOML. Text that is not TOML is returned as a string, so most strings need no
     quotes.
 
-    Raises ValueError if a table or an array is not valid TOML, is nested too deeply, or has a number with too many
-    digits.
+    Raises ValueError if a table or an array is not valid TOML, if a value is nested too deeply, or if a number has too
+    many digits.
     """
     try:
         table = tomli.loads(f"value = {text}")
@@ -223,7 +223,7 @@ class Draft:
 
 def _name_in(container: Any, part: str, key: KeyPath) -> str | int:
     """Return `part` of an override's key as Python needs it: a string if `container` is a table, an integer index if
-    `container` is an array."""
+    `container` is an array. Raises ConfigError for a wrong index."""
     if isinstance(container, dict):
         return part
     if part.isdecimal() and len(part) < 10 and int(part) <= len(container):

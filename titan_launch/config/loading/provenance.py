@@ -11,8 +11,8 @@ from titan_launch.core.terminal import shortened
 
 
 class KeyLocation(NamedTuple):
-    """Location at which a key is set. Locations sort in the order in which they are merged: by file, then by line; the
-    command line is last."""
+    """Location at which a key is set. Locations sort in the order of merging: by file, then by line; the command line
+    is last."""
 
     source: int
     line: int
@@ -104,7 +104,7 @@ def report(lines: Sequence[str], subject: str) -> str:
 
 
 def toml_value(value: Any) -> str:
-    """Return a value in TOML, in one line."""
+    """Return a value in TOML, in one line; `null` for None, which TOML does not have."""
     if isinstance(value, Section):
         value = value.model_dump(mode="json", exclude_none=True)
     if isinstance(value, bool):

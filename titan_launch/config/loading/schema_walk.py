@@ -128,8 +128,8 @@ class Kinds:
         return (dropped | {"kind"} - new.keys()) & old.keys()
 
     def kind_of(self, table: Mapping[str, Any]) -> str:
-        """Return the kind of a table that is not validated yet: the value of the key `kind`, or else the default. A
-        table of data without `kind` but with `sources` is a mixture."""
+        """Return the kind of a table that is not validated yet: the value of the key `kind`, or else the default. For
+        an import string, return `FACTORY`. A table of data without `kind` but with `sources` is a mixture."""
         return data_kind(str(table.get("kind", "mixture" if self._is_mixture(table) else self.default)))
 
     def _is_mixture(self, table: Mapping[str, Any]) -> bool:

@@ -100,7 +100,8 @@ def _listed(details: ErrorDetails, name: str) -> list[str]:
 
 
 def _number_hint(value: Any) -> str:
-    """Return a hint for a number in quotes, and for a whole number with a decimal point; "" for any other value."""
+    """Return a hint for a number that is in quotes or has a decimal point; "" for any other value. The hint shows a
+    whole number without a decimal point."""
     try:
         number = float(value) if isinstance(value, (str, float)) else None
     except ValueError:

@@ -51,7 +51,8 @@ RULES: tuple[Rule, ...] = (
     *PIPELINE_RULES,
     *PARALLELISM_RULES,
 )
-"""All rules, in the order in which they run."""
+"""The rules that a job file must pass, in the order in which they run. (`packages.py` has a rule that only `check`
+uses. `prepare` uses only CORPUS_RULES.)"""
 
 
 def first_problem(config: JobConfig) -> Problem | None:
@@ -64,4 +65,5 @@ STEP_RULES: tuple[Rule, ...] = (
     parameters_are_unfrozen_in_the_run,
     average_is_updated_in_the_run,
 )
-"""The rules that read `training.steps`. A run with `training.epochs` checks them again when it knows the steps."""
+"""The rules that compare a key with `training.steps`. A run with `training.epochs` checks them again when it knows the
+steps."""

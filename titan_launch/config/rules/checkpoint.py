@@ -17,7 +17,8 @@ LOAD_KEYWORDS = ("latest", "none")
 
 
 def weights_are_never_written_to(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem if the run folder or the cache of compiled kernels is inside of a folder with weights."""
+    """Report a problem if the run folder or the cache of compiled kernels is a folder with weights, or is inside of
+    one."""
     folders: list[tuple[KeyPath, str, Path]] = [(("job", "dump_folder"), config.job.dump_folder, config.job.run_folder)]
     if config.compile.cache_folder is not None:
         folders.append((("compile", "cache_folder"), config.compile.cache_folder, Path(config.compile.cache_folder)))
@@ -49,7 +50,8 @@ def early_stopping_has_a_result(config: JobConfig) -> Iterator[Problem]:
 
 
 def load_is_a_word_or_a_path(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem if `checkpoint.load` is neither a keyword, nor a step, nor an existing path."""
+    """Report a problem if `checkpoint.load` is a number below 1, or a word that is neither a keyword nor an existing
+    path. (A text with `/` is always taken as a path. The run reports a missing one when it loads the checkpoint.)"""
     load = config.checkpoint.load
     if isinstance(load, int) and load < 1:
         yield Problem(_LOAD, 'must be "latest", "none", a step (at least 1), or a path', load)

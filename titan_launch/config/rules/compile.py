@@ -34,7 +34,8 @@ COMPILE_RULES = (cache_folder_has_a_name, attention_backend_is_used)
 
 
 def beyond_causal_attention(config: JobConfig) -> Iterator[tuple[str, tuple[KeyPath, ...]]]:
-    """Yield each setting that plain causal attention does not support, with the keys on which it depends."""
+    """Yield (setting, keys on which it depends) for settings that plain causal attention does not support: at most one
+    model argument, and each data source whose documents are separated."""
     args, seq_len = known_args(config.model), config.training.seq_len
     option = args.beyond_causal_attention(seq_len) if args is not None else None
     if option is not None:

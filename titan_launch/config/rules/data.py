@@ -66,8 +66,8 @@ def all_data_has_one_unit(config: JobConfig) -> Iterator[Problem]:
 
 
 def mixtures_are_complete(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem for a mixture without sources, and for names of sources that cannot be names of metrics, or that
-    two sources share."""
+    """Report a problem for a mixture without sources, for each source whose name cannot be the name of a metric, and
+    for each source with the name of an earlier source."""
     for key, data in _tables(config):
         if not isinstance(data, MixtureData):
             continue
@@ -87,7 +87,8 @@ def mixtures_are_complete(config: JobConfig) -> Iterator[Problem]:
 
 
 def mixture_weights_are_usable(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem for each weight of a mixture that has no effect, is not valid, or is too small."""
+    """Report a problem for each weight of a mixture that has no effect, is not valid, or is too small, and if all
+    weights are 0 at once."""
     for key, data in _tables(config):
         if not isinstance(data, MixtureData):
             continue
@@ -110,7 +111,8 @@ def mixture_weights_are_usable(config: JobConfig) -> Iterator[Problem]:
 
 
 def tokenizer_is_usable(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem if keys of the tokenizer contradict each other, or if its file cannot be used."""
+    """Report a problem if keys of `[tokenizer]` contradict each other, if `tokenizer.path` is missing, or if the file
+    at this path cannot be used."""
     tokenizer = config.tokenizer
     if tokenizer.kind == "bytes":
         for name, value in tokenizer.changed("path", "end_of_document", "begin_of_document"):
@@ -155,7 +157,7 @@ def files_exist(config: JobConfig) -> Iterator[Problem]:
 
 def text_is_no_records(config: JobConfig) -> Iterator[Problem]:
     """Report a problem for each entry of a `path` to text that has files with records, such as JSON lines. In a folder,
-    this rule checks only the first files; a run checks all files."""
+    this rule checks at most 10,000 files; a run checks all files."""
     for source, data in sources_of(config):
         if not isinstance(data, TextData):
             continue
@@ -307,12 +309,14 @@ def as_written(value: object) -> object:
 
 
 def keys_of_packed_documents(config: JobConfig) -> Iterator[KeyPath]:
-    """Yield the key `packing` of each data table with `packing = "documents"`."""
+    """Yield the key `packing` of each data source whose samples have separate documents: sources with `packing =
+    "documents"`, and factories with `samples = "documents"`."""
     return ((*key, "packing") for key, data in sources_of(config) if separates_documents(data))
 
 
 def _kinds_of(unit: SampleUnit) -> str:
-    """Return a remedy that lists the kinds of data whose samples have this unit: `kind = "text" or "synthetic"`."""
+    """Return a remedy that lists the kinds of data with samples of this unit, such as `kind = "text" or
+    "synthetic"`."""
     return "kind = " + " or ".join(f'"{kind}"' for kind, data in DATA_KINDS.items() if data.unit == unit)
 
 

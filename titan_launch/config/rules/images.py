@@ -19,7 +19,7 @@ from titan_launch.models.architectures import images_taken, known_args
 
 
 def image_files_exist(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem for each `path` to images that names no file, or a folder without class folders."""
+    """Report a problem for each `path` to images that names no images or cannot be read."""
     for source, data in sources_of(config):
         if not isinstance(data, ImageData):
             continue
@@ -69,7 +69,7 @@ def class_folders_are_the_same(config: JobConfig) -> Iterator[Problem]:
 
 def digits_suit_the_model(config: JobConfig) -> Iterator[Problem]:
     """Report a problem for each difference between the images of `sklearn-digits` and the images that the model takes.
-    (A run checks other images when it reads them.)"""
+    (A run checks other images, and images with a `transform`, when it reads them.)"""
     taken = images_taken(config.model) if known_args(config.model) or not config.model.is_of_package else None
     for source, data in sources_of(config):
         if taken is not None and isinstance(data, ImageData) and data.path == SKLEARN_DIGITS and not data.transform:

@@ -87,7 +87,8 @@ def _is_used(config: JobConfig, key: tuple[str, str]) -> bool:
 
 def pairs_are_for_preferences(config: JobConfig) -> Iterator[Problem]:
     """Report a problem if the loss reads pairs of answers and a data source has none, or if a source has pairs and the
-    loss reads none. (Token files may have pairs; the run checks these files.)"""
+    loss reads none. (Token files may have pairs; the run checks these files. A factory with `samples = "documents"` may
+    have pairs for such a loss, and is not checked.)"""
     for source, data in sources_of(config):
         has_pairs, also, name = isinstance(data, PreferenceData), (_NAME,), config.loss.name
         if config.loss.kind.reads_pairs:
@@ -103,8 +104,9 @@ def pairs_are_for_preferences(config: JobConfig) -> Iterator[Problem]:
 
 
 def outputs_suit_the_loss(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem if a model of this package has labels (`num_labels`), but loss or data is that of a language
-    model, or the other way round, and if it has a wrong number of labels."""
+    """For a model of this package, report a problem if `num_labels` does not suit the loss or the data. There are four
+    cases: a model with labels and a loss of language models, a wrong number of labels, a model with labels and data
+    without labels, and targets (`train_on`) that the loss does not read."""
     args, name = known_args(config.model), config.loss.name
     if args is None or not args.supports_labels:
         return
@@ -181,7 +183,7 @@ def second_model_fits(config: JobConfig) -> Iterator[Problem]:
 
 def frozen_job(config: JobConfig, second: FrozenModelConfig) -> JobConfig:
     """Return the job that describes the second model of a loss: its folder, its dtypes, and nothing that only training
-    needs. Raises ConfigError if the folder does not hold a model of this package.
+    needs. Raises ConfigError if the folder cannot be read, or does not hold a model of this package.
 
     The precision rules of the job apply to the second model only if it has the same arguments as the trained model.
     """

@@ -34,7 +34,7 @@ def model_exists(config: JobConfig) -> Iterator[Problem]:
 
 
 def flavor_exists(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem if `model.flavor` is not a row of the model's size table."""
+    """Report a problem if `model.flavor` is neither a row of the model's size table nor `none`."""
     name, flavor = config.model.name, config.model.flavor
     if name in ARCHITECTURES and flavor not in (ALL_IN_ARGS, *ARCHITECTURES[name].flavors):
         flavors = ARCHITECTURES[name].flavors
@@ -128,9 +128,10 @@ def factory_args_can_be_recorded(config: JobConfig) -> Iterator[Problem]:
 
 
 def weights_are_of_the_model(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem if the folder `model.weights` holds a different model, and for each model argument that differs
-    from the folder's, except `num_labels` and a larger `vocab_size`. (A missing folder is not a problem here, because a
-    run that resumes may not need the folder. A new run reports a missing folder when it reads the weights.)"""
+    """Report a problem if the folder `model.weights` cannot be read or holds a different model, and for each model
+    argument that differs from the folder's, except `num_labels` and a larger `vocab_size`. (A missing folder is not a
+    problem here, because a run that resumes may not need the folder. A new run reports a missing folder when it reads
+    the weights.)"""
     model, key = config.model, ("model", "weights")
     args = known_args(model)
     if model.weights is None or args is None or not os.path.exists(model.weights):
@@ -154,10 +155,10 @@ def weights_are_of_the_model(config: JobConfig) -> Iterator[Problem]:
 
 
 def adapter_is_of_the_job(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem if the folder `lora.adapter` is missing, has a key that is not supported, or has another rank or
-    scale than the job. (If the run folder exists, the folder is not checked, because a run that resumes does not need
-    it. When a new run starts, the tensors in the folder, and the ranks and scales of single modules, are compared with
-    the targets.)"""
+    """Report a problem if the folder `lora.adapter` is missing, has a key that is not supported, or differs from
+    `[lora]` in rank, scale or, if the job does not set it, dropout. (If the run folder exists, the folder is not
+    checked, because a run that resumes does not need it. When a new run starts, the tensors in the folder, and the
+    ranks and scales of single modules, are compared with the targets.)"""
     lora, key = config.lora, ("lora", "adapter")
     if lora.adapter is None or not lora.targets or config.job.run_folder.exists():
         return

@@ -47,7 +47,7 @@ def state_dtype_has_a_state(config: JobConfig) -> Iterator[Problem]:
 
 
 def masters_are_of_bfloat16(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem if `master_weights` is true but no parameter is stored in bfloat16."""
+    """Report a problem if `master_weights` is true but no trained parameter is stored in bfloat16."""
     if config.optimizer.master_weights and not _stores_bfloat16(config):
         reason = (
             "keeps float32 copies of bfloat16 parameters, but no parameter is stored in bfloat16; "
@@ -100,7 +100,7 @@ def average_is_updated_in_the_run(config: JobConfig) -> Iterator[Problem]:
 
 
 def width_is_scaled(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem if muP is not known for the model, the optimizer or the width of the job."""
+    """Report a problem if muP has no rule for the model, its width, its adapters or the optimizer of the job."""
     base, key, args = config.mup.base_width, ("mup", "base_width"), known_args(config.model)
     if base is None or (args is None and config.model.name in ARCHITECTURES):
         return
@@ -142,5 +142,5 @@ def _algorithms(optimizer: OptimizerConfig) -> set[str]:
 
 
 def _stores_bfloat16(config: JobConfig) -> bool:
-    """Return True if any parameter may be stored in bfloat16."""
+    """Return True if any trained parameter may be stored in bfloat16."""
     return "bfloat16" in (config.precision.storage_dtype, *(rule.storage_dtype for rule in config.precision.rules))

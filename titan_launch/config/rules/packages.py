@@ -1,5 +1,5 @@
-"""The optional packages that a job needs. Only the command `check` uses these rules: a run whose tokens are already in
-the cache needs fewer packages."""
+"""The optional packages that a job needs. Only the command `check` uses the rule of this file: a run whose tokens are
+already in the cache needs fewer packages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Needed = tuple[str, KeyPath, object]
 """A module, the key that needs it, and the value of the key."""
 
 _KINDS = {"chat": "jinja2", "preferences": "jinja2", "parquet": "pyarrow", "huggingface": "datasets"}
-"""The module that each kind of data needs."""
+"""The module that a kind of data needs. Other kinds need none, or depend on their files."""
 
 _IMAGES = {"digits": "sklearn", "folder": "PIL", "shards": "PIL", "npz": None}
 """The module that each kind of image storage needs (see `images_named`); None: no module."""

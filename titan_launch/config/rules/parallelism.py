@@ -25,8 +25,8 @@ _MODEL: tuple[KeyPath, ...] = (("model", "name"), ("model", "flavor"), ("model",
 
 
 def matrices_can_be_divided(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem if the tensor-parallel degree does not divide the numbers of heads, the feed-forward width, or
-    the vocabulary size."""
+    """Report a problem if the tensor-parallel degree does not divide all sizes that tensor parallelism divides, such as
+    the numbers of heads and the vocabulary size (see `ModelArgs.tensor_parallel_sizes`)."""
     degree, args = config.parallelism.tensor_parallel_degree, known_args(config.model)
     if degree == 1 or args is None:
         return
@@ -186,7 +186,8 @@ def _divisors(number: int) -> str:
 
 
 def _nearest_divisors(number: int, of: int) -> str:
-    """Return the nearest divisors of `of` below and above `number`, as text: `2 or 4`."""
+    """Return the nearest divisors of `of` below and above `number`, as text: `2 or 4`. If there is none above, return
+    only the one below."""
     divisors = [each for each in range(1, of + 1) if of % each == 0]
     below, above = (each for each in divisors if each < number), (each for each in divisors if each > number)
     return " or ".join(map(str, (max(below), *list(above)[:1])))
@@ -236,9 +237,10 @@ def misfit_of_microbatches(
     parallelism: ParallelismConfig, num_microbatches: int, samples_each: int | None = None
 ) -> str | None:
     """Return the reason why the schedule does not support a number of microbatches per step, with the nearest valid
-    batch sizes. Return None if the schedule supports the number.
+    global batch sizes. Return None if the schedule supports the number, and for a job without pipeline parallelism.
 
-    `samples_each`: samples per microbatch over all ranks; None if unknown.
+    `samples_each`: samples per microbatch over all ranks. None if unknown: the reason then names numbers of
+    microbatches, or no number.
     """
     schedule, degree = parallelism.pipeline_parallel_schedule, parallelism.pipeline_parallel_degree
     if degree == 1:
@@ -260,7 +262,7 @@ def misfit_of_microbatches(
 
 _INTERLEAVED = ("Interleaved1F1B", "InterleavedZeroBubble")
 """Schedules that process the microbatches in rounds of equal size. A round has at least as many microbatches as the
-pipeline has ranks."""
+pipeline has ranks. If a step has fewer microbatches, they are one round."""
 
 
 def _makes_equal_rounds(num_microbatches: int, ranks: int) -> bool:
@@ -331,7 +333,8 @@ def microbatches_suit_the_schedule(config: JobConfig) -> Iterator[Problem]:
 
 
 def split_backward_is_reduced_once(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem if the schedule splits backward and does not support the gradient accumulation mode.
+    """Report a problem if the schedule splits backward, and the gradient accumulation mode reduce-scatters after every
+    microbatch or does not keep parameters unsharded.
 
     In modes that reduce-scatter after every microbatch, FSDP2 reduces gradients at the end of each microbatch's
     backward. If backward is split, the gradients of weights are not yet complete at that point.
@@ -394,4 +397,4 @@ PIPELINE_RULES = (
     microbatches_suit_the_schedule,
     split_backward_supports_experts,
 )
-"""All other rules for pipeline parallelism."""
+"""The rules for pipeline parallelism that are not in SPLIT_BACKWARD_RULES."""

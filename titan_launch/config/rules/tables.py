@@ -409,11 +409,11 @@ def changed_keys(config: JobConfig, key: str) -> Iterator[tuple[KeyPath, Any]]:
 
 
 IN_BRACES = re.compile(r"\{([\w.]+)\}")
-"""A key in the reason of a contradiction."""
+"""Pattern of a key in braces in the reason of a contradiction."""
 
 
 def _shown(config: JobConfig, key: str) -> str:
-    """Return `key = value`, or only the key if it is not set."""
+    """Return `key = value`, or only the key if its value is unset or an empty array."""
     value = attrgetter(key)(config)
     return key if value in (None, ()) else f"{key} = {toml_value(value)}"
 

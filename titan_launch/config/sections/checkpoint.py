@@ -53,11 +53,12 @@ class CheckpointConfig(Section):
 
     load: int | str = "latest"
     """The checkpoint from which the run starts. `latest`: the newest checkpoint in the run folder that is complete and
-    undamaged; the run starts at step 0 if there is none, or if `enable = false`. `none`: the run starts at step 0, and
-    an earlier run in the folder is moved aside, not deleted. A number: the checkpoint of that step in the run folder;
-    checkpoints of later steps are moved aside. A path: a checkpoint of another run (`.../checkpoints/step-100`), or the
-    folder of another run, whose newest checkpoint is loaded. With `enable = true`, ranks that `launch` or torchrun
-    restarts resume from the latest checkpoint of this run, whatever this key says."""
+    undamaged. If the folder has no checkpoint, or if `enable = false`, the run starts at step 0. If all checkpoints are
+    damaged, the run ends with an error. `none`: the run starts at step 0, and an earlier run in the folder is moved
+    aside, not deleted. A number: the checkpoint of that step in the run folder; checkpoints of later steps are moved
+    aside. A path: a checkpoint of another run (`.../checkpoints/step-100`), or the folder of another run, whose newest
+    checkpoint is loaded. With `enable = true`, ranks that `launch` or torchrun restarts resume from the latest
+    checkpoint of this run, if there is one, whatever this key says."""
 
     initial_load_path: str | None = None
     """Path of a checkpoint from which a new run loads parameters and buffers. If the path is a run folder, its newest
@@ -67,10 +68,12 @@ class CheckpointConfig(Section):
     exclude_from_loading: Array[str] = ()
     """Parts of a checkpoint that are not loaded; they start as in a new run. `optimizer`: the optimizer state. `ema`:
     the moving average of the weights, which then begins with the loaded parameters. `data`: the position in the data.
-    `random`: the states of random number generators. `step`: the step and the schedule (only if `load` is a path).
-    Globs select parameters and buffers (`output.**`). This key applies only with `initial_load_path`, or if `load` is a
-    number or a path. A run that resumes from its own latest checkpoint loads all parts."""
+    `random`: the states of random number generators. `step`: the step and the schedule (only if `load` is a path). A
+    glob, such as `output.**`: the parameters and buffers that it matches. This key applies only with
+    `initial_load_path`, or if `load` is a number or a path. A run that resumes from its own latest checkpoint loads all
+    parts."""
 
     accept_changes: bool = False
     """Resume even if the experiment has changed: its configuration differs from the one in the run folder, or the
-    training data has changed since the checkpoint. A checkpoint of a different model can never be resumed."""
+    training data, the tokenizer, the initial weights or the second model of the loss have changed since the checkpoint.
+    A checkpoint of a different model can never be resumed."""

@@ -37,7 +37,7 @@ value is PyTorch's default of `ignore_index`."""
 
 
 class DataSource(Section):
-    """The keys that all kinds of data have. The value of a field of this type is an instance of a class in
+    """The keys that most kinds of data have. The value of a field of this type is an instance of a class in
     `DATA_KINDS`. The key `kind` selects the class."""
 
     unit: ClassVar[SampleUnit] = "tokens"
@@ -70,22 +70,23 @@ class DataSource(Section):
 
 
 FACTORY = "package.module:factory"
-"""Entry of `DATA_KINDS` for every `kind` that is an import string."""
+"""Key of `DATA_KINDS` for every `kind` that is an import string."""
 
 
 def data_kind(kind: str) -> str:
-    """Return the entry of `DATA_KINDS` for the value of a key `kind`."""
+    """Return the key of `DATA_KINDS` for a value of `kind`: `FACTORY` for an import string, else the value itself."""
     return FACTORY if ":" in kind else kind
 
 
 def _tag(table: Any) -> Any:
-    """Return the entry of `DATA_KINDS` for a table of a job file, or for a section."""
+    """Return the key of `DATA_KINDS` for a table of a job file, or for a section. A `kind` that is not a string is
+    returned as it is; None if there is no `kind`."""
     kind = table.get("kind") if isinstance(table, Mapping) else getattr(table, "kind", None)
     return data_kind(kind) if isinstance(kind, str) else kind
 
 
 class TokenizedData(DataSource):
-    """The keys of all kinds of data that become sequences of `training.seq_len` tokens."""
+    """The keys of all kinds of data whose documents are packed into sequences of `training.seq_len` tokens."""
 
     packing: Literal["concat", "documents"] = "concat"
     """Division of the documents into samples. `concat`: all documents are one stream, which is cut every
@@ -96,8 +97,9 @@ class TokenizedData(DataSource):
 
 class CorpusData(TokenizedData):
     """The keys of all kinds of text. When a run starts, one process of each host tokenizes the text, and stores the
-    tokens in the cache folder: `$TITAN_LAUNCH_CACHE`, by default `~/.cache/titan_launch`. Later runs on the same text
-    read the tokens from the cache."""
+    tokens in the cache folder. Later runs on the same text read the tokens from the cache. The cache folder is
+    `$TITAN_LAUNCH_CACHE`, or else `titan_launch` in `$XDG_CACHE_HOME` (by default `~/.cache`). With `streaming`,
+    nothing is stored."""
 
     split: Literal["all", "train", "validation"] = "all"
     """Documents to use. `validation`: `validation_percent` of the documents, chosen by a hash of the names of files, or
@@ -138,8 +140,9 @@ class RecordsData(CorpusData):
     """The keys of all kinds of text in records: lines or rows. Each record is one document."""
 
     on_error: Literal["stop", "skip"] = "stop"
-    """Reaction to a record without text, or to a line that is not valid JSON. `stop`: the run ends with an error that
-    names the record. `skip`: the other records are used, and the log reports the number of skipped records."""
+    """Reaction to a record that cannot be used, such as a record without text, or a line that is not valid JSON.
+    `stop`: the run ends with an error that names the record. `skip`: the other records are used, and the log reports
+    the number of skipped records."""
 
 
 class LinesData(FilesData, RecordsData):
@@ -199,7 +202,8 @@ class ChatData(LinesData):
 
     train_on: Literal["assistant", "last", "all"] = "assistant"
     """Targets. `assistant`: all turns of the assistant, each with the token that ends it. `last`: the last of these
-    turns. `all`: all tokens."""
+    turns. `all`: all tokens. With `assistant` and `last`, a turn whose message has `"weight": 0` or `"train": false` is
+    no target."""
 
     truncation: Literal["skip", "stop", "right", "left"] = "skip"
     """Use of a chat with more than `training.seq_len` + 1 tokens. `skip`: the chat is not used, and the log reports the
@@ -228,8 +232,8 @@ class PreferenceData(ChatData):
     truncation: Literal["skip", "stop", "right", "left"] = "skip"
     """Use of a pair whose two chats do not fit into `training.seq_len` together. `skip`: the pair is not used, and the
     log reports the number of such pairs. `stop`: the run ends with an error that names the pair. `right`, `left`: each
-    chat is cut to at most half of `training.seq_len`. Tokens are removed at its end (`right`) or at its beginning
-    (`left`)."""
+    chat is cut to at most half of `training.seq_len`, plus one token. (n tokens take n - 1 positions.) Tokens are
+    removed at the end of a chat (`right`) or at its beginning (`left`)."""
 
 
 class ClassificationData(LinesData):
@@ -249,8 +253,8 @@ class ClassificationData(LinesData):
     0."""
 
     labels: Annotated[Array[str], Field(min_length=2)]
-    """Names of all labels, in the order of the model's outputs. `model.args.num_labels` is their number. An exported
-    model has these names."""
+    """Names of all labels, in the order of the model's outputs. `model.args.num_labels` must be their number. An
+    exported model has these names."""
 
     truncation: Literal["skip", "stop", "right", "left"] = "skip"
     """Use of a text with more than `training.seq_len` tokens. `skip`: the text is not used, and the log reports the
@@ -326,10 +330,11 @@ class SyntheticData(DataSource):
     """Sequences per epoch."""
 
     vocab_size: Annotated[int, Field(ge=2)] = 256
-    """Number of different tokens. Tokens are from 0 to `vocab_size` - 1."""
+    """Number of different tokens, at most the vocabulary size of `[tokenizer]`. Tokens are from 0 to `vocab_size` -
+    1."""
 
     noise: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """Fraction of the tokens that are random. The previous token determines each of the others."""
+    """Probability that a token is random. Otherwise the previous token determines it."""
 
     seed: int = 0
     """Seed of the sequences. Validation data needs a different seed than training data."""
@@ -375,13 +380,14 @@ class ImageData(DataSource):
     """Length in pixels to which the shorter side of an image is scaled. The aspect ratio stays. Default: no scaling."""
 
     crop: Annotated[int, Field(ge=1)] | None = None
-    """Height and width in pixels of the part that is cut out of an image after `resize`: a random part in training if
-    `augment` has `crop` or `resized_crop`, else the center. Default: the whole image."""
+    """Height and width of a sample in pixels: the center of an image after `resize` or, in training, a random part if
+    `augment` has `crop` or `resized_crop`. Default: the whole image."""
 
     augment: Array[Augmentation] = ()
-    """Random changes of training images, which differ in every epoch. `flip`: mirror half of the images left to right.
-    `crop`: cut at a random place, after a border of `padding` pixels was added. `resized_crop`: scale a random part to
-    `crop` x `crop` pixels; the part has 8 % to 100 % of the image's area and an aspect ratio of 3/4 to 4/3."""
+    """Random changes of training images, which differ in every epoch. `flip`: mirror an image left to right, with a
+    probability of 1/2. `crop`: cut at a random place, after a border of `padding` pixels was added. `resized_crop`:
+    scale a random part to `crop` x `crop` pixels; the part has 8 % to 100 % of the image's area and an aspect ratio of
+    3/4 to 4/3."""
 
     padding: Annotated[int, Field(ge=0)] = 0
     """Width in pixels of the black border for `augment = ["crop"]`."""
@@ -406,8 +412,8 @@ Weight = Annotated[float, Field(ge=0)]
 
 
 class FactoryData(DataSource):
-    """Samples from a function or class of your own, which `kind` names, such as `my_data:Sequences`. The run calls it
-    with a context and `args`. docs/how_to/data.md describes the object that it must return."""
+    """Samples from a function or class of your own, which `kind` names, such as `my_data:Sequences`. The run calls the
+    function with a context and `args`. docs/how_to/data.md describes the object that it must return."""
 
     kind: Annotated[str, Field(pattern="^[^:]+:[^:]+$")]
     """Import string of the function or class. The working directory is importable."""
@@ -445,7 +451,7 @@ class MixtureEntry(DataSource):
 
     name: str = ""
     """Name of the source in metrics and log lines: letters, digits, `.`, `_` and `-`. Default: the last part of `path`,
-    or else `kind`."""
+    with `_` in place of all other characters. If `path` is missing or an array: `kind`."""
 
     weight: Weight | Array[Array[Weight]] = 1.0
     """Share of the training samples that come from this source, relative to the weights of the other sources. An array
@@ -468,8 +474,8 @@ class MixtureEntry(DataSource):
 
 
 class MixtureData(DataSource):
-    """Several sources, mixed by weights. Each is a table `[[data.sources]]` with a `shuffle` of its own. A table with
-    `sources` has this kind by default."""
+    """Several sources, mixed by weights. Each is a table `[[data.sources]]` (validation: `[[validation.data.sources]]`)
+    with a `shuffle` of its own. A table with `sources` has this kind by default."""
 
     kind: Literal["mixture"]
     """Kind of data source. It decides which other keys are valid."""
@@ -486,7 +492,7 @@ class MixtureData(DataSource):
 
     def own_vocabulary(self) -> int | None:
         """Return the largest vocabulary size of the sources; None if a source uses the tokenizer, whose vocabulary is
-        at least as large."""
+        at least as large, or if there are no sources."""
         sizes = [source.own_vocabulary() for source in self.sources]
         return max(size for size in sizes if size is not None) if sizes and None not in sizes else None
 
@@ -575,8 +581,8 @@ def separates_documents(data: DataSource) -> bool:
 
 
 class ValidationConfig(Section):
-    """Loss and accuracy on data held out from training. Both are means over the targets of all ranks, with the same
-    weight for each target. The model is in evaluation mode."""
+    """Loss and accuracy on data held out from training, with the model in evaluation mode. Both are means over the
+    targets of all ranks, with the same weight for each target. With a loss of pairs, they are means over the pairs."""
 
     freq: Annotated[int, Field(ge=0)] = 0
     """Steps between validations. 0 disables validation."""
@@ -585,8 +591,8 @@ class ValidationConfig(Section):
     """Samples per batch on each data-parallel rank."""
 
     max_samples: Annotated[int, Field(ge=1)] | None = None
-    """Number of samples to validate on, the same samples each time. With a mixture, this is the number for each source.
-    Default: all samples."""
+    """Number of samples to validate on: the first of the data, the same each time. With a mixture, this is the number
+    for each source. Default: all samples."""
 
     patience: Annotated[int, Field(ge=1)] | None = None
     """Early stopping: the run ends when its validation loss has not improved for this many validations in a row. The

@@ -10,7 +10,7 @@ from titan_launch.config.sections.section import Array, Section
 from titan_launch.core.globs import matches
 
 ALL_LINEAR = "all-linear"
-"""The entry of `lora.targets` that stands for all linear layers of the blocks."""
+"""The entry of `lora.targets` that stands for all linear layers and experts of the blocks, except for routers."""
 
 
 class LoRARule(Section):
@@ -27,17 +27,19 @@ class LoRARule(Section):
 
 
 class LoRAConfig(Section):
-    """Low-rank adapters (LoRA, arXiv:2106.09685). All other parameters are frozen. A module with an adapter multiplies
-    by W + scale * B A instead of its weight W, where A has `rank` rows and B has `rank` columns. At the start B A is 0,
-    so the model computes the same as without adapters."""
+    """Low-rank adapters (LoRA, arXiv:2106.09685). All other parameters are frozen, unless `training.trainable` or
+    `training.unfreeze` names them. A module with an adapter multiplies by W + scale * B A instead of its weight W,
+    where A has `rank` rows and B has `rank` columns. At the start B A is 0, so the model computes the same as without
+    adapters."""
 
     targets: Array[str] = ()
-    """The modules that get adapters: linear layers, embeddings, and the experts of a mixture. An entry is a glob of
-    module paths, such as `["layers.*.attention.w*"]`: `*` matches within one segment, `**` crosses dots. An entry may
-    also be a name as in `peft`, such as `["q_proj", "v_proj"]`: if it matches no whole path, it matches the ends of
-    module paths, either of this package's or of `transformers`. `["all-linear"]`: the linear layers and the experts of
-    the blocks, but no routers. `plan` and a run print the paths of the modules with adapters. If an entry also matches
-    other kinds of modules, these get no adapter. The adapter of a module is its child `lora`. Empty: no adapters."""
+    """The modules that get adapters: linear layers, embeddings, and the experts of a mixture of experts. An entry is a
+    glob of module paths, such as `["layers.*.attention.w*"]`: `*` matches within one segment, `**` crosses dots. An
+    entry may also be a name as in `peft`, such as `["q_proj", "v_proj"]`: if it matches no whole path, it matches the
+    ends of module paths, either of this package's or of `transformers`. `["all-linear"]`: the linear layers and the
+    experts of the blocks, but no routers. `plan` and a run print the paths of the modules with adapters. If an entry
+    also matches other kinds of modules, these get no adapter. The adapter of a module is its child `lora`. Empty: no
+    adapters."""
 
     rank: Annotated[int, Field(ge=1)] = 16
     """Rows of A, and columns of B. At most the smaller side of each target's weight."""
@@ -58,7 +60,8 @@ class LoRAConfig(Section):
     adapter: str | None = None
     """Folder of `peft` with the initial values of the adapters: `adapter_config.json` and `adapter_model.safetensors`,
     as `titan-launch export --adapter` and `peft` write them. Its rank, scale and targets must be those of the job, and
-    a key that this package does not understand is an error. A run that resumes does not read the folder."""
+    so must its dropout if `lora.dropout` is not set. A key that this package does not understand is an error. A run
+    that resumes does not read the folder."""
 
     def of(self, path: str) -> LoRAConfig:
         """Return the settings for the adapter of the module at `path`: the first rule that matches the module overrides

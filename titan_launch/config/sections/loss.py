@@ -16,13 +16,13 @@ BASE = "base"
 
 
 class ReferenceConfig(Section):
-    """The reference model of a loss of pairs."""
+    """The keys of the losses of pairs that have a reference model."""
 
     reference: str
     """The reference model, which is not trained. With `[lora]`, `base` is the trained model without its adapters; it
-    needs no additional memory for parameters. Any other value is a folder in the formats of `model.weights`, usually
-    the same folder as `model.weights`. The parameters of a model in a folder are sharded like those of the trained
-    model."""
+    needs no additional memory for parameters. Any other value is a folder in the formats of `model.weights` with a
+    model of this package, usually the same folder as `model.weights`. The parameters of a model in a folder are sharded
+    like those of the trained model."""
 
     dtype: FloatDtype | None = None
     """Dtype of a reference model in a folder: of its parameters and of its computation. Default:
@@ -44,9 +44,9 @@ class DPOConfig(ReferenceConfig):
 
 
 class IPOConfig(ReferenceConfig):
-    """Identity preference optimization (IPO, arXiv:2310.12036): unlike that of DPO, the loss has a minimum at a finite
-    distance from the reference model. The loss of a pair is (log-ratio of the chosen answer - log-ratio of the rejected
-    answer - 1 / (2 x `beta`))². A log-ratio is the mean over the tokens of an answer, as in TRL."""
+    """Identity preference optimization (IPO, arXiv:2310.12036): the loss has its minimum at a finite distance from the
+    reference model, and the loss of DPO does not. The loss of a pair is (log-ratio of the chosen answer - log-ratio of
+    the rejected answer - 1 / (2 x `beta`))². A log-ratio is the mean over the tokens of an answer, as in TRL."""
 
     beta: Annotated[float, Field(gt=0)] = 0.1
     """Strength of the reference model, called τ in the paper. A small value lets the trained model move further from
@@ -98,21 +98,22 @@ class DistillationConfig(Section):
 
 class LossConfig(Section):
     """The training loss. It is summed in fp32. Validation reports the cross-entropy without label smoothing and z-loss,
-    so that jobs can be compared. With a loss of pairs or a function of your own, validation reports that loss."""
+    so that jobs can be compared. With a loss of pairs, a function of your own or `model.loss`, validation reports that
+    loss."""
 
     name: str = "cross_entropy"
     """The loss. `cross_entropy`: the mean cross-entropy of all targets that are not ignored. `dpo`, `ipo`, `simpo` and
     `orpo` are losses of pairs, with data of pairs (`data.kind = "preferences"`): the model learns to prefer one answer
     to another. `reward` is a loss of pairs for a reward model (`model.args.num_labels = 1`, `data.train_on = "end"`,
-    arXiv:2203.02155): -log sigmoid(reward of the chosen answer - reward of the rejected answer). `distillation`: the
-    distance from the probabilities of a teacher. `package.module:function`: a function of your own, which is called
-    with logits and targets and returns the sum of the loss; see docs/how_to/losses.md."""
+    arXiv:2203.02155): -log sigmoid(reward of the chosen answer - reward of the rejected answer). `distillation`: the KL
+    divergence from the probabilities of a teacher, mixed with the cross-entropy. `package.module:function`: a function
+    of your own, which is called with logits and targets and returns the sum of the loss; see docs/how_to/losses.md."""
 
     dpo: DPOConfig | None = None
-    """Settings of `dpo`."""
+    """Settings of `dpo`, which needs this table."""
 
     ipo: IPOConfig | None = None
-    """Settings of `ipo`."""
+    """Settings of `ipo`, which needs this table."""
 
     simpo: SimPOConfig | None = None
     """Settings of `simpo`. Without this table, they have their defaults."""
@@ -121,16 +122,17 @@ class LossConfig(Section):
     """Settings of `orpo`. Without this table, they have their defaults."""
 
     distillation: DistillationConfig | None = None
-    """Settings of `distillation`."""
+    """Settings of `distillation`, which needs this table."""
 
     chunks: Annotated[int, Field(ge=1)] = 1
     """Number of chunks of classes in which the model's output layer computes the cross-entropy. With 1, the model
     returns logits, which need memory for all tokens of a microbatch and all classes, in the compute dtype and in fp32.
     With more chunks, logits exist for one chunk at a time, in forward and in backward. The price is that backward
     computes the matrix product of the output layer a second time. Losses and gradients differ only by rounding. The
-    output layer must be an `nn.Linear` whose output the model returns unchanged. If it is not, the model still returns
-    logits, and only their fp32 copies exist for one chunk at a time; a log line reports this. For vocabularies of
-    100,000 and more, 8 to 32 are good numbers."""
+    output layer must be an `nn.Linear` without an adapter or float8, whose output the model returns unchanged, and
+    which is not part of a checkpointed or compiled module. Otherwise the model still returns logits, and only their
+    fp32 copies exist for one chunk at a time; a log line reports this. For vocabularies of 100,000 and more, 8 to 32
+    are good numbers."""
 
     z_loss: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the z-loss (PaLM, arXiv:2204.02311), which keeps logits from drifting. The z-loss is (ln Z)², where Z
@@ -193,8 +195,8 @@ class LossKind:
     second model."""
 
     table: type[Section] | None = None
-    """The settings of the loss, a table of its name. A loss with a second model needs this table; others have defaults.
-    None: the loss has no settings of its own."""
+    """Class of the table with the settings of the loss, such as `[loss.dpo]`. A loss with a second model needs this
+    table. For other losses it may be omitted. None: the loss has no settings of its own."""
 
     reads_pairs: bool = False
     """True for a loss of pairs of answers. False: a loss of single documents."""

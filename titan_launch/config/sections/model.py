@@ -37,8 +37,9 @@ class ModelConfig(Section):
     """Globs of module paths. Each matching module becomes one FSDP2 unit (a `fully_shard` call). `*` matches within one
     segment of a module path, `**` crosses dots. Default: the blocks of the model. With a factory or `huggingface`, the
     default is the first of these that the model has: the entries of the outermost `nn.ModuleList`s (only entries with a
-    matrix, so no norms), the repeated modules in `nn.Sequential`s, the instances of the most repeated class. A run logs
-    the choice."""
+    matrix, so no norms), the repeated modules in `nn.Sequential`s, the instances of the most repeated class. The
+    modules of the last two kinds must hold more than half of the parameters outside of embeddings. A run logs the
+    choice."""
 
     weights: str | None = None
     """Folder with the initial values of the parameters: a Hugging Face folder (`config.json` and `*.safetensors`), or a
@@ -55,8 +56,8 @@ class ModelConfig(Section):
     """Use the loss that a model of your own computes when it is called as `model(inputs, labels=targets)`. `mean`: the
     loss is the mean over the valid targets of the call. `sum`: the loss is the sum over these targets. The launcher
     scales either loss so that every target of a step has the same weight. A model of `transformers` also gets
-    `shift_labels=targets`, because the targets are already shifted. Unset: the launcher computes the cross-entropy of
-    the logits."""
+    `shift_labels=targets`, because the targets are already shifted. Unset: the launcher computes the loss of `[loss]`
+    from the logits."""
 
     @property
     def is_of_package(self) -> bool:

@@ -40,9 +40,9 @@ class ParallelismConfig(Section):
     reshard the last block and the head. `never`: keep all parameters unsharded until backward."""
 
     tensor_parallel_degree: Degree = 1
-    """Number of ranks that share the matrices of every layer (tensor parallelism). Each rank computes a part of the
-    attention heads and of the feed-forward width, for the same samples. These ranks have consecutive numbers, and
-    should be on one node."""
+    """Number of ranks over which the matrices of every layer are sharded (tensor parallelism). Each rank computes a
+    part of the attention heads and of the feed-forward width, for the same samples. These ranks have consecutive
+    numbers, and should be on one node."""
 
     sequence_parallel: bool = True
     """With tensor parallelism: shard the sequence in norms and in the residual stream, between the sharded matrices.
@@ -69,8 +69,9 @@ class ParallelismConfig(Section):
     expert_parallel_degree: Degree = 1
     """Number of ranks that share the experts of every layer (expert parallelism). Each rank holds whole experts, and
     receives the tokens that choose these experts. The degree must divide `data_parallel_shard_degree` x
-    `context_parallel_degree`. FSDP2 shards the experts over as many ranks as the quotient. The ranks that share experts
-    are neighbours among the ranks of `data_parallel_shard_degree` and `context_parallel_degree`."""
+    `context_parallel_degree`. FSDP2 shards the experts of each rank over as many ranks as this product divided by the
+    degree. The ranks that share experts are neighbours among the ranks of `data_parallel_shard_degree` and
+    `context_parallel_degree`."""
 
     pipeline_parallel_degree: Degree = 1
     """Number of ranks that share the layers (pipeline parallelism). Each rank holds some of the layers, and
@@ -105,8 +106,9 @@ class ActivationCheckpointConfig(Section):
 
     selective_ac_option: Literal["op"] | Annotated[int, Field(ge=1)] = "op"
     """For `mode = "selective"`. `"op"`: each block saves its inputs and the results of costly operations (attention,
-    convolutions, grouped products of experts, every second matrix product); backward repeats the cheap operations. A
-    number k: activation checkpointing of every k-th block; all other blocks save everything."""
+    convolutions, collectives, grouped products of experts, every second matrix product); backward repeats the cheap
+    operations. A number k: activation checkpointing of every k-th block (or every k-th of `modules`); all other blocks
+    save everything."""
 
     modules: Array[str] = ()
     """Globs of the modules with activation checkpointing, such as `["layers.*.feed_forward"]`. If one matching module
@@ -132,9 +134,10 @@ class CompileConfig(Section):
     takes longer. Sums may be rounded differently."""
 
     enable: bool = False
-    """Compile the components in `components`. Each block is one graph; equal blocks share one compiled graph. Precision
-    rules can make FSDP2 units inside of a block. The hooks of these units cannot be part of a graph. Then the largest
-    modules without FSDP2 units inside are compiled instead of the block. A graph break is an error."""
+    """Compile the components in `components`. Each block is one graph; equal blocks share one compiled graph. Two kinds
+    of modules inside of a block cannot be part of a graph: experts, and FSDP2 units, which precision rules can make. If
+    a block has such modules inside, the largest modules without them are compiled instead of the block. A graph break
+    is an error."""
 
     backend: Literal["inductor", "aot_eager", "eager"] = "inductor"
     """Compiler backend. `inductor`: Triton kernels on GPUs, C++ on CPUs (needs a C++ compiler). The other two are

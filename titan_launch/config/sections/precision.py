@@ -8,7 +8,8 @@ from titan_launch.config.sections.section import Array, FloatDtype, Section
 
 
 class PrecisionRule(Section):
-    """An exception to `[precision]` for the modules that match `type`, `match`, or both if both are set."""
+    """An exception to `[precision]` for the modules that match `type`, `match`, or both if both are set. It also
+    applies to the modules inside of them that no rule matches."""
 
     type: str | None = None
     """Class name of the modules. Subclasses of the class match, too. Leading underscores are ignored: `BatchNorm`
@@ -33,18 +34,19 @@ class PrecisionRule(Section):
 
     output_dtype: FloatDtype | None = None
     """Dtype to which floating-point outputs are cast. Unset: the `param_dtype` of the surrounding module, which takes
-    the outputs as inputs. The outputs of the model itself (its head) are not cast."""
+    the outputs as inputs. If unset, the outputs of the model itself (its head) are not cast."""
 
     cast_forward_inputs: bool = True
     """Cast floating-point inputs to `param_dtype`."""
 
     buffer_dtype: FloatDtype | None = None
     """Dtype of the floating-point buffers of the module and of its submodules. Unset: `precision.buffer_dtype`. The
-    running statistics of a BatchNorm get this dtype only if the rule matches the BatchNorm itself."""
+    running statistics of a BatchNorm get this dtype only if the rule matches the BatchNorm itself. The selection biases
+    and loads of experts never get it."""
 
     reshard_after_forward: bool | None = None
     """Reshard the parameters after forward, and all-gather them again for backward. Unset: the same as for the block
-    that contains the modules. If unset, a unit with modules of several blocks or of the head is resharded only with
+    that contains the modules. A unit with modules of several blocks, or of the head, is then resharded only with
     `fsdp_reshard_after_forward = "always"`, because backward needs this unit first."""
 
     unit_per: Literal["model", "block", "module"] = "model"
@@ -59,7 +61,8 @@ class PrecisionConfig(Section):
     """Dtypes in which modules store their parameters, compute, and reduce their gradients."""
 
     storage_dtype: FloatDtype = "float32"
-    """Dtype of sharded parameters, of their gradients, and of the optimizer state."""
+    """Dtype of sharded parameters, of their gradients, and of the optimizer state (unless `optimizer.state_dtype` is
+    set)."""
 
     frozen_storage_dtype: FloatDtype | None = None
     """Storage dtype of parameters that are never trained (see `training.frozen`). They get no updates that bfloat16
@@ -67,7 +70,8 @@ class PrecisionConfig(Section):
     Unset: `storage_dtype`."""
 
     param_dtype: FloatDtype = "bfloat16"
-    """Dtype of all-gathered parameters, and therefore of the computation."""
+    """Dtype of all-gathered parameters, and therefore of the computation. Exception: in a bfloat16 module, a BatchNorm
+    that no rule matches uses float32 parameters, and its inputs are not cast."""
 
     reduce_dtype: FloatDtype = "float32"
     """Dtype in which gradients are reduced over the ranks. A deferred reduction also accumulates gradients in this
@@ -81,9 +85,9 @@ class PrecisionConfig(Section):
     """FSDP2 units of the modules that rules match, and of trained modules in frozen blocks, such as adapters.
     `in_place`: the modules stay in the units of their blocks, so a rule adds no collective. A unit then has parameters
     of several dtypes, which needs torch 2.15. `own_unit`: the modules get units of their own. `auto`: in place, except
-    for rules that FSDP2 does not support in place. These are rules with `unit_per` or `reshard_after_forward`, and
-    rules whose modules differ from their block in storage dtype, in reduce dtype, or in the step at which they are
-    unfrozen."""
+    for rules that FSDP2 does not support in place. Most of them are rules with `unit_per` or `reshard_after_forward`,
+    and rules whose modules differ from their block in storage dtype, in reduce dtype, or in the step at which they are
+    unfrozen. Before torch 2.15, `auto` is the same as `own_unit`."""
 
     rules: Array[PrecisionRule] = ()
     """Exceptions for modules, by class or by path. The first rule that matches a module applies. A rule that matches no

@@ -27,7 +27,8 @@ class GeneralConfig(Section):
         AfterValidator(_file_name),
         Field(json_schema_extra={"pattern": "^[A-Za-z0-9][A-Za-z0-9._-]*$"}),
     ] = "job"
-    """Name of the run, and of its folder in `dump_folder`. It consists of letters, digits, `.`, `_` and `-`."""
+    """Name of the run, and of its folder in `dump_folder`. It consists of letters, digits, `.`, `_` and `-`, and starts
+    with a letter or a digit."""
 
     dump_folder: str = "outputs"
     """Folder that holds the run folders, relative to the working directory."""
@@ -85,10 +86,10 @@ class MetricsConfig(Section):
 
 
 class ProfilingConfig(Section):
-    """Profiles of steps by `torch.profiler`. Each rank writes `profiling/step-N_rank-R.json.gz` in the run folder, a
-    Chrome trace with the phases of the step (open it in Perfetto or chrome://tracing), and a table of the top
-    operations beside it. Profiled steps take longer. A rank that gets the signal RTMIN (`kill -s RTMIN PID`) also
-    profiles its next step."""
+    """Profiles of steps by `torch.profiler`. Each of `ranks` writes `profiling/step-N_rank-R.json.gz` in the run
+    folder, where N is the last step of the profile: a Chrome trace with the phases of the step (open it in Perfetto or
+    chrome://tracing), and a table of the top operations beside it. Profiled steps take longer. A rank that gets the
+    signal RTMIN (`kill -s RTMIN PID`) also profiles its next step."""
 
     start_step: Annotated[int, Field(ge=1)] | None = None
     """First step of the profile, counted from 1. Unset: no profile, except by the signal."""
@@ -100,8 +101,9 @@ class ProfilingConfig(Section):
     """Ranks that write a profile."""
 
     memory: bool = False
-    """Record all allocations of the GPU from the start of the run, and write a snapshot after the profiled steps and
-    when memory runs out: `profiling/step-N_rank-R.pickle`, for https://docs.pytorch.org/memory_viz. Only on CUDA."""
+    """Record all allocations of the GPU from the start of the run, and write snapshots for
+    https://docs.pytorch.org/memory_viz: `profiling/step-N_rank-R.pickle` after the profiled steps, and
+    `profiling/out-of-memory_rank-R.pickle` when memory runs out. Only on CUDA."""
 
 
 class DebugConfig(Section):
@@ -113,8 +115,9 @@ class DebugConfig(Section):
 
     audit_precision: bool | None = None
     """Compare the dtypes of the first step with the plan: those of all inputs, parameters, gradients, buffers, outputs
-    and collectives. If one differs, the run ends before its first update. The result is in `precision_audit.json`.
-    Later steps are not affected. Unset: true for the `debug` flavor and for a model of your own."""
+    and collectives. If one differs, the run ends before its first update; with a release of PyTorch that is not tested,
+    a warning is logged instead. The result is in `precision_audit.json`. Later steps are not affected. Unset: true for
+    the `debug` flavor and for a model of your own."""
 
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """Action if the loss or the gradient norm of a step is not finite on at least one rank. The update is then skipped
@@ -150,8 +153,8 @@ class ProveConfig(Section):
     a class of `transformers` whose sizes are not known. A model of this package does not need this table."""
 
     vocab_size: Annotated[int, Field(ge=2)] | None = None
-    """Number of different tokens of the twin's data, at most 64. The twin's embedding must have as many rows. Default:
-    64, or less if the model's argument `vocab_size` is smaller."""
+    """Number of different tokens of the twin's data. A number above 64 counts as 64. The twin's embedding must have as
+    many rows. Default: 64, or less if the model's argument `vocab_size` is smaller."""
 
     certificate: str | None = None
     """File that `prove --out` wrote, relative to the working directory. `launch --require-proof` and the header of a
@@ -171,15 +174,16 @@ class CommConfig(Section):
     load a checkpoint and warm up. A collective that takes longer ends the run."""
 
     timeout_seconds: Annotated[int, Field(ge=1)] = 600
-    """Timeout of collectives in seconds after the first step of the process, also after a resume. A collective that
-    takes longer ends the run. The timeout applies to all process groups except for the one that writes checkpoints."""
+    """Timeout of collectives in seconds after the first step of the process. A collective that takes longer ends the
+    run. While a rollback loads a checkpoint, `init_timeout_seconds` applies instead. The timeout applies to all process
+    groups except for the one that writes checkpoints."""
 
     hang_seconds: Annotated[int, Field(ge=0)] | None = None
-    """Seconds without progress after which a rank counts as hanging. Every rank then writes the stacks of its threads
-    to `hangs/rank_N.txt`, and its NCCL collectives to `flight_recorder/rank_N` (gloo collectives:
+    """Seconds without progress after which a rank counts as hanging. Such a rank writes the stacks of its threads to
+    `hangs/rank_N.txt`, and its NCCL collectives to `flight_recorder/rank_N` (gloo collectives:
     `flight_recorder_gloo/rank_N`). The log names the ranks that are behind. Until the end of the first step, and while
-    a checkpoint is saved or loaded, the time is longer by the factor `init_timeout_seconds / timeout_seconds`. Unset:
-    half of `timeout_seconds`. 0 disables hang detection."""
+    a checkpoint is saved or loaded, this number is multiplied by `init_timeout_seconds / timeout_seconds`. Unset: half
+    of `timeout_seconds`. 0 disables hang detection."""
 
     flight_recorder_size: Annotated[int, Field(ge=0)] = 2000
     """Number of collectives that PyTorch's flight recorder keeps on each rank. They are written to
@@ -205,11 +209,13 @@ class PlannerConfig(Section):
     device: str | None = None
     """Accelerator to plan for, by its name in the device table: `h100-80gb`, `a100-40gb`, ... (the error for an unknown
     name lists all names). The device sets memory, peak and bandwidths; the keys below override them. Default: in a run,
-    the GPU of the machine; in `plan`, none. Without a device, `plan` gives no verdicts unless `memory_gib` is set."""
+    the GPU of the machine; in `plan`, none. Without a device, `plan` gives no verdicts unless `memory_gib` is set or
+    the job is for CPUs."""
 
     memory_gib: _Positive | None = None
-    """Memory limit of one device, in GiB, as torch reports it. Default: the memory of the device. On a CPU
-    (`job.device = "cpu"`, no `planner.device`): the machine's memory divided by the ranks on the machine."""
+    """Memory limit of one device, in GiB, as torch reports it. Default: the memory of the device. On a CPU (`job.device
+    = "cpu"`, no `planner.device`): the machine's memory divided by the ranks on the machine, or the process's limit
+    (`ulimit`) if it is lower."""
 
     margin_gib: Annotated[float, Field(ge=0)] | None = None
     """Memory, in GiB, that must stay free below the limit. A choice of modes that leaves less memory free does not have

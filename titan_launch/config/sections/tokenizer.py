@@ -48,8 +48,8 @@ MB."""
 
 _MOST_VALUES, _MOST_KEYS = 4_000_000, 1_500_000
 """Limits of the number of values, and of the number of keys, in a `tokenizer.json`. A file with 260,000 tokens and
-580,000 merges has about 2,000,000 values. A file with 900,000 tokens and their scores has 2,700,000 values. A token
-without a score is a key."""
+580,000 merges has about 2,000,000 values. A file with 900,000 tokens and their scores has 2,700,000 values. In a
+vocabulary without scores, each token is a key."""
 
 _UNUSED_IDS = 100_000
 """Number of ids that may be unused, besides one unused id per token. The number is limited because the largest id
@@ -79,13 +79,14 @@ def read_tokenizer_json(config: TokenizerConfig) -> bytes:
 
 
 def vocabulary_size(config: TokenizerConfig) -> int:
-    """Return the number of tokens. Raises ConfigError if the tokenizer's file cannot be used."""
+    """Return the vocabulary size: the largest token id plus 1. Raises ConfigError if the tokenizer's file cannot be
+    used."""
     return BYTES_VOCABULARY if config.kind == "bytes" else 1 + max(_tokens(config).values())
 
 
 def special_token(config: TokenizerConfig) -> str:
-    """Return the name of the token that ends a document. Raises ConfigError if the tokenizer's file cannot be used, if
-    it lacks this token, or if it lacks the token `begin_of_document`."""
+    """Return the name of the token that ends a document. Raises ConfigError if the tokenizer's file cannot be used, or
+    if it lacks this token or the token that `begin_of_document` names."""
     tokens = _tokens(config)
     for key in ("begin_of_document", "end_of_document"):
         name = getattr(config, key)
@@ -108,7 +109,7 @@ _MOST_COMPARED = 10_000
 
 
 def _tokens(config: TokenizerConfig) -> dict[str, int]:
-    """Return the id of each token."""
+    """Return the id of each token by its name. Raises ConfigError if the tokenizer's file cannot be used."""
     file = tokenizer_file(config)
     try:
         return _parse(file, tuple(file_state(file)))
@@ -122,8 +123,8 @@ def _tokens(config: TokenizerConfig) -> dict[str, int]:
 
 @lru_cache(maxsize=4)
 def _parse(file: Path, state: tuple[int, ...]) -> dict[str, int]:
-    """Return the id of each token, the same ids as the package `tokenizers`. Raises OSError, and ValueError if the
-    content is not that of a `tokenizer.json`. `state`: state of the file, so that a changed file is parsed again
+    """Return the id of each token by its name, as the package `tokenizers` numbers them. Raises OSError, and ValueError
+    if the content is not that of a `tokenizer.json`. `state`: state of the file, so that a changed file is parsed again
     despite the cache."""
     from titan_launch.core.json_files import parse_json  # imported here: most job files do not need it
 
@@ -151,7 +152,8 @@ def _parse(file: Path, state: tuple[int, ...]) -> dict[str, int]:
 
 
 def _vocabulary(found: Any) -> dict[str, int]:
-    """Return the id of each token in "model.vocab". Raises ValueError if it has another form."""
+    """Return the id of each token in "model.vocab". Raises ValueError if `found`, the value of this key, is neither an
+    object with valid ids nor an array of pairs of a token and its score."""
     if isinstance(found, list):  # Unigram: [token, score] by id
         for index, pair in enumerate(found):
             if not (isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str)):

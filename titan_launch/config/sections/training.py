@@ -20,8 +20,9 @@ class Unfreeze(Section):
     """Glob for parameter names, as in `layers.*.attention.**`."""
 
     after_step: Annotated[int, Field(ge=1)]
-    """Number of steps during which these parameters are frozen. The next step trains them. Memory and units are planned
-    as if they were trained from the start. Their optimizer state is created when they are first trained."""
+    """Number of steps during which these parameters are frozen. The next step trains them. Their modules have FSDP2
+    units of their own. Memory is planned as if they were trained from the start. Their optimizer state is created when
+    they are first trained."""
 
 
 class TrainingConfig(Section):
@@ -34,8 +35,8 @@ class TrainingConfig(Section):
     """Samples (sequences or images) per microbatch on each data-parallel rank. `auto`: the largest number that divides
     the samples per step of a rank and whose predicted memory fits, with the modes that the job sets or that an `auto`
     of another key may choose. `auto` requires `global_batch_size`, so that the number does not change the training. A
-    run logs the number. Before it trains, it tries three steps in a separate process. If these steps run out of memory,
-    the run tries the next smaller number."""
+    run logs the number. Before training, the run tries three steps in a separate process (not with expert parallelism).
+    If these steps run out of memory, the run tries the next smaller number."""
 
     global_batch_size: Annotated[int, Field(ge=1)] | None = None
     """Samples per optimizer step, over all ranks and microbatches. The number of microbatches per step is
@@ -60,12 +61,12 @@ class TrainingConfig(Section):
     """Globs of the parameters to train, such as `output.*` or `layers.3[01].**`: `*` matches within one segment of a
     parameter's name, `**` crosses dots. All other parameters are frozen: they have no gradients, no optimizer state and
     no reduce-scatter. Default: all parameters, except those that the model itself freezes (`requires_grad = False`).
-    With `[lora]`: only the adapters."""
+    With `[lora]`, the adapters are always trained, and by default only they."""
 
     frozen: Array[str] = ()
-    """Globs of the parameters to freeze. All other parameters are trained. Set `frozen` or `trainable`, not both.
-    `precision.frozen_storage_dtype` can store frozen parameters in a smaller dtype. `batchnorm.of_frozen` decides
-    whether frozen BatchNorms update their running statistics."""
+    """Globs of the parameters to freeze. All other parameters are trained, except those that the model itself freezes.
+    Set `frozen` or `trainable`, not both. `precision.frozen_storage_dtype` can store frozen parameters in a smaller
+    dtype. `batchnorm.of_frozen` decides whether frozen BatchNorms update their running statistics."""
 
     unfreeze: Array[Unfreeze] = ()
     """Parameters that are frozen for a number of steps and trained afterwards, whatever `trainable` and `frozen` say
@@ -103,7 +104,8 @@ class TrainingConfig(Section):
 
 @dataclass(frozen=True)
 class AccumulationMode:
-    """When the gradients of a step's microbatches are communicated: after every microbatch, or after the last one."""
+    """The times at which a step communicates the gradients of its microbatches: after every microbatch, or after the
+    last one."""
 
     reduce_scatters_each: bool
     """Reduce-scatter after every microbatch. False: every rank sums unsharded gradients until the last microbatch."""
@@ -325,13 +327,13 @@ SchedulerConfig = Annotated[WarmupStableDecay | Cosine | Linear | Constant, Fiel
 
 class MupConfig(Section):
     """Maximal update parametrization (muP, arXiv:2203.03466): learning rates that are tuned on a narrow model also suit
-    a wide one. For AdamW and the decoder families, with an output layer of its own. Models of different widths have
-    the same head width, and numbers of heads and `hidden_dim` that grow with `dim`."""
+    a wide one. muP supports AdamW and models of the decoder families whose output layer has a weight of its own. Models
+    of different widths must have the same head width, and numbers of heads and a `hidden_dim` that grow with `dim`."""
 
     base_width: Annotated[int, Field(ge=1)] | None = None
-    """Width (`dim`) of the model for which the keys of `[optimizer]` are right, and whose initial values the family's
-    are. Initial values, learning rate and weight decay of each parameter follow from `model.args.dim` / `base_width`;
-    `titan-launch plan` shows them. Unset: they do not depend on the width."""
+    """Width (`dim`) of the base model, on which the keys of `[optimizer]` were tuned, and which has the family's usual
+    initial values. Initial values, learning rate and weight decay of each parameter follow from `model.args.dim` /
+    `base_width`; `titan-launch plan` shows them. Unset: they do not depend on the width."""
 
 
 class EMAConfig(Section):

@@ -41,11 +41,12 @@ class ChatCorpus(LinesCorpus):
 
     @property
     def identity(self) -> Sequence[object]:
-        """The template, its variables and the length of a sample also decide the tokens."""
+        """The text of the template, its variables, and the length of a sample, which also decide the tokens."""
         return [self.template.text, str(self.template.variables), self.seq_len]
 
     def document(self, record: dict[str, Any], file: tuple[str, int]) -> Document:
-        """Return the tokens of a chat. Raises RecordError."""
+        """Return the tokens of a chat. Raises the errors of `ChatTemplate.render`, and RecordError for a chat that
+        cannot be used."""
         messages = chat_messages(record)
         chat = self.tokenized(messages, record)
         longest, rule = self.seq_len + 1, self.config.truncation
@@ -56,13 +57,14 @@ class ChatCorpus(LinesCorpus):
         return Document(json.dumps(messages, sort_keys=True).encode(), self.truncated(chat, longest), file)
 
     def tokenized(self, messages: Sequence[Message], record: Mapping[str, Any]) -> Encoded:
-        """Return all tokens of a chat. Raises RecordError. `record`: the line, which may have `tools`."""
+        """Return all tokens of a chat. Raises the errors of `rendered`. `record`: the line, which may have `tools`."""
         return self.rendered(messages, record, self.config.train_on)
 
     def rendered(
         self, messages: Sequence[Message], record: Mapping[str, Any], train_on: Literal["assistant", "last", "all"]
     ) -> Encoded:
-        """Return all tokens of a chat with the targets that `train_on` names. Raises RecordError."""
+        """Return all tokens of a chat with the targets that `train_on` names. Raises RecordError, and the ConfigError
+        of `ChatTemplate.render`."""
         tools = record.get("tools")
         if train_on != "all" and not any(message["role"] == "assistant" for message in messages):
             raise RecordError("without a message of the assistant")
@@ -98,20 +100,23 @@ class PreferenceCorpus(ChatCorpus):
     has_pairs = True
 
     def tokenized(self, messages: Sequence[Message], record: Mapping[str, Any]) -> Encoded:
-        """Return all tokens of a chat. With `train_on = "end"`, its only target follows its last token."""
+        """Return all tokens of a chat. With `train_on = "end"`, its only target is a placeholder after its last token.
+        Raises the errors of `rendered`."""
         if self.config.train_on != "end":
             return super().tokenized(messages, record)
         tokens = self.rendered(messages, record, "all").tokens
         return scored(tokens, 0, len(tokens), "")
 
     def truncated(self, chat: Encoded, longest: int) -> Encoded:
-        """Return at most `longest` tokens of a chat. Raises RecordError if no target is left."""
+        """Return at most `longest` tokens of a chat. Raises RecordError if no target is left, which cannot happen with
+        `train_on = "end"`."""
         if self.config.train_on != "end":
             return super().truncated(chat, longest)
         return scored(chat.tokens[:-1], 0, longest - 1, self.config.truncation)
 
     def document(self, record: dict[str, Any], file: tuple[str, int]) -> Document:
-        """Return the tokens of a pair. Raises RecordError."""
+        """Return the tokens of a pair. Raises the errors of `ChatTemplate.render`, and RecordError for a pair that
+        cannot be used."""
         pair = preference_messages(record)
         chosen, rejected = (self.tokenized(messages, record) for messages in pair)
         rule, longest = self.config.truncation, self.seq_len + 1
@@ -203,7 +208,7 @@ def _as_message(text: object, role: str) -> object:
 
 
 def _messages(record: Mapping[str, Any], key: str) -> list[Message]:
-    """Return the messages in an array. Raises RecordError for any other value."""
+    """Return the messages in the array `record[key]`. Raises RecordError for any other value."""
     found = record[key]
     if not isinstance(found, list) or not found or not all(isinstance(item, dict) for item in found):
         raise RecordError(f'without messages in "{key}"', "it must be an array of objects")

@@ -33,7 +33,7 @@ TEMPLATES = {"chatml": _CHATML}
 """Templates of this package, by the name that the key `template` gives."""
 
 _OLDEST_JINJA = (3, 1, 6)
-"""Templates can leave the sandbox of earlier releases (CVE-2025-27516)."""
+"""Oldest release of jinja2 that may be used. Templates can leave the sandbox of earlier releases (CVE-2025-27516)."""
 
 _MOST_BYTES = MIB
 """Limit of the bytes of a file with a template. Published templates have up to 50 kB."""
@@ -69,8 +69,9 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Message], tools: Any, train_on: Literal["assistant", "last", "all"]
     ) -> tuple[str, list[Span]]:
-        """Return the text of a chat, and its parts that are targets (see `Renderer.render`). Raises RecordError, and
-        ConfigError if the template needs too much memory or time."""
+        """Return the text of a chat, and its parts that are targets (see `Renderer.render`). Raises RecordError for a
+        chat that the renderer refuses, and ConfigError if the template fails otherwise, or needs too much memory or
+        time."""
         text, spans = self._rendered("render", messages, tools, train_on)
         return text, spans
 
@@ -93,7 +94,7 @@ class ChatTemplate:
         """Return the result of a method of the renderer. Raises RefusedChat if the renderer refuses the chat, and
         ConfigError on the key of the template if the call fails for another reason or exceeds a limit.
 
-        `seconds`: CPU time that the call may take in addition to its other limits.
+        `seconds`: CPU time in seconds that the call may take in addition to its other limits.
         """
         if self.is_trusted:
             return getattr(self.renderer, method)(*arguments)
@@ -158,7 +159,8 @@ def load_template(
 
 def _of_folders(folders: Sequence[Path], key: KeyPath) -> str:
     """Return the first template in the folders of tokenizers. A folder has it as a file, or in the settings of its
-    tokenizer: as a string, or in a list under the name `default`."""
+    tokenizer: as a string, or in a list under the name `default`. Raises ConfigError on `key` if no folder has a
+    template."""
     for folder in folders:
         if os.path.lexists(folder / TEMPLATE_FILE):
             return _read(folder / TEMPLATE_FILE, key, None)

@@ -23,7 +23,7 @@ class ClassificationCorpus(LinesCorpus):
 
     @property
     def identity(self) -> list[object]:
-        """The length of a sample also decides the tokens."""
+        """The length of a sample, which also decides the tokens."""
         return [self.seq_len]
 
     def document(self, record: dict[str, Any], file: tuple[str, int]) -> Document:
@@ -52,12 +52,12 @@ class ClassificationCorpus(LinesCorpus):
             return value
         hint = did_you_mean(value, labels) if isinstance(value, str) else ""
         detail = f"it is {value!r:.80}{hint}; the labels are {listed(labels, most=8)}, or their numbers from 0"
-        raise RecordError("without one of data.labels", detail, "label")
+        raise RecordError("without a known label", detail, "label")
 
 
 def scored(tokens: Tokens, label: int, longest: int, truncation: str) -> Encoded:
-    """Return a document whose only target is `label`, after its last token. `longest`: limit of its tokens. With the
-    truncation `left`, the last ones are kept, else the first ones."""
+    """Return a document whose only target is `label`, after its last token. `longest`: limit of its tokens, without the
+    label. With the truncation `left`, the last tokens are kept, else the first ones."""
     kept = tokens[-longest:] if truncation == "left" else tokens[:longest]
     targets = np.zeros(len(kept) + 1, np.bool_)
     targets[-1] = True

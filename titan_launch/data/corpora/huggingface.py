@@ -1,4 +1,5 @@
-"""Data sets of the package `datasets`: local folders, and the Hugging Face Hub. Each row is one document."""
+"""Data sets that the package `datasets` loads, from local folders or from the Hugging Face Hub. Each row is one
+document."""
 
 from __future__ import annotations
 
@@ -23,12 +24,12 @@ class HuggingFaceCorpus(ColumnCorpus):
 
     @cached_property
     def files(self) -> list[File]:
-        """The Arrow files, which `datasets` maps into memory."""
+        """The Arrow files, which `datasets` maps into memory. Raises ConfigError for data that cannot be loaded."""
         paths = [Path(file["filename"]) for file in self._dataset.cache_files]
         return [File(path.name, path, file_state(path)) for path in paths]
 
     def parts(self) -> list[Part]:
-        """Return ranges of rows."""
+        """Return the parts. Each part is a range of rows of the split."""
         files, num_rows = tuple(self.files), len(self._dataset)
         num_bytes = sum(file.size for file in files)
         step = max(1, num_rows * self.part_bytes // max(1, num_bytes))
@@ -50,8 +51,8 @@ class HuggingFaceCorpus(ColumnCorpus):
 
 
 def load_rows(config: HuggingFaceData, key: KeyPath, streaming: bool = False) -> Any:
-    """Return the split of a data set as a `datasets.Dataset`, or with `streaming` as a `datasets.IterableDataset`.
-    Raises ConfigError on a key below `key`."""
+    """Return the split that `config` names as a `datasets.Dataset`, or with `streaming` as a
+    `datasets.IterableDataset`. Raises ConfigError on a key below `key`."""
     try:
         import datasets  # optional, and slow to import
     except ImportError:
@@ -70,7 +71,8 @@ def load_rows(config: HuggingFaceData, key: KeyPath, streaming: bool = False) ->
 
 
 def _saved(config: HuggingFaceData, key: KeyPath, found: Any) -> Any:
-    """Return the split of data that `save_to_disk` wrote: a data set, or a dict of data sets by split."""
+    """Return the split of data that `save_to_disk` wrote. `found`: the loaded data, which is one data set, or a dict of
+    data sets by split. Raises ConfigError for a `subset`, and for an `hf_split` that is missing."""
     if config.subset is not None:
         reason = "a folder that save_to_disk wrote has no subsets; remove this key"
         raise config_error((*key, "subset"), reason, config.subset)
@@ -83,7 +85,7 @@ def _saved(config: HuggingFaceData, key: KeyPath, found: Any) -> Any:
 
 
 def _why(config: HuggingFaceData, error: Exception) -> str:
-    """Return the reason, with a remedy, for data that `datasets` cannot load."""
+    """Return the reason why `datasets` cannot load the data, with a remedy."""
     message = " ".join(str(error).split()).rstrip(".")
     if Path(config.path).exists():
         return f"cannot be loaded: {message}; correct the folder, subset or hf_split"

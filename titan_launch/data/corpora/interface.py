@@ -22,7 +22,8 @@ class File:
     """A file of a corpus."""
 
     name: str
-    """Path relative to the folder that the job names. It does not change when the folder is moved."""
+    """Path relative to the folder that the job names, so that the name does not change when the folder is moved. For a
+    file that a glob matches: the path as matched. For a data set of Hugging Face: the name of the Arrow file."""
 
     path: Path
     state: Sequence[int]
@@ -36,17 +37,18 @@ class File:
 
 @dataclass(frozen=True)
 class Part:
-    """The unit of work of one process, and one shard of the token files: some files, or a range of one data set."""
+    """A part of a corpus: some files, or a range of one file or data set. One process tokenizes a part into one
+    shard."""
 
     files: tuple[File, ...]
     num_bytes: int
     """Approximate size, for the progress bar."""
 
     start: int = 0
-    """First byte, row or row group of the part. The class of the corpus decides which of these units it counts."""
+    """Start of the part. The class of the corpus decides the unit: bytes, rows or row groups."""
 
     stop: int | None = None
-    """End of the part, in the unit of `start`; None: the end of the files."""
+    """End of the part, in the unit of `start`; None: the part ends with its last file."""
 
 
 @dataclass(frozen=True)
@@ -54,13 +56,15 @@ class Document:
     """A document before its tokenization."""
 
     name: str | bytes
-    """Name of the document, or its content. It decides to which split the document belongs."""
+    """Name of the document (a text file), or its content (a record). A hash of `name` decides to which split the
+    document belongs."""
 
     content: Any
     """The input of `Corpus.encode`: UTF-8 bytes, unless the corpus has an `encode` of its own."""
 
     file: tuple[str, int]
-    """Name and size of the document's file."""
+    """Name and size of the document's file. For a data set of Hugging Face: the names of subset and split, and the size
+    of all files."""
 
 
 @dataclass(frozen=True)
@@ -71,10 +75,11 @@ class Skipped:
     """Reason such as `not UTF-8 text`. Skipped files and documents are counted by reason."""
 
     name: str
+    """Name of the file or of the record, such as `a.jsonl, line 3`."""
 
 
 _PARTS = 256
-"""Number of parts of a large corpus."""
+"""Approximate number of parts of a corpus of 256 MiB to 256 GiB."""
 
 
 class Corpus(ABC):
@@ -84,10 +89,10 @@ class Corpus(ABC):
     """Noun for messages: the part of the data that is one document."""
 
     remedy = "name other files"
-    """Advice for data of which no document can be used."""
+    """Remedy in the error for data without any usable document."""
 
     has_targets = False
-    """True if some tokens of the documents do not count as targets."""
+    """True if documents can have tokens that do not count as targets."""
 
     has_pairs = False
     """True if every record is two documents: the chosen and the rejected answer to a prompt."""
@@ -98,13 +103,14 @@ class Corpus(ABC):
 
     @property
     def identity(self) -> Sequence[object]:
-        """Everything that decides the tokens besides the files, the keys of the section, and the tokenizer."""
+        """Further values that decide the tokens, in addition to the files, the keys of the section, and the
+        tokenizer."""
         return []
 
     @property
     @abstractmethod
     def files(self) -> Sequence[File]:
-        """All files, in the order of the corpus. Raises ConfigError if there are none."""
+        """All files, in the order of the corpus. Raises ConfigError if the data is missing or cannot be used."""
 
     @property
     def left_out(self) -> str:
@@ -126,7 +132,8 @@ class Corpus(ABC):
 
     @abstractmethod
     def documents(self, part: Part) -> Iterator[Document | Skipped]:
-        """Yield the documents of a part, in order. Raises ConfigError for documents that stop the run."""
+        """Yield the documents of a part, and its skipped documents, in order. Raises ConfigError for documents that
+        stop the run, and for files that cannot be read."""
 
     def unreadable(self, file: File, reason: str) -> ConfigError:
         """Return the error for a file that cannot be read."""
@@ -137,7 +144,8 @@ class Corpus(ABC):
         return self.unreadable(file, f"{error.strerror or error}; correct the permissions, or name other files")
 
     def encode(self, contents: Sequence[Any]) -> list[Encoded]:
-        """Return the tokens of documents."""
+        """Return the tokens of documents, one Encoded for each of `contents`. `contents`: values of
+        `Document.content`."""
         return [Encoded(tokens) for tokens in self.tokenizer.encode_documents(contents)]
 
 
@@ -147,7 +155,7 @@ def in_split(name: str | bytes, config: CorpusData) -> bool:
 
 
 def is_held_out(name: str | bytes, percent: int) -> bool:
-    """Return True if document `name` belongs to the `percent` % of the documents for validation. The result depends
-    only on the arguments."""
+    """Return True if a document belongs to the validation split, which gets about `percent` % of the documents. The
+    result depends only on the arguments. `name`: `Document.name`."""
     data = name if isinstance(name, bytes) else name.encode(errors="surrogateescape")
     return zlib.crc32(data) % 100 < percent

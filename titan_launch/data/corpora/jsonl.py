@@ -1,4 +1,4 @@
-"""JSON lines. Each line of a file is one JSON object, and one document."""
+"""JSON lines. Each line of a file is one JSON object. An object is one document, or a pair of documents."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from titan_launch.data.corpora.records import RecordCorpus, RecordError
 from titan_launch.data.corpora.text_files import LEAST_RECORD, FileCorpus, is_compressed, most_of_records
 
 MOST_LINE = 32 * MIB
-"""Limit of the bytes of a line. The values of a line may take 20 times as much memory."""
+"""Limit of the bytes of a line. The parsed values of a line may take 20 times as much memory."""
 
 _MOST_CONTAINERS = 2_000_000
 """Limit of the number of arrays and objects in a line. Brackets in strings also count."""
@@ -34,8 +34,8 @@ class LinesCorpus(FileCorpus, RecordCorpus):
         """Return the document of a line's object. Raises RecordError. `file`: name and size of the line's file."""
 
     def parts(self) -> list[Part]:
-        """Return groups of files that are small or compressed, and ranges of bytes of each other file. A line belongs
-        to the range in which it begins."""
+        """Return the parts. Small files and compressed files are grouped. Each large uncompressed file is divided into
+        ranges of bytes. A line belongs to the range in which it begins."""
         parts: list[Part] = []
         small: list[File] = []
         for file in self.files:
@@ -47,7 +47,8 @@ class LinesCorpus(FileCorpus, RecordCorpus):
         return parts + self.grouped(small)
 
     def documents(self, part: Part) -> Iterator[Document | Skipped]:
-        """Yield the documents of a part. Raises ConfigError for a line that stops the run."""
+        """Yield the documents of a part, and its skipped lines. Raises ConfigError for a line that stops the run, and
+        for a file that cannot be read."""
         for file in part.files:
             lines_before: int | None = None
             for number, line in enumerate(self.lines(file, part), start=1):
@@ -67,7 +68,8 @@ class LinesCorpus(FileCorpus, RecordCorpus):
 
     def lines(self, file: File, part: Part) -> Iterator[bytes]:
         """Yield the lines of a file that begin in the range of a part. If a line is longer than MOST_LINE, yield only
-        its beginning. Raises ConfigError if a compressed file has more content than its limit."""
+        its beginning. Raises ConfigError for a file that cannot be read, and for a compressed file that is larger than
+        its limit after decompression."""
         stop = part.stop or _NO_END
         limit = most_of_records(file) if is_compressed(file) else _NO_END
         with self.opened(file) as stream:
@@ -86,7 +88,7 @@ class LinesCorpus(FileCorpus, RecordCorpus):
                     raise self.expanded(file, limit)
 
     def _lines_before(self, file: File, start: int) -> int:
-        """Return the number of lines that begin before a position. Only messages need this number."""
+        """Return the number of lines that begin before byte `start` of a file. Only messages need this number."""
         count, position = 0, 0
         with self.opened(file) as stream:
             while position < start and (found := _skip_line(stream, _NO_END)):
@@ -101,7 +103,8 @@ _SKIPPED_BYTES = MIB
 
 
 def _skip_line(stream: BinaryIO, limit: int) -> int:
-    """Read the rest of a line, or about `limit` bytes of it. Return the number of bytes."""
+    """Read a stream to the end of the current line, but at most about `limit` bytes. Return the number of bytes
+    read."""
     size = 0
     while size < limit and (found := stream.readline(_SKIPPED_BYTES)):
         size += len(found)
@@ -111,7 +114,7 @@ def _skip_line(stream: BinaryIO, limit: int) -> int:
 
 
 class JsonlCorpus(LinesCorpus):
-    """Lines with the text in one field."""
+    """A corpus of lines whose text is in the field that the key `field` names."""
 
     config: JsonlData
 
@@ -122,8 +125,8 @@ class JsonlCorpus(LinesCorpus):
 
 
 def value_of(record: dict[str, Any], field: str, key: str) -> Any:
-    """Return the value of a field, whose name may have dots for inner objects. Raises RecordError if it is missing.
-    `key`: key of the section that names the field."""
+    """Return the value of a field. A dot in `field` leads into an inner object: `meta.text`. `key`: the key of the
+    section that names the field, for errors. Raises RecordError if the field is missing."""
     found: Any = record
     for name in field.split("."):
         if not isinstance(found, dict) or name not in found:
@@ -134,7 +137,7 @@ def value_of(record: dict[str, Any], field: str, key: str) -> Any:
 
 
 def parse_line(line: bytes) -> dict[str, Any]:
-    """Return the object of a line. Raises RecordError."""
+    """Return the object of a line. Raises RecordError for a line that is too long, or is not a JSON object."""
     if len(line) > MOST_LINE:
         raise RecordError(f"longer than {MOST_LINE // MIB} MiB, the limit of a line")
     if len(line) > MIB and line.count(b"[") + line.count(b"{") > _MOST_CONTAINERS:

@@ -20,7 +20,7 @@ _MOST_DICTIONARY = 32 * MIB
 """Limit of the bytes of the dictionary of a column. Writers usually limit dictionaries to 1 MiB."""
 
 _AT_ONCE = 32 * MIB
-"""Limit of the bytes of the rows that are read at a time, if each row had the size of the whole dictionary."""
+"""Limit of the bytes of the rows that are read at a time. Each row counts as the size of the whole dictionary."""
 
 
 class ParquetCorpus(FileCorpus, ColumnCorpus):
@@ -30,11 +30,13 @@ class ParquetCorpus(FileCorpus, ColumnCorpus):
     remedy = "name files with rows of text"
 
     def parts(self) -> list[Part]:
-        """Return ranges of each file's row groups."""
+        """Return the parts. Each part is a range of row groups of one file. Raises ConfigError for a file that cannot
+        be read."""
         return list(itertools.chain.from_iterable(map(self._ranges, self.files)))
 
     def documents(self, part: Part) -> Iterator[Document | Skipped]:
-        """Yield the documents of a part. Raises ConfigError for a row that stops the run."""
+        """Yield the documents of a part, and its skipped rows. Raises ConfigError for a row that stops the run, and for
+        a file that cannot be read or has too much content."""
         (file,) = part.files
         limit, counted = most_of_records(file), 0
         with self._table(file) as (table, stream):
@@ -49,7 +51,8 @@ class ParquetCorpus(FileCorpus, ColumnCorpus):
 
     def _batches(self, table: Any, stream: BinaryIO, file: File, groups: Iterable[int]) -> Iterator[Any]:
         """Yield the rows of row groups in batches that fit into memory. Any number of rows may repeat a value of the
-        dictionary, so the size of the dictionary limits the number of rows in a batch."""
+        dictionary, so the size of the dictionary limits the number of rows in a batch. Raises ConfigError for a
+        dictionary that is too large."""
         from pyarrow.parquet import ParquetFile
 
         column = self.config.column
@@ -65,7 +68,9 @@ class ParquetCorpus(FileCorpus, ColumnCorpus):
 
     @contextmanager
     def _table(self, file: File) -> Iterator[tuple[Any, BinaryIO]]:
-        """Open a `pyarrow.parquet.ParquetFile` that has the column, and its file. Raises ConfigError."""
+        """Open a Parquet file until the end of the block. Yield its `pyarrow.parquet.ParquetFile` and its stream.
+        Raises ConfigError if pyarrow is not installed, if the file cannot be read, or if it lacks the column of
+        text."""
         try:
             import pyarrow  # noqa: F401 - optional, and slow to import
             from pyarrow.parquet import ParquetFile
@@ -84,7 +89,8 @@ class ParquetCorpus(FileCorpus, ColumnCorpus):
                 raise self.unreadable(file, reason) from None
 
     def _ranges(self, file: File) -> list[Part]:
-        """Return ranges of row groups with about `part_bytes` bytes of the column."""
+        """Return the parts of one file: ranges of row groups, each with about `part_bytes` bytes of the column. Raises
+        ConfigError."""
         parts, start, size, of_all = list[Part](), 0, 0, 0
         limit = most_of_records(file)
         with self._table(file) as (table, _):

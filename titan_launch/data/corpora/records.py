@@ -11,7 +11,7 @@ from titan_launch.core.terminal import one_line
 from titan_launch.data.corpora.interface import Corpus, Document, Skipped
 
 BATCH_ROWS = 1000
-"""Number of rows that are read at a time."""
+"""Largest number of rows that are read at a time."""
 
 _SHOWN = 500
 """Limit of the characters that an error quotes from a record, or from the names of columns."""
@@ -29,14 +29,15 @@ class RecordError(Exception):
 
 
 class RecordCorpus(Corpus):
-    """A corpus whose documents are records. If a record cannot be used, the key `on_error` decides what happens."""
+    """A corpus whose documents are records. If a record cannot be used, it is skipped, or the run stops: the key
+    `on_error` decides."""
 
     config: RecordsData
     unit = "row"
 
     def text_document(self, text: object, file: tuple[str, int], key: str) -> Document:
-        """Return the document of a record's text. Raises RecordError. `key`: key of the section that names the
-        text."""
+        """Return the document of a record's text. `key`: the key of the section that names the text. Raises RecordError
+        if `text` is not a string of valid Unicode."""
         name = getattr(self.config, key)
         if not isinstance(text, str):
             raise RecordError(f'without a string in "{name}"', f"it is {_TYPES.get(type(text), 'another type')}", key)
@@ -44,8 +45,8 @@ class RecordCorpus(Corpus):
         return Document(content, content, file)
 
     def failed(self, error: RecordError, where: str) -> Skipped:
-        """Return the record of an error as skipped, or raise ConfigError if `on_error` is "stop". `where`: name of the
-        record."""
+        """Return a Skipped for the record that caused `error`. Raises ConfigError if `error.on_error` or, if that is
+        "", the key `on_error` is "stop". `where`: name of the record."""
         if (error.on_error or self.config.on_error) == "skip":
             return Skipped(error.reason, where)
         detail = f" ({one_line(error.detail[:_SHOWN])})" if error.detail else ""
@@ -99,7 +100,9 @@ class ColumnCorpus(RecordCorpus):
     def rows(
         self, batches: Iterable[Any], file: tuple[str, int], where: str, first_row: int
     ) -> Iterator[Document | Skipped]:
-        """Yield the documents of record batches or tables. `first_row`: number of their first row in `where`."""
+        """Yield the documents of record batches or tables, and the skipped rows. `file`: `Document.file` of the
+        documents. `where`: name of the data, for errors. `first_row`: number of the first row within `where`. Raises
+        ConfigError for a row that stops the run."""
         row = first_row
         for batch in batches:
             for content in _bytes_of(batch.column(self.config.column)):
@@ -115,7 +118,8 @@ def _is_text(kind: Any) -> bool:
 
 
 def _bytes_of(column: Any) -> Sequence[bytes | None]:
-    """Return the values of a column of text as bytes, because Arrow does not check that they are UTF-8."""
+    """Return the values of a column of text as bytes, because Arrow does not check that they are UTF-8. A null value is
+    None."""
     values: Sequence[bytes | None] = column.cast("large_binary").to_pylist()
     return values
 

@@ -18,14 +18,15 @@ from titan_launch.core.packages import not_installed
 from titan_launch.data.corpora.interface import Corpus, File, Part
 
 MOST_DOCUMENT = 256 * MIB
-"""A compressed document may decompress to ten times the bytes of its file, and this many more."""
+"""A decompressed document may have at most ten times the bytes of its file, plus this number of bytes."""
 
 MOST_RECORDS = 64 * MIB
-"""The lines or rows of a compressed file may decompress to a hundred times the bytes of the file, and this many
-more."""
+"""The decompressed lines or rows of a file may have at most a hundred times the bytes of the file, plus this number of
+bytes."""
 
 LEAST_RECORD = 256
-"""A shorter line or row counts as this many bytes. Otherwise the limit would allow any number of empty lines."""
+"""Least number of bytes with which a line or row counts toward this limit (`most_of_records`). Otherwise a file could
+have any number of empty lines."""
 
 
 class FileCorpus(Corpus):
@@ -35,8 +36,8 @@ class FileCorpus(Corpus):
 
     @cached_property
     def files(self) -> list[File]:
-        """All files. Raises ConfigError if an entry of `path` matches none, for records that would be read as text, and
-        for a link that leads out of a folder."""
+        """All files. Raises ConfigError if an entry of `path` matches no file, if records would be read as text, if a
+        link leads out of a folder, or if folders are nested too deeply."""
         try:
             found = expand_paths(self.config.path, self.config.suffixes)
         except RecursionError:
@@ -56,11 +57,11 @@ class FileCorpus(Corpus):
 
     @property
     def left_out(self) -> str:
-        """Text with the number of unread files in the folders, by the ends of their names; "" if there are none."""
+        """Text with the number of unread files in the folders of `path`, by suffix; "" if there are none."""
         return describe_ends(files_left_out(self.config.path, self.config.suffixes))
 
     def parts(self) -> list[Part]:
-        """Return groups of files."""
+        """Return the parts. Each part is a group of files."""
         return self.grouped(self.files)
 
     def grouped(self, files: Sequence[File]) -> list[Part]:
@@ -95,7 +96,8 @@ class FileCorpus(Corpus):
         return self.unreadable(file, f"{reason}; decompress it first")
 
     def _decompressor(self, file: File) -> tuple[Callable[[BinaryIO], Any], tuple[type[Exception], ...]]:
-        """Return a function that decompresses a file, and the exceptions that it raises for damaged files."""
+        """Return a function that decompresses the stream of a file, and the exceptions that the function raises for
+        damaged files. Raises ConfigError if a package for `.zst` files is not installed."""
         if file.path.suffix == ".gz":
             return gzip.open, (gzip.BadGzipFile, zlib.error, EOFError)
         if file.path.suffix != ".zst":

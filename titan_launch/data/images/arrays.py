@@ -44,7 +44,8 @@ _MOST_HEADER = 10_000
 """Limit of the bytes of an array's header, as in NumPy."""
 
 _MOST_EXPANDED = 256 * MIB
-"""A compressed array may have ten times the bytes of its file, and this many more. It is decompressed into memory."""
+"""A compressed array, which is decompressed into memory, may have at most ten times the bytes of its file, plus this
+number of bytes."""
 
 
 class ArrayImages:
@@ -61,14 +62,14 @@ class ArrayImages:
         return self._images.shape
 
     def as_file(self, chosen: npt.NDArray[np.int64]) -> tuple[str, int]:
-        """Describe the chosen images as one file, for a fingerprint. Return its name, which is the dtype and the shape
-        of an image, and its size in bytes."""
+        """Return (name, size in bytes) of a file that stands for the chosen images in a fingerprint. The name is the
+        dtype and the shape of an image. The size includes the labels."""
         images, labels = self._images, self.labels
         image_bytes = images.dtype.itemsize * int(np.prod(images.shape[1:]))
         return f"{images.dtype} {images.shape[1:]}", len(chosen) * (image_bytes + labels.itemsize)
 
     def hashes(self) -> npt.NDArray[np.uint32]:
-        """Return a hash of each image's index."""
+        """Return a hash of each image's index. The hash decides to which split the image belongs."""
         return index_hashes(len(self.labels))
 
     def name(self, index: int) -> str:
@@ -140,7 +141,8 @@ def open_npz(path: str, path_key: KeyPath) -> ArrayImages:
 
 
 def map_npz(path: Path, names: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
-    """Return those arrays in `names` that an `.npz` file contains, by name. Raises many types of errors.
+    """Return the arrays of an `.npz` file that have a name in `names`, by name. Names that the file lacks are omitted.
+    Raises many types of errors.
 
     Uncompressed arrays are mapped into memory: all processes of a host share them, and only the used parts are read.
     """
@@ -188,7 +190,7 @@ def _array(stream: BinaryIO, file: zipfile.ZipFile, member: zipfile.ZipInfo) -> 
 
 
 def _read_header(stream: Any) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """Return shape, order and dtype in the header of an array. Raises many types of errors."""
+    """Read the header of an array. Return (shape, is_fortran, dtype). Raises many types of errors."""
     version = np.lib.format.read_magic(stream)
     width = 2 if version == (1, 0) else 4
     length = stream.read(width)
@@ -211,7 +213,8 @@ def _check_size(shape: tuple[int, ...], dtype: np.dtype[Any], size: int) -> None
 
 
 def _problems(arrays: Mapping[str, npt.NDArray[Any]], remedy: str) -> Iterator[str]:
-    """Yield the problems of the arrays. Only the first is meaningful: later checks assume that earlier ones passed."""
+    """Yield the problems of the arrays `images` and `labels`. Use only the first problem, because later checks assume
+    that earlier checks passed."""
     for name in ("images", "labels"):
         if name not in arrays:
             yield f"holds no array named {name}; save {remedy}"

@@ -35,7 +35,7 @@ from titan_launch.data.images.pixel_formats import CHANNELS, decode
 
 _INDEX_VERSION = 2
 _SAMPLE_BYTES = 1 << 20
-"""Size of a sample in bytes. To detect changed shards, 64 samples of their content are read."""
+"""Size of a sample in bytes. To detect changed shards, up to 64 samples of their content are read."""
 
 _INDEX_FILE = "index.npz"
 
@@ -61,12 +61,14 @@ class _Listing:
     sizes: list[int] = field(default_factory=list)
     labels: list[int] = field(default_factory=list)
     hashes: list[int] = field(default_factory=list)
-    """Hash of each image's name, or of its index. It decides to which split the image belongs."""
+    """Hash of each image's path (folders), or of its index (shards). The hash decides to which split the image
+    belongs."""
     skipped: list[str] = field(default_factory=list)
-    """Names of the files that are not images."""
+    """Names of files in class folders that are not used: hidden files, and files that are not images."""
 
     def add_image(self, offset: int, size: int, label: int, hashed: str) -> None:
-        """Add an image in the last file of `names`. `hashed`: text whose hash decides the split of the image."""
+        """Add an image that is in the last file of `names`. `hashed`: text whose hash decides the split of the
+        image."""
         self.files.append(len(self.names) - 1)
         self.offsets.append(offset)
         self.sizes.append(size)
@@ -74,7 +76,7 @@ class _Listing:
         self.hashes.append(zlib.crc32(os.fsencode(hashed)))
 
     def save(self, folder: Path) -> None:
-        """Write the index. All names are stored as one array of bytes, with the end of each name."""
+        """Write the index into `folder`. All names are stored as one array of bytes, with the end of each name."""
         names = [os.fsencode(name) for name in self.names]
         arrays: dict[str, Any] = {
             name: np.array(getattr(self, name), np.int64) for name in ("offsets", "sizes", "labels")
@@ -104,7 +106,8 @@ class EncodedImages:
     """Images that Pillow decodes. Each read opens the file again, so processes share no open files."""
 
     def __init__(self, root: Path, index: Path, channels: int):
-        """`root`: the folder to which the names in the index are relative."""
+        """`root`: the folder to which the names in the index are relative. `index`: the file of the index. `channels`:
+        number of channels of the decoded images."""
         arrays = map_npz(index, _ARRAYS)
         self.labels: Labels = arrays["labels"]
         self.note = os.fsdecode(arrays["note"].tobytes())
@@ -112,16 +115,15 @@ class EncodedImages:
         self._arrays = arrays
 
     def as_file(self, chosen: npt.NDArray[np.int64]) -> tuple[str, int]:
-        """Describe the chosen images as one file, for a fingerprint. Return its name, which is a digest of the hashes,
-        sizes and classes of the images, and its size in bytes."""
+        """Return (name, size in bytes) of a file that stands for the chosen images in a fingerprint. The name is a
+        digest of the hashes, sizes and classes of the images."""
         digest = hashlib.blake2b(digest_size=16)
         for column in ("hashes", "sizes", "labels"):
             digest.update(self._arrays[column][chosen].tobytes())
         return digest.hexdigest(), int(self._arrays["sizes"][chosen].sum())
 
     def hashes(self) -> npt.NDArray[np.uint32]:
-        """Return a hash of each image. In a folder it is the hash of the image's path, and in shards that of its
-        index."""
+        """Return a hash of each image: in a folder, the hash of the image's path; in shards, the hash of its index."""
         return self._arrays["hashes"]
 
     def name(self, index: int) -> str:
@@ -139,8 +141,8 @@ class EncodedImages:
         return one_line(f"{member} in {path}")
 
     def content(self, index: int) -> bytes:
-        """Return the encoded image. Raises UserError if its file cannot be read or has changed, or if the image is too
-        large."""
+        """Return the encoded image. Raises UserError if its file cannot be read, if the image no longer has the size in
+        the index, or if the image is too large."""
         size, offset = int(self._arrays["sizes"][index]), int(self._arrays["offsets"][index])
         if size > MOST_BYTES:
             limit = f"{MOST_BYTES // MIB} MiB, the limit of an image file"
@@ -185,7 +187,8 @@ _ARRAYS = ("labels", "files", "offsets", "sizes", "hashes", "names", "name_ends"
 
 
 def open_folder(path: str, channels: int, path_key: KeyPath) -> EncodedImages:
-    """Return the images of a folder of class folders. Raises ConfigError on `path_key`."""
+    """Return the images of a folder of class folders. Raises ConfigError on `path_key`, and UserError if the cache
+    cannot be written."""
     root = Path(path).resolve()
     classes = class_folders(path)
     if not classes:
@@ -225,7 +228,7 @@ def open_folder(path: str, channels: int, path_key: KeyPath) -> EncodedImages:
 
 def open_shards(path: str, label_field: str | None, channels: int, path_key: KeyPath) -> EncodedImages:
     """Return the images of WebDataset shards. `label_field`: field of KEY.json that contains the class; None: KEY.cls
-    contains the class. Raises ConfigError on `path_key`."""
+    contains the class. Raises ConfigError on `path_key`, and UserError if the cache cannot be written."""
     try:
         shards = tar_shards(path)
     except FileNotFoundError as error:
@@ -273,7 +276,8 @@ def _open(root: Path, identity: Any, build: Any, channels: int, path: str, path_
 
 
 def _folders(folder: Path) -> Iterator[Path]:
-    """Yield a folder and all folders below it, except hidden ones, sorted by name."""
+    """Yield a folder and all folders below it, sorted by name. Hidden folders and links to folders are omitted. Raises
+    OSError."""
     rest = [folder]
     while rest:
         folder = rest.pop()
@@ -293,7 +297,8 @@ def _why_unread(error: OSError, name: str = "") -> str:
 
 
 def _list_class(root: Path, name: str, label: int, listing: _Listing) -> int:
-    """Add the images of a class folder. Return their number. Raises OSError and LinkError."""
+    """Add the images of the class folder `name` to the listing. Return their number. Raises OSError, and LinkError for
+    a link that leads out of `root`."""
     before = len(listing.labels)
     for folder in _folders(root / name):
         with os.scandir(folder) as entries:
@@ -319,8 +324,8 @@ class _Member(tarfile.TarInfo):
     """A member of a tar file. The file may come from other people, so its headers are checked."""
 
     def _proc_member(self, tar: tarfile.TarFile) -> tarfile.TarInfo:
-        """Read the rest of a header. Raises _ImagesError for a header that needs much more memory or time than its size
-        suggests. (tarfile reads a whole long name into memory. With a negative size, some releases loop forever.)"""
+        """Read the rest of a header. Raises _ImagesError for a header of many bytes, because tarfile reads it whole
+        into memory, and for a negative size, with which some releases of tarfile loop forever."""
         is_global = self.type == tarfile.XGLTYPE
         is_extension = self.type in (*_EXTENSIONS, tarfile.XGLTYPE)
         if is_extension and self.size > (_MOST_GLOBAL if is_global else _MOST_EXTENSION):
@@ -339,7 +344,8 @@ _REPACK = "write the file with tar again"
 
 
 def _list_shard(path: Path, label_field: str | None, listing: _Listing) -> None:
-    """Add the images of a tar file. Raises _ImagesError, OSError, and many other types for a damaged file."""
+    """Add the images of a tar file to the listing. Raises _ImagesError, OSError, and many other types for a damaged
+    file."""
     label_end = "cls" if label_field is None else "json"
     with open_regular(path) as file, tarfile.open(fileobj=file, mode="r:", tarinfo=_Member) as tar:
         regular = [member for member in tar if member.isreg() and not member.issparse()]
@@ -362,14 +368,15 @@ def _list_shard(path: Path, label_field: str | None, listing: _Listing) -> None:
 
 
 def _key_and_end(member: tarfile.TarInfo) -> tuple[str, str]:
-    """Divide the name of a member at the first dot of its last part, as WebDataset does."""
+    """Return (key, extension): the name of a member, divided at the first dot of its last part, as in WebDataset."""
     folder, slash, name = member.name.rpartition("/")
     stem, _, end = name.partition(".")
     return f"{folder}{slash}{stem}", end
 
 
 def _label(content: bytes, label_field: str | None, name: str) -> int:
-    """Return the class in the content of KEY.cls or KEY.json. Raises _ImagesError."""
+    """Return the class in the content of KEY.cls or KEY.json. `name`: name of the member. Raises _ImagesError for
+    content without a valid class."""
     if len(content) > _MOST_LABEL:
         raise _ImagesError(f"contains {name} of more than {_MOST_LABEL // MIB} MiB; write only the class")
     try:

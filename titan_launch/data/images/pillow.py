@@ -43,12 +43,12 @@ _MOST_EXIF = 1 << 16
 with the square of this size."""
 
 _READ_TWICE = 2 * MIB
-"""Bytes that Pillow may read beyond the size of a file until the file is open. Many tags of a TIFF may refer to the
-same bytes, which are then read again and again."""
+"""Bytes that Pillow may read in addition to the size of a file until the file is open. Many tags of a TIFF may refer to
+the same bytes, which Pillow reads once for each tag."""
 
 _LEAST_READ, _MOST_SMALL_READS = 256, 50_000
-"""Limit of the number of Pillow's reads of a file: 50,000, and one more for every 256 bytes of the file. A file may
-consist of very many very small parts."""
+"""Limit of the number of Pillow's reads of a file: 50,000, plus one for every 256 bytes of the file. Without a limit, a
+file could consist of millions of tiny parts."""
 
 _OWN_WARNINGS = re.compile(r"PIL\b")
 
@@ -59,8 +59,9 @@ class PixelFormatError(Exception):
 
 @contextmanager
 def opened_image(content: bytes) -> Iterator[Image]:
-    """Open an image for the block, which may load its pixels. Raises ImportError without Pillow, and PixelFormatError
-    for other formats, for files outside of the limits, and in place of each error of Pillow."""
+    """Open an image until the end of the block. The block may load the pixels. Raises ImportError without Pillow.
+    Raises PixelFormatError for formats that are not in FORMATS, for files outside of the limits, and in place of any
+    other error in the block."""
     from PIL import Image  # optional
 
     if not any(item[3] == _OWN_WARNINGS for item in warnings.filters):  # a damaged file may cause thousands

@@ -37,7 +37,7 @@ REFUSED = {
     "RGBa": "has colors that are multiplied by alpha",
     "YCbCr": "has YCbCr colors of unknown coefficients",
 }
-"""Reasons to refuse the other modes."""
+"""Reasons to refuse images, by Pillow's mode."""
 
 _MAXIMUM = 65535
 """Largest value of 16-bit gray."""
@@ -70,7 +70,7 @@ _EIGHT_BITS = "convert it to 8 bits per channel, or save arrays in an .npz file"
 
 def decode(image: Image, channels: int) -> Tensor:
     """Return the pixels of an opened image `[channels, height, width]`, upright. They are uint8, or float32 from 0 to 1
-    if the image is 16-bit gray.
+    if the image is 16-bit gray. Gray is repeated for each color, and a missing alpha channel is opaque.
 
     Raises PixelFormatError for an image that is refused, and the errors of Pillow for a damaged image.
     """

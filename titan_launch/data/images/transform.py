@@ -60,7 +60,8 @@ class Geometry:
     augment: tuple[Augmentation, ...]
 
     def __call__(self, image: Tensor, draw: Draw | None) -> Tensor:
-        """Return the changed image, uint8 or float32 `[channels, height, width]`. Without `draw`, nothing is random."""
+        """Return the changed image, uint8 or float32 `[channels, height, width]`. If `draw` is None, the image is not
+        augmented."""
         augment = () if draw is None else self.augment
         if self.resize is not None:
             image = _scale(image, *resized_size(*_size(image), self.resize))
@@ -112,7 +113,8 @@ class Transform:
     """All changes of an image, from a stored image to the float32 input of a model."""
 
     def __init__(self, config: ImageData, key: KeyPath):
-        """Build the transforms of the section at `key`. Raises ConfigError if the user's factory fails."""
+        """Build the transforms of the section at `key`. Raises ConfigError if the user's factory cannot be imported,
+        fails, or does not return a callable."""
         self.geometry = Geometry(config.resize, config.crop, config.padding, config.augment)
         self._key, self._config = key, config
         self._user = None if config.transform is None else self._build(config.transform, is_training=key[0] == "data")
@@ -124,7 +126,8 @@ class Transform:
 
     def changed(self, image: Tensor, index: int, position: int | None) -> Tensor:
         """Return an image after all changes except normalization, uint8 or floating point. `position`: the position in
-        the stream; None: no augmentation. Raises UserError if the user's transform fails."""
+        the stream; None: the image is not augmented, and the user's transform always gets the same random numbers for
+        the image. Raises UserError if the user's transform fails or returns no image."""
         draw = Draw(index, position) if position is not None and self.geometry.augment else None
         image = self.geometry(image, draw)
         if self._user is not None:

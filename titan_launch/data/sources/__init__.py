@@ -34,7 +34,7 @@ def build_huggingface(config: HuggingFaceData, context: SourceContext) -> Sample
 
 
 def build_mixture(config: MixtureData, context: SourceContext) -> MixtureSource:
-    """Build the sources of a mixture."""
+    """Build the source of a mixture, and the source of each of its entries."""
     key = (*context.key, "sources")
     built = (
         SOURCES[data_kind(entry.kind)](entry, replace(context, key=(*key, index)))
@@ -69,10 +69,12 @@ def build_source(
 ) -> SampleSource:
     """Build the source that `config` describes. `SourceContext` explains the other arguments.
 
-    A sample of text is (tokens, next tokens), both int64 `[seq_len]`. A sample of images is a float32 image `[channels,
-    height, width]` and its class, an int64 scalar.
+    A sample of text is (tokens, next tokens), both int64 `[seq_len]`; with `packing = "documents"`, the document
+    numbers, int32 `[seq_len]`, follow. A sample of images is a float32 image `[channels, height, width]` and its class,
+    an int64 scalar.
 
     Raises ConfigError if data is missing, unreadable or too small, or if it does not fit the model. Raises UserError if
-    the first image cannot be read, or if the cache cannot be written.
+    the first image cannot be read, or if the cache cannot be written. Raises RunError if a process that tokenizes is
+    killed.
     """
     return SOURCES[data_kind(config.kind)](config, SourceContext(tokenizer, seq_len, images_taken, key))

@@ -44,7 +44,8 @@ class FactorySource:
         return f"{len(self):,} samples of {self._description}"
 
     def fingerprint(self, seed: int) -> Fingerprint:
-        """Return the fingerprint of samples, or of the text that the object's own `fingerprint` returns."""
+        """Return the fingerprint of samples. If the object has a method `fingerprint`, return the fingerprint of the
+        text that this method returns."""
         if hasattr(self._data, "fingerprint"):
             content = str(self._data.fingerprint()).encode()
             return fingerprint_of([], len(self), lambda index: content, seed)
@@ -55,7 +56,8 @@ class FactorySource:
         return self._check(self._data[index], f"sample {index}")
 
     def read_batch(self, indices: Sequence[int], positions: Sequence[int] | None) -> Sample:
-        """Return samples, stacked."""
+        """Return the samples at `indices`, stacked along a new first axis. `positions` is not used. Raises UserError if
+        `SampleCheck` refuses a sample."""
         if hasattr(self._data, "__getitems__"):
             found = self._data.__getitems__(list(indices))
             samples = [self._check(sample, f"sample {index}") for index, sample in zip(indices, found, strict=True)]
@@ -65,7 +67,8 @@ class FactorySource:
 
 
 def build_factory(config: FactoryData, context: SourceContext) -> SampleSource:
-    """Call the user's factory, and build a source of the object that it returns. Raises ConfigError on `kind`."""
+    """Call the user's factory, and build a source of the object that it returns. Raises ConfigError if the factory
+    fails, if its object or the first or last sample is invalid, or if keys of the section do not fit a stream."""
     key = (*context.key, "kind")
     factory = import_factory(config.kind, key)
 
@@ -128,10 +131,12 @@ class SampleCheck:
 
     @classmethod
     def of(cls, first: Any, config: FactoryData, context: SourceContext, num_classes: int | None) -> SampleCheck:
-        """Return the check of a factory's samples. Raises ConfigError for images that do not fit the model, and
-        UserError for a first sample of another form.
+        """Return the check of a factory's samples. Raises ConfigError for images without `num_classes`, for images of a
+        wrong form, and for images that do not fit the model. Raises UserError if the new check refuses the first
+        sample.
 
-        `first`: the first sample. `num_classes`: this attribute of the factory's object; None if it has none.
+        `first`: the first sample. `num_classes`: the attribute of this name of the object that the factory returned;
+        None if the object lacks it.
         """
         key = (*context.key, "kind")
         if config.unit == "tokens":
@@ -160,8 +165,8 @@ class SampleCheck:
         return check
 
     def __call__(self, sample: Any, where: str) -> Sample:
-        """Return the sample unchanged. Raises UserError if its form, its tokens or its targets are wrong. `where`: name
-        of the sample in the error."""
+        """Return the sample unchanged. Raises UserError if its form, its tokens, its targets or its document numbers
+        are wrong. `where`: name of the sample in the error."""
         if not isinstance(sample, tuple) or len(sample) != len(self.forms):
             names = ", ".join(name for name, *_ in self.forms)
             raise self._error(where, f"must be a tuple ({names}), but is {_form(sample)}")

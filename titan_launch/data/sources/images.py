@@ -34,8 +34,8 @@ class Images(Protocol):
     """Text for a log line, such as the number of skipped files."""
 
     def as_file(self, chosen: Indices) -> tuple[str, int]:
-        """Describe the chosen images as one file, for a fingerprint. Return its name, such as a digest that changes
-        with the images, and its size in bytes."""
+        """Return (name, size in bytes) of a file that stands for the chosen images in a fingerprint. The name is, for
+        example, a digest that changes with the images."""
 
     def hashes(self) -> npt.NDArray[np.uint32]:
         """Return a hash for each image, which decides to which split the image belongs."""
@@ -56,7 +56,8 @@ class ImageSource:
 
     def __init__(self, images: Images, chosen: Indices, transform: Transform, class_names: Sequence[str] = ()):
         """`chosen`: indices of the images of the split. The first of these images is read, to find the shape of
-        samples. Raises UserError if this image cannot be read."""
+        samples. `class_names`: names of the classes, for `details`; empty: the numbers of the classes. Raises UserError
+        if the first image cannot be read, and ConfigError if `mean` or `std` does not fit its channels."""
         self._class_names = class_names
         self.num_classes = int(images.labels.max()) + 1
         self._images, self._chosen, self._transform = images, chosen, transform
@@ -71,7 +72,7 @@ class ImageSource:
         return f"{len(self):,} images {tuple(self.shape)} of {self.num_classes:,} classes{self._images.note}"
 
     def details(self) -> Details:
-        """Return the shape of a sample, the stored bytes, and the number of images of each class."""
+        """Return the shape of a sample, the stored bytes, the number of images of each class, and the skipped files."""
         counts = np.bincount(self._images.labels[self._chosen], minlength=self.num_classes).tolist()
         amounts = {
             "shape": " x ".join(map(str, self.shape)),
@@ -102,8 +103,9 @@ class ImageSource:
         return images[0], labels[0]
 
     def read_batch(self, indices: Sequence[int], positions: Sequence[int] | None) -> tuple[Tensor, Tensor]:
-        """Return images `[len(indices), channels, height, width]` and their classes. With `positions`, the images are
-        augmented with random numbers that depend only on index and position."""
+        """Return float32 images `[len(indices), channels, height, width]`, and their classes, int64 `[len(indices)]`.
+        With `positions`, the images are augmented with random numbers that depend only on index and position. Raises
+        UserError as `__getitem__` does."""
         places = repeat(None, len(indices)) if positions is None else positions
         images = list(map(self._changed, indices, places))
         normalized = self._transform.normalized
@@ -114,7 +116,7 @@ class ImageSource:
         return inputs, torch.from_numpy(self._images.labels[self._chosen[list(indices)]])
 
     def _changed(self, index: int, position: int | None) -> Tensor:
-        """Return an image that is not normalized yet."""
+        """Return image `index` of the split after all changes except normalization. Raises UserError."""
         image = int(self._chosen[index])
         pixels = self._images.pixels(image, self._transform.geometry.resize)
         sample = self._transform.changed(pixels, image, position)
@@ -127,8 +129,8 @@ class ImageSource:
 
 
 def build_images(config: ImageData, context: SourceContext) -> ImageSource:
-    """Open the images of `config` and choose its split. Raises ConfigError on a key below `context.key`, and UserError
-    if the first image cannot be read."""
+    """Open the images of `config` and choose its split. Raises ConfigError on a key below `context.key`. Raises
+    UserError if the first image cannot be read, or if the cache cannot be written."""
     key, taken = context.key, context.images_taken
     images = _open(config, 3 if taken is None else taken.channels, (*key, "path"))
     chosen = _choose_split(images, config, key)
@@ -156,7 +158,7 @@ def _open(config: ImageData, channels: int, path_key: KeyPath) -> Images:
 
 
 def _choose_split(images: Images, config: ImageData, key: KeyPath) -> Indices:
-    """Return the indices of the images in the split, in order."""
+    """Return the indices of the images in the split, in order. Raises ConfigError if there are none."""
     if config.split == "all":
         return np.arange(len(images.labels))
     wanted = config.split == "validation"

@@ -35,7 +35,7 @@ class Batch(NamedTuple):
     """The number of each token's document; None if each sample is one document."""
 
     def to(self, device: torch.device) -> Batch:
-        """Return the batch on a device. The host does not wait for the copy."""
+        """Return the batch on a device. If the batch is in pinned memory, the host does not wait for the copy."""
         return Batch._make(None if tensor is None else tensor.to(device, non_blocking=True) for tensor in self)
 
 
@@ -53,7 +53,7 @@ class SampleSource(Protocol):
         """Number of classes of the targets. For tokens, this is the size of the vocabulary."""
 
     def describe(self) -> str:
-        """Return a text for a log line: how much data the source has."""
+        """Return the amount of data as part of a log line."""
 
     def fingerprint(self, seed: int) -> Fingerprint | None:
         """Return a fingerprint of the source's data; None if the source reads no data, is a mixture, or is a stream.
@@ -75,8 +75,8 @@ class BatchSource(Protocol):
     """A source that reads whole batches, because this is faster than reading one sample after another."""
 
     def read_batch(self, indices: Sequence[int], positions: Sequence[int] | None, /) -> Sample:
-        """Return the result of the function `read_batch` below, for this source. Integers may have a smaller dtype: the
-        loader converts them to int64."""
+        """Return what the function `read_batch` of this module returns for this source. Integers may have a smaller
+        dtype: the loader converts them to int64."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Details:
     """The contents of a source, as `titan-launch data` prints them."""
 
     amounts: dict[str, Any]
-    """Numbers by name. A table of numbers is a histogram: `{"classes": {"0": 178, "1": 182}}`."""
+    """Numbers and texts by name. A table of numbers is a histogram: `{"classes": {"0": 178, "1": 182}}`."""
 
     document_lengths: npt.NDArray[np.int64] | None = None
     """Number of tokens of each document; None for data without documents."""
@@ -98,7 +98,7 @@ class DetailedSource(Protocol):
     """A source that knows more about its data than the number of samples."""
 
     def details(self) -> Details:
-        """Return the contents of the source. This may read all ends of documents, or all labels."""
+        """Return the contents of the source. The call may read all ends of documents, or all labels."""
 
 
 def read_batch(source: SampleSource, indices: Sequence[int], positions: Sequence[int] | None = None) -> Sample:
@@ -129,4 +129,5 @@ class SourceContext:
     """Format of the images that the model takes; None if it is unknown, or if the model takes tokens."""
 
     key: KeyPath
-    """Path of the section in the job file, for errors: `("data",)` or `("validation", "data")`."""
+    """Path of the section in the job file, for errors: `("data",)`, `("validation", "data")`, or `("data", "sources",
+    0)` for the first source of a mixture."""

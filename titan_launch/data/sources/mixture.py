@@ -36,7 +36,7 @@ class MixtureSource:
 
     @property
     def num_classes(self) -> int:
-        """The largest number of classes of the sources."""
+        """The largest `num_classes` of the sources."""
         return max(source.num_classes for source in self._sources)
 
     def describe(self) -> str:
@@ -47,12 +47,12 @@ class MixtureSource:
         """Return None: a run compares the fingerprint of each source of the mixture."""
 
     def __getitem__(self, index: int) -> Sample:
-        """Return sample `index`. If samples of other sources have document numbers and this sample has none, it becomes
-        one document."""
+        """Return sample `index`. If a source of the mixture has document numbers and this sample has none, the sample
+        gets document numbers of 0: it is one document."""
         return tuple(column[0] for column in self.read_batch([index], None))
 
     def read_batch(self, indices: Sequence[int], positions: Sequence[int] | None) -> Sample:
-        """Return samples, stacked, as `__getitem__` returns them."""
+        """Return the samples at `indices`, as `__getitem__` returns each, stacked along a new first axis."""
         rows: dict[int, list[int]] = {}
         for row, index in enumerate(indices):
             rows.setdefault(bisect_right(self._starts, index) - 1, []).append(row)

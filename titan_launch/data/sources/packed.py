@@ -1,4 +1,4 @@
-"""Samples of whole documents: `packing = "documents"`."""
+"""Samples of whole documents, and of pieces of long documents: `packing = "documents"`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class PackedSource:
     """
 
     def __init__(self, stream: TokenStream, packing: Packing, header: Header, description: str, note: str = ""):
-        """`description`: text about the data, for the log line. `note`: end of the log line."""
+        """`description`, `note`: texts at the beginning and at the end of `describe()`."""
         self.stream, self.packing = stream, packing
         self.num_classes = header.vocab_size
         self.has_pairs = header.has_pairs
@@ -48,7 +48,7 @@ class PackedSource:
         return token_details(self._header, self.stream, padding=summary.padding, documents_cut=summary.num_cut)
 
     def fingerprint(self, seed: int) -> Fingerprint:
-        """Return the fingerprint of the packed samples and the files of the tokens."""
+        """Return the fingerprint of the packed samples, the tokenizer, and the files."""
         return self.stream.fingerprint(len(self), self._content, seed)
 
     def __getitem__(self, index: int) -> Sample:
@@ -93,7 +93,7 @@ class PackedSource:
 
 
 def token_details(header: Header, stream: TokenStream, **amounts: Any) -> Details:
-    """Return the contents of token files, with further amounts."""
+    """Return the contents of token files. `amounts`: further entries of `Details.amounts`."""
     found = {
         "files": len(header.files) or None,  # the header may not name the files of the text
         "skipped": header.skipped or None,

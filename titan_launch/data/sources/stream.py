@@ -1,7 +1,8 @@
 """Streams: samples that can only be read in order.
 
-Each data-parallel rank reads its own part of a stream, again and again. The order therefore depends on the number of
-data-parallel ranks. A reader has a state that JSON can represent. A checkpoint saves the state of each rank's reader.
+Each data-parallel rank reads its own part of a stream. After the end of its part, a rank begins again. The order of the
+samples therefore depends on the number of data-parallel ranks. A reader has a state that JSON can represent. A
+checkpoint saves the state of each rank's reader.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Reader(Iterator[Sample], Protocol):
 
 
 class StreamSource:
-    """A stream as a data source. Its length is a number that is never reached. Only its first sample can be read by
+    """A stream as a data source. Its length is 2^62, which is never reached. Only the first sample can be read by
     index."""
 
     def __init__(self, open_part: Callable[[int, int], Reader], first: Sample, num_classes: int, description: str):
@@ -50,7 +51,7 @@ class StreamSource:
         return 1 << 62
 
     def __getitem__(self, index: int) -> Sample:
-        """Return the first sample. It shows the form of all samples."""
+        """Return the first sample, which shows the form of all samples. `index` must be 0."""
         if index:
             raise IndexError(index)
         return self._first
@@ -64,7 +65,8 @@ class StreamSource:
 
 
 class _Cursor:
-    """An endless iterator over the items of an iterable. After the last item, the iterable is opened again."""
+    """An endless iterator over the items of an iterable. After the last item, the iterable is opened again. Raises
+    UserError for an iterable without items."""
 
     def __init__(self, open_stream: Callable[[], Any]):
         self._open = open_stream
@@ -94,7 +96,8 @@ class _Cursor:
         return {"epoch": self.epoch, "count": self.count, "stream": stream}
 
     def load_state_dict(self, state: State) -> None:
-        """Continue after the position in `state`. If the iterable has no state, read and drop the items before it."""
+        """Continue after the position in `state`. If the iterable has no state, read and drop the items before the
+        position."""
         self.epoch, self.count = state["epoch"], state["count"]
         self._begin(state["stream"])
         if state["stream"] is None and self.count:
@@ -109,7 +112,7 @@ class _Cursor:
 
 
 class SampleReader:
-    """Reader of a stream of samples. Part k of n has the samples k, k + n, k + 2n, ..."""
+    """Reader of one part of a stream of samples. Part k of n has the samples k, k + n, k + 2n, ... of the stream."""
 
     def __init__(self, open_stream: Callable[[], Any], check: Callable[[Any, str], Sample], part: int, parts: int):
         """`check(sample, where)` returns the sample, or raises an error with the text `where`."""
@@ -138,7 +141,8 @@ class SampleReader:
 
 
 class TextReader:
-    """Reader of a stream of rows with text. The tokens of the rows are concatenated and cut into samples."""
+    """Reader of one part of a stream of rows with text. The tokens of the rows are concatenated and cut into
+    samples."""
 
     def __init__(self, corpus: HuggingFaceCorpus, seq_len: int, part: int, parts: int):
         self._corpus, self._seq_len = corpus, seq_len
@@ -171,7 +175,8 @@ class TextReader:
         self._tokens = np.array(state["tokens"], np.int64)
 
     def _next_document(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Return the tokens of the next row of the split."""
+        """Return the tokens of the next usable row that belongs to the split. Raises ConfigError for a row that stops
+        the run, and UserError if no row is usable."""
         corpus, start = self._corpus, self._cursor.epoch
         for row in self._cursor:
             if self._cursor.epoch > start + 1:

@@ -41,7 +41,8 @@ class SyntheticSource:
         """Return None: the job keys alone determine the sequences."""
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets, both int64 `[seq_len]`, which depend only on the source's seed and `index`."""
+        """Return inputs and targets, both int64 `[seq_len]`. They depend only on `index`, `seq_len`, and the keys of
+        the section."""
         if not 0 <= index < len(self):
             raise IndexError(index)
         length = self._seq_len + 1
@@ -57,7 +58,7 @@ class SyntheticSource:
 
 
 def build_synthetic(config: SyntheticData, context: SourceContext) -> SyntheticSource:
-    """Build the source of `config`. Raises ConfigError if `vocab_size` exceeds that of the tokenizer."""
+    """Build the source of `config`. Raises ConfigError if `vocab_size` exceeds the vocabulary size of the tokenizer."""
     if config.vocab_size > context.tokenizer.vocab_size:
         reason = f"exceeds the tokenizer's vocabulary size; set at most {context.tokenizer.vocab_size}"
         raise config_error((*context.key, "vocab_size"), reason, config.vocab_size)

@@ -35,7 +35,7 @@ class TokenSource:
     has_pairs = False
 
     def __init__(self, stream: TokenStream, seq_len: int, header: Header, description: str, note: str = ""):
-        """`description`: text about the data, for the log line. `note`: end of the log line."""
+        """`description`, `note`: texts at the beginning and at the end of `describe()`."""
         self._stream, self._seq_len = stream, seq_len
         self.num_classes = header.vocab_size
         self._header, self._description, self._note = header, description, note
@@ -52,7 +52,7 @@ class TokenSource:
         return token_details(self._header, self._stream)
 
     def fingerprint(self, seed: int) -> Fingerprint:
-        """Return the fingerprint of the tokens and their files, without skipped files."""
+        """Return the fingerprint of the tokens, the tokenizer, and the files. Skipped files do not count."""
 
         def content(index: int) -> bytes:
             return self._window(index).astype(np.int64).tobytes()
@@ -88,7 +88,8 @@ class TokenSource:
 
 def build_corpus(config: CorpusData, context: SourceContext) -> TokenSource | PackedSource:
     """Return the source of a corpus's tokens in the cache. If the cache does not have the tokens, tokenize the corpus
-    first. Raises ConfigError on a key below `context.key`, and UserError if the cache cannot be written."""
+    first. Raises ConfigError on a key below `context.key`, UserError if the cache cannot be written, and RunError if a
+    process that tokenizes is killed."""
     corpus = CORPORA[config.kind](config, context.tokenizer, context.key, context.seq_len)
     folder = cached_token_files(corpus)
     header = read_header(folder)
@@ -105,7 +106,7 @@ def build_corpus(config: CorpusData, context: SourceContext) -> TokenSource | Pa
 
 def build_tokens(config: TokensData, context: SourceContext) -> TokenSource | PackedSource:
     """Return the source of token files that `prepare` or another program wrote. Raises ConfigError on a key below
-    `context.key`."""
+    `context.key`, and UserError if the cache cannot be written."""
     folder, key = Path(config.path), (*context.key, "path")
     try:
         if not folder.is_dir():
@@ -198,7 +199,7 @@ def _without_documents(corpus: Corpus, skipped: str) -> ConfigError:
 
 
 def _skipped(corpus: Corpus, header: Header) -> str:
-    """Return a clause about the documents that the corpus has skipped; "" if there are none."""
+    """Return a clause about the files or documents that the corpus has skipped; "" if there are none."""
     reasons = ", ".join(f"{number:,} {one_line(reason)}" for reason, number in header.skipped.items())
     number = _count(sum(header.skipped.values()), corpus.unit)
     return reasons and f"skipped {number}: {reasons}; first: {one_line(header.first_skipped)}"

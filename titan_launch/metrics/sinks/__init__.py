@@ -36,8 +36,8 @@ SINKS: dict[str, Callable[[MetricsConfig, SinkContext], Sink | None]] = {
 None if the job disables the sink. Only rank 0 opens sinks. A job names further sinks in `metrics.sinks`."""
 
 _EXTRAS = {"wandb": "WandbSink", "mlflow": "MlflowSink"}
-"""Classes of the sinks that need the package of the same name. The module of a class is imported only if a job names
-the sink."""
+"""Sinks that need the package of the same name, with their classes. A sink's module is imported only if a job names the
+sink."""
 
 
 def import_sinks(config: MetricsConfig) -> dict[str, Callable[[SinkContext], Sink]]:
@@ -60,7 +60,8 @@ def _import_each(config: MetricsConfig) -> Iterator[tuple[str, Callable[[SinkCon
 
 
 def open_sinks(config: MetricsConfig, run: SinkContext) -> Iterator[tuple[str, Sink]]:
-    """Yield the sinks of a job by name. Raises ConfigError if one of `metrics.sinks` cannot be opened."""
+    """Yield the sinks of a job by name. Raises ConfigError if one of `metrics.sinks` cannot be imported or opened, or
+    is not a `Sink`. Raises UserError if the run's `metrics.jsonl` is invalid."""
     for name, build in SINKS.items():
         if (sink := build(config, run)) is not None:
             yield name, MarkedSink(sink) if is_phantom() else sink

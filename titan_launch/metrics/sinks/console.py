@@ -41,7 +41,8 @@ class ConsoleSink(Sink, Observer):
         self._drawn_at = -math.inf
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Print the line of `step`, with those `scalars` that have a `console` field in `TAGS`."""
+        """Print the line of `step`, with those `scalars` that have a `console` field in `TAGS`. If there are none,
+        print nothing."""
         fields = [self._field(tag, scalars[tag.name]) for tag in TAGS if _is_shown(tag, scalars)]
         if not fields:
             return
@@ -57,7 +58,8 @@ class ConsoleSink(Sink, Observer):
         self.progress(step.number)
 
     def progress(self, step: int) -> None:
-        """Redraw the bar, at most ten times a second."""
+        """Redraw the bar, at most ten times a second, and always at the last step. Without a terminal there is no
+        bar."""
         if not self._has_bar:
             return
         now = self._clock()

@@ -21,7 +21,8 @@ class RunDescription:
 
     settings: Mapping[str, int | float | str]
     """Values of the job by key, such as `optimizer.lr`, for the comparison of runs. A value that is neither a number
-    nor a string is given as TOML text, such as `true` or `["wq", "wv"]`."""
+    nor a string is given as TOML text, such as `true` or `["wq", "wv"]`. An unset key has the value `unset`. A long
+    value is cut off."""
 
     later_metrics: frozenset[str]
     """Metrics that the run reports, though not necessarily in its first report."""
@@ -32,7 +33,8 @@ class Sink(ABC):
 
     @abstractmethod
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Write the metrics of `step`: `scalars` maps tags to values. A step may have several calls."""
+        """Write the metrics of `step`: `scalars` maps tags to values. The method may be called several times for one
+        step."""
 
     def describe(self, description: RunDescription) -> None:  # noqa: B027
         """Receive facts about the run, before its first report. A sink that has no use for them does nothing."""
@@ -94,8 +96,8 @@ _log = logging.getLogger(__name__)
 class GuardedSink(Sink):
     """A wrapper around a sink. Failures of the sink do not end the run.
 
-    While the disk is full, reports are lost. After any other error, the sink is closed and gets no more calls. Each of
-    these failures is logged once.
+    While the disk is full or a quota is exceeded, reports are lost. After any other error, the sink is closed and gets
+    no more calls. Each of these failures is logged once.
     """
 
     def __init__(self, name: str, sink: Sink, logged: set[str], fatal: tuple[type[Exception], ...] = ()):

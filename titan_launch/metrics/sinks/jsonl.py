@@ -105,8 +105,8 @@ def _length_until(path: Path, last_step: int) -> int:
 
 
 def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield (number, line) for each line of a file of reports. Numbers count from 1. Raises OSError, and ValueError for
-    a line that is too long."""
+    """Yield (number, line) for each line of a file of reports. Numbers count from 1. Raises OSError if the file cannot
+    be read, and ValueError for a line that is too long."""
     with open_regular(path) as file:
         number = 0
         while line := file.readline(MOST_LINE_BYTES + 1):

@@ -46,7 +46,7 @@ class MlflowSink(Sink):
             self._client.log_batch(self._run_id, params=part)
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Send the metrics to the tracking server, or write them to its folder."""
+        """Send the metrics to the tracking server, or write them to the tracking folder."""
         now = int(time.time() * 1000)
         metrics = (Metric(tag, value, now, step) for tag, value in scalars.items())
         while part := list(islice(metrics, _MAX_METRICS)):

@@ -39,8 +39,9 @@ class TensorBoardSink(Sink):
         self._opened: _EventFile | None = None
 
     def describe(self, description: RunDescription) -> None:
-        """Store the description for the event file. The dashboard shows the description's metrics, besides those of the
-        first report. The description's settings become the columns of the tab "HParams"."""
+        """Store the description for the event file. The dashboard shows `later_metrics`, besides the metrics of the
+        first report. `settings` become the columns of the tab "HParams". If the folder already has event files, neither
+        is written again."""
         self._description = description
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
@@ -65,7 +66,7 @@ class TensorBoardSink(Sink):
         self._opened = _EventFile(self._log_dir, step + 1)
 
     def close(self, failed: bool = False) -> None:
-        """Close the event file. If the run had no report, the file was never opened."""
+        """Close the event file, if it was opened."""
         if self._opened is not None:
             self._opened.close()
 
@@ -145,7 +146,7 @@ by name and shows the last values of the first five only."""
 
 
 def _custom_scalars(expected: Collection[str]) -> dict[str, dict[str, list[object]]]:
-    """Return the dashboard in PyTorch's format. Tags are regular expressions that match from the start."""
+    """Return the dashboard in PyTorch's format, in which tags are regular expressions that match from the start."""
     return {
         group: {
             title: ["Multiline", [f"{re.sub('<.+>', '.+', tag)}$" for tag in tags]] for title, tags in charts.items()

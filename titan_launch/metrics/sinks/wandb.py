@@ -16,8 +16,8 @@ _log = logging.getLogger(__name__)
 class WandbSink(Sink):
     """A sink that writes a run of Weights & Biases. The environment variables of wandb apply, such as WANDB_PROJECT.
 
-    Without a login, and without WANDB_MODE, the run is recorded offline in the run folder. If a run resumes, it
-    continues the run of the same id. Steps that run again are recorded again, at the same position of the axis "step".
+    Without a login, and without WANDB_MODE, the run is recorded offline in the run folder. If a run resumes, its W&B
+    run continues. Steps that run again are recorded again, at the same position of the axis "step".
     """
 
     def __init__(self, run: SinkContext):

@@ -200,7 +200,8 @@ class DecoderArgs(ModelArgs):
         return (self.max_positions or 0) if self.positions == "learned" else 0
 
     def window_of(self, layer: int) -> int | None:
-        """Return the sliding window of a layer, counted from 0; None if it attends to all earlier tokens."""
+        """Return the sliding window of a layer, counted from 0. Return None if its tokens attend to all earlier
+        tokens."""
         every, full = self.full_attention_every, self.full_attention_layers or ()
         is_full = layer + 1 in full or (every is not None and (layer + 1) % every == 0)
         return None if is_full else self.sliding_window
@@ -299,8 +300,8 @@ class DecoderArgs(ModelArgs):
             yield f"experts.{name}", reason
 
     def effective(self) -> dict[str, Any]:
-        """Return the arguments that have an effect. An unset argument gets the value that the model uses in its
-        place."""
+        """Return the arguments that have an effect. An unset `head_dim` or `query_scale` gets the value that the model
+        uses. So does an unset `local_rope_theta` without `rope_scaling`."""
         table = super().effective()
         table["head_dim"] = self.head_width
         table["query_scale"] = self.score_scale
@@ -319,8 +320,8 @@ class DecoderArgs(ModelArgs):
         return ("max_positions", self.num_positions) if self.num_positions else None
 
     def beyond_causal_attention(self, seq_len: int) -> str | None:
-        """Return the argument, with its value, that makes attention differ from plain causal attention; None if there
-        is none."""
+        """Return the argument that makes attention in sequences of `seq_len` tokens differ from plain causal attention,
+        with its value, such as `sliding_window = 4096`. Return None if there is none."""
         if self.attention_soft_cap is not None:
             return f"attention_soft_cap = {self.attention_soft_cap}"
         if self.attention_sinks:
@@ -340,7 +341,7 @@ class DecoderArgs(ModelArgs):
         return self.n_layers
 
     def tied_by(self) -> str | None:
-        """Return the argument that ties the output layer to the embedding."""
+        """Return the argument that ties the output layer to the embedding; None if each has a weight of its own."""
         return "tie_embeddings" if self.tie_embeddings and self.num_labels is None else None
 
     def tensor_parallel_sizes(self) -> Mapping[str, int]:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 _QUERIES = 256
-"""Queries of which explicit scores are computed at a time on a CPU."""
+"""Number of queries for which `_explicit_attention` computes scores at a time."""
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,8 @@ def attend(
     """Return causal attention: (batch, heads, tokens, width of `v`), in the dtype of `q`.
 
     `q`: (batch, heads, tokens, head_dim). `k` and `v` may have fewer heads, and `v` may have a different width. `k` and
-    `v` may also have more tokens, from a `KeyValueCache`. The tokens of `q` are then the last ones. Soft cap and
-    softmax are computed in fp32.
+    `v` may also have more tokens, from a `KeyValueCache`. The tokens of `q` are then the last ones, and `documents` has
+    no effect. Soft cap and softmax are computed in fp32.
     """
     if q.shape[2] < k.shape[2]:
         return _explicitly_masked(q, k, v, options)
@@ -98,7 +98,7 @@ class Attended(NamedTuple):
     """The result of attention, with the denominators of its softmax."""
 
     values: Tensor
-    """Weighted sums of the values: (batch, heads, tokens, head_dim)."""
+    """Weighted sums of the values: (batch, heads, tokens, width of a value)."""
 
     logsumexp: Tensor
     """Logarithm of the sum of the exponentials of each query's scores: fp32 (batch, heads, tokens)."""
@@ -158,7 +158,8 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, options: ScoreOptions, doc
 def _explicitly_masked(
     q: Tensor, k: Tensor, v: Tensor, options: ScoreOptions, documents: Documents | None = None
 ) -> Tensor:
-    """Return the attention of the last tokens of a sequence, or of all its tokens, with a mask as a tensor."""
+    """Return attention with the mask as a tensor. `q` has the last tokens of a sequence, or all its tokens. With a soft
+    cap, the scores are computed explicitly."""
     if options.soft_cap is not None:
         return _explicit_attention(q, k, v, options, documents).values
     num_tokens, is_grouped = k.shape[2], q.shape[1] > k.shape[1]
@@ -171,14 +172,15 @@ class KeyValueCache:
     """Keys and values of one layer, for all tokens of a sequence so far. Generation attaches a cache to a layer."""
 
     def __init__(self, max_tokens: int):
-        """`max_tokens`: number of tokens for which memory is allocated at first. More tokens double the memory."""
+        """`max_tokens`: number of tokens for which memory is allocated at first. If there are more tokens, the memory
+        is at least doubled."""
         self._max_tokens = max_tokens
         self._num_tokens = 0
         self._tensors: tuple[Tensor, ...] = ()
 
     def append(self, k: Tensor, v: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
-        """Add the keys and values of new tokens, (batch, heads, tokens, head_dim). Return those of all tokens to which
-        the new tokens attend."""
+        """Add the keys and values of new tokens, (batch, heads, tokens, head_dim). Return the keys and values of all
+        tokens to which a new token attends."""
         start, stop = self._num_tokens, self._num_tokens + k.shape[2]
         if not self._tensors or stop > self._max_tokens:
             self._grow(k, v, stop)
@@ -221,7 +223,8 @@ def _allowed(
 def _explicit_attention(
     q: Tensor, k: Tensor, v: Tensor, options: ScoreOptions, documents: Documents | None
 ) -> Attended:
-    """Return attention from explicit scores in fp32, without the keys that no query attends to."""
+    """Return attention from explicit scores in fp32, for `_QUERIES` queries at a time. Keys before the window of the
+    first of these queries, and keys after the last one, are skipped."""
     (num_heads, num_tokens, width), num_kv_heads, window = q.shape[1:], k.shape[1], options.window
     scale, first = width**-0.5 if options.scale is None else options.scale, k.shape[2] - num_tokens
     wide_q, wide_k, wide_v = (x.float() for x in (q, k, v))
@@ -318,7 +321,7 @@ _BLOCK = 128
 def make_block_mask(num_tokens: int, window: int | None, documents: Tensor | None, device: torch.device) -> BlockMask:
     """Return FlexAttention's table of the blocks of tokens that contain allowed pairs.
 
-    `documents`: the number of each token's document (batch, tokens), which never falls along the sequence.
+    `documents`: the number of each token's document (batch, tokens), which never decreases along the sequence.
 
     PyTorch's `create_block_mask` computes a mask of tokens x tokens first: 8.6 GB for 32,768 tokens. Here one pair of
     tokens decides for a pair of blocks. A block of queries and an earlier block of keys have an allowed pair if the

@@ -37,15 +37,16 @@ class RopeScaling(Section):
     """With `llama3` and `yarn`: sequence length of pre-training."""
 
     beta_fast: PositiveFloat = 32.0
-    """With `yarn`: channels that turn more often than this within `original_max_position` are not scaled."""
+    """With `yarn`: pairs of channels that make more turns than this within `original_max_position` tokens are not
+    scaled."""
 
     beta_slow: PositiveFloat = 1.0
-    """With `yarn`: channels that turn less often than this within `original_max_position` are scaled fully. Between the
-    channels of `beta_fast` and `beta_slow` the scaling changes linearly with the number of the channel."""
+    """With `yarn`: pairs of channels that make fewer turns than this within `original_max_position` tokens are scaled
+    fully. Between the pairs of `beta_fast` and `beta_slow`, the scaling changes linearly with the index of the pair."""
 
     truncate: bool = True
-    """With `yarn`: round the number of the channel of `beta_fast` down, and that of `beta_slow` up. GPT-OSS does not
-    round."""
+    """With `yarn`: round the index of the pair of `beta_fast` down, and the index of the pair of `beta_slow` up.
+    GPT-OSS does not round."""
 
     attention_factor: PositiveFloat | None = None
     """With `yarn`: factor of rotated queries and keys. Unset: `m(mscale) / m(mscale_all_dim)` if both are set, else
@@ -101,9 +102,9 @@ _OF_SCALINGS = {
 
 
 class LatentAttentionArgs(Section):
-    """Sizes of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434). The keys and values of all heads are
-    computed from one vector of a token, its latent. Each head's queries and keys have channels with and without rotary
-    embedding, and all heads share a token's rotated key."""
+    """Sizes of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434). Each head's queries and keys have channels
+    with and without rotary embedding. A token's values, and its keys without rotary embedding, are computed for all
+    heads from one vector, its latent. All heads share the token's key with rotary embedding."""
 
     q_lora_rank: Width | None = None
     """Width of the latents of queries. Unset: queries are computed without a latent."""
@@ -121,7 +122,7 @@ class LatentAttentionArgs(Section):
     """Width of a head of values."""
 
     norm_eps: Annotated[float, Field(gt=0)] = 1e-6
-    """Number added to the variance of the latents, which are normalized."""
+    """Number added to the variance in the norms of the latents."""
 
     def problems(self) -> Iterator[tuple[tuple[str, ...], str]]:
         """Yield (names of the arguments, reason) for each contradiction between arguments."""
@@ -138,7 +139,7 @@ class LatentAttentionArgs(Section):
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     def twin(self) -> dict[str, Any]:
-        """Return small sizes with the same structure."""
+        """Return all arguments, with small sizes and the same structure."""
         small = {"kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
         if self.q_lora_rank is not None:
             small["q_lora_rank"] = 16

@@ -16,7 +16,8 @@ Weight = Annotated[float, Field(ge=0)]
 
 class ExpertArgs(Section):
     """Sizes, routing and load balancing of the experts (arXiv:1701.06538). A router sends each token to a few experts,
-    which are feed-forward layers, and the outputs are added with the router's weights. No token is dropped."""
+    which are feed-forward layers. The outputs of these experts are added with weights from the router. No token is
+    dropped."""
 
     num_experts: Parts
     """Number of experts in a layer."""
@@ -43,8 +44,8 @@ class ExpertArgs(Section):
     """Factor of the weights, after they are normalized (DeepSeek-V3)."""
 
     num_groups: Parts = 1
-    """Number of groups of consecutive experts. A token uses only experts of `top_k_groups` groups. They are the groups
-    whose two best experts have the largest sum of scores (DeepSeek-V3)."""
+    """Number of groups of consecutive experts. A token uses only experts of `top_k_groups` groups. These are the groups
+    whose two best experts have the largest sum of scores and selection biases (DeepSeek-V3)."""
 
     top_k_groups: Parts = 1
     """Number of groups that a token's experts may come from."""
@@ -62,13 +63,15 @@ class ExpertArgs(Section):
 
     selection_bias_rate: Weight | None = None
     """Balance the load by a bias for each expert, which only the choice of experts uses (DeepSeek-V3,
-    arXiv:2408.15664). After each step, the biases of experts with less than the mean load rise by this number, and
-    those of experts with more fall. With 0, the biases keep their values. Unset: there are no biases."""
+    arXiv:2408.15664). After each step that is not skipped, the biases of experts with less than the mean load rise by
+    this number, and those of experts with more than the mean load fall by it. With 0, the biases keep their values.
+    Unset: there are no biases."""
 
     balance_loss: Weight = 0.0
-    """Weight of the auxiliary loss that balances the load within each sequence (DeepSeek-V3, arXiv:2412.19437). It is
-    E * sum(f * p) over the E experts of a layer, where f is an expert's share of the sequence's choices, and p is the
-    mean of its scores, divided by their sum. 1 is its value for an equal load. The losses of all layers are added."""
+    """Weight of the auxiliary loss that balances the load within each sequence (DeepSeek-V3, arXiv:2412.19437). The
+    loss is E * sum(f * p) over the E experts of a layer. f is the fraction of the sequence's choices that fall on an
+    expert. p is the mean, over the tokens, of the expert's score divided by the sum of the token's scores. With an
+    equal load, the loss is 1. The losses of all layers are added."""
 
     z_loss: Weight = 0.0
     """Weight of the router's z-loss: the mean over tokens of the squared logsumexp of the logits (ST-MoE,
@@ -109,8 +112,8 @@ class ExpertArgs(Section):
         return {**table, "selection_bias_rate": None if self.selection_bias_rate is None else 0.0}
 
     def twin(self) -> dict[str, Any]:
-        """Return small sizes with the same structure: at most 4 experts without groups, or 8 in at most 4 groups. A
-        token still uses one expert, several or all, as in the job."""
+        """Return all arguments, with small sizes and the same structure: at most 4 experts without groups, or 8 in at
+        most 4 groups. A token still uses one expert, several or all, as in the job."""
         groups = min(self.num_groups, 4)
         experts = min(self.num_experts, 4 if groups == 1 else 8)
         top_k = experts if self.top_k == self.num_experts else min(self.top_k, 2)

@@ -68,7 +68,7 @@ class Family:
     """Name of the class in `transformers` for classifiers and reward models; "" if it follows from `model_class`."""
 
     pads: bool = True
-    """True if the class gives the row of `pad_token_id` in the embedding no gradient."""
+    """True if the class gives no gradient to the row of `pad_token_id` in the embedding."""
 
     def class_of(self, num_labels: int | None) -> str:
         """Return the name of the class for a language model, or for a model with this number of labels."""

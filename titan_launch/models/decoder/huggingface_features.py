@@ -45,7 +45,8 @@ def _lookup(config: Config, key: str, *default: Any) -> Any:
 
 def _size(config: Config, key: str, *default: int, smallest: int = 1, largest: int = MOST_TOKENS) -> int:
     """Return the value of a key, a whole number, from which arguments are computed. Without `default` the key must be
-    in `config.json`. Raises WeightsError for any other value."""
+    in `config.json`. Raises WeightsError if the key is missing, or if the value is not a whole number from `smallest`
+    to `largest`."""
     value = _lookup(config, key, *default)
     if type(value) is not int or not smallest <= value <= largest:
         raise unsupported(key, value, f"a whole number of at least {smallest} and at most {largest}")
@@ -182,10 +183,10 @@ def _rope_table(config: Config, key: str) -> dict[str, Any]:
 def _read_rope(
     rope: Config, theta: Any, key: str, longest: Any, kinds: Sequence[str] = tuple(_SCALINGS)
 ) -> tuple[Any, dict[str, Any] | None]:
-    """Return the base and the scaling of a table of RoPE parameters.
+    """Return the base and the scaling of a table of RoPE parameters. The scaling is None for the RoPE type `default`.
 
-    `theta`: the base if the table has none. `longest`: `max_position_embeddings`; it is used as the sequence length of
-    pre-training if the table has none. `kinds`: RoPE types of the class. Raises WeightsError for values that are not
+    `theta`: the base if the table has none. `longest`: `max_position_embeddings`, which is used if the table has no
+    sequence length of pre-training. `kinds`: RoPE types of the class. Raises WeightsError for values that are not
     supported.
     """
     rope = dict(rope)
@@ -325,7 +326,7 @@ ROPES_OF_GEMMA3 = Feature(
 
 def _window_arguments(config: Config, window: Any, rule: Sequence[str]) -> dict[str, Any]:
     """Return the arguments for the layers' kinds of attention: those of `layer_types` or, without this key, those of
-    `rule`."""
+    `rule`. Raises WeightsError for values that are not supported."""
     types = rule if config.get("layer_types") is None else config["layer_types"]
     if not isinstance(types, list) or len(types) != len(rule) or {*types} - {_FULL, _SLIDING}:
         raise unsupported("layer_types", types, f"num_hidden_layers = {len(rule)} times {_FULL} or {_SLIDING}")
@@ -407,7 +408,8 @@ WINDOWS_OF_QWEN3_MOE = Feature(
     _window_of_qwen,
     lambda args: {"use_sliding_window": args.sliding_window is not None, "sliding_window": args.sliding_window},
 )
-"""In this class all layers have the window, whatever `max_window_layers` is."""
+"""The feature of the sliding window of Qwen3-MoE. With `use_sliding_window`, all layers have the window, whatever
+`max_window_layers` is."""
 
 
 # Mixtures of experts. The auxiliary losses are no part of the model that a folder holds: the job sets them.

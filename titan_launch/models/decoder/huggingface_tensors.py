@@ -42,8 +42,8 @@ class Piece:
     """Number of experts along the first axis; None for a parameter that is not of experts."""
 
     rotary_width: int | None = None
-    """Width of a head, if the rows of each head are in another order. Rotary embeddings rotate pairs of channels: the
-    channels 2i and 2i + 1 here, and i and i + width / 2 in the file. None: the same order."""
+    """Width of a head, if the file has the rows of each head in a different order. Rotary embeddings rotate pairs of
+    channels: the channels 2i and 2i + 1 here, and i and i + width / 2 in the file. None: the same order."""
 
     @property
     def has_tensor_per_expert(self) -> bool:
@@ -66,7 +66,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class TensorNames:
-    """The module names of a class of `transformers`."""
+    """The names and layouts of the tensors in files of a class of `transformers`."""
 
     modules: Mapping[str, str]
     """Module of the file by module of this package, without `prefix`. `*` is the number of the layer. Modules with the
@@ -77,32 +77,34 @@ class TensorNames:
     their modules. The first `*` is the number of the layer, and a second one that of the expert."""
 
     prefix: str = "model."
-    """Prefix of all tensors except that of the head. In files of a model without a head, tensors have no prefix."""
+    """Prefix of the names of all tensors except those of the output layer. In files of a model without an output layer,
+    no tensor has the prefix."""
 
     transposed: tuple[str, ...] = ()
-    """Ends of the file's tensors that are (input features, output features)."""
+    """Endings of the names of the file's tensors that are (input features, output features)."""
 
     alternating: tuple[str, ...] = ()
-    """Ends of the file's tensors in which the output features of several parameters alternate."""
+    """Endings of the names of the file's tensors in which the output features of several parameters alternate."""
 
     has_halves: bool = True
     """True if rotary embeddings rotate the channels i and i + width / 2 of a head in the file; see
     `Piece.rotary_width`."""
 
     unused: tuple[str, ...] = ("**.rotary_emb.inv_freq",)
-    """Globs of tensors without effect, which older files have."""
+    """Globs of tensors that have no effect."""
 
     def tensor_of(self, pattern: str) -> str | None:
-        """Return the name of the tensor of the file for a parameter; None if the file has none. In both names, `*`
-        stands for the number of the layer."""
+        """Return the name of the file's tensor for a parameter, without `prefix`; None if the file has none. In both
+        names, the first `*` stands for the number of the layer. In the result, a second one stands for that of the
+        expert."""
         module, leaf = _split(pattern)
         if pattern in self.parameters:
             return self.parameters[pattern]
         return f"{self.modules[module]}.{leaf}" if module in self.modules else None
 
     def name_of(self, pattern: str) -> str | None:
-        """Return the name that a module or a parameter has in the file; None if the file has no such name. In `pattern`
-        and in the result, `*` stands for the number of the layer."""
+        """Return the name that a module or a parameter has in the file, without `prefix`; None if the file has no such
+        name. In `pattern` and in the result, `*` stands for the number of the layer."""
         return self.modules.get(pattern) or self.tensor_of(pattern)
 
 
@@ -309,7 +311,7 @@ def ends_in(glob: str, paths: Iterable[str]) -> list[str]:
 
 
 def tensor_shapes(pieces: Mapping[str, Piece], shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-    """Return the shapes of the file's tensors that the pieces make up."""
+    """Return the shapes of the file's tensors that consist of the pieces. `shapes`: shape of each parameter."""
     whole: dict[str, Shape] = {}
     for name, piece in pieces.items():
         shape = shapes[name][1:] if piece.has_tensor_per_expert else shapes[name]
@@ -332,6 +334,7 @@ def _split(name: str) -> tuple[str, str]:
 
 
 def _pattern(name: str) -> tuple[str, str]:
-    """Return the number of the layer in a parameter's name, and the name with `*` in its place."""
+    """Return the number of the layer in a name, and the name with `*` in its place. Outside of layers, return "" and
+    the name."""
     found = re.fullmatch(r"layers\.(\d+)\.(.*)", name)
     return (found[1], f"layers.*.{found[2]}") if found else ("", name)

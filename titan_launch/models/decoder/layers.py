@@ -19,9 +19,10 @@ class RotaryEmbedding(nn.Module):
     """A module that rotates each pair of neighbouring channels of a head by an angle proportional to the token's
     position.
 
-    All layers share one instance. The table of angles is a buffer, not an argument: FSDP2 casts every floating argument
-    of a wrapped module to the compute dtype, and bf16 cannot distinguish position 8000 from 8001. Checkpoints do not
-    contain the table. `reset_parameters` computes it for a model that was built on the meta device.
+    All layers with the same frequencies share one instance. The table of angles is a buffer, not an argument: FSDP2
+    casts every floating argument of a wrapped module to the compute dtype, and bf16 cannot distinguish position 8000
+    from 8001. Checkpoints do not contain the table. `reset_parameters` computes it for a model that was built on the
+    meta device.
     """
 
     position: int = 0
@@ -92,7 +93,7 @@ def rotary_frequencies(
 
     Linear scaling divides all frequencies by `factor`. Llama 3.1 divides the frequencies of slow pairs and keeps those
     of fast pairs. For pairs between the two, it interpolates linearly by the number of turns within the original
-    context (Meta's `apply_scaling` in `llama-models`). YaRN does the same, but interpolates by the number of the pair
+    context (Meta's `apply_scaling` in `llama-models`). YaRN does the same, but interpolates by the index of the pair
     (arXiv:2309.00071, section 3.2; `_compute_yarn_parameters` of `transformers`).
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
@@ -113,8 +114,8 @@ def rotary_frequencies(
 
 
 def _scaled_pairs(head_dim: int, theta: float, scaling: RopeScaling) -> tuple[float, float]:
-    """Return the number of the last pair of channels that YaRN does not scale, and of the first that it scales fully.
-    Both may be fractions, between two pairs."""
+    """Return two indices: that of the last pair of channels that YaRN does not scale, and that of the first pair that
+    it scales fully. Both may be fractions, between two pairs."""
     turns_of_first = scaling.original_max_position / (2 * math.pi)
     first, last = (
         head_dim * math.log(turns_of_first / turns) / (2 * math.log(theta))
@@ -127,10 +128,10 @@ def _scaled_pairs(head_dim: int, theta: float, scaling: RopeScaling) -> tuple[fl
 
 
 class LearnedPositions(nn.Embedding):
-    """A table of vectors, one for each position, that are added to the stream (GPT-2).
+    """A table of vectors, one for each position, that are added to the token embeddings (GPT-2).
 
-    The buffer `rows` has the row number of each token of a sequence. Ranks that share sequences divide this buffer like
-    the tokens.
+    The buffer `rows` has the row number of each token of a sequence. Ranks that divide the tokens of a sequence divide
+    this buffer in the same way.
     """
 
     position: int = 0
@@ -177,8 +178,8 @@ class CappedLinear(nn.Linear):
 class AttentionSinks(nn.Module):
     """A learned logit for each head. The denominator of the softmax contains it in addition to the scores.
 
-    With the logsumexp L of a query's scores and the sink s, the share of the scores in the denominator is
-    exp(L) / (exp(L) + exp(s)) = sigmoid(L - s).
+    With the logsumexp L of a query's scores and the sink s, the fraction of the denominator that comes from the scores
+    is exp(L) / (exp(L) + exp(s)) = sigmoid(L - s).
     """
 
     def __init__(self, num_heads: int):

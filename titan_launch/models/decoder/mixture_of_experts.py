@@ -75,7 +75,8 @@ Compute = Callable[[Tensor, Tensor], Tensor]
 
 
 class Experts(nn.Module):
-    """The experts of a layer, with stacked parameters: feed-forward layers w2(activation(w1 x) * w3 x)."""
+    """The experts of a layer, with stacked parameters: feed-forward layers w2(activation(w1 x) * w3 x), or those of
+    GPT-OSS with `ExpertArgs.gate_limit`."""
 
     dispatch: Callable[[Compute, Tensor, Tensor], Tensor] | None = None
     """Function of (compute, rows, counts) that sends rows to the ranks that have their experts, computes there, and
@@ -142,8 +143,8 @@ def count_choices(chosen: Tensor, num_experts: int) -> Tensor:
 
 
 ExpertProduct = Callable[[Tensor, Tensor, "Tensor | None"], Tensor]
-"""A function of rows (rows, in), stacked matrices (experts, out, in) and biases (experts, out) or None. Each row is
-multiplied by the matrix of its expert."""
+"""A function of rows (rows, in), stacked matrices (experts, out, in) and biases (experts, out) or None. It multiplies
+each row by the matrix of its expert, and adds the bias of its expert."""
 
 
 def expert_product(rows: Tensor, counts: Tensor, weights: Tensor) -> ExpertProduct:
@@ -151,7 +152,7 @@ def expert_product(rows: Tensor, counts: Tensor, weights: Tensor) -> ExpertProdu
 
     `rows`: (rows, in). `counts`: number of rows of each expert. `weights`: stacked matrices (experts, out, in) of the
     first product. `plan.experts.is_grouped` decides by their shape, the dtype and the device whether one kernel
-    computes all experts.
+    computes all experts. If not, the host waits for the counts.
     """
     kind, (_, *widths) = rows.device.type, weights.shape
     if len(rows) and is_grouped(kind, str(rows.dtype).removeprefix("torch."), widths):
@@ -160,8 +161,7 @@ def expert_product(rows: Tensor, counts: Tensor, weights: Tensor) -> ExpertProdu
 
 
 def counts_on_host(counts: Tensor, num_rows: int) -> list[int]:
-    """Return the number of rows of each expert as Python numbers. The host waits for the device, unless there are no
-    rows.
+    """Return the number of rows of each expert as Python numbers. The host waits for the device if there are rows.
 
     On the meta device, where tensors have no values, all rows go to the first expert: the results have the same shapes.
     """

@@ -137,7 +137,8 @@ def llama_values(args: DecoderArgs) -> InitTable:
 
 
 def gpt2_values(args: DecoderArgs) -> InitTable:
-    """Return GPT-2's initial values: normal, and smaller for the matrices whose outputs are added to the stream."""
+    """Return GPT-2's initial values: normal, and smaller for the matrices whose outputs are added to the residual
+    stream."""
     linear, into_stream = normal(0.02), normal(0.02 / (2 * args.n_layers) ** 0.5)
     return _init_table(args, linear, normal(0.01), linear, [into_stream] * args.n_layers, linear)
 
@@ -151,8 +152,8 @@ def normal_values(args: DecoderArgs) -> InitTable:
 def _init_table(
     args: DecoderArgs, embedding: Fill, positions: Fill, linear: Fill, into_stream: Sequence[Fill], output: Fill
 ) -> InitTable:
-    """Return the table of initial values. `into_stream`: those of `wo` and `w2`, whose outputs are added to the stream,
-    by layer."""
+    """Return the table of initial values. `into_stream`: those of `wo` and `w2`, whose outputs are added to the
+    residual stream, by layer."""
     norms = ("layers.*.*_norm", "layers.*.attention.*_norm", "norm")
     norm_values = {**_NORM_VALUES, "weight": constant(0.0 if args.norm_unit_offset else 1.0)}
     return InitTable(

@@ -88,7 +88,7 @@ class Wanted(NamedTuple):
     """The adapters of a job for one target of `peft`."""
 
     names: list[str]
-    """Modules of this package, or weights of experts, of which the target consists."""
+    """Names of the modules of this package, or of the weights of experts, that the target contains."""
 
     ranks: set[int]
     """Ranks that the target may have in the file."""
@@ -148,8 +148,9 @@ class AdapterConfig(BaseModel):
     @field_validator("rank_pattern", "alpha_pattern", "target_modules", "exclude_modules", "layers_pattern")
     @classmethod
     def _compiles(cls, value: Any, info: ValidationInfo) -> Any:
-        """Check all regular expressions: the keys of `rank_pattern` and `alpha_pattern`, the values of
-        `layers_pattern`, and a string in place of a list of modules."""
+        """Raise ValueError if a regular expression is invalid or too long. Regular expressions are the keys of
+        `rank_pattern` and `alpha_pattern`, the values of `layers_pattern`, and a string in place of a list of
+        modules."""
         are_names = isinstance(value, frozenset)
         for pattern in [value] if isinstance(value, str) else [] if are_names else value or ():
             if len(pattern) > _MOST_PATTERN:
@@ -172,11 +173,11 @@ class AdapterConfig(BaseModel):
         return self
 
     def rank_of(self, path: str) -> int:
-        """Return the rank of the adapter of a module or parameter of the base."""
+        """Return the rank of an adapter. `path`: full name of the module or parameter in the base model."""
         return _by_pattern(self.rank_pattern, path, self.r)
 
     def scale_of(self, path: str) -> float:
-        """Return the factor of the product B A of a module or parameter of the base."""
+        """Return the factor of the product B A of an adapter. `path`: as for `rank_of`."""
         rank = self.rank_of(path)
         return _by_pattern(self.alpha_pattern, path, self.lora_alpha) / (rank**0.5 if self.use_rslora else rank)
 
@@ -209,7 +210,8 @@ class AdapterConfig(BaseModel):
         return [rf"(?:^|.*?\.){pattern}" for pattern in patterns] if patterns else [r".*?\.[^.]*"]
 
     def differences(self, config: LoRAConfig, targets: Mapping[str, Wanted] | None = None) -> list[str]:
-        """Return a clause for each difference of the adapters from `[lora]`.
+        """Return a clause for each difference of the adapters from `[lora]`: in ranks, in scales, and in dropout if the
+        job does not set `lora.dropout`.
 
         `targets`: what the job needs, by target of `peft`. None: the targets are not known yet, so ranks and scales are
         compared only if all targets have the same rank and scale. Raises WeightsError for patterns that take too long
@@ -254,8 +256,8 @@ _MOST_SHOWN = 30
 
 
 def read_config(folder: Path) -> AdapterConfig:
-    """Read a folder's `adapter_config.json`. Raises WeightsError if the file is missing or not valid, and with all keys
-    that are not supported, up to 30."""
+    """Read a folder's `adapter_config.json`. Raises WeightsError if the file is missing or invalid, or if keys are not
+    supported. The error names up to 30 unsupported keys."""
     if not os.path.lexists(folder / ADAPTER_CONFIG_FILE):
         reason = f"it has no {ADAPTER_CONFIG_FILE}" if os.path.isdir(folder) else "there is no such folder"
         raise WeightsError(f"{reason}; name a folder that peft or `titan-launch export --adapter` wrote")
@@ -295,7 +297,8 @@ def _quotient(rank: int, parts: int) -> set[int]:
 
 
 def _matches(names: Collection[str] | str, path: str) -> bool:
-    """Return True if `peft` finds a path by a regular expression, or by names that a path ends with."""
+    """Return True if `names` select a path in `peft`. A string selects a path that it matches as a regular expression.
+    A collection selects a path that ends with one of its names."""
     if isinstance(names, str):
         return re.fullmatch(names, path) is not None
     parts = path.split(".")

@@ -22,7 +22,8 @@ from titan_launch.models.args import MOST_TOKENS
 
 
 def unit_of(args: Mapping[str, Any]) -> SampleUnit:
-    """Return the unit of a model's samples, by the name of its class."""
+    """Return the unit of a model's samples: "images" if the name of its class ends with `ForImageClassification`, else
+    "tokens"."""
     return "images" if class_name(args).endswith("ForImageClassification") else "tokens"
 
 
@@ -36,7 +37,7 @@ def image_format(args: Mapping[str, Any]) -> ImageFormat | None:
     """Return the format of the images that a model takes; None for a model of tokens, and if the number of channels is
     unknown.
 
-    Height and width are None for a class that takes images of any size.
+    Height and width are None if `image_size` does not name them. The class then takes images of any size.
     """
     channels, size = args.get("num_channels"), args.get("image_size")
     sizes = size if isinstance(size, list) and len(size) == 2 else [size, size]
@@ -64,8 +65,8 @@ _KERNELS = re.compile("_?(attn|experts)_implementation(_internal)?")
 """Keys that choose kernels. Their values can be names of kernels on the Hugging Face hub."""
 
 _COUNTS = re.compile(".*(layers?|depths?|blocks|stages|labels|experts)")
-"""Keys whose values are numbers of modules or of labels. For each of them, a class of `transformers` makes an
-object."""
+"""Keys whose values are numbers of modules or of labels. A class of `transformers` makes an object for each module and
+each label."""
 
 _MOST_LAYERS, _MOST_OBJECTS = 256, 1 << 17
 """Limits of the numbers of `_COUNTS`: of layers, and of other objects. The largest published models have about 130
@@ -73,8 +74,9 @@ layers and 22,000 classes."""
 
 
 def refused(args: Mapping[str, Any]) -> Iterator[tuple[KeyPath, str, Any]]:
-    """Yield (path, reason, value) for each argument that is not supported because it could load code or files by name.
-    Also yield sizes that are larger than in any real model, and a `model_type` that is not a string."""
+    """Yield (path, reason, value) for each argument that is not supported. These are arguments that could load code or
+    files by name, `quantization_config`, whole numbers that are larger than in any real model, and a `model_type` that
+    is not a string."""
     if not isinstance(args.get("model_type", ""), str):
         yield ("model_type",), "must be a string", args["model_type"]
     for path, value in _values((), args):
@@ -105,8 +107,8 @@ def _values(path: KeyPath, value: Any) -> Iterator[tuple[KeyPath, Any]]:
 
 
 def missing_in_transformers(args: Mapping[str, Any]) -> str | None:
-    """Return the reason why the library `transformers` has no class for the `model_type`, or that it is not installed.
-    Return None if it has a class, or if its list of types has an unexpected form. The library is not imported, because
+    """Return the error text if the library `transformers` is not installed, or if its list of model types lacks the
+    `model_type`. Return None if the list has the type, or has an unexpected form. The library is not imported, because
     its import takes seconds."""
     known, model_type = _model_types(), str(args["model_type"])
     if known is None:

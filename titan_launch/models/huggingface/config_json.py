@@ -55,7 +55,8 @@ class FolderConfig:
 def read_folder_config(folder: str | Path) -> FolderConfig:
     """Read the `config.json` of a Hugging Face folder, or of a folder that `import` or `export --format plain` wrote.
 
-    Raises WeightsError if the file cannot be read, and for features that are not supported.
+    Raises WeightsError if the file cannot be read, if the folder has an adapter of `peft`, or if no model of this
+    package implements the model.
     """
     refuse_adapter(Path(folder))
     config = read_json(Path(folder) / CONFIG_FILE)
@@ -121,7 +122,7 @@ _REMEDIES = {name: f'; write {{"__float__": "{name}"}}, as transformers 5 does' 
 
 def read_json(path: Path, most_bytes: int = _MOST_BYTES) -> dict[str, Any]:
     """Read a JSON object from a file in a folder that somebody else may have made. Raises WeightsError if the file is
-    missing, too large or not a JSON object, or if a link leads out of the folder."""
+    missing, unreadable, too large or not a JSON object, or if a link leads out of the folder."""
     try:
         table = json_files.read_json(file_inside(path.parent, path.name), most_bytes)
     except FileNotFoundError:
@@ -156,7 +157,8 @@ def arguments_of(config: Config) -> dict[str, Any]:
     """Return the `[model.args]` of a Hugging Face `config.json`, without arguments that have their default or have no
     effect.
 
-    Raises WeightsError with all keys that are not supported, or for values that the model cannot have.
+    Raises WeightsError if keys are not supported (the error names at most 10 unknown keys), or for values that the
+    model cannot have.
     """
     family = FAMILIES[config["model_type"]]
     problems = [f"{CONFIG_FILE} has {key}: {reason}" for key, reason in REFUSED.items() if config.get(key) is not None]
@@ -202,7 +204,7 @@ def arguments_of(config: Config) -> dict[str, Any]:
 
 
 def _num_labels(config: Config) -> Any:
-    """Return the number of labels of a classifier: of its `id2label`, or `num_labels`, or the default of
+    """Return the number of labels of a classifier: the length of `id2label`, else `num_labels`, else 2, the default of
     `transformers`. Return 0 for an `id2label` that does not name the numbers from 0."""
     names = config.get("id2label")
     if names is None:
@@ -262,8 +264,8 @@ def config_of(
 
     `dtype`: dtype of the weights. `max_positions`: sequence length of training. `original`: the `config.json` that the
     weights came with. If it is of the same class, its keys without effect on the computation, such as token ids, are
-    kept. `labels`: names of the outputs of a classifier; None if they are unknown. Raises WeightsError if no class of
-    `transformers` implements the model.
+    kept. `labels`: names of the outputs of a classifier. None: the names of `original` if it has as many, else LABEL_0
+    and so on. Raises WeightsError if no class of `transformers` implements the model with these arguments.
     """
     model_type = model_type_of(name)
     family = FAMILIES[model_type]
@@ -313,7 +315,8 @@ def model_type_of(name: str) -> str:
 
 def differences(name: str, own: ModelArgs, folder: FolderConfig) -> list[tuple[str, Any, Any]]:
     """Return the arguments that differ between a job and a folder, as (argument, value of the job, value of the
-    folder). A larger vocabulary of the job is no difference: its last rows are padding."""
+    folder). A larger vocabulary of the job is no difference, because its last rows are padding. `num_labels` is not
+    compared."""
     theirs = resolve_args(folder.name, folder.flavor, folder.args)
     differing = _differing(own, theirs)
     return [(key, a, b) for key, a, b in differing if key != "num_labels" and not (key == "vocab_size" and a > b)]

@@ -48,8 +48,9 @@ _GATHERED = ("colwise_gather_output", "colwise_rep")
 def build(seq_len: int, /, **args: Any) -> nn.Module:
     """Build a model of `transformers` on the default device, with the initial values that its class sets.
 
-    `args`: the keys of its `config.json`. The module declares its styles of tensor parallelism. Raises ConfigError for
-    a class that cannot be trained.
+    `args`: the keys of its `config.json`. The module declares its styles of tensor parallelism. Raises ConfigError if
+    the class is not a language model or an image classifier of `transformers`, if an argument is not supported, or if
+    `seq_len` is larger than the model allows.
     """
     cls, config = _class_and_config(args)
     _check_length(config, seq_len)
@@ -181,10 +182,12 @@ def _check_length(config: Any, seq_len: int) -> None:
 
 
 def _declare_tensor_parallel(module: Any) -> None:
-    """Translate the tensor-parallel plan of a module into styles of this package: its attribute `tensor_parallel`.
+    """Set the attribute `tensor_parallel` of a module: its tensor-parallel plan of `transformers`, translated into
+    styles of this package. Also set `sequence_parallel` to False.
 
-    If that is not possible, the attribute `no_tensor_parallel` gets the reason. The plan of `transformers` omits the
-    modules that every rank computes in the same way; these get the style `sequence`.
+    If there is no plan, or the plan cannot be translated, set only the attribute `no_tensor_parallel`, to the reason.
+    The plan of `transformers` omits the modules that every rank computes in the same way; these get the style
+    `sequence`.
     """
     name, plan = type(module).__name__, getattr(module, "tp_plan", None)
     if not plan:
@@ -213,9 +216,9 @@ def _others_with_parameters(module: nn.Module, styles: Mapping[str, Any]) -> lis
 
 
 def _places_in_files(module: Any) -> PlacesInFiles:
-    """Return a function that finds the module's tensors in files of any release of `transformers`. The function uses
-    the conversions that `transformers` has for the module's class, and raises ConfigError if a conversion is not
-    possible."""
+    """Return a function that finds the module's tensors in files that this or an older release of `transformers` wrote.
+    The function uses the conversions that `transformers` has for the module's class, and raises ConfigError if a
+    conversion is not possible."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, dot_natural_key, rename_source_key
 
@@ -308,7 +311,8 @@ def _has_gap(sources: Sequence[tuple[str, str]]) -> bool:
 
 
 def in_published_format(module: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors of a module with the names and layouts of published files, as `save_pretrained` writes them.
+    """Return tensors of a module with the names and layouts of published files, as `save_pretrained` writes them. Tied
+    copies, and tensors that the class does not save, are left out.
 
     `tensors`: tensors by their name in the module. They must include all tensors that are converted together.
     """

@@ -48,14 +48,14 @@ class ResNetArgs(ModelArgs):
     """Number of classes. It must be larger than the largest label."""
 
     batchnorm_momentum: Annotated[float, Field(gt=0, le=1)] = 0.1
-    """Weight of a microbatch in the running statistics."""
+    """Weight of new statistics in the running statistics: of a microbatch, or of a step (`batchnorm.momentum_per`)."""
 
     batchnorm_eps: Annotated[float, Field(gt=0)] = 1e-5
     """Number added to the variance."""
 
     zero_init_residual: bool = True
-    """Initialize the weight of the last BatchNorm of each block with 0, so that the block is the identity
-    (arXiv:1706.02677, section 5.1)."""
+    """Initialize the weight of the last BatchNorm of each block with 0, so that at first a block returns only its
+    shortcut (arXiv:1706.02677, section 5.1)."""
 
     def problems(self) -> Iterator[tuple[tuple[str, ...], str]]:
         """Yield a problem if `depths` is empty or has too many blocks, or if `depths` and `widths` have different
@@ -69,8 +69,8 @@ class ResNetArgs(ModelArgs):
             yield ("widths", "depths"), f"{stages}; write one number per stage in both"
 
     def twin(self, needs: TwinNeeds) -> dict[str, Any]:
-        """Return the arguments of a small twin: at most two blocks in each stage, one that changes the shape and one
-        that does not."""
+        """Return the arguments that a small twin changes (see `TwinNeeds`). A stage of the twin has at most two blocks,
+        unless `needs.keeps_depth` is True."""
         return {
             "depths": self.depths if needs.keeps_depth else [min(depth, 2) for depth in self.depths],
             "widths": [min(width, 8 * 2**index) for index, width in enumerate(self.widths)],

@@ -28,7 +28,8 @@ class BasicBlock(nn.Module):
         self.downsample = _shortcut(args, channels, width, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (batch, channels, height, width) to (batch, width, height / stride, width / stride)."""
+        """Map images (batch, channels, h, w) to (batch, `width` channels, h / stride, w / stride), with sizes rounded
+        up."""
         y = F.relu(self.bn1(self.conv1(x)))
         y = self.bn2(self.conv2(y))
         return F.relu(y + self.downsample(x))
@@ -49,7 +50,8 @@ class Bottleneck(nn.Module):
         self.downsample = _shortcut(args, channels, out_channels, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (batch, channels, height, width) to (batch, 4 width, height / stride, width / stride)."""
+        """Map images (batch, channels, h, w) to (batch, 4 * `width` channels, h / stride, w / stride), with sizes
+        rounded up."""
         y = F.relu(self.bn1(self.conv1(x)))
         y = F.relu(self.bn2(self.conv2(y)))
         y = self.bn3(self.conv3(y))

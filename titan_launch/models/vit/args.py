@@ -67,7 +67,8 @@ class ViTArgs(ModelArgs):
         return self.num_patches + (self.pool == "class_token")
 
     def problems(self) -> Iterator[tuple[tuple[str, ...], str]]:
-        """Yield (names of the arguments, reason) for each pair of sizes of which one does not divide the other."""
+        """Yield (names of the arguments, reason) if `patch_size` does not divide `image_size`, and if `n_heads` does
+        not divide `dim`."""
         for whole, part in (("image_size", "patch_size"), ("dim", "n_heads")):
             if getattr(self, whole) % getattr(self, part):
                 reason = f"{whole} ({getattr(self, whole)}) must be a multiple of {part} ({getattr(self, part)})"
@@ -82,7 +83,7 @@ class ViTArgs(ModelArgs):
         return self.n_layers
 
     def twin(self, needs: TwinNeeds) -> dict[str, Any]:
-        """Return the arguments of a small twin, with 16 patches."""
+        """Return the arguments that a small twin changes (see `TwinNeeds`). An image of the twin has 16 patches."""
         heads = min(self.n_heads, 2)
         return {
             "image_size": 8,
@@ -95,7 +96,7 @@ class ViTArgs(ModelArgs):
         }
 
     def tensor_parallel_sizes(self) -> Mapping[str, int]:
-        """Return the number of heads, the width of the feed-forward layer, and the number of classes, by argument."""
+        """Return the arguments, with their values, that the tensor-parallel degree must divide."""
         return {name: int(getattr(self, name)) for name in ("n_heads", "hidden_dim", "num_classes")}
 
 

@@ -69,7 +69,8 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each applied to the normalized stream and added to the stream."""
+    """Attention and feed-forward. Each gets the normalized residual stream, and its result is added to the residual
+    stream."""
 
     def __init__(self, args: ViTArgs):
         super().__init__()
@@ -152,7 +153,8 @@ TENSOR_PARALLEL: dict[str, TensorStyle] = {
     "norm": "sequence",
     "output": "head",
 }
-"""This plan requires `sequence_parallel = false`, because every rank embeds all patches."""
+"""Styles of tensor parallelism by glob of modules. They require `sequence_parallel = false`, because every rank embeds
+all patches."""
 
 SPEC = ModelSpec(
     build=lambda args, seq_len: ViT(args),

@@ -77,12 +77,12 @@ class AdapterNames(Protocol):
 class Part:
     """An adapter of this package, and the place of its output features in the target of `peft`.
 
-    `start`, `step` and `rotary_width` are those of the weight's `Piece`.
+    `start` is the first of these features. `step` and `rotary_width` are those of the weight's `Piece`.
     """
 
     adapter: AdapterNames
     shape: Shape
-    """Shape of the weight in the file."""
+    """Shape of the weight, as `file_places` returns it."""
 
     start: int
     step: int
@@ -99,7 +99,7 @@ class Target:
 
     parts: tuple[Part, ...]
     num_out: int
-    """Output features of the module."""
+    """Number of output features of the module or stacked parameter."""
 
     num_experts: int | None
     depth: int = 0
@@ -205,7 +205,8 @@ class Target:
 def file_places(
     model: ModelConfig, shapes: Mapping[str, Shape], rows: int | None, is_plain: bool = False
 ) -> tuple[dict[str, Shape], dict[str, Piece]]:
-    """Return the shape and the place of each weight of a model in files of `transformers`.
+    """Return the shape and the place of each weight of a model in files of `transformers`. A shape has the axes of this
+    package, and as many rows as the files.
 
     `shapes`: shape of each weight in this package. `rows`: rows of the vocabulary in the files; None if they are those
     of `shapes`. `is_plain`: True if the files have the names of this package. Raises WeightsError for a model that no
@@ -319,8 +320,8 @@ def config_of(
 
 
 def _shortest(paths: Collection[str], everything: Collection[str], least: int = 1) -> list[str]:
-    """Return the shortest ends of `paths` that no other path of `everything` has. `least`: smallest number of segments
-    of an end, if the path has as many."""
+    """Return ends that select exactly `paths` among `everything`: for each path its shortest end that no path outside
+    of `paths` has. `least`: smallest number of segments of an end, if the path has as many."""
     chosen = set[str]()
     for path in paths:
         segments = path.split(".")
@@ -335,8 +336,8 @@ class AdapterFolder:
     """A folder of `peft` with adapters."""
 
     def __init__(self, path: str | Path):
-        """Read the configuration and the header of the file. Raises WeightsError if one of them cannot be read or is
-        not supported."""
+        """Read `adapter_config.json` and the header of `adapter_model.safetensors`. Raises WeightsError if one of them
+        cannot be read or is not supported."""
         self.path = Path(path)
         self.config = read_config(self.path)
         if not os.path.lexists(self.path / FILE):
@@ -363,9 +364,10 @@ class AdapterFolder:
     def check(
         self, targets: Sequence[Target], pieces: Mapping[str, Piece], config: LoRAConfig, base: str | None
     ) -> None:
-        """Raise WeightsError, with all problems at once, if the adapters are not those of a job.
+        """Raise WeightsError, with a list of problems, if the adapters are not those of a job.
 
-        `pieces`: place of each weight of the model in the files. `base`: digest of the job's folder of `model.weights`.
+        `pieces`: place of each weight of the model in the files. `base`: digest of the job's folder `model.weights`;
+        None if it is not compared.
         """
         problems = list(self.config.differences(config, {target.path: _wanted(target) for target in targets}))
         expected: dict[str, list[Shape]] = {}

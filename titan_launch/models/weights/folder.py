@@ -44,8 +44,8 @@ FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def vocabulary_of(args: ModelArgs | None) -> tuple[str, ...]:
-    """Return the parameters with a row for each token, which a job may pad with rows of zeros. `args`: arguments of the
-    model; None for a user's own model."""
+    """Return the names of the parameters with a row for each token. A job may pad these parameters with rows of zeros.
+    `args`: arguments of the model; None for a user's own model."""
     has_labels = getattr(args, "num_labels", None) is not None
     return ("tok_embeddings.weight",) if has_labels else ("tok_embeddings.weight", "output.weight")
 
@@ -105,8 +105,8 @@ class WeightsFolder:
         self._check_layers()
 
     def _check_layers(self) -> None:
-        """Raise WeightsError if the files have less than one tensor for each layer in `config.json`, before a model
-        with these layers is built."""
+        """Raise WeightsError if the files have fewer tensors than `config.json` has layers. This check runs before a
+        model with these layers is built."""
         if self.config.name in ARCHITECTURES:
             layers = resolve_args(self.config.name, self.config.flavor, self.config.args).num_layers()
             if layers is not None and layers > len(self.tensors):
@@ -162,7 +162,7 @@ class WeightsFolder:
 
 
 def _library() -> ModuleType:
-    """Return the library of safetensors files, which is an optional dependency."""
+    """Return the library `safetensors`, which is an optional dependency. Raises WeightsError if it is not installed."""
     try:
         import safetensors
     except ImportError:
@@ -172,7 +172,8 @@ def _library() -> ModuleType:
 
 def read_header(path: Path) -> tuple[dict[str, FileTensor], dict[str, str]]:
     """Return the tensors of a file by name, and its metadata. The library checks that the bytes of the tensors lie
-    within the file and do not overlap. Raises WeightsError if the file cannot be read or is damaged."""
+    within the file and do not overlap. Raises WeightsError if the file cannot be read, is damaged, or exceeds one of
+    the limits above."""
     library, shown = _library(), short_name(path.name)
     try:
         with open_regular(file_inside(path.parent, path.name)) as start:
@@ -229,7 +230,7 @@ Places = Mapping[str, Place]
 
 
 class Weights:
-    """The initial values of a model's parameters, in a folder."""
+    """The initial values of a model's parameters and saved buffers, in a folder."""
 
     def __init__(self, folder: WeightsFolder, pieces: Places, copies: Mapping[str, Sequence[Place]] | None = None):
         """`pieces`: places of the parameters that the folder gives values to. `copies`: further places of parameters
@@ -251,10 +252,10 @@ class Weights:
     def read(self, name: str, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
         """Return a part of a parameter, in the dtype of the file. Rows beyond those of the file are zeros.
 
-        Little more than the part is read. If the file has the rows of heads in another order, whole heads are read. If
-        the output features of several parameters alternate in the file, those of all of them are read. If the parameter
-        is computed from several tensors (`Converted`), these are read whole. Raises ConfigError if the folder has the
-        parameter twice, with different values.
+        Only the part is read from the file, with three exceptions. If the file has the rows of heads in another order,
+        whole heads are read. If the output features of several parameters alternate in the file, those of all these
+        parameters are read. If the parameter is computed from several tensors (`Converted`), the tensors are read
+        whole. Raises ConfigError if the folder has the parameter twice, with different values.
         """
         piece = self.pieces[name]
         part = self._read(piece, offsets, lengths)
@@ -311,12 +312,14 @@ class Weights:
 
 
 def interleaved(rows: Tensor, width: int) -> Tensor:
-    """Return the rows of whole heads in the order of this package, from the order of Hugging Face."""
+    """Return the rows of whole heads in the order of this package, from the order of Hugging Face. `width`: rows of a
+    head."""
     return rows.unflatten(0, (-1, 2, width // 2)).transpose(1, 2).flatten(0, 2)
 
 
 def in_halves(rows: Tensor, width: int) -> Tensor:
-    """Return the rows of whole heads in the order of Hugging Face, from the order of this package."""
+    """Return the rows of whole heads in the order of Hugging Face, from the order of this package. `width`: rows of a
+    head."""
     return rows.unflatten(0, (-1, width // 2, 2)).transpose(1, 2).flatten(0, 2)
 
 
@@ -345,9 +348,9 @@ def find_weights(
     `places_in_files`: the model's own function, for a class of `transformers`. `folder`: the result of `open_weights`,
     if the files have already been read.
 
-    Raises ConfigError with all tensors that are missing, unexpected, or of another shape or dtype. Also raises it if
-    the folder cannot be read, or if a glob of `model.exclude_from_weights` matches nothing. Only headers are read.
-    Torch is needed only by `places_in_files`.
+    Raises ConfigError if tensors are missing, unexpected, or of another shape or dtype. Also raises it if the folder
+    cannot be read, or if a glob of `model.exclude_from_weights` matches nothing. Only headers are read. Torch is needed
+    only by `places_in_files`.
     """
     folder = open_weights(config) if folder is None else folder
     excluded, own = config.exclude_from_weights, dict(_own_tensors(inventory))

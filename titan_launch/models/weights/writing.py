@@ -1,4 +1,5 @@
-"""Folders of safetensors files, written tensor by tensor: at most one tensor is in memory at a time."""
+"""Folders of safetensors files, written tensor by tensor: `write_tensors` has at most one tensor in memory at a
+time."""
 
 from __future__ import annotations
 
@@ -82,10 +83,10 @@ def write_tensors(
     file: str = FILE,
     metadata: Mapping[str, str] | None = None,
 ) -> int:
-    """Write tensors into one file, or into several of at most `max_file_bytes` with an index. Return the bytes of all
-    tensors.
+    """Write tensors into one file, or into several of at most `max_file_bytes` with an index. Return the number of
+    bytes of all tensors.
 
-    `file`: name of a single file. `metadata`: added to the header of each file.
+    `file`: name of the file, if there is only one. `metadata`: added to the header of each file.
 
     `read` returns a contiguous tensor with the shape and dtype of its entry. A tensor that is larger than
     `max_file_bytes` gets a file of its own. Raises WeightsError if the disk has too little free space.
@@ -201,8 +202,9 @@ TOKENIZER_FILES = (
 
 
 def companions_of(folder: Path) -> Path | None:
-    """Return the folder with the Hugging Face files that belong to the weights in `folder`; None if there is none.
-    Raises WeightsError if it is a link that leads out of `folder`."""
+    """Return the folder with the Hugging Face files that belong to the weights in `folder`: its subfolder
+    `huggingface`, or `folder` itself. Return None if neither has a `config.json` of Hugging Face. Raises WeightsError
+    if the subfolder is a link that leads out of `folder`."""
     try:
         file_inside(folder, COMPANIONS)
     except OSError as error:
@@ -215,12 +217,13 @@ def companions_of(folder: Path) -> Path | None:
 
 
 _MOST_COMPANION_BYTES = 256 * MIB
-"""Largest size in bytes of a file that is copied. The largest `tokenizer.json` have about 35 MiB."""
+"""Largest size in bytes of a file that is copied. The largest `tokenizer.json` files have about 35 MiB."""
 
 
 def copy_companions(source: Path, target: Path, names: Sequence[str] = (*MODEL_FILES, *TOKENIZER_FILES)) -> None:
-    """Copy those of the files `names` that a Hugging Face folder has. Raises WeightsError for a file that is not
-    regular or is too large, and for a link that leads out of the folder."""
+    """Copy the files `names` from a Hugging Face folder to `target`, which is created. Files that the Hugging Face
+    folder lacks are skipped. Raises WeightsError for a file that is not regular or is too large, and for a link that
+    leads out of the folder."""
     target.mkdir(exist_ok=True)
     for name in names:
         if os.path.lexists(source / name):

@@ -1,5 +1,6 @@
-"""Hook for processes with a phantom GPU. Python imports this module at startup if this folder is on the path. As soon
-as torch is imported, the module replaces PyTorch's operators. The process need not have titan_launch on its path."""
+"""Hook for processes with a phantom GPU. Python imports this module at startup if this folder is on the path. If the
+variable PHANTOM_DEVICE is set, the module replaces PyTorch's operators as soon as torch is imported. The process need
+not have titan_launch on its path. The module also runs the environment's own `sitecustomize`, which it hides."""
 
 from __future__ import annotations
 

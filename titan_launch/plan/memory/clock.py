@@ -107,7 +107,8 @@ class Clock:
         self._host(self._speeds.host_seconds("unit"))
 
     def stages(self, count: int) -> None:
-        """Let the host run the schedule of a pipeline. `count`: number of microbatches, times stages of the rank."""
+        """Let the host run the schedule of a pipeline. `count`: number of microbatches x number of stages on this
+        rank."""
         self._host(count * self._speeds.host_seconds("stage"))
 
     def parameters(self, count: int) -> None:
@@ -129,9 +130,9 @@ class Clock:
         self._compute += seconds
 
     def exchange(self, axis: str, sent_bytes: int, of_gradients: bool = False) -> None:
-        """Run a collective along an axis that is not FSDP2's. Computation waits for it, except for a send between
-        pipeline stages on a GPU. `of_gradients`: True if the number of these collectives depends on the gradient
-        accumulation mode."""
+        """Run a collective along an axis that is not FSDP2's: `tensor`, `context`, `pipeline` or `expert`. Computation
+        waits for it, except for a send between pipeline stages on a GPU. `of_gradients`: True if the number of these
+        collectives depends on the gradient accumulation mode."""
         ring: Ring = getattr(self._rings, axis)
         kinds = OF_AXIS[axis]
         seconds = sum(self._seconds(kind, ring, sent_bytes) for kind in kinds) / len(kinds)
@@ -150,7 +151,8 @@ class Clock:
                 self._least_exposed += self._speeds.least_collective_seconds(kinds, ring, sent_bytes)
 
     def all_gather(self, buffer_bytes: int, of_experts: bool) -> float:
-        """Start an all-gather of a unit's parameters. Return the time of its end."""
+        """Start an all-gather of a unit's parameters. Return the time of its end. `of_experts`: True if expert
+        parallelism has divided these parameters."""
         ring = self._rings.expert_shards if of_experts else self._rings.shards
         return self._start("all_gather", ring, buffer_bytes, self._copies[0])
 
@@ -159,7 +161,8 @@ class Clock:
         self._copies = self._copies[1], self._now
 
     def reduce_scatter(self, buffer_bytes: int, of_experts: bool) -> float:
-        """Start a reduce-scatter of a unit's gradients. Return the time of its end."""
+        """Start a reduce-scatter of a unit's gradients. Return the time of its end. `of_experts`: as in
+        `all_gather`."""
         ring = self._rings.expert_shards if of_experts else self._rings.shards
         return self._start("reduce_scatter", ring, buffer_bytes, self._now)
 

@@ -1,5 +1,5 @@
-"""Prediction of a deep model's memory and traffic from shallower models: the blocks to remove, and the plan without
-these blocks. No torch.
+"""Prediction of a deep model's memory, traffic and times from shallower models: the blocks to remove, and the plan
+without these blocks. No torch.
 
 Blocks are removed from the plan of the whole model. The shallow model is not planned itself, because its plan would
 differ from that of the deep model: rules may name the path of one block, and some decisions depend on the size of the
@@ -14,13 +14,14 @@ from dataclasses import dataclass, replace
 from titan_launch.plan.types import ModelPlan, ModuleInfo, Unit, enclosing, is_within, outermost, parent
 
 _DEPTHS = (4, 5, 6)
-"""Numbers of periods of the repeated blocks in the shallower models. The first and the last periods remain, so that
-prefetched parameters and late gradients exist at both ends. If the number is odd, one more remains at the front."""
+"""Numbers of periods of the repeated blocks in the shallower models: the shorter, the longer, and the one that checks
+the extrapolation. The first and the last periods remain, so that prefetched parameters and late gradients exist at both
+ends. If the number is odd, one more remains at the front."""
 
 
 @dataclass(frozen=True)
 class Shortcut:
-    """Two shallower models. Memory and traffic of the whole model are extrapolated linearly from theirs."""
+    """Two shallower models. Memory, traffic and times of the whole model are extrapolated linearly from theirs."""
 
     removed_from_shorter: tuple[str, ...]
     removed_from_longer: tuple[str, ...]
@@ -28,7 +29,8 @@ class Shortcut:
     """The prediction for the whole model is `shorter + factor * (longer - shorter)`."""
 
     removed_for_check: tuple[str, ...]
-    """Blocks that a third model lacks. This model checks the extrapolation, at a factor of 2."""
+    """Blocks that a third model lacks. Its memory is compared with an extrapolation from the two others at a factor of
+    2."""
 
 
 def find_shortcut(plan: ModelPlan) -> Shortcut | None:
@@ -50,9 +52,10 @@ def _inside(block: str, paths: Collection[str]) -> tuple[str, ...]:
 def block_signatures(plan: ModelPlan) -> list[Hashable]:
     """Return a signature of each outer block. Blocks that compute and differentiate the same have equal signatures.
 
-    A signature consists of the modules of the block with their tensors and units, the checkpointed modules among them,
-    the dtypes of the block before, and a flag: True if a parameter before the block is trained. Only then does backward
-    compute a gradient of the block's inputs.
+    A signature consists of the path of the module around the block, the modules of the block with their tensors and
+    units, the checkpointed modules among them, the dtypes of the block before (for the first block, its own), and a
+    flag. The flag is True if a parameter before the block is trained, because only then does backward compute a
+    gradient of the block's inputs. Unknown embeddings count as trained.
     """
     inside: dict[str, list[ModuleInfo]] = {path: [] for path in outermost(plan.inventory.blocks)}
     for module in plan.inventory.modules:
@@ -96,9 +99,10 @@ def _unit_signature(unit: Unit, block: str) -> Hashable:
 
 
 def without_blocks(plan: ModelPlan, removed: Collection[str]) -> ModelPlan:
-    """Return the plan without the `removed` blocks.
+    """Return the plan without the `removed` blocks. Units and stages keep their `num_parameters`, which count the
+    removed blocks, too.
 
-    Raises ValueError if a remaining module shares itself or a parameter with a removed block.
+    Raises ValueError if the first occurrence of a remaining shared module or parameter is in a removed block.
     """
     gone = frozenset(removed)
 
@@ -148,10 +152,10 @@ class Repeat:
 
 
 def longest_repeat(sequence: Sequence[Hashable]) -> Repeat:
-    """Return the longest repeated part with the shortest period: in `a b b b c` the three `b`, in `a b a b a b` the
-    three `a b`.
+    """Return the longest repeated part: in `a b b b c` the three `b`, in `a b a b a b` the three `a b`. Of several
+    longest parts, return one with the shortest period.
 
-    Return `Repeat(0, 1, 0)` for an empty sequence.
+    If nothing repeats, return `Repeat(0, 1, 1)`; for an empty sequence, `Repeat(0, 1, 0)`.
     """
     numbers: dict[Hashable, int] = {}
     sequence = [numbers.setdefault(entry, len(numbers)) for entry in sequence]  # entries may be slow to compare
@@ -170,10 +174,11 @@ def longest_repeat(sequence: Sequence[Hashable]) -> Repeat:
 
 
 def shorten(length: int, repeat: Repeat, times: int) -> list[int]:
-    """Return the remaining indices of a sequence of `length` whose repeated part is cut to `times` periods.
+    """Return the remaining indices of a sequence of `length` whose repeated part is cut to `times` periods. If the part
+    has no more than `times` periods, all indices remain.
 
-    Half of the remaining periods are the first ones and half the last: of 80 blocks, four remain as 0, 1, 78, 79 and
-    five as 0, 1, 2, 78, 79.
+    Half of the remaining periods are the first ones, and half the last. If their number is odd, one more is at the
+    front. Of 80 equal blocks, 0, 1, 78, 79 remain for `times = 4`, and 0, 1, 2, 78, 79 for `times = 5`.
     """
     if times >= repeat.times:
         return list(range(length))

@@ -4,8 +4,10 @@ This module is a transcription of `torch.distributed.fsdp._fully_shard` (torch 2
 `_fsdp_param_group`, `_fsdp_collectives`), with sizes instead of tensors. Names are those of FSDP2, so that both can be
 read side by side. Lifetimes of tensors are also those of FSDP2. Comments mark tensors that a local variable in FSDP2
 keeps alive longer. The schedule is that of the installed release, or of the newest tested release if torch is not
-installed. The casts at the boundaries of units are on the tape of the model (`plan.memory.tape`). The tape also calls
-the hooks here.
+installed.
+
+The tape of the model (`plan.memory.tape`) says when the hooks here are called. The casts at the boundaries of units are
+on the tape itself.
 """
 
 from __future__ import annotations
@@ -134,7 +136,8 @@ class Context:
             self.traffic[f"expert_{collective}_bytes"] += num_bytes
 
     def begin_microbatch(self, is_last: int) -> None:
-        """Set which collectives the next backward runs, as `parallel.accumulation` does."""
+        """Set which collectives the next backward runs, as `parallel.accumulation` does. `is_last`: 1 for the last
+        microbatch, else 0."""
         mode = self._accumulation.row
         for unit in self.units:
             unit.reduce_grads = bool(is_last) or mode.reduce_scatters_each
@@ -183,7 +186,8 @@ class Context:
 
     def accumulate_in_reduce_dtype(self) -> None:
         """Add the gradients of unsharded parameters to the accumulated gradients, in the reduce dtype
-        (`distributed.torch_private.accumulate_in_reduce_dtype`)."""
+        (`distributed.torch_private.accumulate_in_reduce_dtype`). Do nothing from torch 2.15 on, where autograd does
+        this."""
         for unit in () if ACCUMULATES_IN_GRAD else self.units:
             unit.accumulate_in_reduce_dtype()
 
@@ -302,7 +306,8 @@ class ShardedUnit:
     # Parameters
 
     def unshard(self) -> None:
-        """Start the all-gather."""
+        """Start the all-gather. Do nothing if it has started, if the parameters are unsharded, or if backward does not
+        read them."""
         if self._pending is not None or self._unsharded_bytes or not self.parameters:
             return
         if not self.unit.unshard_in_backward and self.group_state is State.PRE_BACKWARD:
@@ -336,7 +341,8 @@ class ShardedUnit:
         return shards
 
     def wait_for_unshard(self) -> None:
-        """Copy the all-gathered buffer into the parameters."""
+        """Copy the all-gathered buffer into the parameters, or with one shard, cast and copy the parameters. Do nothing
+        if no all-gather was started."""
         if self._pending is None:
             return
         is_forward, world = self.group_state is State.FORWARD, self.shards
@@ -435,7 +441,7 @@ class ShardedUnit:
             self.context.iter_forward_root = None
 
     def complete_forward(self, in_backward: int) -> None:
-        """End the unit's forward, even if not all of its modules have run."""
+        """End the unit's forward, even if not all of its modules have run. `in_backward`: as in `post_forward`."""
         if self.parameters:
             if not in_backward:
                 if self.context.clock is not None:
@@ -508,7 +514,7 @@ class ShardedUnit:
         return computed if is_wider and is_added else self.unit.reduce_dtype
 
     def post_backward(self) -> None:
-        """Accumulate or reduce the gradients of the unit when all of them exist."""
+        """Accumulate or reduce the gradients of the unit when all of them exist, and reshard the parameters."""
         if not self.parameters:  # FSDP2 has no parameter group, and calls nothing
             return
         self.group_state = State.POST_BACKWARD
@@ -559,8 +565,8 @@ class ShardedUnit:
         return reduced
 
     def accumulate_in_reduce_dtype(self) -> None:
-        """Add the gradients to those of earlier microbatches, in the reduce dtype. Do nothing if that is the compute
-        dtype."""
+        """Add the gradients to those of earlier microbatches, in the reduce dtype. Do nothing if the reduce dtype is
+        the compute dtype."""
         if self.unit.reduce_dtype == self.unit.compute_dtype:
             return
         for index in sorted(self._gradients):

@@ -48,7 +48,7 @@ class Category(IntEnum):
     """Gradients of activations."""
 
     INPUTS = 9
-    """The microbatch."""
+    """All tensors of the microbatch."""
 
     BUFFERS = 10
     """The model's buffers."""

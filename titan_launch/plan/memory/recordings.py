@@ -1,9 +1,9 @@
-"""The recordings of a job: the table of its model's modules, and the tapes of its microbatches. They come from the
-user's cache, or are made now. No torch.
+"""The recordings of a job: the table of its model's modules, the FLOPs of a sample, and the tapes of its microbatches.
+They come from the user's cache, or are made now. No torch.
 
-A recording does not depend on the number of shards, the mode of gradient accumulation, the optimizer, the length of the
-run or its files. `recorded_job` sets all of these to their defaults. Its result is the job that is recorded, and it is
-also part of the key in the cache.
+`recorded_job` returns the job that is recorded. It sets all keys on which a recording does not depend to fixed values:
+usually those of the number of shards, the mode of gradient accumulation, the optimizer, the length of the run, and the
+files that the run writes. The recorded job is also part of the key in the cache.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class _Packed(SyntheticData):
 
 
 _KEPT = ("model", "lora", "loss", "precision", "batchnorm", "kernels", "float8")
-"""Sections that a recording depends on as a whole."""
+"""Sections that `recorded_job` keeps. (It drops the weights of a model of this package.)"""
 
 
 def recorded_job(config: JobConfig, layout: Layout) -> JobConfig:
@@ -151,7 +151,8 @@ class TapesOf(NamedTuple):
 
 
 class Recordings:
-    """The recordings of a job on a number of ranks."""
+    """The recordings of a job on a number of ranks. The methods raise NotRecordedError if a recording is not in the
+    cache and cannot be made, and pass on the errors of the recorder."""
 
     def __init__(
         self,
@@ -162,7 +163,7 @@ class Recordings:
         say: Callable[[str], None] = lambda text: None,
     ):
         """`recorder`: returns the recorder; called when something must be recorded. None: only the cache is used.
-        `say`: shows what is recorded."""
+        `say`: called with one line of text before tapes are recorded."""
         self.job = recorded_job(config, layout)
         self._kernels = kernels
         self._recorder = None if recorder is None else cache(recorder)
@@ -172,15 +173,15 @@ class Recordings:
         self._tapes: dict[TapesOf, tuple[Tape, ...]] = {}
 
     def subject(self) -> Subject:
-        """Return the model. Raises NotRecordedError."""
+        """Return the model."""
         if self._subject is None:
             value = self._known("model", self.job, None, lambda recorder: _subject_to_json(recorder.subject(self.job)))
             self._subject = _subject_from_json(value)
         return self._subject
 
     def flops(self, checkpointing: ActivationCheckpointConfig) -> Flops | None:
-        """Return the FLOPs of a sample; None if they are unknown. If the model declares its FLOPs, only those that
-        activation checkpointing adds are counted. Raises NotRecordedError."""
+        """Return the FLOPs of a sample; None if they are unknown, as for the mode `memory_budget`. If the model
+        declares its FLOPs, only those that activation checkpointing adds are counted."""
         if checkpointing.mode == "memory_budget":
             return None
         declared, plain = self.subject().flops_per_sample, ActivationCheckpointConfig()
@@ -213,15 +214,15 @@ class Recordings:
         return self._flops[checkpointing]
 
     def tapes(self, wanted: TapesOf) -> tuple[Tape, ...]:
-        """Return the tape of a microbatch. With pipeline parallelism, return the tape of a step for each number in
-        `TapesOf.counts`. Raises NotRecordedError."""
+        """Return a single tape, that of a microbatch. With pipeline parallelism, return the tape of a step for each
+        number in `TapesOf.counts`."""
         if wanted not in self._tapes:
             self._tapes[wanted] = self._recorded(*wanted)
         return self._tapes[wanted]
 
     def record_ahead(self, wanted: Collection[TapesOf]) -> None:
-        """Record what several calls of `tapes` and `flops` will return, in up to four processes (`in_forks`), and store
-        it in the cache. Raises the error of a recording that fails.
+        """Record what later calls of `tapes` and `flops` need, in up to four processes (`in_forks`), and store it in
+        the cache. Do nothing without a recorder.
 
         The other processes are forks of this one. They record nothing if this process has run a backward.
         """
@@ -308,7 +309,8 @@ def layout_of_recording(job: JobConfig) -> Layout:
 
 
 def _key(what: str, job: JobConfig, kernels: Kernels | None) -> str:
-    """Return the name of an entry: a digest of all that a recording depends on."""
+    """Return the name of an entry: a digest of all that a recording depends on, except the files of the user's own
+    modules, which `_load` compares."""
     known = job.model_dump(mode="json")
     versions = [_version(name) for name in ("torch", "transformers", "peft", "torchao")]
     folder = None if job.model.is_of_package and job.model.loss is None else os.getcwd()
@@ -335,7 +337,8 @@ def _version(package: str) -> str | None:
 
 @cache
 def _package_digest() -> str:
-    """Return a digest of the states of this package's files. With it, a recording that other code made is not used."""
+    """Return a digest of the states of this package's files. It is part of the key, so a recording that other code made
+    is not used."""
     root = Path(__file__).parent.parent.parent
     states = sorted((str(path.relative_to(root)), file_state(path)) for path in root.rglob("*.py"))
     return _digest(json.dumps(states).encode())
@@ -378,7 +381,8 @@ def _load(key: str) -> dict[str, Any] | None:
 
 
 def _store(key: str, value: dict[str, Any], files: list[str]) -> None:
-    """Write an entry of the cache. If the cache cannot be written, do nothing."""
+    """Write an entry of the cache, and delete the oldest entries beyond `_MOST_ENTRIES`. If the cache cannot be
+    written, do nothing."""
     with suppress(OSError):
         path = _entry(key)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -66,7 +66,8 @@ class ReplayedStep:
 
 
 def local_plan(plan: ModelPlan, shapes: Mapping[str, tuple[int, ...]]) -> ModelPlan:
-    """Return the plan with the parts of the parameters that tensor parallelism leaves to this rank (`Tape.shapes`)."""
+    """Return the plan in which each parameter has the shape that tensor parallelism leaves to this rank. `shapes`:
+    `Tape.shapes`."""
     if not shapes:
         return plan
 
@@ -84,11 +85,11 @@ def local_plan(plan: ModelPlan, shapes: Mapping[str, tuple[int, ...]]) -> ModelP
 def group_sizes(
     plans: Iterable[tuple[ModelPlan, ModelPlan]], config: OptimizerConfig, layout: Layout, scales: WidthScales
 ) -> list[GroupSizes]:
-    """Return the shards of the trained parameters, by optimizer group. If the optimizer is sharded over replicas,
-    return the chunks that this rank updates instead.
+    """Return the sizes of the shards of the trained parameters, by optimizer group. If the optimizer is sharded over
+    replicas, return the sizes of the chunks that a rank updates instead.
 
     A shared parameter is listed once. It belongs to a group if any of its paths matches the glob of the group. `plans`:
-    the plan of each part of the model, and the result of `local_plan`.
+    for each part of the model, its plan and the result of `local_plan`.
     """
     paths: defaultdict[str, list[str]] = defaultdict(list)
     undecayed: defaultdict[str, bool] = defaultdict(bool)
@@ -139,7 +140,7 @@ _BYTES = (
     "expert_all_gather_bytes",
     "expert_reduce_scatter_bytes",
 )
-"""The fields of `Traffic` that a replay counts."""
+"""The fields of `Traffic` whose bytes `Context.count` counts."""
 
 _WITH_NUMBER = {
     "post_forward",
@@ -194,13 +195,13 @@ class RankModel:
 
     @cached_property
     def groups(self) -> list[GroupSizes]:
-        """The shards of the trained parameters by optimizer group."""
+        """The result of `group_sizes`."""
         pairs = zip(self.plans, self.local_plans, strict=True)
         return group_sizes(pairs, self.optimizer, self.layout, self.scales)
 
     @cached_property
     def exchanged(self) -> dict[Unit, ExchangedUnit]:
-        """The units whose gradients and parameters the replicas exchange."""
+        """The units whose gradients and parameters the replicas exchange, with the sizes of the exchange."""
         return {unit: size for plan in self.local_plans for unit, size in exchanged_units(plan, self.layout).items()}
 
 

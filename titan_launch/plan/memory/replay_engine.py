@@ -1,4 +1,5 @@
-"""The planner's engine: memory and traffic of a rank in a step, from recorded tapes and a replay of FSDP2. No torch."""
+"""The planner's engine: memory, traffic and times of a rank in a step, from recorded tapes and a replay of FSDP2. No
+torch."""
 
 from __future__ import annotations
 
@@ -41,8 +42,8 @@ class Parts(NamedTuple):
     """The plan of each part."""
 
     shortcut: Shortcut | None
-    """The shallower models from which the memory is extrapolated. None: there are several parts, or the blocks do not
-    repeat often enough."""
+    """The shallower models from which the prediction is extrapolated. None: there are several parts, or the blocks do
+    not repeat often enough."""
 
 
 class ReplayEngine:
@@ -81,7 +82,7 @@ class ReplayEngine:
         return self._step(choice).traffic
 
     def seconds(self, choice: Choice) -> Seconds | None:
-        """Return the times of the slowest rank in a step; None if the speeds of the device are not known."""
+        """Return the times of the slowest rank in a step; None if the speed of the device or of a link is not known."""
         return self._step(choice).seconds
 
     def _step(self, choice: Choice) -> ReplayedStep:

@@ -40,7 +40,8 @@ SECOND = "@"
 
 
 def root_path(part: int | None) -> str:
-    """Return the path of a root module of FSDP2: the model (None), or a pipeline stage of this rank."""
+    """Return the path of a root module of FSDP2. `part`: None for the model, or the index of a pipeline stage among
+    those of this rank."""
     return "" if part is None else f"#{part}"
 
 
@@ -55,10 +56,10 @@ class Bytes(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A call of FSDP2's hooks."""
+    """A call of one of FSDP2's hooks."""
 
     name: str
-    """Name of a method of `plan.memory.fsdp.ShardedUnit`, or of `Context` for a whole model."""
+    """Name of a method of `plan.memory.fsdp.ShardedUnit`, or of the `Context` of a root."""
 
     path: str
     """Path of a module of the unit. The root module has the path of `root_path`."""
@@ -125,8 +126,9 @@ class Blocks:
         others. The second block stands for all that are not recorded. `is_uniform` checks that the second block equals
         the last but one, which shows that the blocks in between are alike.
 
-        `variants`: blocks of one kind allocate the same memory, but only blocks of one variant also compute the same.
-        So at least one block of each variant is recorded, and stands for the others of its variant.
+        `variants`: the variant of a block, by path. Blocks of one kind allocate the same memory, but only blocks of one
+        variant also compute the same. So at least one block of each variant is recorded, and stands for the others of
+        its variant.
         """
         variant_of = variants or {}
         members: dict[Hashable, list[str]] = {}
@@ -178,7 +180,7 @@ class Tape:
 
     @cached_property
     def work(self) -> Counter[Work]:
-        """The operations of all blocks, also of those that were not recorded."""
+        """The operations of the whole model, also those of blocks that were not recorded."""
         stands_for = Counter(like for part in self.parts for like in part.likes.values())
         found = Counter[Work]()
         for segment in self.segments:
@@ -252,7 +254,8 @@ def _visits(tape: Tape) -> _Visits:
 
 def is_uniform(tape: Tape, compares_work: bool = False) -> bool:
     """Return True if the blocks of each pair in `Blocks.equals` have the same events, and if all recorded blocks run
-    equally often. `compares_work`: True if they must also have the same computation."""
+    equally often. A part whose blocks were all recorded is not checked. `compares_work`: True if the blocks of a pair
+    must also have the same computation."""
     visits = _visits(tape)
     phases = {(microbatch, phase) for microbatch, phase, _ in visits}
 
@@ -365,7 +368,7 @@ def to_json(tape: Tape) -> dict[str, Any]:
 
 
 def from_json(value: Mapping[str, Any]) -> Tape:
-    """Return the tape from a result of `to_json`. Raises KeyError, TypeError or ValueError for any other value."""
+    """Return the tape from a result of `to_json`."""
     categories = {int(category): category for category in Category}
 
     def changed(changes: Any, in_product: bool) -> Bytes:

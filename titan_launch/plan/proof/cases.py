@@ -31,7 +31,8 @@ class Case:
 
     config: JobConfig
     parts: tuple[str, ...]
-    """The axes and modes by which the run differs from the single process (`reference`)."""
+    """The axes and modes by which the run differs from the single process (`reference`). In a bisection, axes that the
+    run has only because these need them are not listed."""
 
     is_exact: bool = True
     """True if the run is in fp32, False if it is in the precision of the job."""
@@ -64,9 +65,12 @@ class Case:
 
 
 def cases(twin: JobConfig) -> Iterator[Case]:
-    """Yield the runs of a twin. The first is one process with the first of the job's modes (`_choices`). The others
-    have the twin's layout, one for each of the job's modes. If the layout has more than `MOST_RANKS` ranks, they have
-    pairs of its axes instead."""
+    """Yield the runs of a twin. The first run is one process with the first of the job's choices of modes (`_choices`).
+
+    Then there is a run in the twin's layout for each choice. If the layout has more than `MOST_RANKS` ranks, there is a
+    run for each pair of its axes instead, and the choices take turns. If the layout has one rank, the other choices run
+    in one process.
+    """
     choices = list(_choices(twin))
     axes = tuple(_axes(twin))
     own_modes = tuple(_modes(choices[0]))
@@ -93,7 +97,7 @@ def _without_kernels(config: JobConfig) -> JobConfig:
 
 
 def single_parts(case: Case) -> list[Case]:
-    """Return the runs that have one part of a case each, for a bisection."""
+    """Return a run for each part of a case, for a bisection. The run has this part and the axes that it needs."""
     found = []
     for part in case.parts:
         kept = _with_needed((part,))
@@ -103,7 +107,8 @@ def single_parts(case: Case) -> list[Case]:
 
 
 def pairs_of_parts(case: Case) -> list[Case]:
-    """Return the runs that have two parts of a case each, for a bisection."""
+    """Return a run for each pair of parts of a case, for a bisection. The run has these parts and the axes that they
+    need."""
     found = []
     for pair in combinations(case.parts, 2):
         kept = _with_needed(pair)
@@ -123,7 +128,8 @@ def _with_needed(parts: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def without(config: JobConfig, parts: tuple[str, ...]) -> JobConfig:
-    """Return a twin without the given axes and modes. Its batch is divided over the remaining ranks."""
+    """Return a twin without the given axes and modes. Modes that need one of these are removed, too. The batch is
+    divided over the remaining ranks."""
     degrees: dict[str, Any] = {DEGREES[part]: 1 for part in parts if part in DEGREES}
     if {"sharded optimizer", "replicas"} & {*parts}:
         degrees["shard_optimizer_over_replicas"] = False
@@ -186,7 +192,8 @@ def _modes(config: JobConfig) -> Iterator[str]:
 
 def _choices(twin: JobConfig) -> Iterator[JobConfig]:
     """Yield the twin with the accumulation and checkpointing modes that the job sets. For `auto`, yield all modes that
-    it may choose, each at least once, except checkpointing `none`: the other modes compute the same and more."""
+    it may choose, each at least once, except checkpointing `none`: the other modes compute the same and more. A
+    schedule that splits backward always has the accumulation mode `_ONCE`."""
     accumulation, checkpointing = twin.gradient_accumulation, twin.activation_checkpoint
     if splits_backward(twin.parallelism):
         modes = [_ONCE]

@@ -38,7 +38,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Finding:
-    """The first place where a run departs from the single process."""
+    """The first place where a run departs from the single process. If a run with one or two of its axes and modes shows
+    the difference, too, the fields from `result` to `how` describe the smallest such run."""
 
     run: str
     result: str
@@ -51,14 +52,14 @@ class Finding:
 
     cosine: float
     module: str
-    """The first module in which tensors depart."""
+    """Path of the first module in which tensors depart, or another place in words, such as `gradient clipping`."""
 
     how: str
-    """The tensor of the module that departs, and by how much: `its output departs by 1.6e-01`."""
+    """The results that depart at this place, in words: `its output departs by 1.6e-01`."""
 
     parts: tuple[str, ...]
-    """Names of the runs with a single axis or mode that show the difference. If there are none: of the runs with two of
-    them."""
+    """Names of the runs with a single axis or mode that show the difference. If there are none: names of the runs with
+    two axes or modes that show it."""
 
     is_alone: bool = True
     """False if no run with a single axis or mode shows the difference."""
@@ -73,7 +74,7 @@ class Certificate:
     """The axes and modes of the job."""
 
     digest: str
-    """Digest of the job's structure, and of all code that computes it."""
+    """Digest by which the certificate is found (`plan.proof.store.digest_of`)."""
 
     twin: str
     """Sizes of the twin, in words."""

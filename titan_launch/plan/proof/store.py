@@ -1,8 +1,8 @@
 """Certificates in the user's cache, or in a file that the job names. No torch.
 
-A certificate is found by a digest of the twin that it proves, and of the code that computed it. The digest does not
-depend on the host, and usually not on sizes or on how large a degree above 1 is. (It does depend on whether parameters
-can be sharded evenly.) So a job may be proven on a laptop and run on a cluster.
+A certificate is found by a digest of the twin that it proves, of the code that computed it, and of the job's weights.
+The digest does not depend on the host, and usually not on sizes or on how large a degree above 1 is. (It does depend on
+whether parameters can be sharded evenly.) So a job may be proven on a laptop and run on a cluster.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def digest_of(config: JobConfig) -> str:
 
 
 def _digest_of_weights(config: JobConfig) -> str | None:
-    """Return a digest of the safetensors files in the folder `model.weights`. A proof also compares these values. None:
-    there is no folder, or it cannot be read."""
+    """Return a digest of the safetensors files in the folder `model.weights`, because a proof also checks how these are
+    read (`prove.weights`). Return None if the key is not set, or if a file cannot be read."""
     if config.model.weights is None:
         return None
     files = sorted(Path(config.model.weights).glob("*.safetensors"))
@@ -76,8 +76,9 @@ def digests_of_files(files: Iterable[str]) -> dict[str, str]:
 
 
 def find(config: JobConfig) -> Certificate | None:
-    """Return the certificate of a job: from `prove.certificate` if the job sets it, else from the cache. None if there
-    is no certificate, if it belongs to a different twin or to different code, or if the job has no twin.
+    """Return the certificate of a job: from `prove.certificate` if the job sets it, else from the cache. Return None if
+    the cache has no readable certificate, if the certificate belongs to a different twin or to different code, or if
+    the job has no twin.
 
     Raises ConfigError if `prove.certificate` cannot be read.
     """

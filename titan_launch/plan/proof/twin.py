@@ -151,8 +151,8 @@ def _small_ranks(lora: LoRAConfig) -> dict[str, Any]:
 
 
 def _smallest_degrees(parallelism: ParallelismConfig, unshrunk: list[str]) -> ParallelismConfig:
-    """Return the same axes of parallelism with 2 ranks each. Expert parallelism has no ranks of its own: it uses those
-    of the shard or the context axis."""
+    """Return the same axes of parallelism with 2 ranks each, without split points. Expert parallelism has no ranks of
+    its own: it uses those of the shard or the context axis."""
     degrees = {key: 1 if getattr(parallelism, key) == 1 else 2 for key in DEGREES.values()}
     if parallelism.pipeline_parallel_split_points:
         unshrunk.append("parallelism.pipeline_parallel_split_points: the twin's stages are divided evenly")
@@ -346,8 +346,8 @@ def _data(config: JobConfig, model: ModelConfig, unshrunk: list[str]) -> Any:
 
 
 def _vocabulary(config: JobConfig, model: ModelConfig) -> int:
-    """Return the number of different tokens: at most `VOCABULARY`, and at most the number of rows of the model's
-    embedding."""
+    """Return the number of different tokens in the samples: at most `VOCABULARY`, and at most the vocabulary of the
+    job. That is `prove.vocab_size` if it is set, else that of the model, or if it is unknown, that of the data."""
     known = config.prove.vocab_size or vocabulary_taken(model) or model.args.get("vocab_size")
     known = known if isinstance(known, int) else config.data.own_vocabulary() or BYTES_VOCABULARY
     return min(known, VOCABULARY)
@@ -375,7 +375,7 @@ def _unproven(config: JobConfig) -> Iterator[str]:
 
 
 def size_of(config: JobConfig) -> str:
-    """Return the arguments of a twin in one line."""
+    """Return the positive integers among the arguments of a twin's model, with their names, in one line."""
     sizes = {key: value for key, value in config.model.args.items() if type(value) is int and value > 0}
     return ", ".join(f"{key} {value}" for key, value in sizes.items())
 

@@ -40,8 +40,8 @@ def _grid(layout: Layout) -> str:
 
 
 def format_result(result: Result, hardware: Hardware) -> str:
-    """Return the best jobs as a table, after a sentence about the parts of the first job's step time. If no job fits,
-    return only a sentence."""
+    """Return text: the parts of the best job's step time, a table of the best jobs with its legend, and the number of
+    layouts that were planned. If no job fits, return a sentence that says so, and this number."""
     best = result.best
     counts = f"{result.tried} of {result.families} layouts were planned; the others do not fit or are not faster."
     refused = sum(result.refused.values())
@@ -111,7 +111,8 @@ class _UnsetError(ValueError):
 
 
 def _tables(base: JobConfig, config: JobConfig) -> Iterator[tuple[str, list[str]]]:
-    """Yield the sections that differ, each with its changed keys."""
+    """Yield the sections that differ, each with its changed keys. Raises _UnsetError if `base` sets a key that `config`
+    leaves unset."""
     before, after = (job.model_dump(mode="json", exclude_none=True) for job in (base, config))
     for section, table in after.items():
         own = before[section]

@@ -89,13 +89,13 @@ class Comparison:
     config: JobConfig
     rows: tuple[Row, ...]
     notes: tuple[str, ...]
-    """The reason for each combination of modes that has no row, and remarks about the columns."""
+    """Reasons why combinations of modes have no row, and remarks about the columns."""
 
 
 def compare(
     config: JobConfig, layout: Layout, subject: Subject, hardware: Hardware, only_own: bool = False
 ) -> Comparison:
-    """Return the predictions for all combinations of modes.
+    """Return the predictions for all combinations of modes that the job allows.
 
     `only_own`: only combinations that the job sets or `auto` may choose. Raises ConfigError if the model does not
     support the job's precision rules, compilation or activation checkpointing.

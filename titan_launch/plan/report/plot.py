@@ -14,12 +14,12 @@ from titan_launch.plan.report.table import marks_of, meaning_of_marks
 FORMATS = (".png", ".pdf", ".svg")
 
 _FAR = 4
-"""A limit that exceeds every bar by this factor is not drawn, because the bars would be too short to read."""
+"""A limit that exceeds every bar by more than this factor is not drawn, because the bars would be too short to read."""
 
 
 def check_plot(path: str) -> None:
-    """Raise UserError if the picture `path` cannot be written. Call this function before all computation, to fail
-    early."""
+    """Raise UserError if `path` is not the name of a picture in an existing folder, or if matplotlib is not installed.
+    Call this function before all computation, to fail early."""
     if Path(path).suffix not in FORMATS:
         raise UserError(f"error: --plot {path}: the name must end in {', '.join(FORMATS[:-1])} or {FORMATS[-1]}")
     if not Path(path).parent.is_dir():
@@ -33,9 +33,10 @@ def check_plot(path: str) -> None:
 def plot_comparison(
     comparison: Comparison, hardware: Hardware, title: str, path: str, best: Row | None, meaning: str | None
 ) -> None:
-    """Write a picture: a bar of memory by category for each choice, and the memory limit if there is one.
+    """Write a picture to `path`: a bar of memory by category for each choice, and the memory limit if it is known and
+    not far above all bars.
 
-    The marks are those of the table; `meaning` is the meaning of the mark `*`. Raises UserError if the file cannot be
+    `best`: the row that gets the mark `*`. `meaning`: the meaning of this mark. Raises UserError if the file cannot be
     written.
     """
     from matplotlib.figure import Figure  # pyplot would look for a display

@@ -169,7 +169,8 @@ def format_comparison(comparison: Comparison, verbose: bool = False, best: Row |
 
 
 def format_legend(comparison: Comparison, verbose: bool = False, best: str | None = None) -> str:
-    """Return the meaning of the marks and of every column. `best`: the meaning of the mark `*`, if it is used."""
+    """Return the meaning of the marks and of every column that the table shows. `best`: the meaning of the mark `*`, if
+    it is used."""
     lines = [*meaning_of_marks(best), *((column.title, column.meaning) for column in _shown(comparison.rows, verbose))]
     return "\n".join(aligned([(f"{name}:", meaning) for name, meaning in lines]))
 
@@ -225,7 +226,8 @@ def format_assumptions(
 ) -> str:
     """Return the assumptions of all predictions, their accuracy, and the predictions that are missing.
 
-    `has_flops`: the FLOPs of the model are known. `expert_load`: result of `plan.experts.describe_load`.
+    `has_flops`: True if the FLOPs of the model are known. `engine`: name of the memory engine, such as `replay`.
+    `expert_load`: result of `plan.experts.describe_load`.
     """
     needed = "sum of the CUDA streams' peaks" if hardware.kernels == "cuda" else "active memory"
     computation = "unknown peak"

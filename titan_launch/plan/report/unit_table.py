@@ -35,15 +35,16 @@ from titan_launch.plan.types import Inventory, ModelPlan, TensorInfo, Unit, encl
 from titan_launch.plan.units.rule_assignment import BATCH_NORM_DEFAULT, is_batch_norm
 
 IN_PLACE = "in place"
-"""Placement of a rule without units of its own: the units around its modules shard its parameters together with their
-own."""
+"""Value of `placement` for an entry of `ModelPlan.in_place`: the units around its modules shard its parameters together
+with their own."""
 
 KeyLocator = Callable[[KeyPath], str]
-"""Returns the file and line of a key of the job: `configs/job.toml:33`."""
+"""A function that returns the location of a key of the job as text, such as `configs/job.toml:33`."""
 
 
 def describe_units(plan: ModelPlan, layout: Layout, locate_key: KeyLocator = format_key) -> list[dict[str, Any]]:
-    """Return one row per rule in place, and per unit in wrapping order, as plain data: the content of `units.json`."""
+    """Return one row for each entry of `plan.in_place`, then one for each unit in wrapping order, as plain data: the
+    content of `units.json`."""
     parameters = parameters_by_unit(plan.inventory, plan.boundaries)
     rows = [
         _describe(unit, own, plan, layout, locate_key) for unit, own in zip(plan.boundaries, parameters, strict=True)
@@ -54,7 +55,8 @@ def describe_units(plan: ModelPlan, layout: Layout, locate_key: KeyLocator = for
 def _describe(
     unit: Unit, own: Sequence[TensorInfo], plan: ModelPlan, layout: Layout, locate_key: KeyLocator
 ) -> dict[str, Any]:
-    """Return the row of a unit or of a rule in place. `own`: its parameters, without those under rules in place."""
+    """Return the row of a unit, or of an entry of `plan.in_place`. `own`: the parameters whose policy is that of
+    `unit`."""
     is_in_place = any(unit is rule for rule in plan.in_place)
     placement = f"own unit: {unit.own_because}" if unit.own_because else "own unit"
     collectives = Collectives() if is_in_place else collectives_of_unit(unit, layout)
@@ -90,7 +92,8 @@ def _stages_of(unit: Unit, plan: ModelPlan) -> list[int]:
 
 
 def _buffer_dtypes(unit: Unit, plan: ModelPlan) -> list[str]:
-    """Return the dtypes of the floating buffers of the modules that the unit shards."""
+    """Return the dtypes of the floating buffers of the modules whose policy is that of `unit` (`ModelPlan.unit_of`),
+    sorted and each once."""
     return sorted(
         {
             plan.buffer_dtypes[full_name(module.path, buffer.name)]
@@ -119,7 +122,8 @@ _COLUMNS = (
 
 
 def _parameters(row: dict[str, Any]) -> str:
-    """Return the number of parameters, and for experts the ranks that share them: `4,096 (over 4 ranks x 2 shards)`."""
+    """Return the number of parameters. For experts that expert parallelism divides, also return the numbers of ranks
+    and shards: `4,096 (over 4 ranks x 2 shards)`."""
     divided = row["expert_parallel"]
     return f"{row['parameters']:,}" + (f" (over {divided} ranks x {row['shards']} shards)" if divided > 1 else "")
 
@@ -141,8 +145,8 @@ def _resharding(row: dict[str, Any]) -> str:
 
 
 def format_units(plan: ModelPlan, layout: Layout, locate_key: KeyLocator = format_key) -> str:
-    """Return an aligned table with one line per unit in wrapping order. Consecutive units share a line if only their
-    names differ."""
+    """Return an aligned table with a head and the rows of `describe_units`. Consecutive rows share a line if their
+    cells differ only in the name."""
     lines: list[Sequence[str]] = [[title for title, _ in _COLUMNS]]
     rows = describe_units(plan, layout, locate_key)
     for _, group in groupby(rows, key=lambda row: _cells(row)[1:]):
@@ -160,16 +164,19 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 
 def format_collectives(plan: ModelPlan, layout: Layout, accumulation: GradientAccumulationConfig) -> str:
-    """Return FSDP2's collectives in words: `4 all-gathers + 2 reduce-scatters per step of 2 microbatches`, or
-    `none`."""
+    """Return the numbers of FSDP2's collectives in a step as text: `4 all-gathers + 2 reduce-scatters per step of 2
+    microbatches`, or `none`."""
     step = collectives_of_step(plan.units, layout, accumulation)
     if not step.total:
         return "none"
-    return f"{step} per step of {layout.num_microbatches} microbatches"
+    number = layout.num_microbatches
+    return f"{step} per step of {number} microbatch{'es' * (number > 1)}"
 
 
 def format_plan(config: JobConfig, plan: ModelPlan, layout: Layout, locate_key: KeyLocator) -> str:
-    """Return the unit table, the collectives of a step, and the pipeline stages."""
+    """Return the unit table, and the collectives of a step. With pipeline stages, return a line for each stage with the
+    collectives of this stage. Remarks on synchronized BatchNorm, rules with units of their own, muP and the BatchNorm
+    default follow."""
     lines = ["FSDP2 units", format_units(plan, layout, locate_key)]
     lines += _stage_lines(config, plan, layout) or [
         f"collectives: {format_collectives(plan, layout, config.gradient_accumulation)}"
@@ -215,7 +222,8 @@ def format_lines(lines: Iterable[Line]) -> str:
 
 
 def summary_of_job(config: JobConfig, plan: ModelPlan, layout: Layout) -> list[Line]:
-    """Return the header of a run: model, layout, precision, modes, kernels, optimizer and steps."""
+    """Return the header of a run: model, layout, precision, modes, kernels, optimizer and steps. Lines without a value
+    are omitted."""
     optimizer, schedule = config.optimizer, config.lr_scheduler
     compiled = f"{config.compile.backend}, {len(plan.compiled)} modules" if config.compile.enable else ""
     kernels = ", ".join(f"{name} = {toml_value(value)}" for name, value in config.kernels.changed())
@@ -240,13 +248,14 @@ def summary_of_job(config: JobConfig, plan: ModelPlan, layout: Layout) -> list[L
 
 
 def _length(training: TrainingConfig) -> Line:
-    """Return the line with the number of steps, or with the number of epochs if `training.steps` is unset. (Only the
-    data decides the number of steps then, and it is not open yet.)"""
+    """Return the line with the number of steps. If `training.steps` is unset, return the line with the number of
+    epochs, because the data then decides the number of steps and is not open yet."""
     return ("steps", f"{training.steps:,}") if training.steps is not None else ("epochs", f"{training.epochs:g}")
 
 
 def _early_stopping(config: ValidationConfig) -> str:
-    """Return when the run ends before its last step; empty if it does not."""
+    """Return the condition that ends the run before its last step, in words; empty if `validation.patience` is
+    unset."""
     if config.patience is None:
         return ""
     enough = f" by more than {config.min_improvement:g}" if config.min_improvement else ""
@@ -261,8 +270,8 @@ def _parameters_of_model(config: JobConfig, plan: ModelPlan) -> str:
 
 
 def _trained(inventory: Inventory) -> str:
-    """Return the number of parameters that are trained, and those that are trained only later; empty if all are trained
-    from the start."""
+    """Return the number of trained parameters. If some of them are frozen at first, also return their number and the
+    step after which they are trained. Empty if all parameters are trained from the start."""
     parameters = [p for module in inventory.modules for p in module.parameters if p.tied_to is None]
     trained = sum(p.numel for p in parameters if p.requires_grad)
     later: Counter[int] = Counter()
@@ -276,7 +285,8 @@ def _trained(inventory: Inventory) -> str:
 
 
 def _adapters(config: JobConfig, inventory: Inventory) -> str:
-    """Return the modules with adapters, their rank and scale: `6 x layers.*.attention.wq; rank 16, alpha 32`."""
+    """Return the modules that have adapters, and the rank and alpha of the adapters: `6 x layers.*.attention.wq; rank
+    16, alpha 32`. Empty without adapters."""
     inside = (module.path.split(".") for module in inventory.modules if is_adapter(f"{module.path}.a"))
     targets = dict.fromkeys(".".join(parts[: parts.index(ADAPTER)]) for parts in inside)
     if not targets:
@@ -287,7 +297,8 @@ def _adapters(config: JobConfig, inventory: Inventory) -> str:
 
 
 def _blocks(inventory: Inventory) -> str:
-    """Return the number of blocks, where they are, and why: `12 of layers.* (Block), the entries of nn.ModuleList`."""
+    """Return the number of blocks, their paths and classes, and the reason for the choice of blocks: `12 of layers.*
+    (Block), the entries of nn.ModuleList`. Without blocks, return a text that says so."""
     if not inventory.blocks:
         return "none; the model is one FSDP2 unit, except modules with precision rules; model.blocks chooses blocks"
     globs = alike(inventory.blocks)
@@ -297,8 +308,8 @@ def _blocks(inventory: Inventory) -> str:
 
 
 def model_name(config: JobConfig) -> str:
-    """Return the model's name, with its flavor if the package defines the model, or with its class of
-    `transformers`."""
+    """Return the model's name, and its flavor if it has one. For a model of `transformers`, return its class in place
+    of the flavor."""
     model = config.model
     is_class = model.name == HUGGINGFACE
     detail = class_name(model.args) if is_class else named_flavor(model.name, model.flavor)
@@ -306,8 +317,8 @@ def model_name(config: JobConfig) -> str:
 
 
 def summary_of_batch(layout: Layout) -> list[Line]:
-    """Return the grid of ranks, and the division of the global batch: `8 samples = 4 ranks x 2 samples x 1
-    microbatch`."""
+    """Return the lines `ranks` (number along each axis), `experts` (only with expert parallelism) and `global batch`:
+    `8 samples = 4 ranks x 2 samples x 1 microbatch`."""
     axes = (
         (layout.pipeline, "pipeline ranks"),
         (layout.replicate, "replicas"),
@@ -343,7 +354,8 @@ def _count(number: int, name: str, plural: str | None = None) -> str:
 
 
 def _precision(config: JobConfig, plan: ModelPlan) -> str:
-    """Return the default dtypes, and the number of modules with parameters in each other compute dtype, by rule."""
+    """Return the default dtypes. For each other compute dtype, also return the number of modules with parameters in
+    this dtype, by the reason for their unit."""
     precision = config.precision
     compute = precision.param_dtype
     others: Counter[tuple[str, str]] = Counter()

@@ -49,8 +49,8 @@ from titan_launch.plan.units.rule_assignment import (
 from titan_launch.plan.units.rule_problems import check_rules
 
 _SMALL_UNIT = 2**20
-"""Largest number of elements of a rule's unit that is never divided for its size. Such a unit takes at most 4 MB per
-rank."""
+"""A rule's unit with at most this number of elements is not divided for its size. Unsharded, such a unit takes at most
+4 MiB per rank."""
 
 
 @dataclass(frozen=True)
@@ -74,10 +74,9 @@ def plan_model(
 ) -> ModelPlan:
     """Return the units of a model, and the dtypes of its buffers.
 
-    Raises ConfigError for a rule that matches nothing or only modules without tensors, for combinations of dtypes that
-    kernels do not support, for parameters that are not floating, for rules that cannot be in place although
-    `precision.placement` requires it, for tied parameters that would be in two units, and for experts that cannot be
-    divided.
+    Raises ConfigError for rules without effect, for combinations of dtypes that kernels do not support, for parameters
+    that are not floating, for rules that cannot be in place although `precision.placement` requires it, for tied
+    parameters that would be in two units, and for experts that cannot be divided.
     """
     limits = limits or UnitLimits()
     check_experts(inventory, limits.expert_parallel)
@@ -143,13 +142,13 @@ class _UnitPlanner:
         divided = inventory.modules if limits.expert_parallel > 1 else ()
         self.experts = [module.path for module in divided if module.has_experts and module.same_as is None]
         """Paths of the modules that expert parallelism divides. Each is a unit, because FSDP2 shards its parameters
-        over other ranks than those of its block."""
+        over other ranks than the parameters of its block."""
         self._own_because: dict[str, str] = {}
-        """Reasons why rules are not carried out in place, by rule."""
+        """Reasons why rules are not carried out in place, by the name of the rule (`RuleAssignment.reason`)."""
 
     def units(self, share: bool) -> tuple[tuple[Unit, ...], tuple[Unit, ...]]:
-        """Return the units, and the entries in place in them. Raises ConfigError for a rule that must be in place but
-        cannot be."""
+        """Return the units, and the entries for `ModelPlan.in_place`. `share`: `UnitLimits.share_units`. Raises
+        ConfigError for a rule that must be in place but cannot be."""
         drafts = self._drafts(share)
         while why := self._not_in_place(drafts):
             self._own_because |= why
@@ -240,7 +239,7 @@ class _UnitPlanner:
         return None
 
     def _why_not_together(self, one: _Phase, other: _Phase, unit: Unit) -> str | None:
-        """Return the reason why parameters of two phases cannot be in one FSDP2 unit; None if they can."""
+        """Return the reason why parameters of two phases cannot both be in `unit`; None if they can."""
         if one == other:
             return None
         if {one, other} != {None, 0}:
@@ -259,7 +258,7 @@ class _UnitPlanner:
 
     @cached_property
     def _sharing(self) -> list[tuple[str, str]]:
-        """Pairs of modules with a common parameter."""
+        """Pairs of paths: two modules that share a parameter."""
         pairs = []
         for module in self.inventory.modules:
             pairs += [(parent(p.tied_to), module.path) for p in module.parameters if p.tied_to is not None]
@@ -268,7 +267,7 @@ class _UnitPlanner:
         return pairs
 
     def _in_place_units(self) -> list[Unit]:
-        """Return the rules in place."""
+        """Return an entry for each rule in place, before `_uniform` divides the entries."""
         return [
             replace(
                 self._ruled_unit(reason if len(paths) > 1 else paths[0], paths, assignment, policy),
@@ -280,7 +279,8 @@ class _UnitPlanner:
 
     def _governing(self, path: str) -> RuleAssignment | None:
         """Return the assignment that sets the policy of a module's unit: the assignment of the module itself, or of the
-        nearest enclosing module. Rules in place are skipped. None: no rule sets the policy."""
+        nearest enclosing module. Rules in place are skipped, except at blocks and at experts that are divided. None: no
+        rule sets the policy."""
         while path:
             assignment = self.assignments.own.get(path)
             if assignment is not None and (assignment.reason in self._own_because or self._has_own_unit(path)):
@@ -306,8 +306,8 @@ class _UnitPlanner:
         """Return the embeddings and the blocks that run before all trained parameters. They have no backward, but FSDP2
         would prefetch their parameters for one.
 
-        The result is empty if the order of modules is unknown, and with pipeline parallelism, where the inputs of later
-        stages take gradients.
+        The result is empty if the order of modules is unknown, or if parameters outside of the blocks and the head are
+        trained. It is also empty with pipeline parallelism, where the inputs of later stages take gradients.
         """
         blocks, head = self.inventory.blocks, self.inventory.head
         trained = [m.path for m in self.inventory.modules if any(p.requires_grad for p in m.parameters)]
@@ -324,13 +324,13 @@ class _UnitPlanner:
         return ruled or frozen or self.precision.storage_dtype
 
     def _uniform(self, drafts: Sequence[Unit], rules: Sequence[Unit], share: bool) -> tuple[list[Unit], list[Unit]]:
-        """Return the units, and the rules in place in them. Both are divided so that all parameters of an entry have
-        the same phase. `rules`: the rules in place before the division.
+        """Return the units, and the rules in place in them. Both are divided so that the parameters of an entry have
+        one phase, as far as FSDP2 can wrap the modules apart. `rules`: the rules in place before the division.
 
         FSDP2 all-gathers, reshards and reduces a unit as a whole. So trained modules are taken out of a unit with
         frozen modules, or they are in place in it. Modules that are taken out of equal units share a unit, like the
-        modules of one rule (see `_parts`). The parameters of one module stay together. So do those of a module and of
-        the modules inside of it, because FSDP2 wraps whole modules.
+        modules of one rule (see `_parts`). A module is taken out only as a whole, with the modules inside of it. So it
+        stays if parameters inside of it have several phases.
         """
         boundaries, shards = [*drafts, *rules], unit_by_module(self.inventory, drafts)
         kept_in = self._kept_phases(drafts, boundaries)
@@ -419,8 +419,9 @@ class _UnitPlanner:
         return found
 
     def _can_be_taken(self, path: str, own: Mapping[str, _Phase], unit: Unit) -> bool:
-        """Return True if `fully_shard` can take a module out of a unit, with all modules inside of it. `own`: phases of
-        the modules of the unit that own parameters, by path."""
+        """Return True if a module can be taken out of a unit, with all modules inside of it: `fully_shard` can wrap the
+        module, and all its parameters in this unit have one phase. `own`: phases of the modules of the unit that own
+        parameters, by path."""
         module = self.inventory.by_path[path]
         if not path or not module.has_forward or (unit.expert_parallel > 1 and not module.is_adapter):
             return False
@@ -436,8 +437,8 @@ class _UnitPlanner:
         return Unit(name, tuple(modules), policy, reshard, storage, assignment.reason, assignment.key, own_because=why)
 
     def _rule_units(self, share: bool) -> list[Unit]:
-        """Return the units that rules make, except blocks. Modules with the same rule and policy share a unit, which
-        `unit_per` may divide.
+        """Return the units of rules that are not in place, without blocks and divided experts. Modules with the same
+        rule and policy share a unit, which `unit_per` may divide.
 
         A unit all-gathers all its parameters at once. So a unit that is larger than the largest block, and larger than
         `_SMALL_UNIT`, is divided into one unit per block.
@@ -451,8 +452,8 @@ class _UnitPlanner:
 
     @cached_property
     def _rule_groups(self) -> dict[tuple[str, Policy], tuple[RuleAssignment, list[str]]]:
-        """The modules with parameters that rules match, except blocks, by rule and policy. Each entry has the rule's
-        assignment."""
+        """The modules that rules match, by rule and policy, each entry with the rule's assignment. Blocks, divided
+        experts, and modules that need no unit (`_needs_unit`) are not included."""
         groups: dict[tuple[str, Policy], tuple[RuleAssignment, list[str]]] = {}
         for path, assignment in self.assignments.own.items():
             if not self._has_own_unit(path) and self._needs_unit(path, assignment):
@@ -486,7 +487,7 @@ class _UnitPlanner:
         return numel
 
     def _needs_unit(self, path: str, assignment: RuleAssignment) -> bool:
-        """Return False if the same rule covers an enclosing module, or the module has no parameters."""
+        """Return False if the same rule covers an enclosing module, or if the module contains no parameters."""
         covered = self.assignments.governing(parent(path)) is assignment
         return not covered and self._numel_within[path] > 0
 
@@ -494,7 +495,8 @@ class _UnitPlanner:
         """Return a unit for each embedding.
 
         Backward does not read the weight. So a unit that reshards after forward needs no second all-gather, and holds
-        no unsharded parameters until backward. Tied embeddings and embeddings inside a block get no unit.
+        no unsharded parameters until backward. Embeddings that are tied, that are inside a block, or that have the unit
+        of a rule get no unit here.
         """
         reshard = self.resharding.blocks
         return [
@@ -531,9 +533,10 @@ class _UnitPlanner:
         return self._ruled_unit(path, [path], assignment, self._policy(path, assignment))
 
     def _head_unit(self) -> list[Unit]:
-        """Return a unit of the modules that run last. Backward reduces their gradients first, early in backward.
+        """Return a unit of the modules that run last, without blocks and modules with the unit of a rule. Backward
+        reduces their gradients first, early in backward.
 
-        Return no unit if a rule covers the output layer, or if the output layer shares its weight with the embedding.
+        Return no unit if the output layer is not among these modules, or if it shares its weight with the embedding.
         (FSDP2 requires tied parameters in one unit, and the root unit then holds both modules.)
         """
         ruled = [path for path in self.inventory.head if self._governing(path) is not None]
@@ -557,8 +560,8 @@ class _UnitPlanner:
     def _reshard_together(self, modules: Sequence[str]) -> bool:
         """Return whether a unit of several modules, without a setting of its own, reshards after forward.
 
-        A unit with modules of several blocks has the setting `Resharding.late`: its parameters are unsharded during
-        most of forward anyway, and backward needs them first.
+        If several modules lie in several blocks, or all outside of blocks, their unit has the setting
+        `Resharding.late`: its parameters are unsharded during most of forward anyway, and backward needs them first.
         """
         is_in_one_block = len({self._block_around(path) for path in modules} - {""}) == 1
         if len(modules) > 1 and not is_in_one_block:

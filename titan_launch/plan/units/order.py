@@ -54,7 +54,8 @@ def plan_backward_prefetch(plan: ModelPlan) -> dict[str, tuple[str, ...]]:
     prefetches the divided experts of that block, too (expert parallelism), because the backward of a block begins with
     its experts.
 
-    If all units have a reason of `_OWN_PLACE`, the result is empty, because FSDP2's default is then sufficient.
+    A block without small units inside it has no entry, because FSDP2's default is then sufficient. Small units behind
+    the last block are treated in the same way: the unit of the last module prefetches them, and then the last block.
     """
     blocks = plan.inventory.blocks
     order: dict[str, tuple[str, ...]] = {}
@@ -94,7 +95,7 @@ def _with_experts(plan: ModelPlan, blocks: tuple[str, ...]) -> tuple[str, ...]:
 
 def _put_before(order: dict[str, tuple[str, ...]], module: str, small: list[Unit], block: tuple[str, ...]) -> None:
     """Add entries to `order`: `module` prefetches the small units that come next in backward, and then `block`. The
-    small units prefetch `block` only."""
+    small units prefetch `block` only. Without small units, add nothing."""
     if not small:
         return
     ahead = tuple(_stands_for(unit) for unit in reversed(small))
@@ -123,7 +124,7 @@ class Resharding:
     """The reshard-after-forward setting of each kind of unit. True: the unit reshards."""
 
     blocks: bool
-    """Setting of all blocks but the last, and of units inside them."""
+    """Setting of all blocks but the last, and of all other units except those of `late` and the root."""
 
     late: bool
     """Setting of units that backward needs first: the last block, the head, and units with modules of several

@@ -41,7 +41,7 @@ class RuleAssignments:
         self._precision = precision
 
     def governing(self, path: str) -> RuleAssignment | None:
-        """Return the assignment of a module, or of the nearest enclosing module that has one."""
+        """Return the assignment of a module, or of the nearest enclosing module that has one; None if there is none."""
         while path:
             if path in self.own:
                 return self.own[path]
@@ -122,17 +122,18 @@ def candidate_assignments(precision: PrecisionConfig) -> Iterator[RuleAssignment
 
 
 def assignable_modules(inventory: Inventory) -> list[ModuleInfo]:
-    """Return the modules that a rule can match: those with a forward, each under its first path."""
+    """Return the modules that a rule can match: those with a forward, except the root. Each has its first path."""
     return [m for m in inventory.modules if m.path and m.has_forward and m.same_as is None]
 
 
 def with_batch_norm_default(
     inventory: Inventory, precision: PrecisionConfig, assignments: RuleAssignments
 ) -> RuleAssignments:
-    """Add a default rule for every BatchNorm that no rule matches directly and that would compute in a reduced dtype.
+    """Return the assignments with a default rule for every BatchNorm that no rule matches directly and that would
+    compute in a reduced dtype.
 
-    The default keeps parameters and running statistics in float32 and does not cast inputs. BatchNorm kernels allow
-    inputs in another dtype.
+    With the default, a BatchNorm computes with float32 parameters, its running statistics keep their dtype, and its
+    inputs are not cast. BatchNorm kernels allow inputs in another dtype.
     """
     default = RuleAssignment(_batch_norm_rule(precision), BATCH_NORM_DEFAULT, None)
     unruled = [m.path for m in assignable_modules(inventory) if is_batch_norm(m) and m.path not in assignments.own]
@@ -170,7 +171,8 @@ def matched_modules(inventory: Inventory, patterns: Sequence[str], key: KeyPath)
     without a forward do not match.
 
     A module with several parents may match under any of its paths. It is returned under its first path. Raises
-    ConfigError with a problem for every glob that matches nothing; its key is `key` and the index of the glob.
+    ConfigError with a problem for every glob that matches nothing. The key of a problem is `key` with the index of the
+    glob.
     """
     problems = list(_unused(inventory, patterns, key))
     if problems:

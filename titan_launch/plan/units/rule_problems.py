@@ -27,8 +27,9 @@ _MATMULS = {
 
 
 def check_rules(inventory: Inventory, precision: PrecisionConfig, assignments: RuleAssignments) -> None:
-    """Raise ConfigError for rules that match nothing or only modules without tensors, combinations of dtypes that
-    kernels do not support, and parameters that are not floating. Dtypes are checked only if all rules match.
+    """Raise ConfigError for rules, globs and `buffer_dtype`s without effect, for combinations of dtypes that kernels do
+    not support, and for parameters that are not floating. If a rule or a glob has no effect, combinations of dtypes and
+    `buffer_dtype`s are not checked.
 
     `assignments`: the assignments of the job's rules, without the BatchNorm default.
     """
@@ -118,8 +119,8 @@ def _nothing_matched(inventory: Inventory, assignment: RuleAssignment, candidate
 
 
 def _mixed_batch_norms(candidates: Sequence[ModuleInfo], assignments: RuleAssignments) -> Iterator[Problem]:
-    """Yield a problem for the first BatchNorm whose parameters and running statistics have different dtypes. Kernels do
-    not support that."""
+    """Yield a problem for the first BatchNorm to which a rule gives different dtypes of parameters and running
+    statistics. Kernels do not support that."""
     for module in candidates:
         assignment, dtype = assignments.own.get(module.path), assignments.compute_dtype(module.path)
         statistics = [buffer for buffer in module.buffers if buffer.is_floating]

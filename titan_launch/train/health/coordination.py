@@ -94,7 +94,8 @@ class StepCoordinator:
         self._clock = clock
         self._last_save = clock()
         self.stop_signal = 0
-        """Number of the signal that ends the run after this step, or 0."""
+        """Number of the signal that ends the run after this step, or 0. If ranks received different signals, the
+        largest number."""
 
         self.save_is_due = False
         """True if the interval between two checkpoints has passed on any rank."""

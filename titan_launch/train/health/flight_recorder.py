@@ -23,18 +23,19 @@ from titan_launch.core.torch_release import DUMPS_FLIGHT_RECORDS_BY
 from titan_launch.distributed.torch_private import flight_record, flight_record_entries, process_groups
 
 FOLDER = "flight_recorder"
-"""Folder of NCCL's records; in a run on CPUs, of gloo's records."""
+"""Name of the folder with NCCL's records, in the run folder. In a run on CPUs, it has gloo's records."""
 
 GLOO_FOLDER = "flight_recorder_gloo"
-"""Folder of the records of gloo in a run with NCCL. `torchfrtrace` cannot compare both backends at once."""
+"""Name of the folder with gloo's records in a run with NCCL. `torchfrtrace` cannot compare both backends at once."""
 
 _PREFIX = "rank_"
 
 _MOST_BYTES = 256 * MIB
-"""Largest size of a record in bytes. A record of 20,000 collectives with stack traces has about 60 MiB."""
+"""Largest size in bytes of a record that is read. A record of 20,000 collectives with stack traces has about 60 MiB."""
 
 _MOST_OPCODES = 8_000_000
-"""Largest number of pickle opcodes in a record. Unpickling takes up to 70 bytes of memory for each opcode."""
+"""Largest number of pickle opcodes in a record that is read. Unpickling takes up to 70 bytes of memory for each
+opcode."""
 
 _LONGEST_TEXT = 1000
 
@@ -78,8 +79,8 @@ def record_path(run_folder: Path, folder: str, rank: int | str) -> Path:
 
 def unfinished_collectives(run_folder: Path, since: float) -> Iterator[str]:
     """Yield a description of the first unfinished collective of every rank, without duplicates. A description names the
-    ranks that started the collective, and the ranks that did not. `since`: start time of the ranks. Older records are
-    ignored."""
+    ranks that started the collective, and the ranks that did not. Of a send or receive, it names only the ranks that
+    started it. `since`: start time of the ranks, in seconds since the epoch. Older records are ignored."""
     for folder in (FOLDER, GLOO_FOLDER):
         records = dict(sorted(_read_records(run_folder / folder, since)))
         for collective in dict.fromkeys(record.unfinished for record in records.values() if record.unfinished):
@@ -147,7 +148,8 @@ _PLAIN_OPCODES = {
 
 
 def _load(content: bytes) -> Any:
-    """Unpickle numbers, strings, lists, tuples and dicts. Raises UnpicklingError for every other opcode.
+    """Unpickle numbers, strings, lists, tuples and dicts. Raises UnpicklingError for every other opcode, and for too
+    many opcodes.
 
     The index of a memo entry is limited, because the unpickler allocates a table of that size.
     """
@@ -209,7 +211,8 @@ def _has_nccl() -> bool:
 
 
 def _gloo_record() -> bytes:
-    """Return gloo's record, and add the ranks of each group. They are needed to compare the records of all ranks."""
+    """Return gloo's record with the ranks of each group, which gloo does not record. A comparison of all ranks' records
+    needs them."""
     trace = pickle.loads(flight_record("gloo"))  # this process has just written the record
     trace["pg_config"] = {
         group.group_name: {

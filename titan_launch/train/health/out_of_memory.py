@@ -69,7 +69,7 @@ def _allocation(error: BaseException) -> str:
 
 def _where(run: Run, error: BaseException) -> str:
     """Return a clause with the phase, and with the innermost module in the traceback. If the traceback has no module,
-    as in backward, name the FSDP2 unit that was used last."""
+    as in backward and in collectives, name the FSDP2 unit that was used last."""
     phase = run.observers.meter.timeline.part
     paths = {id(module): path for path, module in run.model.named_modules()}
     innermost, trace = "", error.__traceback__
@@ -83,7 +83,7 @@ def _where(run: Run, error: BaseException) -> str:
 
 
 def _held(run: Run) -> list[str]:
-    """Return a line with the memory of parameters, optimizer state and gradients; on a GPU, also with the allocator's
+    """Return one line with the memory of parameters, optimizer state and gradients; on a GPU, also with the allocator's
     numbers."""
     parameters = list(run.model.parameters())
     states = [value for state in run.optimizer.state.values() for value in state.values()]
@@ -109,14 +109,14 @@ def _num_bytes(tensor: object) -> int:
 
 
 def _planned(row: Mapping[str, Any]) -> list[str]:
-    """Return a line about the planned peak. `row`: the row of the run's modes in the plan, as JSON."""
+    """Return one line about the planned peak. `row`: the row of the run's modes in the plan, as JSON."""
     largest = sorted(row["active_bytes_by_category"].items(), key=lambda held: -held[1])[:4]
     parts = ", ".join(f"{name} {format_memory(size)}" for name, size in largest)
     return [f"planned peak: {format_memory(row['active_bytes'])} ({row['peak']['text']}): {parts}"]
 
 
 def _advice(found: list[Advice]) -> list[str]:
-    """Return up to three changes with their predicted saving."""
+    """Return the lines with the changes and their predicted saving. Without changes, return a line that says so."""
     if not found:
         return ["no key of the job saves memory: use more ranks to shard over, or devices with more memory"]
     lines = (f"  {line}" for advice in found for line in advice.text())

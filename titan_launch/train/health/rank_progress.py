@@ -19,7 +19,7 @@ _FAILED = "titan_launch/failed"
 
 @dataclass(frozen=True)
 class ProgressPoint:
-    """The progress of a rank: its phase, step and start time."""
+    """The progress of a rank: its step, its phase, and the start of the phase."""
 
     sequence: int
     """Number of phases entered. All ranks enter the same phases, so the ranks with the lowest number are behind."""
@@ -27,10 +27,11 @@ class ProgressPoint:
     step: int
     phase: str
     since: float
-    """Start of the phase by this rank's monotonic clock, in seconds."""
+    """Start of the phase by this rank's monotonic clock, in seconds. Not published, so it is 0 in the points that
+    `ProgressBoard.read` returns."""
 
     limit_s: float
-    """Seconds after which the phase counts as hanging."""
+    """Seconds after which the phase counts as hanging; 0 disables hang detection. Not published, like `since`."""
 
     collectives: int = 0
     """Number of collectives started, set only for a hanging rank."""
@@ -89,7 +90,8 @@ class ProgressBoard:
 
 
 def ranks_behind(board: ProgressBoard, now: ProgressPoint) -> str:
-    """Return a sentence that names the ranks that are behind. `now`: progress of this rank."""
+    """Publish this rank's progress, and return a sentence that names the ranks that are behind. `now`: progress of this
+    rank."""
     own = with_collectives(now)
     board.publish(own)
     points = board.read()

@@ -52,8 +52,11 @@ def act_on_skipped_steps(run: Run) -> bool:
 
 
 def _stop_or_go_back(run: Run, skipped: SkippedStep, what: str, recorded: str) -> None:
-    """Go back to a checkpoint or raise RunError, as `[debug]` demands. `skipped`: the last allowed skipped step. No
-    parameter was updated after this step."""
+    """Go back to a checkpoint or raise RunError, as `[debug]` demands.
+
+    `skipped`: see `SkippedSteps.last`. `what`: clause that says why the step was skipped. `recorded`: sentence that
+    names the record of the step.
+    """
     debug = run.config.debug
     if skipped.reason == "nonfinite" and debug.on_nonfinite == "stop":
         raise RunError(
@@ -73,14 +76,14 @@ def _stop_or_go_back(run: Run, skipped: SkippedStep, what: str, recorded: str) -
 
 
 def _losses_by_rank(new_steps: SkippedSteps) -> list[list[float]]:
-    """Return a list for each skipped step: each rank's part of the loss."""
+    """Return a list for each skipped step: each rank's part of the loss. Collective."""
     by_rank = on_all_ranks(lambda: [skipped.own_loss for skipped in new_steps.steps])
     return [list(losses) for losses in zip(*by_rank, strict=True)]
 
 
 def _go_back(run: Run, reason: str) -> None:
-    """Load the newest checkpoint and continue from it, with the data that follows the current step. Raises RunError if
-    there is no checkpoint."""
+    """Load the newest checkpoint and continue from it, with the data that follows the current step. Collective. Raises
+    RunError if there is no checkpoint. `reason`: clause that says why the run goes back."""
     assert run.checkpoints is not None, "config.rules demands checkpoint.enable for debug.on_repeated_skips"
     progress = run.progress
     position, rollbacks = progress.data_position, progress.rollbacks
@@ -112,7 +115,8 @@ def _go_back(run: Run, reason: str) -> None:
 
 
 def _describe(run: Run, skipped: SkippedStep, losses: list[float]) -> str:
-    """Return a clause that says why a step was skipped, without the reaction of the run."""
+    """Return a clause that says why a step was skipped, without the reaction of the run. `losses`: each rank's part of
+    the loss."""
     if skipped.reason == "nonfinite":
         ranks = [str(rank) for rank, loss in enumerate(losses) if not math.isfinite(loss)]
         where = f", on rank {', '.join(ranks)}" if ranks else ""
@@ -136,7 +140,8 @@ def _describe(run: Run, skipped: SkippedStep, losses: list[float]) -> str:
 
 
 def _record(run: Run, skipped: SkippedStep, losses: list[float], even_if_full: bool) -> str:
-    """Write the numbers and samples of a step to the run folder, on one rank. Return a sentence that names the file.
+    """Write the numbers and samples of a step to the run folder, on one rank. Return a sentence that names the file, or
+    says why there is none.
 
     `even_if_full`: write also if there are `MAX_RECORDS` files.
     """

@@ -57,7 +57,8 @@ class StepGuard:
     skipped = guard.pop_skipped_steps(step)        # at reports; waits for the device
 
     All ranks must decide the same, else their parameters would diverge. Under HSDP the gradient norm is reduced within
-    a replica only. So one all-reduce sums the loss, the norm and a non-finite flag over all ranks.
+    a replica only. So one all-reduce over all ranks sums the loss and a non-finite flag, and computes the mean of the
+    norms.
     """
 
     def __init__(self, config: DebugConfig, device: torch.device):
@@ -69,7 +70,7 @@ class StepGuard:
         """Loss and gradient norm of the last steps that were not skipped, newest last."""
 
         self._filled = torch.zeros((), dtype=torch.int64, device=device)
-        """Number of steps in the history, which fill it from its end."""
+        """Number of steps in the history. The history is filled from its end."""
 
         self._skips = torch.zeros((), dtype=torch.int64, device=device)
         """Number of skipped steps in a row."""
@@ -113,8 +114,8 @@ class StepGuard:
         return skip.float()
 
     def _limits(self) -> Tensor:
-        """Return the limits of loss and gradient norm, float64 `[2]`. The limits are infinite until the history has
-        half of `debug.spike_window` steps."""
+        """Return the limits of loss and gradient norm, float64 `[2]`. The limits are infinite if spikes are not
+        detected, and until the history has half of `debug.spike_window` steps."""
         if self._sigma is None:
             return self._no_limits
         filled = self._filled.clamp(max=self._window)
@@ -131,7 +132,8 @@ class StepGuard:
         self._filled = (self._filled + is_trained).clamp(max=MAX_WINDOW)
 
     def pop_skipped_steps(self, step: int) -> SkippedSteps:
-        """Return the steps skipped since the last call, up to `step`. Waits for the device."""
+        """Return the steps skipped since the last call. Steps after `SkippedSteps.last` are not included. `step`: the
+        last finished step. Waits for the device."""
         records, self._records = self._records, []
         if not records:
             return SkippedSteps((), None)
@@ -149,7 +151,8 @@ class StepGuard:
         return SkippedSteps(tuple(steps), last)
 
     def reset_skips(self) -> None:
-        """Reset the count of skipped steps, after the run has gone back to a checkpoint."""
+        """After the run has gone back to a checkpoint, drop the records, reset the count of skipped steps, and let the
+        following steps train."""
         self._records.clear()
         self._skips = torch.zeros_like(self._skips)
         self._stopped = torch.zeros_like(self._stopped)

@@ -40,11 +40,11 @@ _STDERR = 2
 
 _TIMED_OUT = ("Timed out waiting", "wait timeout after", "operation timeout")
 _CONNECTION_LOST = ("Connection closed by peer", "Connection reset by peer")
-"""Parts of the messages of gloo's errors. Only its message identifies an error of gloo, because its type is
-RuntimeError.
+"""Texts in the messages of gloo's errors. Gloo raises RuntimeError, so only the message identifies an error of gloo.
 
 NCCL raises errors in the training thread only with TORCH_NCCL_BLOCKING_WAIT=1. By default its watchdog thread aborts
-the process, and `launch` reports the unfinished collective."""
+the process, and `launch` reports the unfinished collective.
+"""
 
 _GLOO_ADVICE = ". This is typically caused by"
 """First words of the advice in gloo's messages. The advice is not reported."""
@@ -65,8 +65,10 @@ class Watchdog:
         ...
 
     Progress means that the main thread enters a phase, or starts a batch of a validation. Every rank publishes its
-    progress in the process group's store several times within the limit. Slow phases (`is_slow`), and all phases until
-    the end of the first step, have a longer limit. Without `with` there is no thread and no hang detection.
+    progress in the process group's store several times within the limit. Slow phases (`is_slow`), and all phases before
+    `end_warm_up`, have a longer limit if `comm.init_timeout_seconds` is above `comm.timeout_seconds`. Each hang is
+    reported once. If the run has failed on another rank, a hanging rank ends its process. Without `with` there is no
+    thread and no hang detection.
     """
 
     def __init__(self, config: CommConfig, ranks: Ranks):
@@ -98,7 +100,8 @@ class Watchdog:
             faulthandler.cancel_dump_traceback_later()
 
     def enter(self, phase: str, step: int, *, is_slow: bool = False) -> None:
-        """Record that the main thread enters a phase of a step. `is_slow`: the phase may take longer."""
+        """Record that the main thread enters a phase of a step. `is_slow`: True gives the phase the limit of slow
+        phases."""
         limit = self._limit_s * (self._slow_factor if is_slow or not self._is_warm else 1.0)
         self._now = ProgressPoint(self._now.sequence + 1, step, phase, time.monotonic(), limit)
 
@@ -109,11 +112,11 @@ class Watchdog:
             yield batch
 
     def end_warm_up(self) -> None:
-        """Limit later phases to `comm.hang_seconds`. Call this method after the first step."""
+        """Limit later phases to `comm.hang_seconds`. Call this method after the slow first steps."""
         self._is_warm = True
 
     def set_run_folder(self, run_folder: Path) -> None:
-        """Write later stacks to the run folder. Stacks before this call go to standard error."""
+        """Write later stacks and flight records to the run folder. Stacks before this call go to standard error."""
         self._folder = run_folder
 
     @property
@@ -122,14 +125,18 @@ class Watchdog:
         return self._now.phase.startswith((TRAINING, VALIDATING))
 
     def publish_failure(self) -> None:
-        """Tell the other ranks that the run has failed, so that they end. This rank ends with its own error."""
+        """Tell the other ranks that the run has failed, so that they end. Stop the hang detection of this rank, which
+        ends with its own error."""
         self._closing.set()
         if self._board is not None:
             self._board.publish_failure()
 
     def explain(self, error: BaseException) -> RunError | None:
-        """Return the RunError, with the ranks that are behind, for an error of a gloo collective (timeout, lost
-        connection). Return None for a different error."""
+        """Return the RunError for an error of a gloo collective. Return None for a different error.
+
+        After a timeout, the RunError names the ranks that are behind. After a lost connection, it names them only if
+        this rank has waited for longer than its limit.
+        """
         text = _SOURCE_LOCATION.sub("", str(error).partition("\n")[0]).partition(_GLOO_ADVICE)[0]
         if not isinstance(error, RuntimeError):
             return None
@@ -142,7 +149,8 @@ class Watchdog:
         return None
 
     def _describe_hang(self) -> str:
-        """Write the flight record. Return a text that names the ranks that are behind, and the files with details."""
+        """Write the flight record. Return a text that names the ranks that are behind, and the files with details.
+        Without hang detection, return a text that says so."""
         if self._board is None:
             return "comm.hang_seconds = 0 disables hang detection, so the rank that is behind is unknown"
         behind = ranks_behind(self._board, self._now)
@@ -156,7 +164,8 @@ class Watchdog:
         return 0 < now.limit_s <= time.monotonic() - now.since
 
     def _watch(self) -> None:
-        """Publish this rank's progress and check the limit, in the watchdog thread."""
+        """Publish this rank's progress and check the limit, in the watchdog thread. If this rank hangs after the run
+        has failed on another rank, end this process."""
         shortest, longest = _CHECK_INTERVAL_S
         pause = min(max(self._limit_s / _CHECKS_PER_LIMIT, shortest), longest)
         board = ProgressBoard(self._ranks)

@@ -52,10 +52,11 @@ _DIAGNOSES = ("profiling", "skipped_steps", "hangs", "flight_recorder", "flight_
 _FOLDERS = ("checkpoints", "logs", "tb", "wandb", *_DIAGNOSES)
 _RECORDS = (CONFIG_FILE, LAUNCH_FILE, METRICS_FILE, ROLLED_BACK_FILE, UNITS_FILE, AUDIT_FILE, PROOF_FILE)
 _FILES = (*_RECORDS, LOCK_FILE, WITHOUT_VALUES_FILE)
-"""Names of all folders and files that a run writes."""
+"""Names of all files that a run writes in its folder. `_FOLDERS` has the names of the folders."""
 
 Load = int | str
-"""The checkpoint to load: `"latest"`, `"none"`, a step in the run folder, or the path of another run's checkpoint."""
+"""The checkpoint to load: `"latest"`, `"none"`, the step of a checkpoint in the run folder, or the path of another
+run's checkpoint."""
 
 
 def prepare_run_folder(folder: Path, config: JobConfig, attempt: Attempt, stack: ExitStack) -> None:
@@ -66,8 +67,8 @@ def prepare_run_folder(folder: Path, config: JobConfig, attempt: Attempt, stack:
     ends.
 
     Raises ConfigError if the folder cannot be written, is not a run folder, or is in use by another launch. Raises
-    ConfigError if the folder has checkpoints although `checkpoint.load` is a path. Raises the errors of
-    `check_earlier_run`.
+    ConfigError if `checkpoint.load` is a step without a complete checkpoint, or a path although the folder has
+    checkpoints. Raises the errors of `check_earlier_run`.
     """
     try:
         _prepare(folder, config, attempt, stack)
@@ -81,11 +82,12 @@ def prepare_run_folder(folder: Path, config: JobConfig, attempt: Attempt, stack:
 def check_earlier_run(folder: Path, config: JobConfig, load: Load) -> None:
     """Raise ConfigError if the earlier run in the folder prevents this run from starting.
 
-    There are four cases. The folder has checkpoints of another experiment. One of the two runs has a phantom GPU, and
-    the other has none. The checkpoint or weights to load are in a folder that will be moved away. An entry of the
-    folder has the wrong kind, for example a FIFO.
+    There are five cases. The checkpoints that this run would resume are of another experiment. The earlier run's
+    config.json is damaged. One of the two runs has a phantom GPU, and the other has none. The checkpoint, weights or
+    adapter to load are in a folder that will be moved away. An entry of the folder has the wrong kind, for example a
+    FIFO.
 
-    `config`: job with its global batch size resolved. This function only reads files.
+    `config`: job with its global batch size resolved. `load`: the checkpoint to load. This function only reads files.
     """
     _check_kinds(folder, config)
     if not _has_begun(folder):
@@ -119,8 +121,8 @@ def effective_load(folder: Path, config: JobConfig, attempt: Attempt) -> Load:
 
 
 def recorded_modes(folder: Path, config: JobConfig, attempt: Attempt) -> Choice | None:
-    """Return the modes of gradient accumulation and activation checkpointing of the run to resume. If no run is
-    resumed, return None."""
+    """Return the modes of gradient accumulation and activation checkpointing of the run to resume. Return None if no
+    run is resumed, or if it has no config.json. Raises ConfigError if that file is damaged."""
     does_resume = resumes(folder, config, effective_load(folder, config, attempt))
     saved = recorded_table(folder, config) if does_resume else None
     if saved is None:
@@ -168,7 +170,7 @@ class OpenRunFolder:
     with OpenRunFolder(folder, advice) as run_folder:
         run_folder.check()
 
-    If the folder is gone, the end of the block raises RunError instead of an OSError.
+    If the block ends with an OSError and the folder is gone, RunError is raised instead.
     """
 
     def __init__(self, folder: Path, advice: str):
@@ -299,8 +301,8 @@ def _check_step_is_there(folder: Path, load: Load) -> None:
 
 
 def _check_loads_from_elsewhere(folder: Path, config: JobConfig, load: Load) -> None:
-    """Raise ConfigError if a new run would load a checkpoint or weights from the earlier run's folder, which is moved
-    away."""
+    """Raise ConfigError if a new run would load a checkpoint, weights or an adapter from the earlier run's folder,
+    which is moved away."""
     paths: dict[KeyPath, str | None] = {
         ("checkpoint", "load"): str(load) if _is_path(load) else None,
         ("checkpoint", "initial_load_path"): config.checkpoint.initial_load_path,
@@ -365,7 +367,8 @@ _WAIT = "wait until it has ended, or choose another name"
 
 
 def _lock(folder: Path, config: JobConfig, stack: ExitStack) -> None:
-    """Lock the folder for this process. The operating system releases the lock when the process ends."""
+    """Lock the folder for this process. The operating system releases the lock when the process ends. Raises
+    ConfigError if another run has locked the folder, or has just moved it away."""
     descriptor = os.open(folder / LOCK_FILE, os.O_CREAT | os.O_RDWR, 0o644)
     stack.callback(os.close, descriptor)
     try:

@@ -32,7 +32,7 @@ class LogFile(logging.Handler):
     """Log file of a rank: all messages of the launcher and all warnings of Python, with time and level.
 
     Messages before `open` are stored, and `open` writes them. Every line is flushed, so a killed process loses none. If
-    the disk is full, lines are missing in the file but appear on the console.
+    the disk is full, lines are missing in the file; the console is not affected.
     """
 
     def __init__(self) -> None:
@@ -75,7 +75,8 @@ class LogFile(logging.Handler):
 
 @contextmanager
 def rank_log() -> Iterator[LogFile]:
-    """Send all messages of this process to a log file during the block, and also the error that ends the block.
+    """Send all messages of this process to a log file during the block, and also the error that ends the block. Yield
+    the handler, whose file is not yet open.
 
     The error does not go to the console: `titan_launch.core.process` prints it once for all ranks.
     """

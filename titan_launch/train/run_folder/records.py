@@ -49,12 +49,12 @@ _SECTIONS = TypeAdapter(dict[str, dict[str, Any]])
 
 
 def record_run(folder: Path, config: JobConfig, attempt: Attempt, stack: ExitStack) -> None:
-    """Write `launch.json` and `config.json` to the run folder. `config.json` is the resolved configuration, and can be
-    passed as `--config`. Log the keys that have changed since the run began.
+    """Write `launch.json` and `config.json` to the run folder. `config.json` contains `config`, and can be passed as
+    `--config`. Log the keys whose values differ from the previous `config.json`.
 
-    Call this function after everything that can fail: after this call, a restart of this launch loads the newest
-    checkpoint instead of `checkpoint.load` (see `effective_load`). When `stack` is closed without an error, or because
-    a signal stops the run, the launch is recorded as ended.
+    Call this function after the checkpoint or the weights have been loaded. From then on, a restart of this launch
+    loads the newest checkpoint instead of `checkpoint.load` (see `effective_load`). When `stack` is closed without an
+    error, or because a signal stops the run, the launch is recorded as ended.
     """
     before = recorded_table(folder, config)
     replace_text(folder / LAUNCH_FILE, launch_of(attempt, has_ended=False).to_json())
@@ -105,7 +105,8 @@ def recorded_table(folder: Path, config: JobConfig) -> dict[str, Any] | None:
     gets its default. If the file is no valid job any more, for example because a key was removed, its content is
     returned unchanged.
 
-    Raises ConfigError if the file is not a configuration."""
+    Raises ConfigError if the file cannot be read, or is not a configuration.
+    """
     path = folder / CONFIG_FILE
     with damage_explained(path, f"move {folder} away", config):
         try:
@@ -131,7 +132,8 @@ def recorded_launch(folder: Path, config: JobConfig) -> Launch | None:
 
 @contextmanager
 def damage_explained(path: Path, remedy: str, config: JobConfig) -> Iterator[None]:
-    """Raise ConfigError for a file in the run folder that cannot be read or parsed."""
+    """Raise ConfigError in place of an error of the block, which reads the file `path` of the run folder and parses it.
+    `remedy`: clause that says what the user can do."""
     try:
         yield
     except (OSError, JsonError, ValidationError) as error:

@@ -52,7 +52,7 @@ class Source(Protocol):
     """Files that a run reads."""
 
     def fingerprint(self, seed: int) -> Fingerprint | None:
-        """Return the fingerprint of the files; None if there are none."""
+        """Return the fingerprint of the files; None if there are none. `seed` selects the samples that are hashed."""
 
     def __len__(self) -> int:
         """Return the number of samples."""
@@ -65,7 +65,7 @@ the loss that names a second model. A source of a mixture has a section such as 
 
 @dataclass(frozen=True)
 class Resumable:
-    """The state of a run that checkpoints save, and the files that it depends on."""
+    """The state of a run that checkpoints save, and the files on which the run depends."""
 
     state: TrainingState
     progress: Progress
@@ -84,7 +84,7 @@ def load_run(config: JobConfig, folder: Path, load: Load, run: Resumable) -> boo
 
     `load`: result of `effective_load`. Raises ConfigError or UserError on all ranks in two cases. The checkpoint is
     missing, damaged or of another model. The training data, or other files that this run depends on, have changed since
-    the checkpoint was saved.
+    the checkpoint was saved, and `checkpoint.accept_changes` is false.
     """
     found = _own_checkpoint(folder, load) if config.checkpoint.enable else None
     if found is not None:
@@ -148,7 +148,11 @@ def advice_without_folder(config: JobConfig) -> str:
 
 def _own_checkpoint(folder: Path, load: Load) -> Path | None:
     """Return the checkpoint of the run folder that `load` selects; None if `load` is a path or `"none"`, or if the
-    folder has no checkpoint. Raises ConfigError if `load` is a step whose checkpoint cannot be loaded."""
+    folder has no checkpoint. Collective.
+
+    For `"latest"`, damaged checkpoints that are newer than the result are renamed. Raises UserError if all checkpoints
+    are damaged, and ConfigError if `load` is a step whose checkpoint cannot be loaded.
+    """
     checkpoints = checkpoint_folder(folder)
     if load == "latest":
         return newest_valid(checkpoints, set_damaged_aside=True)
@@ -162,10 +166,13 @@ def _own_checkpoint(folder: Path, load: Load) -> Path | None:
 
 
 def _resume(config: JobConfig, checkpoint: Path, selection: Selection, run: Resumable) -> None:
-    """Resume from a checkpoint of this run. Log a warning if the validation data has changed.
+    """Resume from a checkpoint of this run. Collective. Log a warning if the validation data has changed, and for each
+    accepted change of the tokenizer and of the training data.
 
     Raises ConfigError if the training data, its tokenizer, the weights that the run began with or the second model of
-    the loss have changed, and `checkpoint.accept_changes` is false."""
+    the loss have changed, and `checkpoint.accept_changes` is false. The training data may change if `selection` omits
+    the position in the data.
+    """
     sources, before = run.sources, read_manifest(checkpoint).base
     is_needed = before is not None and before.omitted > 0  # then `load_state` compares the folders
     change = "" if before is None or is_needed else run.base.change_since(before)
@@ -224,11 +231,11 @@ def _changed_data(config: JobConfig, section: str, change: str) -> Problem:
 
 
 class ConsumedSamples:
-    """The number of samples of each data source that a run has consumed. Checkpoints save it, so that a run with other
-    weights of a mixture neither repeats nor omits samples of a source."""
+    """The number of samples that a run has consumed, for each data source. Checkpoints save these numbers. A resume
+    compares them, so that a run with other weights of a mixture neither repeats nor omits samples of a source."""
 
     def __init__(self, order: Order, progress: Progress):
-        """`progress`: an earlier part of the same training state."""
+        """`progress`: a part of the same training state that is loaded before this part."""
         self._order, self._progress = order, progress
 
     def state_dict(self) -> Values:
