@@ -67,7 +67,7 @@ def make_data(kind: str) -> str:
 
 def train_two_steps(job: str) -> None:
     small = ["--training.steps=2", "--job.device=cpu", "--lr_scheduler.warmup_steps=1", "--metrics.log_freq=1"]
-    sizes = ["--training.seq_len=256", "--training.local_batch_size=1", "--training.global_batch_size=2"]
+    sizes = ["--training.seq_len=256", "--training.local_batch_size=2", "--training.global_batch_size=4"]
     tiny = [*sizes, "--validation.max_samples=4"]
     config = load_job(job, [*small, *tiny]).config
     with ExitStack() as stack:
