@@ -306,6 +306,13 @@ def test_the_gpus_of_the_machine_are_planned_for(monkeypatch: pytest.MonkeyPatch
     assert options.find_gpus() == [("NVIDIA H100 80GB HBM3", 81559 / 1024)] * 2 and options.count_gpus() == 2
 
 
+def test_the_visible_gpus_are_those_that_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options, "_ask_driver", lambda *args: ["A, 1024", "B, 2048", "C, [N/A]"])
+    for visible, names in {"1": ["B"], "1, 0": ["B", "A"], "2": [], "7": [], "GPU-a1b2,GPU-c3d4": ["A", "B"]}.items():
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert [name for name, _ in options.find_gpus()] == names, visible
+
+
 def test_a_machine_without_a_gpu_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     written("pretrain", "job.toml")

@@ -304,7 +304,7 @@ def test_files_of_other_programs_are_read_again_after_a_change(tmp_path: Path) -
         (
             "llmc2.bin",
             {"dtype": "uint16"},
-            "begins as a file of llm.c, but has no complete header of 20240520 in",
+            "begins like a file of llm.c, but its header is incomplete or unknown (known: magic number 20240520 with",
         ),
         ("halves.npy", {"dtype": "uint16"}, "halves.npy has float64 of the shape (6,); save little-endian integers"),
         ("rows.npy", {}, "rows.npy has int64 of the shape (2, 3); save little-endian integers of one dimension"),

@@ -176,7 +176,7 @@ def test_runs_lists_all_runs_and_says_what_is_wrong_with_one(runs: Path, capsys:
     lines = [re.sub(" +", " ", line) for line in capsys.readouterr().out.splitlines()]
     assert lines[0] == "run state step loss speed s/step"
     assert lines[1] == "outputs/bf16 finished 8/8 1.7000 400 tokens per second 0.25"
-    assert lines[2].startswith("outputs/broken the run ended before its first step")
+    assert lines[2].startswith("outputs/broken the run has not begun its first step")
     assert lines[4:] == ["outputs/sweep/killed failed 4/8 nan", "outputs/sweep/stopped stopped 4/8 1.0000"]
     assert main(["runs", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[3]["loss"] == "nan"

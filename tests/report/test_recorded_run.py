@@ -110,7 +110,7 @@ def test_starts_come_from_the_logs(tmp_path: Path) -> None:
     [
         ("nowhere", "there is no such folder; `titan-launch runs` lists the runs in outputs"),
         (".", r"not a run folder \(it has neither lock nor metrics.jsonl\); runs below it: .*/one"),
-        ("began", "the run ended before its first step"),
+        ("began", "the run has not begun its first step"),
         ("damaged", "config.json: not the configuration of a run"),
     ],
 )

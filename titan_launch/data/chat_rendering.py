@@ -22,8 +22,8 @@ Message = Mapping[str, Any]
 
 _BEGIN, _END, _MARK_END = "\ufdd0", "\ufdd1", "\ufdd2"
 """Noncharacters of Unicode, of which marks consist. Marks are put into messages, to find where the text of each message
-is in the rendered chat. A mark is one of the first two characters, the index of a message, and the third character.
-Marks of `generation` blocks have no index. Messages with these characters are refused."""
+is in the rendered chat. A mark consists of `_BEGIN` or `_END`, then the index of a message, then `_MARK_END`. Marks of
+`generation` blocks have no index. Messages with these characters are refused."""
 
 _NONCHARACTERS = re.compile(f"[{_BEGIN}-{_MARK_END}]")
 
@@ -317,10 +317,10 @@ class _Turns:
     def _stop(self, index: int, start: int) -> int:
         """Return the end of a turn, after the special token that ends it. `start`: start of the turn.
 
-        Two chats without later messages are rendered: one that ends with the turn, and the same chat with the prompt
-        for the next answer. The text after the message in one of these chats must also follow the message in `text`.
-        This text ends the turn. The second chat is needed because templates often end the last turn of a chat
-        differently.
+        The text after the last message of the chat ends its turn. For any other message, the chat up to this message is
+        rendered twice: as it is, and with the prompt for the next answer, which is then removed. The text after the
+        message in one of the two renderings ends the turn, if `self.text` has the same text after the message. The
+        second rendering is needed because templates often end the last turn of a chat differently.
         """
         own = max(self._positions_of(index), default=start)
         for end in map(self.template.closed, self._ends(index, start, own)):

@@ -186,8 +186,8 @@ def _llmc_file(path: Path) -> _File | None:
         return None
     dtype = _LLMC_FORMATS.get(tuple(map(int, header[:2])))  # type: ignore[arg-type]
     if dtype is None or len(header) < _LLMC_HEADER or header[3:].any():
-        formats = " or ".join(f"{magic} in version {version}" for magic, version in _LLMC_FORMATS)
-        reason = f"{path.name} begins as a file of llm.c, but has no complete header of {formats}"
+        formats = " or ".join(f"magic number {magic} with version {version}" for magic, version in _LLMC_FORMATS)
+        reason = f"{path.name} begins like a file of llm.c, but its header is incomplete or unknown (known: {formats})"
         raise TokenFilesError(f"cannot be read: {reason}; copy or write it again")
     file = _whole_file(path, dtype, header.nbytes)
     if file.num_tokens != header[2]:

@@ -81,7 +81,7 @@ class RandomState:
         """Restore the state of the generators. Raises ValueError for an invalid state."""
         try:
             self._set(state)
-        except (RuntimeError, TypeError, OverflowError) as error:
+        except (RuntimeError, TypeError, OverflowError, KeyError) as error:
             raise ValueError(str(error)) from error
 
     def _set(self, state: dict[str, Tensor]) -> None:

@@ -112,23 +112,30 @@ def _wrong(name: str, text: str, reason: str) -> UserError:
 def count_gpus() -> int:
     """Return the number of visible GPUs of this host, from `CUDA_VISIBLE_DEVICES` or `nvidia-smi`, without torch."""
     visible = _visible_gpus()
-    return sum(line.startswith("GPU ") for line in _ask_driver("-L")) if visible is None else visible
+    return sum(line.startswith("GPU ") for line in _ask_driver("-L")) if visible is None else len(visible)
 
 
 def find_gpus() -> list[tuple[str, float]]:
-    """Return (name, memory in GiB) of the GPUs of this host, as the driver reports them, without torch. If
-    `CUDA_VISIBLE_DEVICES` names n GPUs, return the first n GPUs of the host."""
-    if _visible_gpus() == 0:
+    """Return (name, memory in GiB) of the GPUs that `CUDA_VISIBLE_DEVICES` names, by default of all GPUs of this host,
+    as the driver reports them, without torch. If the variable has names that are not numbers, such as UUIDs, return as
+    many of the host's first GPUs. A GPU without a memory size (`[N/A]`) is omitted."""
+    visible = _visible_gpus()
+    if visible == []:
         return []
     rows = _ask_driver("--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
-    gpus = [(name.strip(), float(mib) / 1024) for name, _, mib in (row.rpartition(",") for row in rows)]
-    return gpus[: _visible_gpus()]
+    pairs = [(name.strip(), mib.strip()) for name, _, mib in (row.rpartition(",") for row in rows)]
+    if visible is not None:
+        numbers = [int(gpu) for gpu in visible if gpu.isdecimal()]
+        all_named = len(numbers) == len(visible)
+        pairs = [pairs[number] for number in numbers if number < len(pairs)] if all_named else pairs[: len(visible)]
+    return [(name, float(mib) / 1024) for name, mib in pairs if mib.isdecimal()]
 
 
-def _visible_gpus() -> int | None:
-    """Return the number of GPUs in `CUDA_VISIBLE_DEVICES`; None if it is not set."""
+def _visible_gpus() -> list[str] | None:
+    """Return the GPUs in `CUDA_VISIBLE_DEVICES`; None if it is not set."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return None if visible is None else len([gpu for gpu in visible.split(",") if gpu.strip() not in ("", "-1")])
+    named = [] if visible is None else [gpu.strip() for gpu in visible.split(",")]
+    return None if visible is None else [gpu for gpu in named if gpu not in ("", "-1")]
 
 
 def _ask_driver(*options: str) -> list[str]:

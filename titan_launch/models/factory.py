@@ -100,7 +100,7 @@ def build_on_host(config: ModelConfig, factory: Callable[..., Any], host: HostBu
     """
     with generators_seeded(host.seed), _memory_limited(host.free_bytes):
         try:
-            module = _call(config, factory)
+            module = _call(config, factory, explains_memory=True)
         except _OutOfHostMemory as error:
             raise _too_large(config, factory, error, host) from None
     _check_is_on_host(module)
@@ -141,7 +141,7 @@ def build_buffers_on_host(config: ModelConfig, factory: Callable[..., Any]) -> t
 
     moved = register_module_parameter_registration_hook(move)
     try:
-        module = _call(config, factory)
+        module = _call(config, factory, explains_memory=True)
     except _OutOfHostMemory:
         reason = "has a tensor that does not fit into the host's memory; correct the sizes in its config.json"
         raise config_error(("model", "name"), reason, config.name) from None
@@ -151,14 +151,18 @@ def build_buffers_on_host(config: ModelConfig, factory: Callable[..., Any]) -> t
     return module, replace(values, by_name={name: value for name, value in values.by_name.items() if not value.is_meta})
 
 
-def _call(config: ModelConfig, factory: Callable[..., Any], where: str = "") -> nn.Module:
+def _call(
+    config: ModelConfig, factory: Callable[..., Any], where: str = "", explains_memory: bool = False
+) -> nn.Module:
+    """Return the module of a factory. Raise ConfigError if the factory fails. With `explains_memory`, raise
+    _OutOfHostMemory instead if it fails because the host has too little memory."""
     _check_arguments(factory, config)
     try:
         module = factory(**config.args)
     except (ConfigError, _OutOfHostMemory):
         raise
     except Exception as error:
-        if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+        if explains_memory and (isinstance(error, MemoryError) or "can't allocate memory" in str(error)):
             raise _OutOfHostMemory(0) from error
         advice = "; build the module on the host, without .cuda() or .to(device): the launcher moves it to the device"
         hint = advice if any(word in str(error) for word in ("CUDA", "NVIDIA")) else ""
@@ -313,7 +317,7 @@ def _too_large(
             module = factory(**config.args)
         needed, qualifier = num_bytes([*module.parameters(), *module.buffers()]), ""
     except Exception:  # the factory needs values, so only the bytes before the error are known
-        needed, qualifier = error.counted_bytes, "more than "
+        needed, qualifier = error.counted_bytes or host.free_bytes, "more than "
     reason = (
         f"needs {qualifier}{needed / GIB:.1f} GiB of host memory, but only {host.free_bytes / GIB:.1f} GiB are free; "
         "give the factory the attribute meta_device = True and let reset_parameters fill the module"

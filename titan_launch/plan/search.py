@@ -308,8 +308,8 @@ class Search:
         return values if self._is_free(key) else [value_of(self._config, key)]
 
     def _plain(self, config: JobConfig, degrees: Mapping[Key, Any]) -> JobConfig:
-        """Return `config` with the given degrees of parallelism. The job has the pair of `_starts` that needs the least
-        memory."""
+        """Return `config` with the given degrees of parallelism. The number of replicas, and the sharding of the
+        optimizer over them, are those of the last pair of `_starts`, which needs the least memory."""
         replicas, sharded = self._starts()[-1]
         values = {_SHARDS: -1, _REPLICAS: replicas, _SHARDED: sharded, **degrees}
         if degrees[_PIPELINE] > 1 and self._is_free(_PIPELINE):

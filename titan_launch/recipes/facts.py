@@ -366,7 +366,8 @@ def _lines(path: str, kinds: Sequence[str]) -> DataFolder:
     if left_out := describe_ends(files_left_out(path, LinesData.suffixes)):
         about += f"; not read: {left_out}"
     keys = candidates.get(kind)
-    reason = f"the first lines have {_quoted(keys)}" if keys else "the first lines are neither chats nor pairs"
+    what = "the first lines have" if common else "the first line has"
+    reason = f"{what} {_quoted(keys)}" if keys else "the first line is neither a chat nor a pair of answers"
     return DataFolder(path, kind, about, rows, is_split=number == _FEW_RECORDS, reason=reason)
 
 

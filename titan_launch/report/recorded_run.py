@@ -373,7 +373,7 @@ def load_run(folder: Path) -> RecordedRun:
         content = read_regular(path, MOST_BYTES)
         known, config = parse_as(_CONFIG, content), parse_json(content)
     except FileNotFoundError:
-        reason = f"the run ended before its first step (there is no {CONFIG_FILE}); read {folder / 'logs'}"
+        reason = f"the run has not begun its first step (no {CONFIG_FILE}); if it has ended, read {folder / 'logs'}"
         raise UserError(f"error: {folder}: {reason}") from None
     except (OSError, JsonError) as error:
         raise UserError(f"error: {path}: not the configuration of a run ({reason_of(error)})") from None

@@ -85,8 +85,9 @@ class Due:
     """Pool BatchNorm's running statistics over ranks. Due before a validation or a checkpoint: both need one model."""
 
     restore_statistics: bool
-    """Restore each rank's own running statistics after the save. Due if the checkpoint is due only because of time or a
-    signal, and no validation belongs to this step. Such a checkpoint must not change later steps."""
+    """Restore each rank's own running statistics after the save, for which `pool` has averaged them. Due if only time
+    or a signal makes the checkpoint due, and the step is not one of regular validation. Such a checkpoint must not
+    change later steps."""
 
 
 def due_after_step(config: JobConfig, step: int, first_step: int, stop_signal: int, save_is_due: bool) -> Due:

@@ -311,7 +311,7 @@ COMMON_NAMES: dict[str, str] = {
     "early_stopping_threshold": "validation.min_improvement",
     "limit_val_batches": 'use "validation.max_samples", in samples',
 }
-"""Remedies for the keys of the other tools. Each remedy applies to a key of its name in any section."""
+"""Remedies for keys of tools other than TorchTitan, by the name of the key. A remedy applies in every section."""
 
 FOREIGN_KEYS: dict[str, str] = {
     **TORCHTITAN_KEYS,

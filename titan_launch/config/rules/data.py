@@ -34,8 +34,8 @@ from titan_launch.core.errors import UNSET, ConfigError, KeyPath, Problem, forma
 from titan_launch.models.architectures import unit_taken, vocabulary_taken
 
 _SMALLEST_SHARE = 1 << 16
-"""Largest ratio of the sum of all weights to one weight that is not 0. The order of a mixture needs a table with as
-many positions as this ratio."""
+"""Reciprocal of the smallest share: a weight that is not 0 must be at least 1/65,536 of the sum of all weights. The
+order of a mixture needs a table with at least (sum of all weights / smallest weight) positions."""
 
 _Split = CorpusData | ImageData
 _NAME: KeyPath = ("model", "name")

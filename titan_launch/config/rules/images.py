@@ -26,7 +26,7 @@ def image_files_exist(config: JobConfig) -> Iterator[Problem]:
         try:
             reason = _why_no_images(data.path)
         except OSError as error:
-            reason = f"cannot be read: {error.strerror}; correct the permissions"
+            reason = f"cannot be read: {error.strerror}; correct this, or name other images"
         if reason is not None:
             yield Problem((*source, "path"), reason, data.path, also=((*source, "kind"),))
 

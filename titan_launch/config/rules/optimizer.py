@@ -65,14 +65,14 @@ def stochastic_rounding_is_of_bfloat16(config: JobConfig) -> Iterator[Problem]:
     also = (_STATE_DTYPE, _MASTERS, _STORAGE, _RULES)
     if not _stores_bfloat16(config):
         reason = (
-            "rounds to bfloat16, but parameters and moments are float32; set precision.storage_dtype or "
+            "rounds to bfloat16, but neither parameters nor moments are bfloat16; set precision.storage_dtype or "
             'optimizer.state_dtype = "bfloat16", or set optimizer.rounding = "nearest"'
         )
         yield Problem(_ROUNDING, reason, optimizer.rounding, also=also)
-    elif optimizer.master_weights and optimizer.state_dtype == "float32":
+    elif optimizer.master_weights and optimizer.state_dtype is not None:
         reason = (
             "rounds to bfloat16, but optimizer.master_weights = true updates float32 copies, and optimizer.state_dtype "
-            'keeps the moments in float32; set "nearest", or remove one of these two keys'
+            f'keeps the moments in {optimizer.state_dtype}; set "nearest", or remove one of these two keys'
         )
         yield Problem(_ROUNDING, reason, optimizer.rounding, also=also)
 
@@ -113,12 +113,12 @@ def width_is_scaled(config: JobConfig) -> Iterator[Problem]:
         reason = f"is neither a divisor nor a multiple of the model's width, {width}; set one"
         yield Problem(key, reason, base, also=(("model", "args", "dim"), ("model", "flavor")))
     for what in args.beyond_mup():
-        yield Problem(key, f"has no rule for {what}", base, also=(("model", "name"), ("model", "args")))
+        yield Problem(key, f"muP has no rule for {what}", base, also=(("model", "name"), ("model", "args")))
     if config.lora.targets:
-        reason = "has no rule for adapters; remove lora.targets, or this key"
+        reason = "muP has no rule for adapters; remove lora.targets, or this key"
         yield Problem(key, reason, base, also=(("lora", "targets"),))
     if others := sorted(_algorithms(config.optimizer) - {"AdamW"}):
-        reason = f'has no rule for {others[0]}; set optimizer.name = "AdamW", also in parameter groups'
+        reason = f'muP has no rule for {others[0]}; set optimizer.name = "AdamW", also in parameter groups'
         yield Problem(key, reason, base, also=(_NAME, _GROUPS))
 
 

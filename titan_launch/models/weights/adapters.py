@@ -266,8 +266,8 @@ def targets_of(
 
 
 def _stacked(name: str, piece: Piece) -> tuple[str, str]:
-    """Return the module and the stacked parameter of `transformers` that contain a weight of experts. This is for
-    classes whose files have a tensor for each expert."""
+    """Return two names of `transformers`: the module of the experts, and its stacked parameter that contains the weight
+    `name` of this package. Only for classes whose files have one tensor for each expert."""
     layer = parent(parent(parent(name)))
     return f"{piece.tensor.partition(layer)[0]}{layer}.mlp.experts", _EXPERTS[name.rpartition(".")[2]][0]
 

@@ -540,11 +540,12 @@ class ShardedUnit:
             self._reduce(gradients, [parameter for parameter in self.parameters if parameter.is_trained])
 
     def _reduced_by_tensor_parallelism(self, unsharded: dict[int, Storage]) -> list[Storage]:
-        """Return the gradients in the order of the parameters. Those with `Parameter.sent_elements` are first reduced
-        over the ranks of tensor parallelism, each into new memory, which replaces its old memory.
+        """Return the gradients in the order of the parameters. Gradients of parameters with `sent_elements` are first
+        reduced over the ranks of tensor parallelism.
 
-        Gradients that keep their size in this reduction are counted together, so that the number of local maxima does
-        not depend on the number of blocks (`ledger.extrapolate`).
+        A gradient whose size the reduction changes gets new memory, which replaces its old memory. For all other
+        reduced gradients together, a temporary buffer of the largest one's size is counted, once. So the number of
+        local maxima does not depend on the number of blocks (`ledger.extrapolate`).
         """
         reduced, largest = [], 0
         for index in sorted(unsharded):

@@ -266,8 +266,8 @@ def _check_kinds(folder: Path, config: JobConfig) -> None:
 
 
 def _has_begun(folder: Path) -> bool:
-    """Return True if the folder holds a recorded configuration or checkpoints. A run that ended before it was built
-    has neither."""
+    """Return True if the folder holds a recorded configuration or checkpoints. A run that ended before `record_run` has
+    neither."""
     return (folder / CONFIG_FILE).exists() or bool(checkpoint_steps(checkpoint_folder(folder)))
 
 
