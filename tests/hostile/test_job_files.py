@@ -418,13 +418,13 @@ def test_globs_follow_each_link_once_and_none_out_of_the_folder(
         Path("data", f"self{number}").symlink_to(".")
     Path("data/a-link").symlink_to("a/b")
     names = [name for name, _ in expand_paths("data/**/*.txt")]
-    assert names == ["data/a/b/x.txt", "data/elsewhere/c/x.txt"]
+    assert names == ["a/b/x.txt", "elsewhere/c/x.txt"]
     assert len(expand_paths(f"data/{'*/' * 30}*.txt")) == 2
-    assert [name for name, _ in expand_paths("data/*/x.txt")] == ["data/a-link/x.txt"]
-    assert [name for name, _ in expand_paths("data/a-link/*")] == ["data/a-link/x.txt"]
+    assert [name for name, _ in expand_paths("data/*/x.txt")] == ["a-link/x.txt"]
+    assert [name for name, _ in expand_paths("data/a-link/*")] == ["x.txt"]
     monkeypatch.chdir("data")
-    assert [name for name, _ in expand_paths("**/**/*.txt")] == [name.removeprefix("data/") for name in names]
-    assert [name for name, _ in expand_paths(f"{tmp_path}/d*/**")] == [f"{tmp_path}/{name}" for name in names]
+    assert [name for name, _ in expand_paths("**/**/*.txt")] == names
+    assert [name for name, _ in expand_paths(f"{tmp_path}/d*/**")] == [f"data/{name}" for name in names]
     (tmp_path / "outside").mkdir()
     (tmp_path / "outside/y.txt").write_text("y")
     Path("linked").symlink_to("../outside")

@@ -32,10 +32,9 @@ def expand_paths(path: str | tuple[str, ...], suffixes: tuple[str, ...] = ("",))
     `suffixes`: suffixes of the files that count in a folder. `.gz` or `.zst` may follow.
 
     The order is the same on every machine: the order of the entries, and by name within an entry. A file that several
-    entries name is returned once. Names in a folder are relative to the folder, so the same samples are held out for
-    validation after the folder was moved. The name of a file that a glob matches is its path. Raises
-    FileNotFoundError(entry) for the first entry that matches no file, and LinkError for a link that leads out of a
-    folder.
+    entries name is returned once. Names are relative to the folder, or to the folder in which a glob searches, so the
+    same samples are held out for validation after the folder was moved. Raises FileNotFoundError(entry) for the first
+    entry that matches no file, and LinkError for a link that leads out of a folder.
     """
     files: dict[Path, str] = {}
     for entry in (path,) if isinstance(path, str) else path:
