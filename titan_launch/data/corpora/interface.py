@@ -22,8 +22,8 @@ class File:
     """A file of a corpus."""
 
     name: str
-    """Path relative to the folder that the job names, or to the folder in which its glob searches, so that the name does
-    not change when the folder is moved. For a data set of Hugging Face: the name of the Arrow file."""
+    """Path relative to the folder that the job names, or to the folder in which its glob searches. So the name does not
+    change when the folder is moved. For a data set of Hugging Face: the name of the Arrow file."""
 
     path: Path
     state: Sequence[int]
