@@ -24,7 +24,7 @@ from titan_launch.data.corpora.records import RecordError, utf8
 from titan_launch.data.tokenizers import Tokenizer, build_tokenizer, tokenizer_beside
 from titan_launch.inference.chat_format import ChatOptions, ends_of_answers, find_template
 from titan_launch.inference.saved_model import SavedModel, merged
-from titan_launch.models.architectures import known_args, unit_taken, vocabulary_taken
+from titan_launch.models.architectures import known_args, labels_taken, unit_taken, vocabulary_taken
 from titan_launch.models.build import BuiltModel, build_model
 from titan_launch.models.decoder.layers import Attention, LatentAttention, RotaryEmbedding
 from titan_launch.models.factory import HostBuild
@@ -112,7 +112,7 @@ def load_language_model(
     _check_model(job, model)
     refuse_imports_from([source], Path(job.job.dump_folder))
     tokenizer = build_tokenizer(tokenizer_of_model(saved))
-    if (labels := getattr(known_args(job.model), "num_labels", None)) is not None:
+    if (labels := labels_taken(job.model)) is not None:
         raise WeightsError(
             f"its model has {labels} outputs (num_labels) in place of a vocabulary, so it writes no text"
         )

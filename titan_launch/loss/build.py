@@ -16,7 +16,7 @@ from titan_launch.loss.outputs import logits_check
 from titan_launch.loss.preferences import PreferenceLoss
 from titan_launch.loss.second_model import Base, FrozenModel
 from titan_launch.loss.user_function import FunctionLoss, import_loss
-from titan_launch.models.architectures import known_args
+from titan_launch.models.architectures import labels_taken
 from titan_launch.models.stages import PassThrough
 from titan_launch.parallel.compile import compile_loss
 from titan_launch.plan.module_selection import describe_loss
@@ -46,7 +46,7 @@ def build_loss(
     description = describe_loss(config, plan)
     if description is not None:
         _log.info("loss: %s", description)
-    outputs = getattr(known_args(config.model), "num_labels", None) or num_classes
+    outputs = labels_taken(config.model) or num_classes
     check, compiled = logits_check(config.data.unit, outputs), partial(compile_loss, config=config.compile)
     function, kind, distillation = import_loss(config.loss), config.loss.kind, config.loss.distillation
     if function is not None:

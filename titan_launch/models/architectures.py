@@ -96,6 +96,11 @@ def vocabulary_taken(model: ModelConfig) -> int | None:
     return size if isinstance(size, int) else getattr(known_args(model), "vocab_size", None)
 
 
+def labels_taken(model: ModelConfig) -> int | None:
+    """Return the number of labels of a classifier or a reward model; None for other models."""
+    return getattr(known_args(model), "num_labels", None)
+
+
 def images_taken(model: ModelConfig) -> ImageFormat | None:
     """Return the format of the images that a model takes. Return None for a model of tokens, for a user's own model,
     and for a class of `transformers` without a known number of channels.

@@ -13,8 +13,8 @@ from titan_launch.config.sections.lora import LoRAConfig
 from titan_launch.config.sections.loss import (
     BASE,
     LOSSES,
+    LOSSES_OF_PAIRS,
     MODEL_LOSS,
-    PAIR_LOSSES,
     FrozenModelConfig,
     LossConfig,
     ReferenceConfig,
@@ -25,7 +25,7 @@ from titan_launch.config.sections.precision import BatchNormConfig, Float8Config
 from titan_launch.config.sections.section import is_import_string
 from titan_launch.config.sections.training import GradientAccumulationConfig
 from titan_launch.core.errors import ConfigError, KeyPath, Problem, config_error, did_you_mean, format_key
-from titan_launch.models.architectures import ARCHITECTURES, known_args, unit_taken, vocabulary_taken
+from titan_launch.models.architectures import ARCHITECTURES, known_args, labels_taken, unit_taken, vocabulary_taken
 
 _NAME: KeyPath = ("loss", "name")
 
@@ -98,7 +98,7 @@ def pairs_are_for_preferences(config: JobConfig) -> Iterator[Problem]:
                 reason = f'has no pairs of answers, which loss.name = "{name}" needs; set kind = "preferences"'
                 yield Problem((*source, "kind"), reason, data.kind, also=also)
         elif has_pairs:
-            losses = " or ".join(f'"{loss}"' for loss in PAIR_LOSSES)
+            losses = " or ".join(f'"{loss}"' for loss in LOSSES_OF_PAIRS)
             reason = f'has pairs of answers, which only loss.name = {losses} uses, not "{name}"; set one of them'
             yield Problem((*source, "kind"), reason, data.kind, also=also)
 
@@ -110,7 +110,7 @@ def outputs_suit_the_loss(config: JobConfig) -> Iterator[Problem]:
     args, name = known_args(config.model), config.loss.name
     if args is None or not args.supports_labels:
         return
-    labels: int | None = getattr(args, "num_labels", None)
+    labels = labels_taken(config.model)
     has_labels = labels is not None
     if has_labels and name not in ("cross_entropy", "reward"):
         reason = f'is for language models, but model.args.num_labels is {labels}; set "cross_entropy" or "reward"'

@@ -242,7 +242,7 @@ LOSSES: Mapping[str, LossKind] = {
 """The losses of this package by name. `loss/build.py` creates the objects that compute them. Rules and the data of a
 run read this table. A test compares docs/how_to/losses.md with the table."""
 
-PAIR_LOSSES = tuple(name for name, kind in LOSSES.items() if kind.reads_pairs)
+LOSSES_OF_PAIRS = tuple(name for name, kind in LOSSES.items() if kind.reads_pairs)
 """The losses of pairs of answers."""
 
 FUNCTION_LOSS = LossKind(unsupported=_OF_WHOLE_LOGITS)

@@ -18,7 +18,7 @@ from titan_launch.data.chat_rendering import Message, Span
 from titan_launch.data.corpora.chat_template import ChatTemplate, template_of
 from titan_launch.data.corpora.classification import scored
 from titan_launch.data.corpora.interface import Document
-from titan_launch.data.corpora.jsonl import LinesCorpus
+from titan_launch.data.corpora.jsonl import TokenizedLinesCorpus
 from titan_launch.data.corpora.records import RecordError, utf8
 from titan_launch.data.token_files import Encoded, token_dtype
 from titan_launch.data.tokenizers import Offsets, Tokenizer
@@ -27,12 +27,11 @@ _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "
 """Roles of ShareGPT's format that have another name in templates."""
 
 
-class ChatCorpus(LinesCorpus):
+class ChatCorpus(TokenizedLinesCorpus):
     """One chat per line. Each chat is one document."""
 
     config: ChatData
     remedy = "name files with one chat per line"
-    has_targets = True
 
     def __init__(self, config: ChatData, tokenizer: Tokenizer, key: KeyPath, seq_len: int):
         """Load the template. Raises ConfigError on the key `template`."""
@@ -85,10 +84,6 @@ class ChatCorpus(LinesCorpus):
                 raise RecordError("without a target", "it was truncated", "truncation")
             raise RecordError("without a target", "the chat template writes no text of the assistant", "template")
         return Encoded(chat.tokens[kept], targets)
-
-    def encode(self, contents: Sequence[Encoded]) -> list[Encoded]:
-        """Return `contents` unchanged, because `document` has already tokenized the chats."""
-        return list(contents)
 
 
 class PreferenceCorpus(ChatCorpus):

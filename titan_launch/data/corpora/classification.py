@@ -9,17 +9,16 @@ import numpy as np
 from titan_launch.config.sections.data import ClassificationData
 from titan_launch.core.errors import did_you_mean, listed
 from titan_launch.data.corpora.interface import Document
-from titan_launch.data.corpora.jsonl import LinesCorpus, value_of
+from titan_launch.data.corpora.jsonl import TokenizedLinesCorpus, value_of
 from titan_launch.data.corpora.records import RecordError
 from titan_launch.data.token_files import Encoded, Tokens
 
 
-class ClassificationCorpus(LinesCorpus):
+class ClassificationCorpus(TokenizedLinesCorpus):
     """One text with its label per line."""
 
     config: ClassificationData
     remedy = "name files with one text and its label per line"
-    has_targets = True
 
     @property
     def identity(self) -> list[object]:
@@ -38,10 +37,6 @@ class ClassificationCorpus(LinesCorpus):
         if not len(tokens):
             raise RecordError("without a text", key="text")
         return Document(content, scored(tokens, label, self.seq_len, rule), file)
-
-    def encode(self, contents: list[Encoded]) -> list[Encoded]:  # type: ignore[override]
-        """Return `contents` unchanged, because `document` has already tokenized the texts."""
-        return list(contents)
 
     def _label(self, value: object) -> int:
         """Return the number of a label. Raises RecordError."""

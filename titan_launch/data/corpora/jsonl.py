@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO
 
 from titan_launch.config.sections.data import JsonlData, LinesData
@@ -14,6 +14,7 @@ from titan_launch.core.json_files import JsonError, parse_record
 from titan_launch.data.corpora.interface import Document, File, Part, Skipped
 from titan_launch.data.corpora.records import RecordCorpus, RecordError
 from titan_launch.data.corpora.text_files import LEAST_RECORD, FileCorpus, is_compressed, most_of_records
+from titan_launch.data.token_files import Encoded
 
 MOST_LINE = 32 * MIB
 """Limit of the bytes of a line. The parsed values of a line may take 20 times as much memory."""
@@ -111,6 +112,16 @@ def _skip_line(stream: BinaryIO, limit: int) -> int:
         if found.endswith(b"\n"):
             break
     return size
+
+
+class TokenizedLinesCorpus(LinesCorpus):
+    """Lines whose documents are tokens from the start, because only some of these count as targets."""
+
+    has_targets = True
+
+    def encode(self, contents: Sequence[Encoded]) -> list[Encoded]:
+        """Return `contents` unchanged, because `document` has already tokenized the lines."""
+        return list(contents)
 
 
 class JsonlCorpus(LinesCorpus):

@@ -312,7 +312,7 @@ def _has_gap(sources: Sequence[tuple[str, str]]) -> bool:
 
 def in_published_format(module: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return tensors of a module with the names and layouts of published files, as `save_pretrained` writes them. Tied
-    copies, and tensors that the class does not save, are left out.
+    copies, and tensors that the class does not save, are omitted.
 
     `tensors`: tensors by their name in the module. They must include all tensors that are converted together.
     """

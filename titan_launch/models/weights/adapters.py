@@ -216,9 +216,10 @@ def file_places(
         return dict(shapes), pieces_of(None, shapes, None)
     model_type = model_type_of(model.name)  # raises for models that are not decoders
     args = cast(DecoderArgs, resolve_args(model.name, model.flavor, model.args))
-    cut = {name: (rows or shapes[name][0], *shapes[name][1:]) for name in vocabulary_of(args) if name in shapes}
+    has_labels = args.num_labels is not None
+    cut = {name: (rows or shapes[name][0], *shapes[name][1:]) for name in vocabulary_of(has_labels) if name in shapes}
     in_files = {**shapes, **cut}
-    return in_files, pieces_of(model_type, in_files, args.head_width, has_labels=args.num_labels is not None)
+    return in_files, pieces_of(model_type, in_files, args.head_width, has_labels=has_labels)
 
 
 def targets_of(

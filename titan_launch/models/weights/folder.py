@@ -23,8 +23,7 @@ from titan_launch.core.fingerprint import Fingerprint, fingerprint_of_files
 from titan_launch.core.globs import matches
 from titan_launch.core.packages import not_installed
 from titan_launch.core.terminal import short_name
-from titan_launch.models.architectures import ALL_IN_ARGS, ARCHITECTURES, known_args, resolve_args
-from titan_launch.models.args import ModelArgs
+from titan_launch.models.architectures import ALL_IN_ARGS, ARCHITECTURES, known_args, labels_taken, resolve_args
 from titan_launch.models.decoder.huggingface_tensors import (
     LM_HEAD,
     Piece,
@@ -43,10 +42,9 @@ if TYPE_CHECKING:
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-def vocabulary_of(args: ModelArgs | None) -> tuple[str, ...]:
+def vocabulary_of(has_labels: bool) -> tuple[str, ...]:
     """Return the names of the parameters with a row for each token. A job may pad these parameters with rows of zeros.
-    `args`: arguments of the model; None for a user's own model."""
-    has_labels = getattr(args, "num_labels", None) is not None
+    `has_labels`: the model is a classifier or a reward model."""
     return ("tok_embeddings.weight",) if has_labels else ("tok_embeddings.weight", "output.weight")
 
 
@@ -356,13 +354,12 @@ def find_weights(
     excluded, own = config.exclude_from_weights, dict(_own_tensors(inventory))
     _check_globs(excluded, [*own, *folder.tensors])
     shapes = {name: tensor.shape for name, tensor in own.items()}
-    args, width = known_args(config), None
+    args, has_labels, width = known_args(config), labels_taken(config) is not None, None
     if args is not None:
         width = getattr(args, "head_width", None)
         theirs = resolve_args(folder.config.name, folder.config.flavor, folder.config.args)
         rows = getattr(theirs, "vocab_size", None)
-        shapes |= {name: (rows, *shapes[name][1:]) for name in vocabulary_of(args) if rows and name in shapes}
-    has_labels = getattr(args, "num_labels", None) is not None
+        shapes |= {name: (rows, *shapes[name][1:]) for name in vocabulary_of(has_labels) if rows and name in shapes}
     found: dict[str, Place] = dict(pieces_of(folder.config.model_type, shapes, width, folder.tensors, has_labels))
     ignored: Collection[str] = (f"{LM_HEAD}.weight",) if has_labels else ()
     if places_in_files is not None:
