@@ -28,6 +28,7 @@ from titan_launch.core.errors import ConfigError
 from titan_launch.data.order import SampleOrder
 from titan_launch.data.sources import build_source
 from titan_launch.data.tokenizers import build_tokenizer
+from titan_launch.loss.kto import answers_in, mismatched
 from titan_launch.loss.preferences import orpo
 from titan_launch.models.build import build_model
 from titan_launch.models.init import initialize
@@ -146,11 +147,14 @@ def run_named(jobs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Tensor]]:
 
 
 def divided(job: dict[str, Any], ranks: int) -> dict[str, dict[str, Any]]:
-    """Return a job in all divisions for a number of ranks."""
-    return {
+    """Return a job in all divisions for a number of ranks. `kto` cannot keep parameters unsharded."""
+    jobs = {
         name: {**job, **changes, "training": {**job["training"], **changes.get("training", {})}}
         for name, changes in DIVISIONS[ranks].items()
     }
+    if job["loss"].get("name") == "kto" and "immediate" in jobs:
+        jobs["immediate"]["gradient_accumulation"] = {"mode": "immediate"}
+    return jobs
 
 
 def samples_of(job: dict[str, Any]) -> Iterator[list[tuple[Tensor, ...]]]:
@@ -393,6 +397,129 @@ def test_dpo_trains_as_a_plain_loop(tmp_path: Path) -> None:
     assert metrics[-1]["validation/accuracy"] == pytest.approx((deltas > 0).float().mean().item())
 
 
+RATED = [(question, answer, not index) for question, *both in CHATS for index, answer in enumerate(both)][:-5]
+"""Answers with labels, more of which are desirable."""
+
+
+def kto_job(folder: Path, **sections: dict[str, Any]) -> dict[str, Any]:
+    """Return a job of answers with labels, several of which are in each sample."""
+    rows = [
+        {"prompt": question, "completion": answer, "label": label}
+        if number % 2
+        else {"messages": [{"role": "user", "content": question}, assistant(answer)], "label": label}
+        for number, (question, answer, label) in enumerate(RATED)
+    ]
+    (folder / "rated.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    data = {"kind": "unpaired_preferences", "path": str(folder / "rated.jsonl"), "template": "chatml"}
+    job = dpo_job(folder, **sections)
+    table = {"reference": job["loss"]["dpo"]["reference"], "beta": 0.3, "undesirable_weight": 1.5}
+    return {**job, "data": data, "loss": {"name": "kto", "kto": table}}
+
+
+def assistant(answer: str) -> dict[str, str]:
+    return {"role": "assistant", "content": answer}
+
+
+def rated_in(sample: tuple[Tensor, ...]) -> list[tuple[str, str, bool]]:
+    """Return the answers of a sample in their order, found by their texts."""
+    text = bytes(sample[0].tolist()).decode()
+    places = {text.find(f"user\n{row[0]}<|im_end|>\n<|im_start|>assistant\n{row[1]}<"): row for row in RATED}
+    return [row for place, row in sorted(places.items()) if place >= 0]
+
+
+def test_kto_trains_as_a_plain_loop(tmp_path: Path) -> None:
+    """The plain loop runs each answer alone, and follows the paper's formulas."""
+    pytest.importorskip("jinja2")
+    job = kto_job(tmp_path)
+    job["validation"] = {"freq": STEPS, "data": job["data"], "local_batch_size": 2}
+    reference = plain_model(3, SEQ_LEN, **BYTES).eval()
+    counts, baselines, signed = [], [], []
+
+    def log_ratio(model: nn.Module, question: str, answer: str) -> Tensor:
+        base = token_log_probs(reference, question, answer).sum().detach()
+        return token_log_probs(model, question, answer).sum() - base
+
+    def loss_of(model: nn.Module, row: tuple[str, str, bool], baseline: float) -> Tensor:
+        question, answer, label = row
+        reward = 0.3 * log_ratio(model, question, answer)
+        return (1 - (reward - baseline).sigmoid()) if label else 1.5 * (1 - (baseline - reward).sigmoid())
+
+    def mean_loss_of(model: nn.Module, samples: list[tuple[Tensor, ...]]) -> Tensor:
+        rows = [rated_in(sample) for sample in samples]
+        counts.append([len(own) for own in rows])
+        with torch.no_grad():
+            other = [
+                0.3 * log_ratio(model, row[0], own[index - 1][1])
+                for own in rows
+                if len(own) > 1
+                for index, row in enumerate(own)
+            ]
+            baselines.append(max(0.0, torch.stack(other).mean().item()))
+            flat = [row for own in rows for row in own]
+            rewards = [(1 if row[2] else -1) * 0.3 * log_ratio(model, *row[:2]).item() for row in flat]
+            signed.append(sum(rewards) / len(rewards))
+        return torch.stack([loss_of(model, row, baselines[-1]) for row in flat]).mean()
+
+    expected, losses = train_plainly(job, BYTES, mean_loss_of)
+    assert len({count for step in counts for count in step}) > 1, "samples must have different numbers of answers"
+    assert max(baselines) > 0
+    metrics = check_all_divisions(job, tmp_path, expected, losses)
+    assert [row["preference/baseline"] for row in metrics] == pytest.approx(baselines, rel=1e-4)
+    assert [row["preference/signed_reward"] for row in metrics] == pytest.approx(signed, rel=1e-4)
+
+    model = plain_model(SEED, SEQ_LEN, **BYTES)
+    model.load_state_dict(expected, strict=False)
+    held_out = torch.stack([loss_of(model, row, 0.0) for row in RATED]).mean().item()
+    assert metrics[-1]["validation/loss"] == pytest.approx(held_out, rel=1e-4)
+
+
+def test_mismatched_chats_have_every_prompt_and_every_answer_once() -> None:
+    """Three chats, a document without a label, and padding. Prompts are below 20, and answers from 20 on."""
+    chats = [([1, 2, 3], [20, 21]), ([4], [22, 23, 24]), ([5, 6], [25])]
+    inputs, targets, documents = [], [], []
+    for number, (prompt, answer) in enumerate([*chats, ([7, 8], [])]):
+        tokens = prompt + answer
+        inputs += tokens
+        targets += [-100] * (len(prompt) - 1) + answer + [number % 2 if answer else -100]
+        documents += [number] * len(tokens)
+    batch = torch.tensor([inputs + [0, 0]]), torch.tensor([targets + [-100, -100]]), torch.tensor([documents + [4, 4]])
+    answers = answers_in(batch[1], batch[2])
+    assert answers.exist[0, :5].tolist() == [True, True, True, False, False]
+    assert answers.labels[0, :3].tolist() == [0, 1, 0]
+    found = mismatched(batch[0], batch[2], answers)
+    assert found.inputs.tolist() == [[1, 2, 3, 25, 4, 20, 21, 5, 6, 22, 23, 24, 7, 8, 0, 0]]
+    assert found.documents.tolist() == [[0, 0, 0, 0, 1, 1, 1, 2, 2, 2, 2, 2, 3, 3, 4, 4]]
+    ignored = -100
+    assert found.targets.tolist() == [
+        [*[ignored] * 2, 25, ignored, 20, 21, ignored, ignored, 22, 23, 24, *[ignored] * 5],
+    ]
+
+
+def test_kto_with_the_base_of_adapters_is_kto_with_its_folder(tmp_path: Path) -> None:
+    pytest.importorskip("jinja2")
+    folder = write_model(tmp_path / "reference", 3, **BYTES)
+    lora = {"targets": ["layers.*.attention.w*", "layers.*.feed_forward.*"], "rank": 4, "dropout": 0.0}
+    job = kto_job(tmp_path, model={"args": BYTES, "weights": str(folder)}, lora=lora)
+    expected = run_ranks(run_job, 1, job)[0]
+    of_folder = read_metrics(tmp_path)
+    base = {**job, "loss": {"name": "kto", "kto": {**job["loss"]["kto"], "reference": "base"}}}
+    for name, state in run_ranks(run_named, 2, {"base": divided(base, 2)["deferred"]})[0].items():
+        assert relative_error(state, expected) < 1e-5, name
+    for row, own in zip(of_folder, read_metrics(tmp_path, "base"), strict=True):
+        assert [own[tag] for tag in ("train/loss", "preference/baseline")] == pytest.approx(
+            [row[tag] for tag in ("train/loss", "preference/baseline")], rel=1e-4, abs=1e-6
+        )
+
+
+def test_documents_without_labels_are_refused_by_kto(tmp_path: Path) -> None:
+    pytest.importorskip("jinja2")
+    job = kto_job(tmp_path)
+    source = {"kind": "chat", "path": str(tmp_path / "rated.jsonl"), "template": "chatml"}
+    problem = 'has no answers with a label, which loss.name = "kto" needs; set kind = "unpaired_preferences"'
+    with pytest.raises(ValidationError, match=re.escape(problem)):
+        JobConfig.model_validate({**job, "data": source})
+
+
 def ipo_by_definition(chosen: Tensor, rejected: Tensor) -> Tensor:
     """Equation 17 of arXiv:2310.12036, of mean log-ratios."""
     return (chosen - rejected - 1 / (2 * 0.4)) ** 2
@@ -527,7 +654,7 @@ def traced(job: dict[str, Any], ranks: int) -> TracedStep:
     return trace_step(config, built, plan_precision(config, built), layout, "cpu")
 
 
-@pytest.mark.parametrize("loss", rest_is_slow(["dpo", "distillation", "base"], 3))
+@pytest.mark.parametrize("loss", rest_is_slow(["dpo", "distillation", "base", "kto"], 4))
 def test_measured_memory_and_traffic_are_those_of_the_trace(tmp_path: Path, loss: str) -> None:
     sections: dict[str, Any] = {
         "comm": {"count_traffic": True},
@@ -543,6 +670,7 @@ def test_measured_memory_and_traffic_are_those_of_the_trace(tmp_path: Path, loss
         adapters = {"lora": {"targets": ["layers.*.attention.w*"], "rank": 4}} if loss == "base" else {}
         job = dpo_job(tmp_path, **sections, **adapters)
         job["loss"]["dpo"] |= {"reference": "base"} if loss == "base" else {}
+        job = kto_job(tmp_path, **sections) if loss == "kto" else job
     job["training"] |= {"local_batch_size": 1, "global_batch_size": 4, "steps": 3}  # step 3 is measured
     run_ranks(run_job, 2, job)
     step, last = traced(job, 2), read_metrics(tmp_path)[-1]
@@ -563,6 +691,8 @@ def test_losses_under_tensor_parallelism_and_in_a_pipeline(tmp_path: Path) -> No
     dpo = dpo_job(tmp_path, model={"args": {**BYTES, "vocab_size": 258}})
     dpo["loss"]["dpo"]["reference"] = str(write_model(tmp_path / "other", 3, **{**BYTES, "vocab_size": 258}))
     jobs = {"focal": focal, "distillation": distillation, "dpo": dpo}
+    jobs["kto"] = kto_job(tmp_path, model={"args": {**BYTES, "vocab_size": 258}})
+    jobs["kto"]["loss"]["kto"]["reference"] = dpo["loss"]["dpo"]["reference"]
     expected = run_ranks(run_named, 1, jobs)[0]
     losses = {name: [row["train/loss"] for row in read_metrics(tmp_path, name)] for name in jobs}
     by_tensor = {"parallelism": {"tensor_parallel_degree": 2, "loss_parallel": False}}

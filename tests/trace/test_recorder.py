@@ -331,15 +331,16 @@ def test_the_second_model_of_a_loss_is_replayed(tmp_path: Path) -> None:
     assert_replayed_as_traced(config, layout, choice, "cuda")
 
 
-def test_the_base_of_adapters_is_replayed_before_the_model(tmp_path: Path) -> None:
-    """So every block runs forward twice, and blocks that are not recorded do, too."""
+@pytest.mark.parametrize("name", ["dpo", "kto"])
+def test_the_base_of_adapters_is_replayed_before_the_model(name: str, tmp_path: Path) -> None:
+    """So every block runs forward twice (with `kto` four times), and blocks that are not recorded do, too."""
     pairs = {"kind": "preferences", "path": str(write_pairs(tmp_path / "pairs.jsonl")), "template": "chatml"}
     config, layout, choice = a_job(
         2,
         model={"args": {"n_layers": 9, "vocab_size": 320}},
         lora={"targets": ["layers.0.attention.wo"], "rank": 4},
-        data=pairs,
-        loss={"name": "dpo", "dpo": {"reference": "base"}},
+        data=pairs if name == "dpo" else {**pairs, "kind": "unpaired_preferences"},
+        loss={"name": name, name: {"reference": "base"}},
         precision=BF16,
     )
     assert_replayed_as_traced(config, layout, choice, "cuda")

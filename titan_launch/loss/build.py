@@ -8,9 +8,11 @@ from functools import partial
 from torch import nn
 
 from titan_launch.config.job import JobConfig
+from titan_launch.config.sections.loss import KTOConfig
 from titan_launch.loss.cross_entropy import CrossEntropy
 from titan_launch.loss.distillation import DistillationLoss
 from titan_launch.loss.interface import Loss
+from titan_launch.loss.kto import KTOLoss
 from titan_launch.loss.model_loss import ModelLoss
 from titan_launch.loss.outputs import logits_check
 from titan_launch.loss.preferences import PreferenceLoss
@@ -54,6 +56,8 @@ def build_loss(
     if kind.reads_pairs:
         reference = (frozen or Base(model)) if kind.second_model is not None else None
         return PreferenceLoss(check, compiled, config.loss, reference)
+    if isinstance(config.loss.settings, KTOConfig):
+        return KTOLoss(check, compiled, config.loss.settings, model, frozen or Base(model))
     if distillation is not None:
         assert frozen is not None, "the loss has a teacher"
         return DistillationLoss(check, compiled, distillation, frozen)

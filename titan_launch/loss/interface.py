@@ -8,13 +8,15 @@ even if microbatches or ranks have different numbers of items.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from titan_launch.config.sections.data import IGNORED_TARGET, SampleUnit
+from titan_launch.data.sources import Batch
 from titan_launch.loss.outputs import LogitsCheck, logits_contract, select_logits
 
 Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -29,10 +31,12 @@ class Loss:
     """The loss of a job. A training step calls its methods in this order (`train.forward.run_model` is the `with`
     block):
 
-    loss.prepare(inputs, targets, documents)
-    with loss.given(targets):
-        outputs = loss.select(model(inputs, **loss.arguments(model, targets)), targets)
-    sums = loss.sums(outputs, targets)
+    loss.prepare_step(microbatches, device)
+    for each microbatch:
+        loss.prepare(inputs, targets, documents)
+        with loss.given(targets):
+            outputs = loss.select(model(inputs, **loss.arguments(model, targets)), targets)
+        sums = loss.sums(outputs, targets)
 
     The items are the valid targets, unless a subclass overrides `counts`.
     """
@@ -59,6 +63,10 @@ class Loss:
         """Return two numbers: the items of a microbatch, by which the sums are divided, and its valid targets. They are
         int64 (2), on the device of the targets. `documents`: as in `data.sources.interface.Batch`."""
         return count_valid(targets).expand(2)
+
+    def prepare_step(self, microbatches: Sequence[Batch], device: torch.device) -> None:
+        """Before the first forward of a step, compute what the loss needs of all microbatches together. `microbatches`:
+        those of this rank, on the host. Not called in validation and in traces. Collective."""
 
     def prepare(self, inputs: Tensor, targets: Tensor, documents: Tensor | None) -> None:
         """Before the model's forward, compute what the loss needs besides the model's outputs, such as a teacher's

@@ -87,6 +87,12 @@ def total_log_prob(logits: Tensor, targets: Tensor, documents: Tensor) -> Tensor
     `logits`: (batch, tokens, classes). `targets`, `documents`: (batch, tokens). `pairs` is the largest number of pairs
     that a sample may have. The results of documents that a sample lacks are 0.
     """
+    return _in_pairs(log_prob_of_document(logits, targets, documents))
+
+
+def log_prob_of_document(logits: Tensor, targets: Tensor, documents: Tensor) -> Tensor:
+    """Return the sum of the log-probabilities of each document's valid targets: fp32 (batch, `num_documents`). See
+    `total_log_prob`."""
     losses = F.cross_entropy(
         logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED_TARGET, reduction="none"
     )
@@ -95,18 +101,19 @@ def total_log_prob(logits: Tensor, targets: Tensor, documents: Tensor) -> Tensor
 
 def mean_log_prob(logits: Tensor, targets: Tensor, documents: Tensor) -> Tensor:
     """Return the mean of the log-probabilities of each document's valid targets. See `total_log_prob`."""
-    return total_log_prob(logits, targets, documents) / _by_document(_are_valid(targets), documents).clamp(min=1)
+    num_targets = _in_pairs(_by_document(_are_valid(targets), documents))
+    return total_log_prob(logits, targets, documents) / num_targets.clamp(min=1)
 
 
 def score(scores: Tensor, targets: Tensor, documents: Tensor) -> Tensor:
     """Return the score at the only valid target of each document. `scores`: (batch, tokens, 1). See
     `total_log_prob`."""
-    return _by_document(scores.float().squeeze(-1) * _are_valid(targets), documents)
+    return _in_pairs(_by_document(scores.float().squeeze(-1) * _are_valid(targets), documents))
 
 
 def are_pairs(targets: Tensor, documents: Tensor) -> Tensor:
     """Return a tensor that is True for each pair whose two documents both have a valid target: bool (batch, pairs)."""
-    return (_by_document(_are_valid(targets), documents) > 0).all(-1)
+    return (_in_pairs(_by_document(_are_valid(targets), documents)) > 0).all(-1)
 
 
 def _are_valid(targets: Tensor) -> Tensor:
@@ -114,10 +121,20 @@ def _are_valid(targets: Tensor) -> Tensor:
 
 
 def _by_document(values: Tensor, documents: Tensor) -> Tensor:
-    """Return the sums of values (batch, tokens) by document: (batch, pairs, 2)."""
+    """Return the sums of values (batch, tokens) by document: (batch, `num_documents`)."""
     batch, tokens = values.shape
-    sums = values.new_zeros(batch, 2 * (tokens // 2 + 1))  # numbers of documents go up to the number of tokens
-    return sums.scatter_add(1, documents.long(), values).unflatten(1, (-1, 2))
+    return values.new_zeros(batch, num_documents(tokens)).scatter_add(1, documents.long(), values)
+
+
+def num_documents(tokens: int) -> int:
+    """Return the number of entries for the documents of a sample, an even number. The number of a document may be as
+    large as the number of tokens, because padding counts as a document."""
+    return 2 * (tokens // 2 + 1)
+
+
+def _in_pairs(values: Tensor) -> Tensor:
+    """Return values by document (batch, documents) as (batch, pairs, 2)."""
+    return values.unflatten(1, (-1, 2))
 
 
 PAIR_LOSSES: Mapping[str, PairLoss] = {

@@ -106,10 +106,24 @@ TAGS = [
         console="margin {:8.4f}",
     ),
     Tag(
+        "preference/signed_reward",
+        "sum",
+        "With `kto`: mean over the answers of the step of their rewards, the negative reward for an undesirable answer.",
+        chart=("Learning", "rewards of answers"),
+        console="reward {:8.4f}",
+    ),
+    Tag(
+        "preference/baseline",
+        "sum",
+        "With `kto`: the baseline of the step, `loss.kto.beta` times the mean log-ratio of mismatched answers, or 0 if "
+        "that is negative.",
+        chart=("Learning", "rewards of answers"),
+    ),
+    Tag(
         "preference/accuracy",
         "sum",
         "With a loss of pairs: fraction of the pairs of the step whose chosen answer has the higher reward, from 0 to "
-        "1.",
+        "1. With `kto`: fraction of the answers whose reward is on the right side of the baseline.",
         chart=("Learning", "accuracy of preferences (0 to 1)"),
         console="preferred {:7.2%}",
     ),

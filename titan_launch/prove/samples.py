@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from titan_launch.config.sections.data import IGNORED_TARGET
+from titan_launch.config.sections.loss import RATED
 from titan_launch.data.sources.interface import SourceContext
 
 _NUM_SAMPLES = 96
@@ -19,9 +20,10 @@ target."""
 class Samples:
     """Random tokens or images by index, the same on every rank.
 
-    By default, a sample is a sequence of tokens, whose ignored targets are at random places. With `documents`, a
-    sequence consists of up to four documents. With `documents` and `pairs`, it consists of exactly four: two pairs of
-    answers. With `shape`, a sample is an image of noise with a class. The random seed of a sample is `offset` plus its
+    By default, a sample is a sequence of tokens, whose ignored targets are at random places. With `documents = True`, a
+    sequence consists of up to four documents. With `documents = "preferences"`, it consists of exactly four: two pairs
+    of answers. With `documents = "unpaired_preferences"`, it consists of four documents, whose last targets are labels
+    (0 or 1). With `shape`, a sample is an image of noise with a class. The random seed of a sample is `offset` plus its
     index.
     """
 
@@ -30,12 +32,11 @@ class Samples:
         context: SourceContext,
         num_classes: int,
         shape: Sequence[int] | None = None,
-        documents: bool = False,
-        pairs: bool = False,
+        documents: bool | str = False,
         offset: int = 0,
     ):
         self.num_classes = num_classes
-        self._shape, self._documents, self._pairs = shape, documents, pairs
+        self._shape, self._documents = shape, documents
         self._length, self._offset = context.seq_len, offset
 
     def __len__(self) -> int:
@@ -58,7 +59,9 @@ class Samples:
         if not self._documents:
             return inputs, targets
         ends = torch.randint(1, self._length, (3,), generator=generator)
-        if self._pairs:
+        if self._documents is not True:
             ends = torch.arange(1, 4) * self._length // 4
+        if self._documents == RATED:
+            targets[[*(ends - 1), -1]] %= 2
         documents = (torch.arange(self._length)[:, None] >= ends).sum(1)
         return inputs, targets, documents.to(torch.int32)

@@ -13,8 +13,9 @@ from titan_launch.config.sections.lora import LoRAConfig
 from titan_launch.config.sections.loss import (
     BASE,
     LOSSES,
-    LOSSES_OF_PAIRS,
     MODEL_LOSS,
+    PAIRS,
+    RATED,
     FrozenModelConfig,
     LossConfig,
     ReferenceConfig,
@@ -85,22 +86,28 @@ def _is_used(config: JobConfig, key: tuple[str, str]) -> bool:
     return any(changed_keys(config, format_key(key)))
 
 
-def pairs_are_for_preferences(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem if the loss reads pairs of answers and a data source has none, or if a source has pairs and the
-    loss reads none. (Token files may have pairs; the run checks these files. A factory with `samples = "documents"` may
-    have pairs for such a loss, and is not checked.)"""
+_ANSWERS = {PAIRS: "pairs of answers", RATED: "answers with a label"}
+"""The kinds of data that only some losses read, with a noun for each."""
+
+
+def answers_are_for_their_losses(config: JobConfig) -> Iterator[Problem]:
+    """Report a problem if the loss reads pairs of answers, or answers with a label, and a data source has none, or if a
+    source has them and the loss does not read them. (Token files may have both; the run checks these files. A factory
+    with `samples = "documents"` may have them for such a loss, and is not checked.)"""
+    name, needed = config.loss.name, config.loss.kind.data_kind
     for source, data in sources_of(config):
-        has_pairs, also, name = isinstance(data, PreferenceData), (_NAME,), config.loss.name
-        if config.loss.kind.reads_pairs:
-            if isinstance(data, TokensData):
-                continue
-            if not has_pairs and not (isinstance(data, FactoryData) and data.samples == "documents"):
-                reason = f'has no pairs of answers, which loss.name = "{name}" needs; set kind = "preferences"'
-                yield Problem((*source, "kind"), reason, data.kind, also=also)
-        elif has_pairs:
-            losses = " or ".join(f'"{loss}"' for loss in LOSSES_OF_PAIRS)
-            reason = f'has pairs of answers, which only loss.name = {losses} uses, not "{name}"; set one of them'
-            yield Problem((*source, "kind"), reason, data.kind, also=also)
+        if data.kind == needed or isinstance(data, TokensData):
+            continue
+        if needed is not None:
+            if not (isinstance(data, FactoryData) and data.samples == "documents"):
+                reason = f'has no {_ANSWERS[needed]}, which loss.name = "{name}" needs; set kind = "{needed}"'
+                yield Problem((*source, "kind"), reason, data.kind, also=(_NAME,))
+        elif data.kind in _ANSWERS:
+            known = [f'"{loss}"' for loss, kind in LOSSES.items() if kind.data_kind == data.kind]
+            choice = "it" if len(known) == 1 else "one of them"
+            used = f"which only loss.name = {' or '.join(known)} uses"
+            reason = f'has {_ANSWERS[data.kind]}, {used}, not "{name}"; set {choice}'
+            yield Problem((*source, "kind"), reason, data.kind, also=(_NAME,))
 
 
 def outputs_suit_the_loss(config: JobConfig) -> Iterator[Problem]:
@@ -237,7 +244,7 @@ LOSS_RULES = (
     loss_has_its_table,
     loss_is_supported,
     model_loss_is_supported,
-    pairs_are_for_preferences,
+    answers_are_for_their_losses,
     outputs_suit_the_loss,
     base_is_frozen,
     second_model_fits,

@@ -16,7 +16,13 @@ from titan_launch.core.packages import is_installed, not_installed
 Needed = tuple[str, KeyPath, object]
 """A module, the key that needs it, and the value of the key."""
 
-_KINDS = {"chat": "jinja2", "preferences": "jinja2", "parquet": "pyarrow", "huggingface": "datasets"}
+_KINDS = {
+    "chat": "jinja2",
+    "preferences": "jinja2",
+    "unpaired_preferences": "jinja2",
+    "parquet": "pyarrow",
+    "huggingface": "datasets",
+}
 """The module that a kind of data needs. Other kinds need none, or depend on their files."""
 
 _IMAGES = {"digits": "sklearn", "folder": "PIL", "shards": "PIL", "npz": None}

@@ -70,10 +70,14 @@ def deferred_all_reduces_exist(config: JobConfig) -> Iterator[Problem]:
 
 
 def parameters_can_stay_unsharded(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem for each key that reshards parameters after forward while `keep_params_unsharded` is true."""
+    """Report a problem for each key that reshards parameters after forward while `keep_params_unsharded` is true, and
+    for a loss that frees the parameters in each step."""
     key = ("gradient_accumulation", "keep_params_unsharded")
     if not config.gradient_accumulation.keep_params_unsharded:
         return
+    if config.loss.kind.frees_parameters:
+        reason = f'is not supported with loss.name = "{config.loss.name}", which frees the parameters; set false'
+        yield Problem(key, reason, True, also=(("loss", "name"),))
     for other, reshard in _reshard_after_forward(config):
         if reshard in ("always", True):
             reason = (

@@ -236,6 +236,26 @@ class PreferenceData(ChatData):
     removed at the end of a chat (`right`) or at its beginning (`left`)."""
 
 
+class UnpairedPreferenceData(ChatData):
+    """Answers with a label in JSON lines, for `loss.name = "kto"`. A line is a chat in one of the forms of `kind =
+    "chat"`, with the key `label`: `true` for a desirable last answer, and `false` for an undesirable one. A chat
+    template turns each chat into text. This kind needs `pip install 'titan-launch[chat]'`."""
+
+    kind: Literal["unpaired_preferences"]  # type: ignore[assignment]
+    """Kind of data source. It decides which other keys are valid."""
+
+    packing: ClassVar[Literal["documents"]] = "documents"  # type: ignore[misc] # removes the key
+
+    train_on: Literal["assistant", "last"] = "last"  # type: ignore[assignment]
+    """Tokens that count as the answer; the loss uses the probabilities of these tokens. `last`: the last turn of the
+    assistant, with the token that ends it. `assistant`: all turns of the assistant."""
+
+    truncation: Literal["skip", "stop", "right", "left"] = "skip"
+    """Use of a chat with more than `training.seq_len` tokens. `skip`: the chat is not used, and the log reports the
+    number of such chats. `stop`: the run ends with an error that names the chat. `right`: tokens are removed at the end
+    of the chat. `left`: tokens are removed at its beginning."""
+
+
 class ClassificationData(LinesData):
     """Texts with labels in JSON lines, for a classifier (`model.args.num_labels`). Each line is one document. Its only
     target is its label, after the last token of the text."""
@@ -509,6 +529,7 @@ DATA_KINDS: dict[str, type[DataSource]] = {
     "jsonl": JsonlData,
     "chat": ChatData,
     "preferences": PreferenceData,
+    "unpaired_preferences": UnpairedPreferenceData,
     "classification": ClassificationData,
     "parquet": ParquetData,
     "huggingface": HuggingFaceData,

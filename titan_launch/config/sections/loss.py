@@ -11,6 +11,9 @@ from pydantic import Field
 from titan_launch.config.sections.section import FloatDtype, Section
 from titan_launch.core.errors import KeyPath
 
+PAIRS, RATED = "preferences", "unpaired_preferences"
+"""Values of `data.kind`: pairs of answers, and answers with a label."""
+
 BASE = "base"
 """Value of `reference` of a loss: the trained model without its adapters."""
 
@@ -51,6 +54,25 @@ class IPOConfig(ReferenceConfig):
     beta: Annotated[float, Field(gt=0)] = 0.1
     """Strength of the reference model, called τ in the paper. A small value lets the trained model move further from
     it."""
+
+
+class KTOConfig(ReferenceConfig):
+    """Kahneman-Tversky optimization (KTO, arXiv:2402.01306): the model learns from single answers that are desirable or
+    undesirable. The loss of a desirable answer is `desirable_weight` x sigmoid(baseline - reward), and that of an
+    undesirable answer `undesirable_weight` x sigmoid(reward - baseline). The reward is `beta` x log-ratio, where the
+    log-ratio is that of `dpo`. The baseline is the mean reward of mismatched answers in the step, but at least 0. A
+    mismatched answer follows the prompt of a different chat in its sample. Each step runs both models once more for the
+    mismatched answers."""
+
+    beta: Annotated[float, Field(gt=0)] = 0.1
+    """Strength of the reference model. A small value lets the trained model move further from it."""
+
+    desirable_weight: Annotated[float, Field(gt=0)] = 1.0
+    """Weight of the desirable answers, called λ_D in the paper. Recommendation of the paper: `desirable_weight` x their
+    number should be 1 to 4/3 times `undesirable_weight` x the number of undesirable answers."""
+
+    undesirable_weight: Annotated[float, Field(gt=0)] = 1.0
+    """Weight of the undesirable answers, called λ_U in the paper."""
 
 
 class SimPOConfig(Section):
@@ -104,7 +126,7 @@ class LossConfig(Section):
     name: str = "cross_entropy"
     """The loss. `cross_entropy`: the mean cross-entropy of all targets that are not ignored. `dpo`, `ipo`, `simpo` and
     `orpo` are losses of pairs, with data of pairs (`data.kind = "preferences"`): the model learns to prefer one answer
-    to another. `reward` is a loss of pairs for a reward model (`model.args.num_labels = 1`, `data.train_on = "end"`,
+    to another. `kto` learns from single answers with a label (`data.kind = "unpaired_preferences"`). `reward` is a loss of pairs for a reward model (`model.args.num_labels = 1`, `data.train_on = "end"`,
     arXiv:2203.02155): -log sigmoid(reward of the chosen answer - reward of the rejected answer). `distillation`: the KL
     divergence from the probabilities of a teacher, mixed with the cross-entropy. `package.module:function`: a function
     of your own, which is called with logits and targets and returns the sum of the loss; see docs/how_to/losses.md."""
@@ -114,6 +136,9 @@ class LossConfig(Section):
 
     ipo: IPOConfig | None = None
     """Settings of `ipo`, which needs this table."""
+
+    kto: KTOConfig | None = None
+    """Settings of `kto`, which needs this table."""
 
     simpo: SimPOConfig | None = None
     """Settings of `simpo`. Without this table, they have their defaults."""
@@ -198,12 +223,22 @@ class LossKind:
     """Class of the table with the settings of the loss, such as `[loss.dpo]`. A loss with a second model needs this
     table. For other losses it may be omitted. None: the loss has no settings of its own."""
 
-    reads_pairs: bool = False
-    """True for a loss of pairs of answers. False: a loss of single documents."""
+    data_kind: str | None = None
+    """The only `data.kind` that the loss reads, except for token files and factories. None: every kind whose documents
+    are neither pairs nor answers with a label."""
+
+    frees_parameters: bool = False
+    """True for a loss that runs the trained model without a backward in each step, after which FSDP2 frees the
+    parameters. The planner cannot count their all-gathers if they stay unsharded between microbatches."""
 
     unsupported: Mapping[tuple[str, str], str] = field(default_factory=dict)
     """The keys that cannot be used with the loss, each with the reason. In a reason, `{}` stands for the name of the
     loss; in the reasons of `MODEL_LOSS`, `{}` stands for the key."""
+
+    @property
+    def reads_pairs(self) -> bool:
+        """True for a loss of pairs of answers."""
+        return self.data_kind == PAIRS
 
 
 _OPTION = 'is an option of the cross-entropy, and loss.name is "{}"; remove this key'
@@ -232,18 +267,16 @@ _WITH_SECOND_MODEL: Mapping[tuple[str, str], str] = {
 
 LOSSES: Mapping[str, LossKind] = {
     "cross_entropy": LossKind(),
-    "dpo": LossKind("reference", DPOConfig, reads_pairs=True, unsupported=_WITH_SECOND_MODEL),
-    "ipo": LossKind("reference", IPOConfig, reads_pairs=True, unsupported=_WITH_SECOND_MODEL),
-    "simpo": LossKind(table=SimPOConfig, reads_pairs=True, unsupported=_OF_PAIRS),
-    "orpo": LossKind(table=ORPOConfig, reads_pairs=True, unsupported=_OF_PAIRS),
-    "reward": LossKind(reads_pairs=True, unsupported=_OF_PAIRS),
+    "dpo": LossKind("reference", DPOConfig, PAIRS, unsupported=_WITH_SECOND_MODEL),
+    "ipo": LossKind("reference", IPOConfig, PAIRS, unsupported=_WITH_SECOND_MODEL),
+    "kto": LossKind("reference", KTOConfig, RATED, unsupported=_WITH_SECOND_MODEL, frees_parameters=True),
+    "simpo": LossKind(table=SimPOConfig, data_kind=PAIRS, unsupported=_OF_PAIRS),
+    "orpo": LossKind(table=ORPOConfig, data_kind=PAIRS, unsupported=_OF_PAIRS),
+    "reward": LossKind(data_kind=PAIRS, unsupported=_OF_PAIRS),
     "distillation": LossKind("teacher", DistillationConfig, unsupported=_WITH_SECOND_MODEL),
 }
 """The losses of this package by name. `loss/build.py` creates the objects that compute them. Rules and the data of a
 run read this table. A test compares docs/how_to/losses.md with the table."""
-
-LOSSES_OF_PAIRS = tuple(name for name, kind in LOSSES.items() if kind.reads_pairs)
-"""The losses of pairs of answers."""
 
 FUNCTION_LOSS = LossKind(unsupported=_OF_WHOLE_LOGITS)
 """The row of every loss that the user writes as a function."""

@@ -1,6 +1,6 @@
 """The classes of corpora, by the `kind` of their section."""
 
-from titan_launch.data.corpora.chat import ChatCorpus, PreferenceCorpus
+from titan_launch.data.corpora.chat import ChatCorpus, PreferenceCorpus, UnpairedPreferenceCorpus
 from titan_launch.data.corpora.classification import ClassificationCorpus
 from titan_launch.data.corpora.huggingface import HuggingFaceCorpus
 from titan_launch.data.corpora.interface import Corpus
@@ -13,6 +13,7 @@ CORPORA: dict[str, type[Corpus]] = {
     "jsonl": JsonlCorpus,
     "chat": ChatCorpus,
     "preferences": PreferenceCorpus,
+    "unpaired_preferences": UnpairedPreferenceCorpus,
     "classification": ClassificationCorpus,
     "parquet": ParquetCorpus,
     "huggingface": HuggingFaceCorpus,

@@ -1,4 +1,4 @@
-"""Corpora of chats, and of pairs of answers, in JSON lines. A chat template turns each chat into text.
+"""Corpora of chats, of pairs of answers, and of answers with a label, in JSON lines. A chat template turns each chat into text.
 
 By default, only turns of the assistant are targets (`train_on`).
 """
@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from titan_launch.config.sections.data import ChatData, PreferenceData
+from titan_launch.config.sections.data import ChatData, PreferenceData, UnpairedPreferenceData
 from titan_launch.core.errors import KeyPath, listed
 from titan_launch.data.chat_rendering import Message, Span
 from titan_launch.data.corpora.chat_template import ChatTemplate, template_of
@@ -20,7 +20,7 @@ from titan_launch.data.corpora.classification import scored
 from titan_launch.data.corpora.interface import Document
 from titan_launch.data.corpora.jsonl import TokenizedLinesCorpus
 from titan_launch.data.corpora.records import RecordError, utf8
-from titan_launch.data.token_files import Encoded, token_dtype
+from titan_launch.data.token_files import Encoded, Tokens, token_dtype
 from titan_launch.data.tokenizers import Offsets, Tokenizer
 
 _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant"}
@@ -129,6 +129,36 @@ class PreferenceCorpus(ChatCorpus):
             len(chosen.tokens),
         )
         return Document(json.dumps(pair, sort_keys=True).encode(), both, file)
+
+
+class UnpairedPreferenceCorpus(ChatCorpus):
+    """One chat with a label per line. The label is the last token of the document, and only a target: 1 for a desirable
+    answer, and 0 for an undesirable one."""
+
+    config: UnpairedPreferenceData
+    remedy = "name files with one chat and its label per line"
+
+    def tokenized(self, messages: Sequence[Message], record: Mapping[str, Any]) -> Encoded:
+        """Return all tokens of a chat, and its label. Raises RecordError for a chat without a label, and the errors of
+        `rendered`."""
+        label = record.get("label")
+        if not isinstance(label, bool):
+            detail = f"its value is {label!r:.80}" if "label" in record else "true: a desirable answer"
+            raise RecordError('without true or false in "label"', detail)
+        chat = self.rendered(messages, record, self.config.train_on)
+        return _with_label(chat, np.array([label], chat.tokens.dtype))
+
+    def truncated(self, chat: Encoded, longest: int) -> Encoded:
+        """Return at most `longest` tokens of a chat, the label included. Raises RecordError if no token of the answer
+        is left."""
+        assert chat.targets is not None
+        kept = super().truncated(Encoded(chat.tokens[:-1], chat.targets[:-1]), longest - 1)
+        return _with_label(kept, chat.tokens[-1:])
+
+
+def _with_label(chat: Encoded, label: Tokens) -> Encoded:
+    assert chat.targets is not None
+    return Encoded(np.append(chat.tokens, label), np.append(chat.targets, True))
 
 
 ANSWERS = ("chosen", "rejected")

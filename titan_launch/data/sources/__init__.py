@@ -48,6 +48,7 @@ SOURCES: dict[str, Callable[[Any, SourceContext], SampleSource]] = {
     "jsonl": build_corpus,
     "chat": build_corpus,
     "preferences": build_corpus,
+    "unpaired_preferences": build_corpus,
     "classification": build_corpus,
     "parquet": build_corpus,
     "huggingface": build_huggingface,

@@ -200,8 +200,8 @@ def _choices(twin: JobConfig) -> Iterator[JobConfig]:
     elif accumulation.mode == "auto":
         names = ["immediate", *(["deferred_all_reduce"] if _all_reduces(twin.parallelism) else [])]
         modes = [GradientAccumulationConfig(mode=name, keep_params_unsharded=False) for name in names]
-        kept = accumulation.keep_params_unsharded
-        modes.append(GradientAccumulationConfig(mode="deferred", keep_params_unsharded=kept is not False))
+        kept = accumulation.keep_params_unsharded is not False and not twin.loss.kind.frees_parameters
+        modes.append(GradientAccumulationConfig(mode="deferred", keep_params_unsharded=kept))
     else:
         modes = [accumulation.model_copy(update={"keep_params_unsharded": bool(accumulation.keep_params_unsharded)})]
     chosen = ("full", "selective") if checkpointing.mode == "auto" else (checkpointing.mode,)

@@ -76,7 +76,7 @@ def twin_of(config: JobConfig) -> Twin:
     """Return the small twin of a job. Raises ConfigError for a model that cannot be shrunk."""
     unshrunk: list[str] = []
     training, parallelism = config.training, config.parallelism
-    seq_len = SEQ_LEN * (2 if config.loss.kind.reads_pairs else 1)
+    seq_len = SEQ_LEN * (1 if config.loss.kind.data_kind is None else 2)
     model = _model(config, seq_len, unshrunk)
     second = config.loss.frozen_model()
     loss, of_second = config.loss, None
@@ -340,9 +340,9 @@ def _data(config: JobConfig, model: ModelConfig, unshrunk: list[str]) -> Any:
             return config.data.model_copy(update={"num_workers": 0})
         args = {"shape": [taken.channels, taken.height, taken.width], "num_classes": taken.num_classes}
         return FactoryData(kind=SAMPLES, samples="images", shuffle=False, args=args)
-    pairs, documents = config.loss.kind.reads_pairs, separates_documents(config.data)
-    args = {"num_classes": _vocabulary(config, model), "documents": documents or pairs, "pairs": pairs}
-    return FactoryData(kind=SAMPLES, samples="documents" if documents or pairs else "tokens", shuffle=False, args=args)
+    documents = config.loss.kind.data_kind or separates_documents(config.data)
+    args = {"num_classes": _vocabulary(config, model), "documents": documents}
+    return FactoryData(kind=SAMPLES, samples="documents" if documents else "tokens", shuffle=False, args=args)
 
 
 def _vocabulary(config: JobConfig, model: ModelConfig) -> int:
