@@ -20,6 +20,7 @@ from tests.loss.test_losses import (
     STEPS,
     chats_in,
     divided,
+    fail_with,
     job_of,
     plain_model,
     relative_error,
@@ -28,7 +29,7 @@ from tests.loss.test_losses import (
     write_pairs,
 )
 from tests.packages import needs
-from tests.train.jobs import read_metrics
+from tests.train.jobs import read_metrics, run_job
 from titan_launch.cli import main
 from titan_launch.config.sections.data import ClassificationData
 from titan_launch.core.errors import ConfigError
@@ -116,6 +117,30 @@ def test_a_classifier_trains_as_a_plain_loop(tmp_path: Path) -> None:
     labels = torch.tensor([label for _, label in TEXTS])
     assert last["validation/loss"] == pytest.approx(F.cross_entropy(logits, labels).item(), rel=1e-4)
     assert last["validation/accuracy"] == pytest.approx((logits.argmax(-1) == labels).float().mean().item())
+
+
+class Scorer(nn.Module):
+    """A model of the user, which returns `outputs` numbers for each token."""
+
+    def __init__(self, outputs: int) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(257, 8), nn.Linear(8, outputs)
+
+    def forward(self, inputs: Tensor, documents: Tensor | None = None) -> Tensor:
+        logits: Tensor = self.head(self.embedding(inputs))
+        return logits
+
+
+def test_a_model_of_the_user_is_a_reward_model_if_it_returns_one_number(tmp_path: Path) -> None:
+    pytest.importorskip("jinja2")
+    for outputs in (1, 257):
+        job = reward_job(tmp_path)
+        job["model"] = {"name": f"{__name__}:Scorer", "args": {"outputs": outputs}}
+        if outputs == 1:
+            run_ranks(run_job, 1, job)
+            assert all(row["train/loss"] > 0 for row in read_metrics(tmp_path))
+        else:
+            run_ranks(fail_with, 1, job, ("model", "name"), "returns 257 numbers for each token")
 
 
 def test_a_reward_model_trains_as_a_plain_loop(tmp_path: Path) -> None:

@@ -129,6 +129,14 @@ def test_resuming_without_an_older_file_starts_one(tmp_path: Path) -> None:
     assert read_events(tmp_path / "tb").Tensors("custom_scalars__config__")
 
 
+def test_a_run_that_returns_before_its_first_report_has_a_dashboard(tmp_path: Path) -> None:
+    tensorboard = TensorBoardSink(tmp_path)
+    tensorboard.rewind(0)
+    tensorboard.write(1, {"train/loss": 1.0})
+    tensorboard.close()
+    assert read_events(tmp_path).Tensors("custom_scalars__config__")
+
+
 def test_a_run_that_returns_to_a_checkpoint_replaces_steps_and_keeps_the_old_lines(tmp_path: Path) -> None:
     jsonl, tensorboard = JsonlSink(tmp_path / "metrics.jsonl"), TensorBoardSink(tmp_path / "tb")
     for sink in (jsonl, tensorboard):

@@ -48,7 +48,7 @@ def build_loss(
     description = describe_loss(config, plan)
     if description is not None:
         _log.info("loss: %s", description)
-    outputs = labels_taken(config.model) or num_classes
+    outputs = 1 if config.loss.name == "reward" else labels_taken(config.model) or num_classes
     check, compiled = logits_check(config.data.unit, outputs), partial(compile_loss, config=config.compile)
     function, kind, distillation = import_loss(config.loss), config.loss.kind, config.loss.distillation
     if function is not None:

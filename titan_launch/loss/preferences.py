@@ -12,7 +12,7 @@ from torch import Tensor
 from titan_launch.config.sections.data import IGNORED_TARGET
 from titan_launch.config.sections.loss import DPOConfig, IPOConfig, LossConfig, ORPOConfig, SimPOConfig
 from titan_launch.loss.interface import Compile, Loss, count_valid
-from titan_launch.loss.outputs import LogitsCheck
+from titan_launch.loss.outputs import LogitsCheck, forward_error
 from titan_launch.loss.second_model import Base, FrozenModel
 
 
@@ -106,8 +106,11 @@ def mean_log_prob(logits: Tensor, targets: Tensor, documents: Tensor) -> Tensor:
 
 
 def score(scores: Tensor, targets: Tensor, documents: Tensor) -> Tensor:
-    """Return the score at the only valid target of each document. `scores`: (batch, tokens, 1). See
-    `total_log_prob`."""
+    """Return the score at the only valid target of each document. `scores`: (batch, tokens, 1). Raises ConfigError for
+    scores of another shape. See `total_log_prob`."""
+    if scores.shape[-1] != 1:
+        contract = 'loss.name = "reward" reads one number for each token; give the model\'s last layer one output'
+        raise forward_error(f"returns {scores.shape[-1]} numbers for each token, but {contract}")
     return _in_pairs(_by_document(scores.float().squeeze(-1) * _are_valid(targets), documents))
 
 

@@ -78,13 +78,13 @@ class WeightEMA(Observer):
         sharded over them.
         """
         own = {parameter: local_tensor(parameter).detach().clone() for parameter in self._averages}
-        with torch.no_grad():
-            for parameter, average in self._averages.items():
-                self._own(parameter).copy_(local_tensor(average))
-        if self._replicas is not None:
-            self._replicas.gather_parameters()
-        parameters_changed()
         try:
+            with torch.no_grad():
+                for parameter, average in self._averages.items():
+                    self._own(parameter).copy_(local_tensor(average))
+            if self._replicas is not None:
+                self._replicas.gather_parameters()
+            parameters_changed()
             yield
         finally:
             with torch.no_grad():

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -187,14 +187,14 @@ class _OrderCheck:
     def watched(self, model: nn.Module) -> Iterator[None]:
         """Check the forward of `model` that runs in the block. The input of a module is checked before the module's own
         hooks run. Its output is noted after they have run."""
-        handles = []
-        for path in self._next:
-            module = model.get_submodule(path)
-            handles.append(module.register_forward_pre_hook(partial(self._check_input, path), prepend=True))
-            handles.append(module.register_forward_hook(partial(self._note_output, path)))
-        yield
-        for handle in handles:
-            handle.remove()
+        with ExitStack() as stack:
+            for path in self._next:
+                module = model.get_submodule(path)
+                before = module.register_forward_pre_hook(partial(self._check_input, path), prepend=True)
+                after = module.register_forward_hook(partial(self._note_output, path))
+                stack.callback(before.remove)
+                stack.callback(after.remove)
+            yield
 
     def _check_input(self, path: str, module: nn.Module, args: tuple[Any, ...]) -> None:
         expected = self._next.pop(0) if self._next else "no module"

@@ -22,7 +22,7 @@ from titan_launch.plan.report.modes import estimate_reserved, judge
 from titan_launch.plan.report.table import format_gib, format_limit
 from titan_launch.plan.report.unit_table import summary_of_batch
 from titan_launch.trace.step import TracedStep, assembled_without_values
-from titan_launch.trace.trace_engine import trace_rank
+from titan_launch.trace.trace_engine import check_release, trace_rank
 from titan_launch.train.build import build_model_optimizer
 from titan_launch.train.mode_choice import plan_precision
 from titan_launch.train.model import AssembledModel, build_job_model
@@ -35,9 +35,10 @@ def dry_run(config: JobConfig, layout: Layout, hardware: Hardware, rank: int) ->
     backward are traced as in `trace_rank`. Nothing is written. No data is read, except one image if only the data
     determines the size of the images. The job's modes must not be `auto`. The process must have no process group.
 
-    Raises the ConfigErrors that a run raises before it allocates memory, and ConfigError for a model that cannot be
-    traced.
+    Raises the ConfigErrors that a run raises before it allocates memory, ConfigError for a model that cannot be traced,
+    and UserError on an untested release of PyTorch.
     """
+    check_release()
     built = build_job_model(config)
     check_param_groups(built.module, config.optimizer, built.head)
     check_stacks(built.module, config.optimizer, built.head, layout)

@@ -59,11 +59,10 @@ class TensorBoardSink(Sink):
             self._file()
 
     def rewind(self, step: int) -> None:
-        """Continue in a new file of the folder. The file makes TensorBoard drop the earlier values of steps after
-        `step`."""
+        """Continue in a new file of the folder, which the next call of `write` opens. The file makes TensorBoard drop the
+        earlier values of steps after `step`."""
         self.close()
-        self._resume_step = step
-        self._opened = _EventFile(self._log_dir, step + 1)
+        self._opened, self._resume_step = None, step
 
     def close(self, failed: bool = False) -> None:
         """Close the event file, if it was opened."""
