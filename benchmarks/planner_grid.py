@@ -12,7 +12,7 @@ A job is a small language model, ResNet or ViT. Each seed draws:
 - dtypes of storage, computation and reduction, and precision rules; kernels of a GPU or of a CPU
 - gradient accumulation, unsharded parameters, reshard after forward, activation checkpointing
 - activation offloading, CPU offload
-- loss: cross-entropy with z-loss, label smoothing and chunks; dpo with a reference in a folder or the base of adapters;
+- loss: cross-entropy with z-loss, label smoothing and chunks; dpo and kto with a reference in a folder or the base of adapters;
   distillation; a function of the user
 - trained parameters: all, some (training.frozen, training.trainable), adapters (lora.targets); storage of frozen ones
 - optimizer, its implementation and the dtype of its state, moving average of the weights (EMA)
@@ -131,6 +131,7 @@ def random_sections(seed: int, folder: Path) -> tuple[dict[str, Any], int, Kerne
     is_of_images = axes == () and pick.random() < 0.25
     (folder / "text.txt").write_text("some text of a document\n" * 400)
     (folder / "pairs.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n' * 400)
+    (folder / "rated.jsonl").write_text('{"prompt": "a", "completion": "b", "label": true}\n' * 400)
     while True:
         kernels: Kernels = "cuda" if "context" in axes else pick.choice(["cuda", "cpu"])
         job, ranks = _image_job(pick) if is_of_images else _token_job(pick, axes)
@@ -242,7 +243,7 @@ def _add_loss(pick: random.Random, job: dict[str, Any]) -> None:
     """Draw a loss. A job with a second model has no expert parallelism, and no options of the cross-entropy."""
     z_loss, smoothing = pick.choice([0.0, 0.0, 1e-4]), pick.choice([0.0, 0.0, 0.1])
     job["loss"] |= {"z_loss": z_loss, "label_smoothing": smoothing}
-    name = pick.choice(["cross_entropy"] * 5 + ["dpo", "base", "distillation", "own"])
+    name = pick.choice(["cross_entropy"] * 5 + ["dpo", "base", "kto", "distillation", "own"])
     if name == "cross_entropy":
         return
     job["model"]["args"] |= {"n_layers": pick.choice([3, 7, 8]), "vocab_size": 320}
@@ -254,13 +255,18 @@ def _add_loss(pick: random.Random, job: dict[str, Any]) -> None:
     if name == "distillation":
         job["loss"] = {"name": name, "distillation": {"teacher": FOLDER, "dtype": pick.choice([None, "bfloat16"])}}
         return
+    if name == "kto":
+        job["loss"] = {"name": name, name: {"reference": pick.choice(["base", FOLDER])}}
+        job["data"] = {"kind": "unpaired_preferences", "path": f"{FOLDER}/rated.jsonl", "template": "chatml"}
+        job["gradient_accumulation"]["keep_params_unsharded"] = False
+        return
     job["loss"] = {"name": "dpo", "dpo": {"reference": "base" if name == "base" else FOLDER}}
     job["data"] = {"kind": "preferences", "path": f"{FOLDER}/pairs.jsonl", "template": "chatml"}
 
 
 def _add_trained(pick: random.Random, job: dict[str, Any]) -> None:
     """Draw the trained parameters: all, some, or adapters. A reference that is the base of adapters needs adapters."""
-    is_base = job["loss"].get("dpo") == {"reference": "base"}
+    is_base = {"reference": "base"} in job["loss"].values()
     kind = "lora" if is_base else pick.choice(["all", "all", "frozen", "lora"])
     mlp = "layers.*.moe.experts" if "experts" in job["model"]["args"] else "layers.*.feed_forward.w*"
     if kind == "frozen":

@@ -129,7 +129,7 @@ def test_every_toml_block_of_the_docs_passes_the_check(
         for number in range(2):
             (tmp_path / f"shards/train-00{number}.tar").touch()
         monkeypatch.chdir(tmp_path)
-    if re.search(r'^kind = "(chat|preferences|classification)"', block, flags=re.MULTILINE):
+    if re.search(r'^kind = "(chat|preferences|unpaired_preferences|classification)"', block, flags=re.MULTILINE):
         pytest.importorskip("tokenizers")
         train_tokenizer(["text"], 300, tmp_path / "tokenizer")
         shutil.copytree(tmp_path / "tokenizer", tmp_path / "Llama-3.2-1B-Instruct", dirs_exist_ok=True)

@@ -167,7 +167,7 @@ MIXED = (
         (
             "mixed",
             f'{MIXED}sort by a glob ("mixed/**/*.txt"), or set kind = "jsonl", "chat", '
-            '"preferences" or "classification"; to use both',
+            '"preferences", "unpaired_preferences" or "classification"; to use both',
         ),
         (
             "only/inner",

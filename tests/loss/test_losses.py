@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from pydantic import ValidationError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -23,13 +24,16 @@ from tests.tensors import full_state
 from tests.train.jobs import TINY_ARGS, read_metrics, run_job, run_job_until, tiny_job
 from tests.train.test_step import relative_error
 from titan_launch.config.job import JobConfig
-from titan_launch.config.sections.loss import ORPOConfig
+from titan_launch.config.sections.loss import KTOConfig, ORPOConfig
 from titan_launch.core.errors import ConfigError
+from titan_launch.data.corpora.chat import UnpairedPreferenceCorpus
 from titan_launch.data.order import SampleOrder
+from titan_launch.data.prepare import prepare
 from titan_launch.data.sources import build_source
 from titan_launch.data.tokenizers import build_tokenizer
-from titan_launch.loss.kto import answers_in, mismatched
+from titan_launch.loss.kto import KTOLoss, answers_in, mismatched
 from titan_launch.loss.preferences import orpo
+from titan_launch.loss.second_model import Base
 from titan_launch.models.build import build_model
 from titan_launch.models.init import initialize
 from titan_launch.plan.hardware import GIB
@@ -495,6 +499,20 @@ def test_mismatched_chats_have_every_prompt_and_every_answer_once() -> None:
     ]
 
 
+def test_samples_with_one_chat_or_none_keep_their_tokens() -> None:
+    """A chat, padding alone, and a document without an answer between two chats."""
+    inputs = torch.tensor([[1, 2, 20, 21, 0, 0, 0], [0] * 7, [1, 20, 2, 3, 4, 22, 23]])
+    no = -100
+    targets = torch.tensor([[no, 20, 21, 1, no, no, no], [no] * 7, [20, 1, no, no, 22, 23, 0]])
+    documents = torch.tensor([[0] * 4 + [1] * 3, [0] * 7, [0, 0, 1, 1, 2, 2, 2]], dtype=torch.int32)
+    answers = answers_in(targets, documents)
+    assert answers.exist.sum(1).tolist() == [1, 0, 2]
+    found = mismatched(inputs, documents, answers)
+    assert found.inputs.tolist() == [inputs[0].tolist(), [0] * 7, [1, 22, 23, 2, 3, 4, 20]]
+    assert found.targets.tolist() == [[no, 20, 21, no, no, no, no], [no] * 7, [22, 23, no, no, no, 20, no]]
+    assert found.documents.tolist() == [documents[0].tolist(), [0] * 7, [0, 0, 0, 1, 1, 2, 2]]
+
+
 def test_kto_with_the_base_of_adapters_is_kto_with_its_folder(tmp_path: Path) -> None:
     pytest.importorskip("jinja2")
     folder = write_model(tmp_path / "reference", 3, **BYTES)
@@ -518,6 +536,16 @@ def test_documents_without_labels_are_refused_by_kto(tmp_path: Path) -> None:
     problem = 'has no answers with a label, which loss.name = "kto" needs; set kind = "unpaired_preferences"'
     with pytest.raises(ValidationError, match=re.escape(problem)):
         JobConfig.model_validate({**job, "data": source})
+    config = JobConfig.model_validate(job)
+    corpus = UnpairedPreferenceCorpus(config.data, build_tokenizer(config.tokenizer), ("data",), SEQ_LEN)  # type: ignore[arg-type]
+    prepare(corpus, tmp_path / "tokens")
+    tokens = {"kind": "tokens", "path": str(tmp_path / "tokens"), "packing": "documents"}
+    reason = 'has answers with a label, which loss.name = "cross_entropy" does not read; name other data'
+    run_ranks(fail_with, 1, {**job, "loss": {}, "data": tokens}, ("data", "path"), reason)
+    targets, documents = torch.tensor([[-100, 65, 7]]), torch.zeros(1, 3, dtype=torch.int32)
+    loss = KTOLoss(lambda *_: None, lambda function: function, KTOConfig(reference="base"), nn.Linear(1, 1), Base(nn.Linear(1, 1)))
+    with pytest.raises(ConfigError, match="has a document whose last target is no label"):
+        loss.counts(targets, documents)
 
 
 def ipo_by_definition(chosen: Tensor, rejected: Tensor) -> Tensor:

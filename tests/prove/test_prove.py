@@ -291,13 +291,21 @@ def model_of(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", ["dpo", "distillation"])
+@pytest.mark.parametrize("name", ["dpo", "kto", "distillation"])
 def test_a_second_model_has_a_twin_of_its_own(name: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     random_model("Llama 2", tmp_path / "hf", vocab_size=320)
     model = {"weights": str(tmp_path / "hf"), **model_of(tmp_path / "hf")}
-    settings = {"dpo": {"reference": model["weights"]}, "distillation": {"teacher": model["weights"]}}
-    data = {"dpo": {"kind": "preferences", "path": "pairs.jsonl"}, "distillation": {"kind": "text"}}
+    settings = {
+        "dpo": {"reference": model["weights"]},
+        "kto": {"reference": model["weights"]},
+        "distillation": {"teacher": model["weights"]},
+    }
+    data = {
+        "dpo": {"kind": "preferences", "path": "pairs.jsonl"},
+        "kto": {"kind": "unpaired_preferences", "path": "rated.jsonl"},
+        "distillation": {"kind": "text"},
+    }
     parallelism = {"tensor_parallel_degree": 2, "loss_parallel": False}
     loss = {"name": name, name: settings[name]}
     proven = prove(job(model=model, loss=loss, data=data[name], parallelism=parallelism, **EXACT))

@@ -98,6 +98,7 @@ ROLES: Mapping[str, Role | Mapping[str, Role]] = {
         "name": "experiment",
         "dpo": "experiment",
         "ipo": "experiment",
+        "kto": "experiment",
         "simpo": "experiment",
         "orpo": "experiment",
         "distillation": "experiment",

@@ -374,6 +374,7 @@ def _combined(corpus: Corpus, records: list[tuple[Shard, Counts]], source: str) 
         dict(sum((counts.skipped for _, counts in records), Counter[str]())),
         next((counts.first_skipped for _, counts in records if counts.first_skipped), ""),
         corpus.has_pairs,
+        corpus.has_ratings,
         source,
     )
 

@@ -107,6 +107,9 @@ class Header:
     has_pairs: bool = False
     """True if documents 2k and 2k + 1 of every shard are a pair: the chosen and the rejected answer to a prompt."""
 
+    has_ratings: bool = False
+    """True if the last token of every document is a label of its answer: 1 for a desirable answer, else 0."""
+
     source: str = ""
     """Digest of everything that decides the tokens, except for the tokenizer: keys of the section, `Corpus.identity`,
     and the names, sizes and contents of the files."""
@@ -224,7 +227,7 @@ def _check_types(header: Header) -> None:
     texts = (header.dtype, header.tokenizer, header.first_skipped, header.source)
     counts = (header.vocab_size, header.num_tokens, header.num_documents, *header.skipped.values())
     is_valid = all(isinstance(text, str) for text in texts) and all(map(_is_count, counts))
-    is_valid &= isinstance(header.has_targets, bool) and isinstance(header.has_pairs, bool)
+    is_valid &= all(isinstance(flag, bool) for flag in (header.has_targets, header.has_pairs, header.has_ratings))
     is_valid &= len({shard.name for shard in header.shards}) == len(header.shards)
     if not is_valid or header.dtype != token_dtype(header.vocab_size):
         raise ValueError

@@ -1,6 +1,6 @@
 """The interface of a loss: what it needs of a model and a batch, and what it returns.
 
-The items of a loss are the terms of its sum: the valid targets, or pairs of answers. A loss returns sums over the items
+The items of a loss are the terms of its sum: the valid targets, pairs of answers, or answers. A loss returns sums over the items
 of a microbatch, and never divides. The step divides these sums by the number of items in all its microbatches on all
 ranks (`means_of_step`). That number is known before the first backward. So the gradient is that of one large batch,
 even if microbatches or ranks have different numbers of items.
@@ -52,6 +52,9 @@ class Loss:
     """Names of the metrics that report the second and later sums, with gradients enabled. Sums without a tag are not
     reported."""
 
+    prepares_steps = False
+    """True if `prepare_step` has an effect."""
+
     frozen: nn.Module | None = None
     """The second model of the loss. It is never trained, but wrapped like the trained model. None: the loss has no
     second model, or it is the trained model without its adapters (`loss.second_model.Base`)."""
@@ -66,7 +69,7 @@ class Loss:
 
     def prepare_step(self, microbatches: Sequence[Batch], device: torch.device) -> None:
         """Before the first forward of a step, compute what the loss needs of all microbatches together. `microbatches`:
-        those of this rank, on the host. Not called in validation and in traces. Collective."""
+        those of this rank, on the host. Not called in validation, in traces and in pipelines. Collective."""
 
     def prepare(self, inputs: Tensor, targets: Tensor, documents: Tensor | None) -> None:
         """Before the model's forward, compute what the loss needs besides the model's outputs, such as a teacher's

@@ -103,8 +103,8 @@ def mismatched(inputs: Tensor, documents: Tensor, answers: Answers) -> Mismatche
     offset = places - start.gather(1, documents)
     in_prompt = offset < of_prompt.gather(1, documents)
     owner = documents.where(in_prompt, taker.gather(1, documents))
-    before = of_prompt.gather(1, owner) - of_prompt.gather(1, documents)  # only for answers: the other prompt is longer
-    place = new_start.gather(1, owner) + offset + before.masked_fill(in_prompt, 0)
+    longer = of_prompt.gather(1, owner) - of_prompt.gather(1, documents)  # the prompt before an answer; 0 in prompts
+    place = new_start.gather(1, owner) + offset + longer
 
     def moved(values: Tensor) -> Tensor:
         return torch.zeros_like(values).scatter(1, place, values)
@@ -119,7 +119,7 @@ def mismatched(inputs: Tensor, documents: Tensor, answers: Answers) -> Mismatche
 
 
 class KTOLoss(Loss):
-    """The loss of Ethayarajh et al. (arXiv:2402.01306, equations 7 and 8), summed over answers. The items are the
+    """The loss of Ethayarajh et al. (arXiv:2402.01306, section 4), summed over answers. The items are the
     answers.
 
     The log-ratio of an answer is its log-probability in the trained model minus that in the reference model. The
@@ -130,6 +130,7 @@ class KTOLoss(Loss):
 
     num_sums = 4
     accuracy_of_items = True
+    prepares_steps = True
     tags = ("preference/signed_reward", "preference/accuracy", "preference/baseline")
 
     def __init__(

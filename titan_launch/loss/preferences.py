@@ -106,11 +106,8 @@ def mean_log_prob(logits: Tensor, targets: Tensor, documents: Tensor) -> Tensor:
 
 
 def score(scores: Tensor, targets: Tensor, documents: Tensor) -> Tensor:
-    """Return the score at the only valid target of each document. `scores`: (batch, tokens, 1). Raises ConfigError for
-    scores of another shape. See `total_log_prob`."""
-    if scores.shape[-1] != 1:
-        contract = 'loss.name = "reward" reads one number for each token; give the model\'s last layer one output'
-        raise forward_error(f"returns {scores.shape[-1]} numbers for each token, but {contract}")
+    """Return the score at the only valid target of each document. `scores`: (batch, tokens, 1). See
+    `total_log_prob`."""
     return _in_pairs(_by_document(scores.float().squeeze(-1) * _are_valid(targets), documents))
 
 
@@ -197,6 +194,9 @@ class PreferenceLoss(Loss):
         answer minus reward of the rejected one). Without gradients, return two sums: the losses and the number of pairs
         whose chosen answer has the higher reward."""
         self._check(outputs.shape, targets)
+        if self._row.of_answer is score and outputs.shape[-1] != 1:
+            found = f"returns {outputs.shape[-1]} numbers for each token"
+            raise forward_error(f'{found}, but loss.name = "reward" reads one; give its last layer one output')
         assert self._prepared is not None, "prepare comes first"
         (documents, reference), self._prepared = self._prepared, None
         own = self._of_answer(outputs, targets, documents)

@@ -136,7 +136,7 @@ class Learned(Observer):
 
 def _output_hook(learned: Learned, index: int) -> Any:
     def hook(module: nn.Module, args: Any, output: Any) -> None:
-        if learned.is_on:
+        if learned.is_on and torch.is_grad_enabled():  # a loss may run the model without gradients
             for tensor in _floating(output):
                 learned.add_output(index, tensor)
 

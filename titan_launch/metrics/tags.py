@@ -108,7 +108,8 @@ TAGS = [
     Tag(
         "preference/signed_reward",
         "sum",
-        "With `kto`: mean over the answers of the step of their rewards, the negative reward for an undesirable answer.",
+        "With `kto`: mean over the answers of the step of their rewards. An undesirable answer counts with the negative "
+        "reward.",
         chart=("Learning", "rewards of answers"),
         console="reward {:8.4f}",
     ),
@@ -451,7 +452,7 @@ TAGS = [
         "validation/loss",
         "same",
         "Mean cross-entropy over all targets of the held-out samples, without label smoothing and z-loss. With a loss "
-        "of pairs or a function of your own: the mean of that loss, without label smoothing.",
+        "of pairs, `kto` or a function of your own: the mean of that loss, without label smoothing.",
         chart=("Learning", "loss"),
         console="validation loss {:8.4f}",
     ),
@@ -479,7 +480,8 @@ TAGS = [
         "same",
         "Fraction of the validation targets (images or next tokens) that are predicted correctly, from 0 to 1. A "
         "target is predicted correctly if its class has the largest logit. With a loss of pairs: fraction of the "
-        "held-out pairs whose chosen answer has the higher reward.",
+        "held-out pairs whose chosen answer has the higher reward. With `kto`: fraction of the held-out answers whose "
+        "reward has the right sign.",
         chart=("Learning", "accuracy (0 to 1)"),
         console="accuracy {:7.2%}",
     ),

@@ -62,6 +62,6 @@ class Samples:
         if self._documents is not True:
             ends = torch.arange(1, 4) * self._length // 4
         if self._documents == RATED:
-            targets[[*(ends - 1), -1]] %= 2
+            targets[torch.cat([ends, torch.tensor([self._length])]) - 1] %= 2
         documents = (torch.arange(self._length)[:, None] >= ends).sum(1)
         return inputs, targets, documents.to(torch.int32)

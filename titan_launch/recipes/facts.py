@@ -335,6 +335,7 @@ def _parquet(path: str, file: Path) -> DataFolder:
 _KINDS_OF_LINES = {
     "chat": "chats in JSON lines",
     "preferences": "pairs of answers in JSON lines",
+    "unpaired_preferences": "answers with a label in JSON lines",
     "jsonl": "text in JSON lines",
 }
 
@@ -376,8 +377,10 @@ def _kinds_of_line(record: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
     if the line suits none of them: its text is then in another field."""
     from titan_launch.data.corpora.chat import ANSWERS, chat_keys
 
+    keys = chat_keys(record)
     found = {
-        "chat": chat_keys(record),
+        "chat": keys,
+        "unpaired_preferences": (*keys, "label") if keys and isinstance(record.get("label"), bool) else (),
         "preferences": ANSWERS if all(key in record for key in ANSWERS) else (),
         "jsonl": ("text",) if isinstance(record.get("text"), str) else (),
     }

@@ -242,4 +242,4 @@ def check_release() -> None:
     if not is_tested_release():
         release, newest = (".".join(map(str, numbers)) for numbers in (torch_release(), NEWEST_TESTED))
         reason = f"torch {release} is newer than the newest release that was tested, {newest}, so jobs cannot be traced"
-        raise UserError(f"{reason}; plan with an older release")
+        raise UserError(f"{reason}; use an older release")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from titan_launch.config.job import JobConfig
 from titan_launch.config.rules import STEP_RULES
 from titan_launch.config.rules.data import NO_EPOCHS_OF_A_STREAM
 from titan_launch.config.sections.data import DataSource, MixtureData, separates_documents
+from titan_launch.config.sections.loss import ANSWERS, PAIRS, RATED
 from titan_launch.core.errors import ConfigError, KeyPath, config_error
 from titan_launch.data.epochs import steps_of
 from titan_launch.data.loader import (
@@ -159,7 +161,7 @@ class RunData:
 
 def build_data(config: JobConfig, layout: Layout, part: SequencePart | None) -> RunData:
     """Open the data to train on and to validate on. Raises ConfigError for data that cannot be read, and for data whose
-    samples do not fit the loss (`_check_pairs`). `part`: see `RunData.sequence_part`."""
+    samples do not fit the loss (`_check_answers`). `part`: see `RunData.sequence_part`."""
     tokenizer = build_tokenizer(config.tokenizer)
 
     def build(data: DataSource, key: KeyPath) -> SampleSource:
@@ -181,7 +183,7 @@ def build_data(config: JobConfig, layout: Layout, part: SequencePart | None) -> 
         layout.local_batch_size,
         tokenizer,
     )
-    _check_pairs(config, data)
+    _check_answers(config, data)
     return data
 
 
@@ -217,17 +219,20 @@ def build_order(data: DataSource, source: SampleSource, seed: int, global_batch_
     return MixtureOrder(orders, stages, seed)
 
 
-def _check_pairs(config: JobConfig, data: RunData) -> None:
-    """Raise ConfigError if the loss needs pairs of answers and a source has none, or if a source has pairs and the loss
-    needs single documents."""
-    wanted = config.loss.kind.reads_pairs
-    for section, source in data.sources.items():
-        if getattr(source, "has_pairs", wanted) != wanted:
+def _check_answers(config: JobConfig, data: RunData) -> None:
+    """Raise ConfigError if the loss reads pairs of answers, or answers with a label, and a source has none, or if a
+    source has them and the loss does not read them."""
+    for (section, source), (kind, flag) in product(data.sources.items(), _FLAGS.items()):
+        wanted = config.loss.kind.data_kind == kind
+        if getattr(source, flag, wanted) != wanted:
             key = tuple(int(part) if part.isdigit() else part for part in section.split("."))
-            has = "has no pairs of answers, which" if wanted else "has pairs of answers, and"
-            needs = "needs" if wanted else "needs single documents"
-            reason = f'{has} loss.name = "{config.loss.name}" {needs}; name other data'
+            has, reads = ("has no", "needs") if wanted else ("has", "does not read")
+            reason = f'{has} {ANSWERS[kind]}, which loss.name = "{config.loss.name}" {reads}; name other data'
             raise config_error((*key, "path"), reason, also=(("loss", "name"),))
+
+
+_FLAGS = {PAIRS: "has_pairs", RATED: "has_ratings"}
+"""The attribute of token files that is True if they have this kind of answers."""
 
 
 def build_train_batches(

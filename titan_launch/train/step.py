@@ -69,9 +69,11 @@ class MicrobatchesInTurn:
         `num_items` returns the number of the step's items over all ranks. It is called after each forward.
         """
         sums = torch.zeros(loss.num_sums, device=self._device)
-        self.timeline.begin("forward")
-        loss.prepare_step(microbatches, self._device)
-        self.timeline.begin(OTHER)
+        if loss.prepares_steps:
+            self.timeline.group("before the microbatches")
+            self.timeline.begin("forward")
+            loss.prepare_step(microbatches, self._device)
+            self.timeline.begin(OTHER)
         for index, microbatch in enumerate(copied_ahead(microbatches, self._device)):
             self._accumulation.begin_microbatch(self._model, is_last=index == len(microbatches) - 1)
             self.timeline.group(f"microbatch {index}")

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titan_launch.config.sections.data import PreferenceData, TokensData
+from titan_launch.config.sections.data import PreferenceData, TokensData, UnpairedPreferenceData
 from titan_launch.core.errors import ConfigError
 from titan_launch.core.files import CACHE_VARIABLE
-from titan_launch.data.corpora.chat import PreferenceCorpus, preference_messages
+from titan_launch.data.corpora.chat import PreferenceCorpus, UnpairedPreferenceCorpus, preference_messages
 from titan_launch.data.packing import longest_pair, pack
 from titan_launch.data.prepare import prepare
 from titan_launch.data.preview import decode_sample
@@ -151,6 +151,60 @@ def test_lines_that_are_no_pairs_are_named_or_counted(tmp_path: Path) -> None:
     assert "skipped 5 lines" in source.describe()
 
 
+RATED = [
+    {"prompt": "Hi", "completion": "Hello", "label": True},
+    {"messages": [ASKED, BAD], "label": False},
+]
+
+
+def rated(file: Path, lines: list[Any], seq_len: int = SEQ_LEN, **keys: Any) -> SampleSource:
+    file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    data = UnpairedPreferenceData(kind="unpaired_preferences", path=str(file), template="chatml", **keys)
+    return build_source(data, ByteTokenizer(), seq_len)
+
+
+def test_the_last_target_of_an_answer_is_its_label(tmp_path: Path) -> None:
+    inputs, targets, documents = rated(tmp_path / "a.jsonl", RATED)[0]
+    for number, (answer, label) in enumerate((("Hello", 1), ("No", 0))):
+        own = targets[documents == number]
+        *answered, last = own[own != -100].tolist()
+        assert bytes(answered).decode() == f"{answer}<|im_end|>" and last == label == own[-1]
+        assert bytes(inputs[documents == number].tolist()).decode() == f"{BEFORE}{answer}<|im_end|>\n"
+
+
+def test_answers_without_a_label_or_too_long_are_named_or_cut(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    chat = {"prompt": "Hi", "completion": "Hello"}
+    for line, detail in ((chat, "true: a desirable answer"), ({**chat, "label": 1}, "its value is 1")):
+        with pytest.raises(ConfigError, match=re.escape(f'is without true or false in "label" ({detail}')):
+            rated(file, [line])
+    length = len(f"{BEFORE}Hello<|im_end|>\n")
+    assert len(rated(file, [RATED[0]], seq_len=length)) == 1
+    with pytest.raises(ConfigError, match=rf"longer than training\.seq_len = {length - 1} tokens \(it has {length}\)"):
+        rated(file, [RATED[0]], seq_len=length - 1, truncation="stop")
+    for truncation in ("right", "left"):
+        inputs, targets, _ = rated(file, [RATED[0]], seq_len=length - 4, truncation=truncation)[0]
+        assert len(inputs) == length - 4 and targets[-1] == 1
+
+
+def test_prepared_answers_keep_their_labels_and_are_never_divided(tmp_path: Path) -> None:
+    source = rated(tmp_path / "a.jsonl", RATED)
+    config = UnpairedPreferenceData(kind="unpaired_preferences", path=str(tmp_path / "a.jsonl"), template="chatml")
+    header = prepare(UnpairedPreferenceCorpus(config, ByteTokenizer(), ("data",), SEQ_LEN), tmp_path / "tokens")
+    assert header.has_ratings and not header.has_pairs
+
+    def opened(seq_len: int, packing: Any) -> SampleSource:
+        data = TokensData(kind="tokens", path=str(tmp_path / "tokens"), packing=packing)
+        return build_source(data, ByteTokenizer(), seq_len)
+
+    for own, other in zip(source[0], opened(SEQ_LEN, "documents")[0], strict=True):
+        assert own.equal(other)
+    with pytest.raises(ConfigError, match="would divide the answers with a label in the token files"):
+        opened(SEQ_LEN, "concat")
+    with pytest.raises(ConfigError, match="has answers with a label, of which one takes"):
+        opened(30, "documents")
+
+
 def test_prepared_pairs_are_the_same_samples(tmp_path: Path) -> None:
     source = build(tmp_path / "a.jsonl", LAYOUTS)
     assert isinstance(source, PackedSource) and source.has_pairs
@@ -167,5 +221,5 @@ def test_prepared_pairs_are_the_same_samples(tmp_path: Path) -> None:
         ConfigError, match=r'data\.packing: would divide the pairs of answers in the token files; set "documents"'
     ):
         opened(SEQ_LEN, "concat")
-    with pytest.raises(ConfigError, match="has a pair of answers that takes 131 positions"):
+    with pytest.raises(ConfigError, match="has pairs of answers, of which one takes 131 positions"):
         opened(100, "documents")

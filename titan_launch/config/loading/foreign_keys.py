@@ -25,8 +25,8 @@ _TRAIN_ON = 'use "data.train_on" with "data.kind" = "chat"; "all" trains on all 
 _LAST_TURN = 'use "data.train_on" = "last" with "data.kind" = "chat"'
 _PART = 'use "data.validation_percent", with "data.split" = "train" and "validation.data.split" = "validation"'
 _PREFERENCES = (
-    'use "loss.name" = "dpo", or another loss of pairs, with "data.kind" = "preferences"; use "kto" with '
-    '"unpaired_preferences"; for fine-tuning, use "data.kind" = "chat"'
+    'use "loss.name" = "dpo", or another loss of pairs, with "data.kind" = "preferences", or "loss.name" = "kto" with '
+    '"data.kind" = "unpaired_preferences"; for fine-tuning, use "data.kind" = "chat"'
 )
 _PROFILE = 'use "profiling.start_step", the first step of a profile, and "profiling.num_steps"'
 _PROFILE_FOLDER = "not needed; profiles are in profiling/ of the run folder"

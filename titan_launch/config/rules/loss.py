@@ -11,11 +11,10 @@ from titan_launch.config.rules.tables import changed_keys
 from titan_launch.config.sections.data import ClassificationData, FactoryData, PreferenceData, TokensData
 from titan_launch.config.sections.lora import LoRAConfig
 from titan_launch.config.sections.loss import (
+    ANSWERS,
     BASE,
     LOSSES,
     MODEL_LOSS,
-    PAIRS,
-    RATED,
     FrozenModelConfig,
     LossConfig,
     ReferenceConfig,
@@ -86,10 +85,6 @@ def _is_used(config: JobConfig, key: tuple[str, str]) -> bool:
     return any(changed_keys(config, format_key(key)))
 
 
-_ANSWERS = {PAIRS: "pairs of answers", RATED: "answers with a label"}
-"""The kinds of data that only some losses read, with a noun for each."""
-
-
 def answers_are_for_their_losses(config: JobConfig) -> Iterator[Problem]:
     """Report a problem if the loss reads pairs of answers, or answers with a label, and a data source has none, or if a
     source has them and the loss does not read them. (Token files may have both; the run checks these files. A factory
@@ -100,13 +95,13 @@ def answers_are_for_their_losses(config: JobConfig) -> Iterator[Problem]:
             continue
         if needed is not None:
             if not (isinstance(data, FactoryData) and data.samples == "documents"):
-                reason = f'has no {_ANSWERS[needed]}, which loss.name = "{name}" needs; set kind = "{needed}"'
+                reason = f'has no {ANSWERS[needed]}, which loss.name = "{name}" needs; set kind = "{needed}"'
                 yield Problem((*source, "kind"), reason, data.kind, also=(_NAME,))
-        elif data.kind in _ANSWERS:
+        elif data.kind in ANSWERS:
             known = [f'"{loss}"' for loss, kind in LOSSES.items() if kind.data_kind == data.kind]
             choice = "it" if len(known) == 1 else "one of them"
             used = f"which only loss.name = {' or '.join(known)} uses"
-            reason = f'has {_ANSWERS[data.kind]}, {used}, not "{name}"; set {choice}'
+            reason = f'has {ANSWERS[data.kind]}, {used}, not "{name}"; set {choice}'
             yield Problem((*source, "kind"), reason, data.kind, also=(_NAME,))
 
 

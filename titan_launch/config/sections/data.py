@@ -603,7 +603,7 @@ def separates_documents(data: DataSource) -> bool:
 
 class ValidationConfig(Section):
     """Loss and accuracy on data held out from training, with the model in evaluation mode. Both are means over the
-    targets of all ranks, with the same weight for each target. With a loss of pairs, they are means over the pairs."""
+    targets of all ranks, with the same weight for each target. With a loss of pairs, they are means over the pairs, and with `kto` over the answers."""
 
     freq: Annotated[int, Field(ge=0)] = 0
     """Steps between validations. 0 disables validation."""

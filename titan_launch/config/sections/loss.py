@@ -12,14 +12,15 @@ from titan_launch.config.sections.section import FloatDtype, Section
 from titan_launch.core.errors import KeyPath
 
 PAIRS, RATED = "preferences", "unpaired_preferences"
-"""Values of `data.kind`: pairs of answers, and answers with a label."""
+ANSWERS = {PAIRS: "pairs of answers", RATED: "answers with a label"}
+"""The values of `data.kind` that only some losses read, with a noun for each."""
 
 BASE = "base"
 """Value of `reference` of a loss: the trained model without its adapters."""
 
 
 class ReferenceConfig(Section):
-    """The keys of the losses of pairs that have a reference model."""
+    """The keys of the losses that have a reference model."""
 
     reference: str
     """The reference model, which is not trained. With `[lora]`, `base` is the trained model without its adapters; it
@@ -69,7 +70,7 @@ class KTOConfig(ReferenceConfig):
 
     desirable_weight: Annotated[float, Field(gt=0)] = 1.0
     """Weight of the desirable answers, called λ_D in the paper. Recommendation of the paper: `desirable_weight` x their
-    number should be 1 to 4/3 times `undesirable_weight` x the number of undesirable answers."""
+    number should be 1 to 1.5 times `undesirable_weight` x the number of undesirable answers."""
 
     undesirable_weight: Annotated[float, Field(gt=0)] = 1.0
     """Weight of the undesirable answers, called λ_U in the paper."""
@@ -120,16 +121,17 @@ class DistillationConfig(Section):
 
 class LossConfig(Section):
     """The training loss. It is summed in fp32. Validation reports the cross-entropy without label smoothing and z-loss,
-    so that jobs can be compared. With a loss of pairs, a function of your own or `model.loss`, validation reports that
-    loss."""
+    so that jobs can be compared. With a loss of answers, a function of your own or `model.loss`, validation reports
+    that loss."""
 
     name: str = "cross_entropy"
     """The loss. `cross_entropy`: the mean cross-entropy of all targets that are not ignored. `dpo`, `ipo`, `simpo` and
     `orpo` are losses of pairs, with data of pairs (`data.kind = "preferences"`): the model learns to prefer one answer
-    to another. `kto` learns from single answers with a label (`data.kind = "unpaired_preferences"`). `reward` is a loss of pairs for a reward model (`model.args.num_labels = 1`, `data.train_on = "end"`,
-    arXiv:2203.02155): -log sigmoid(reward of the chosen answer - reward of the rejected answer). `distillation`: the KL
-    divergence from the probabilities of a teacher, mixed with the cross-entropy. `package.module:function`: a function
-    of your own, which is called with logits and targets and returns the sum of the loss; see docs/how_to/losses.md."""
+    to another. `kto` learns from single answers with a label (`data.kind = "unpaired_preferences"`). `reward` is a loss
+    of pairs for a reward model (`model.args.num_labels = 1`, `data.train_on = "end"`, arXiv:2203.02155): -log
+    sigmoid(reward of the chosen answer - reward of the rejected answer). `distillation`: the KL divergence from the
+    probabilities of a teacher, mixed with the cross-entropy. `package.module:function`: a function of your own, which
+    is called with logits and targets and returns the sum of the loss; see docs/how_to/losses.md."""
 
     dpo: DPOConfig | None = None
     """Settings of `dpo`, which needs this table."""

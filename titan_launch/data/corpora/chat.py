@@ -1,6 +1,6 @@
-"""Corpora of chats, of pairs of answers, and of answers with a label, in JSON lines. A chat template turns each chat into text.
+"""Corpora of chats, of pairs of answers, and of answers with a label, in JSON lines.
 
-By default, only turns of the assistant are targets (`train_on`).
+A chat template turns each chat into text. By default, only turns of the assistant are targets (`train_on`).
 """
 
 from __future__ import annotations
@@ -49,9 +49,10 @@ class ChatCorpus(TokenizedLinesCorpus):
         messages = chat_messages(record)
         chat = self.tokenized(messages, record)
         longest, rule = self.seq_len + 1, self.config.truncation
-        num_tokens = len(chat.tokens)
-        if num_tokens > longest and rule in ("skip", "stop"):
-            reason = f"longer than training.seq_len + 1 = {longest:,} tokens"
+        num_tokens = len(chat.tokens) - self.has_ratings
+        if len(chat.tokens) > longest and rule in ("skip", "stop"):
+            limit = f"training.seq_len = {longest - 1:,}" if self.has_ratings else f"training.seq_len + 1 = {longest:,}"
+            reason = f"longer than {limit} tokens"
             raise RecordError(reason, f"it has {num_tokens:,}", "truncation", on_error=rule)
         return Document(json.dumps(messages, sort_keys=True).encode(), self.truncated(chat, longest), file)
 
@@ -137,6 +138,7 @@ class UnpairedPreferenceCorpus(ChatCorpus):
 
     config: UnpairedPreferenceData
     remedy = "name files with one chat and its label per line"
+    has_ratings = True
 
     def tokenized(self, messages: Sequence[Message], record: Mapping[str, Any]) -> Encoded:
         """Return all tokens of a chat, and its label. Raises RecordError for a chat without a label, and the errors of

@@ -97,6 +97,9 @@ class Corpus(ABC):
     has_pairs = False
     """True if every record is two documents: the chosen and the rejected answer to a prompt."""
 
+    has_ratings = False
+    """True if the last token of every document is a label of its answer, 0 or 1, and only a target."""
+
     def __init__(self, config: CorpusData, tokenizer: Tokenizer, key: KeyPath, seq_len: int):
         """`key`: path of the section in the job file, for errors. `seq_len`: tokens of a sample."""
         self.config, self.tokenizer, self.key, self.seq_len = config, tokenizer, key, seq_len

@@ -31,6 +31,9 @@ class PackedSource:
         self.has_pairs = header.has_pairs
         """True if documents 2k and 2k + 1 of a sample are a chosen and a rejected answer."""
 
+        self.has_ratings = header.has_ratings
+        """True if the last target of each document is a label of its answer."""
+
         self._header, self._description, self._note = header, description, note
 
     def __len__(self) -> int:

@@ -152,8 +152,8 @@ def _build(
     note: str,
 ) -> TokenSource | PackedSource:
     description = f"{description}, {_count(len(stream), 'token')}"
-    if header.has_pairs:
-        _check_pairs(config, context, stream)
+    if header.has_pairs or header.has_ratings:
+        _check_whole(config, context, header, stream)
     source: TokenSource | PackedSource
     if config.packing == "documents":
         packing = cached_packing(stream, header, context.seq_len)
@@ -171,15 +171,18 @@ def _build(
     return source
 
 
-def _check_pairs(config: CorpusData | TokensData, context: SourceContext, stream: TokenStream) -> None:
-    """Raise ConfigError if a pair of documents could be divided between samples, or is too long for a sample."""
+def _check_whole(config: CorpusData | TokensData, context: SourceContext, header: Header, stream: TokenStream) -> None:
+    """Raise ConfigError if a pair of answers, or an answer and its label, could be divided between samples, or is too
+    long for a sample."""
+    what = "pairs of answers" if header.has_pairs else "answers with a label"
     if config.packing != "documents":
-        reason = 'would divide the pairs of answers in the token files; set "documents"'
+        reason = f'would divide the {what} in the token files; set "documents"'
         raise config_error((*context.key, "packing"), reason, config.packing)
-    longest = longest_pair(stream.document_ends())
+    ends = stream.document_ends()
+    longest = longest_pair(ends) if header.has_pairs else int(np.diff(ends, prepend=0).max(initial=1)) - 1
     if longest > context.seq_len:
         reason = (
-            f"has a pair of answers that takes {longest:,} positions, but training.seq_len is {context.seq_len:,}; "
+            f"has {what}, of which one takes {longest:,} positions, but training.seq_len is {context.seq_len:,}; "
             "prepare the text again"
         )
         raise config_error((*context.key, "path"), reason, config.path, also=(("training", "seq_len"),))
