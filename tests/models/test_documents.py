@@ -66,7 +66,7 @@ def test_the_module_in_the_docs_separates_documents() -> None:
     names: dict[str, Any] = {}
     exec(source, names)
     model = names["PackedEncoder"](dim=16, layers=2, vocab_size=30)
-    check_documents(model, 24, ("data", "packing"))
+    check_documents(model, 24, ("data", "packing"), "documents")
     tokens = torch.randint(0, 30, DOCUMENTS.shape)
     alone = [model(tokens[row, None, first:end]) for row, first, end in BOUNDS]
     torch.testing.assert_close(model(tokens, DOCUMENTS).flatten(0, 1), torch.cat(alone, 1)[0], rtol=1e-5, atol=1e-5)
@@ -87,11 +87,11 @@ class Deaf(nn.Module):
 
 
 def test_a_module_must_take_documents() -> None:
-    check_documents(Own(), 24, ("data", "packing"))
+    check_documents(Own(), 24, ("data", "packing"), "documents")
     assert document_arguments(Own(), DOCUMENTS) == {"documents": DOCUMENTS}
     assert document_arguments(Own(), None) == {}
     with pytest.raises(ConfigError) as caught:
-        check_documents(Deaf(), 24, ("data", "packing"))
+        check_documents(Deaf(), 24, ("data", "packing"), "documents")
     assert str(caught.value) == (
         'data.packing: needs forward(inputs, documents=None), but Deaf.forward takes no documents; set "concat"'
     )

@@ -122,7 +122,7 @@ def _check_documents() -> None:
         is_equal = torch.allclose(found.logits.flatten(0, 1), alone[0], rtol=1e-5, atol=1e-5)
         assert is_equal == (reason is None), name
         try:
-            check_documents(on_meta, TOKENS, ("data", "packing"))
+            check_documents(on_meta, TOKENS, ("data", "packing"), "documents")
         except ConfigError as error:
             assert reason is not None and f'of transformers, {reason}; set "concat"' in str(error), error
         else:

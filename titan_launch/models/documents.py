@@ -71,11 +71,11 @@ def _documents_at(position_ids: Tensor) -> Tensor | None:
     return (position_ids == 0).cumsum(-1) if position_ids.dtype == _DTYPE else None
 
 
-def check_documents(model: nn.Module, seq_len: int, key: KeyPath) -> None:
+def check_documents(model: nn.Module, seq_len: int, key: KeyPath, value: str) -> None:
     """Raise ConfigError for a model on the meta device whose forward does not separate documents.
 
     A model of `transformers` is checked by a forward. Any other model must have a forward with the argument
-    `documents`. `key`: the key that is set to "documents".
+    `documents`. `key`, `value`: the key that separates documents, and its value.
     """
     name = type(model).__name__
     if _takes_positions(model):
@@ -85,7 +85,8 @@ def check_documents(model: nn.Module, seq_len: int, key: KeyPath) -> None:
         is_taken = "documents" in inspect.signature(model.forward).parameters
         problem = None if is_taken else f"needs forward(inputs, documents=None), but {name}.forward takes no documents"
     if problem is not None:
-        raise config_error(key, f'{problem}; set "concat"', "documents", also=(("model", "name"),))
+        remedy = 'set "concat"' if key[-1] == "packing" else "use a different model or other data"
+        raise config_error(key, f"{problem}; {remedy}", value, also=(("model", "name"),))
 
 
 def _obstacle_in_transformers(model: Any, seq_len: int) -> str | None:

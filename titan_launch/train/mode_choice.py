@@ -49,8 +49,8 @@ def inspect_model(config: JobConfig, built: BuiltModel) -> Inventory:
     not support the job's packed documents, BatchNorm statistics, tensor parallelism or context parallelism.
     """
     check_signature(built.module, config.data.unit, config.model.loss is not None)
-    for key in keys_of_packed_documents(config):
-        check_documents(built.module, config.training.seq_len, key)
+    for key, value in keys_of_packed_documents(config):
+        check_documents(built.module, config.training.seq_len, key, value)
     check_batch_norms(built.module, config.batchnorm)
     check_tensor_plan(built.module, built.tensor_parallel, config.parallelism)
     context, seq_len = config.parallelism.context_parallel_degree, config.training.seq_len

@@ -43,5 +43,5 @@ def beyond_causal_attention(config: JobConfig) -> Iterator[tuple[str, tuple[KeyP
             f"model.args.{option}",
             (("model", "name"), ("model", "flavor"), ("model", "args"), ("training", "seq_len")),
         )
-    for key in keys_of_packed_documents(config):
-        yield f'{format_key(key)} = "documents"', (key,)
+    for key, value in keys_of_packed_documents(config):
+        yield f'{format_key(key)} = "{value}"', (key,)

@@ -308,10 +308,14 @@ def as_written(value: object) -> object:
     return [as_written(item) for item in value] if isinstance(value, tuple) else value
 
 
-def keys_of_packed_documents(config: JobConfig) -> Iterator[KeyPath]:
-    """Yield the key `packing` of each data source whose samples have separate documents: sources with `packing =
-    "documents"`, and factories with `samples = "documents"`."""
-    return ((*key, "packing") for key, data in sources_of(config) if separates_documents(data))
+def keys_of_packed_documents(config: JobConfig) -> Iterator[tuple[KeyPath, str]]:
+    """Yield (key, value) for each data source whose samples have separate documents: the key `packing`, the key
+    `samples` of a factory, or the `kind` of data that are never packed otherwise."""
+    for source, data in sources_of(config):
+        if separates_documents(data):
+            keys = (name for name in ("packing", "samples") if name in type(data).model_fields)
+            name = next(keys, "kind")
+            yield (*source, name), getattr(data, name)
 
 
 def _kinds_of(unit: SampleUnit) -> str:

@@ -73,6 +73,7 @@ class MetricsConfig(Section):
     updates. `activations/*` are the scales of their outputs, and of the outputs of the modules that each precision rule
     matches. A measured step needs memory for a float32 copy of the parameters of these modules. With `compile.enable`,
     outputs are not measured."""
+
     sinks: Annotated[Array[str], AfterValidator(_sinks)] = ()
     """Further destinations of the reports. `wandb`: Weights & Biases (`pip install 'titan-launch[wandb]'`), offline in
     the run folder without a login. `mlflow`: MLflow (`pip install 'titan-launch[mlflow]'`). `package.module:factory`: a

@@ -149,7 +149,7 @@ class GradientAccumulationConfig(Section):
     choice and the reason. A run records the chosen mode, and keeps it on resume."""
 
     keep_params_unsharded: bool | None = None
-    """All-gather the parameters once per step instead of twice per microbatch, and keep them unsharded (in
+    """All-gather the parameters once per step instead of up to twice per microbatch, and keep them unsharded (in
     `param_dtype`) until the last backward, like ZeRO-2. Default: false; with `mode = "auto"`, true if the memory
     suffices. `loss.name = "kto"` does not support it."""
 
@@ -333,7 +333,7 @@ class MupConfig(Section):
     base_width: Annotated[int, Field(ge=1)] | None = None
     """Width (`dim`) of the base model, on which the keys of `[optimizer]` were tuned, and which has the family's usual
     initial values. Initial values, learning rate and weight decay of each parameter follow from `model.args.dim` /
-    `base_width`; `titan-launch plan` shows them. Unset: they do not depend on the width."""
+    `base_width`; `titan-launch plan --verbose` shows them. Unset: they do not depend on the width."""
 
 
 class EMAConfig(Section):
