@@ -11,8 +11,9 @@ pipeline and expert parallelism, all replicas, with and without an optimizer tha
 microbatch, and all modes of gradient accumulation. The schedule is 1F1B, and activation checkpointing and chunks of the
 loss stay those of the job. The time of a layout is the median of its steps. The winner and the fastest layouts train
 again, in turns, so that a lucky run does not decide. If another layout then has the lowest time, it and the winner
-train once more, in turns, and only these times are compared: of several noisy times, the lowest is too low. Memory is the peak that a run reports of its third step. A thread
-of gloo sometimes frees a buffer late, so the smallest of the winner's runs counts.
+train once more, in turns, and only these times are compared: of several noisy times, the lowest is too low. Memory is
+the peak that a run reports of its third step. A thread of gloo sometimes frees a buffer late, so the smallest of the
+winner's runs counts.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ A job is a small language model, ResNet or ViT. Each seed draws:
 - dtypes of storage, computation and reduction, and precision rules; kernels of a GPU or of a CPU
 - gradient accumulation, unsharded parameters, reshard after forward, activation checkpointing
 - activation offloading, CPU offload
-- loss: cross-entropy with z-loss, label smoothing and chunks; dpo and kto with a reference in a folder or the base of adapters;
-  distillation; a function of the user
+- loss: cross-entropy with z-loss, label smoothing and chunks; dpo and kto with a reference in a folder or the base of
+  adapters; distillation; a function of the user
 - trained parameters: all, some (training.frozen, training.trainable), adapters (lora.targets); storage of frozen ones
 - optimizer, its implementation and the dtype of its state, moving average of the weights (EMA)
 

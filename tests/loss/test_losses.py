@@ -486,7 +486,7 @@ def test_mismatched_chats_have_every_prompt_and_every_answer_once() -> None:
         inputs += tokens
         targets += [-100] * (len(prompt) - 1) + answer + [number % 2 if answer else -100]
         documents += [number] * len(tokens)
-    batch = torch.tensor([inputs + [0, 0]]), torch.tensor([targets + [-100, -100]]), torch.tensor([documents + [4, 4]])
+    batch = torch.tensor([[*inputs, 0, 0]]), torch.tensor([[*targets, -100, -100]]), torch.tensor([[*documents, 4, 4]])
     answers = answers_in(batch[1], batch[2])
     assert answers.exist[0, :5].tolist() == [True, True, True, False, False]
     assert answers.labels[0, :3].tolist() == [0, 1, 0]
@@ -543,7 +543,9 @@ def test_documents_without_labels_are_refused_by_kto(tmp_path: Path) -> None:
     reason = 'has answers with a label, which loss.name = "cross_entropy" does not read; name other data'
     run_ranks(fail_with, 1, {**job, "loss": {}, "data": tokens}, ("data", "path"), reason)
     targets, documents = torch.tensor([[-100, 65, 7]]), torch.zeros(1, 3, dtype=torch.int32)
-    loss = KTOLoss(lambda *_: None, lambda function: function, KTOConfig(reference="base"), nn.Linear(1, 1), Base(nn.Linear(1, 1)))
+    loss = KTOLoss(
+        lambda *_: None, lambda function: function, KTOConfig(reference="base"), nn.Linear(1, 1), Base(nn.Linear(1, 1))
+    )
     with pytest.raises(ConfigError, match="has a document whose last target is no label"):
         loss.counts(targets, documents)
 

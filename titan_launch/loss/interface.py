@@ -1,9 +1,9 @@
 """The interface of a loss: what it needs of a model and a batch, and what it returns.
 
-The items of a loss are the terms of its sum: the valid targets, pairs of answers, or answers. A loss returns sums over the items
-of a microbatch, and never divides. The step divides these sums by the number of items in all its microbatches on all
-ranks (`means_of_step`). That number is known before the first backward. So the gradient is that of one large batch,
-even if microbatches or ranks have different numbers of items.
+The items of a loss are the terms of its sum: the valid targets, pairs of answers, or answers. A loss returns sums over
+the items of a microbatch, and never divides. The step divides these sums by the number of items in all its microbatches
+on all ranks (`means_of_step`). That number is known before the first backward. So the gradient is that of one large
+batch, even if microbatches or ranks have different numbers of items.
 """
 
 from __future__ import annotations

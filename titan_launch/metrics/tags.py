@@ -108,8 +108,8 @@ TAGS = [
     Tag(
         "preference/signed_reward",
         "sum",
-        "With `kto`: mean over the answers of the step of their rewards. An undesirable answer counts with the negative "
-        "reward.",
+        "With `kto`: mean over the answers of the step of their rewards. An undesirable answer counts with the "
+        "negative reward.",
         chart=("Learning", "rewards of answers"),
         console="reward {:8.4f}",
     ),

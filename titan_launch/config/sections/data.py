@@ -246,7 +246,7 @@ class UnpairedPreferenceData(ChatData):
 
     packing: ClassVar[Literal["documents"]] = "documents"  # type: ignore[misc] # removes the key
 
-    train_on: Literal["assistant", "last"] = "last"  # type: ignore[assignment]
+    train_on: Literal["assistant", "last"] = "last"
     """Tokens that count as the answer; the loss uses the probabilities of these tokens. `last`: the last turn of the
     assistant, with the token that ends it. `assistant`: all turns of the assistant."""
 
@@ -603,7 +603,8 @@ def separates_documents(data: DataSource) -> bool:
 
 class ValidationConfig(Section):
     """Loss and accuracy on data held out from training, with the model in evaluation mode. Both are means over the
-    targets of all ranks, with the same weight for each target. With a loss of pairs, they are means over the pairs, and with `kto` over the answers."""
+    targets of all ranks, with the same weight for each target. With a loss of pairs, they are means over the pairs, and
+    with `kto` over the answers."""
 
     freq: Annotated[int, Field(ge=0)] = 0
     """Steps between validations. 0 disables validation."""

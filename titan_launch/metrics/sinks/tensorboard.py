@@ -59,8 +59,8 @@ class TensorBoardSink(Sink):
             self._file()
 
     def rewind(self, step: int) -> None:
-        """Continue in a new file of the folder, which the next report opens. The file makes TensorBoard drop the earlier
-        values of steps after `step`."""
+        """Continue in a new file of the folder, which the next report opens. The file makes TensorBoard drop the
+        earlier values of steps after `step`."""
         self.close()
         self._opened, self._resume_step = None, step
 
