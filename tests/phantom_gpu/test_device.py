@@ -132,6 +132,22 @@ os._exit(0)
 """
 
 
+_SORTED = """
+import torch
+rows = torch.zeros(1, 4096, dtype=torch.int64, device="cuda")  # from 3,073 rows on, CUB sorts them
+torch.ops.aten.embedding_dense_backward(torch.empty(1, 4096, 8, device="cuda"), rows, 100, -1, False)
+torch.cuda.synchronize()
+print(torch.cuda.get_device_capability())
+"""
+
+
+@pytest.mark.phantom
+@pytest.mark.parametrize(("name", "capability"), [("l40s", "(8, 9)"), ("b200", "(10, 0)")])
+def test_sorting_kernels_run_on_every_architecture(phantom: Phantom, name: str, capability: str) -> None:
+    ended = phantom.run("-m", "titan_launch.phantom_gpu", "--hide-gpu", "--device", name, sys.executable, "-c", _SORTED)
+    assert ended.returncode == 0 and capability in ended.stdout, ended.stderr
+
+
 @pytest.mark.phantom
 def test_small_operators_are_computed_and_large_ones_only_allocate(phantom: Phantom) -> None:
     ended = phantom.run("-c", _OPERATORS)

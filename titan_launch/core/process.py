@@ -192,8 +192,12 @@ def _run(action: Callable[[], None], describe: Callable[[Iterable[Problem]], str
         trace = user_traceback(error) if raised_in_user_forward(error) else traceback.format_exc().rstrip()
         rank = os.environ.get("RANK")
         where = f" on rank {rank}" if rank else ""
-        announce_once(f"error: the run failed{where}; see the traceback above", trace)
+        announce_once(f"error: {UNEXPECTED}{where}; see the traceback above", trace)
         return FAILED
+
+
+UNEXPECTED = "the run failed"
+"""The beginning of the message of an error that has a traceback above it."""
 
 
 def wrong_path(error: OSError) -> str | None:

@@ -17,7 +17,7 @@ import torch
 from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.load import dump_job
 from titan_launch.core.errors import RunError, UserError, config_error
-from titan_launch.core.process import BAD_INPUT, rank_folder
+from titan_launch.core.process import BAD_INPUT, UNEXPECTED, rank_folder
 from titan_launch.core.signals import AGENT_PID, signal_name
 from titan_launch.loss.outputs import FORWARD
 from titan_launch.plan.hardware import Hardware, find_device
@@ -119,10 +119,10 @@ def _describe_end(status: int) -> str:
 
 
 def _error(text: str) -> str:
-    """Return the error message at the end of `text`. If `text` has none, return all of it. Lines before an error
-    message say what was recorded."""
+    """Return the error message at the end of `text`. If `text` has none, or if the message belongs to a traceback,
+    return all of `text`. Lines before an error message say what was recorded."""
     _, prefix, error = f"\n{text}".partition("\nerror: ")
-    return (error if prefix else text).strip()
+    return (error if prefix and not error.startswith(UNEXPECTED) else text).strip()
 
 
 def _last_json_object(text: str) -> dict[str, Any]:

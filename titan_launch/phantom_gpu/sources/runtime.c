@@ -374,7 +374,9 @@ cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t call, void *dat
 cudaError_t cudaFuncGetAttributes(struct cudaFuncAttributes *attributes, const void *kernel) {
     memset(attributes, 0, sizeof *attributes);
     attributes->maxThreadsPerBlock = 1024, attributes->numRegs = 64, attributes->maxDynamicSharedSizeBytes = device.shared_per_block;
-    attributes->binaryVersion = attributes->ptxVersion = 10 * device.major + device.minor;
+    // PyTorch has no code for 8.9, so such a GPU runs that for 8.6. CUB refuses a version for which it has no code.
+    int version = 10 * device.major + device.minor;
+    attributes->binaryVersion = attributes->ptxVersion = version == 89 ? 86 : version;
     return cudaSuccess;
 }
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, const void *kernel, int threads, size_t shared) { return *blocks = 2, cudaSuccess; }
