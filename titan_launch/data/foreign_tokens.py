@@ -24,7 +24,7 @@ from titan_launch.core.files import file_state, open_regular
 from titan_launch.core.fingerprint import fingerprint_of_files
 from titan_launch.core.json_files import read_json
 from titan_launch.core.terminal import one_line
-from titan_launch.data.cache import built_once
+from titan_launch.core.cache import built_once
 from titan_launch.data.images.arrays import map_npy
 from titan_launch.data.token_files import (
     CHUNK,

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from titan_launch.config.loading.urls import local_sections
 from titan_launch.config.sections.lora import LoRAConfig
 from titan_launch.config.sections.model import HUGGINGFACE, ModelConfig
 from titan_launch.core.errors import ConfigError, Problem
@@ -233,10 +234,10 @@ def recorded_model(config_file: str | Path) -> nn.Module:
 
     The module is not sharded, and is on the default device. Its values are not those of the run: load a checkpoint into
     it. If the run's checkpoints omit frozen parameters, the module gets the values of the folder `model.weights`, if
-    the run had one. Raises ConfigError if this folder does not fit the model, and WeightsError if `config_file` cannot
-    be read.
+    the run had one. Raises ConfigError if this folder does not fit the model or cannot be copied from its URL, and
+    WeightsError if `config_file` cannot be read.
     """
-    recorded = read_json(Path(config_file))
+    recorded = local_sections(read_json(Path(config_file)), ("model",))
     config = ModelConfig.model_validate(recorded["model"])
     if config.is_of_package:
         args = resolve_args(config.name, config.flavor, config.args)
