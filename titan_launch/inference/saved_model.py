@@ -132,9 +132,9 @@ def open_saved_model(folder: Path, step: int | None = None, ema: bool = False, b
 
 
 def _job_of(record: Mapping[str, Any]) -> JobConfig:
-    """Return the job of a `config.json`, with local copies of its model and tokenizer in place of URLs. Raises
+    """Return the job of a `config.json`, with a local copy of its tokenizer in place of a URL. Raises
     ValidationError, and ConfigError for a URL that cannot be copied."""
-    return JobConfig.model_validate(local_sections(record, ("model", "lora", "tokenizer")))
+    return JobConfig.model_validate(local_sections(record, ("tokenizer",)))
 
 
 def _checked(folder: Path, step: int) -> tuple[Path, Manifest]:

@@ -237,7 +237,7 @@ def recorded_model(config_file: str | Path) -> nn.Module:
     the run had one. Raises ConfigError if this folder does not fit the model or cannot be copied from its URL, and
     WeightsError if `config_file` cannot be read.
     """
-    recorded = local_sections(read_json(Path(config_file)), ("model",))
+    recorded = read_json(Path(config_file))
     config = ModelConfig.model_validate(recorded["model"])
     if config.is_of_package:
         args = resolve_args(config.name, config.flavor, config.args)
@@ -248,6 +248,7 @@ def recorded_model(config_file: str | Path) -> nn.Module:
     lora = LoRAConfig.model_validate(recorded.get("lora", {}))
     add_adapters(module, lora, _blocks_of(config, module).paths, torch.get_default_device())
     if config.weights is not None and _omits_frozen(recorded):
+        config = ModelConfig.model_validate(local_sections(recorded, ("model",))["model"])
         places = getattr(module, "places_in_files", None)
         load_weights(module, find_weights(config, take_inventory(module, ()), places))
     return module
