@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
+import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,7 @@ from tests.models.parity import random_model
 from tests.packages import needs
 from tests.tensors import assert_equal, full_state
 from tests.train.jobs import read_metrics, run_job, this_rank, tiny_job
-from titan_launch.checkpoint import store as checkpoint_store
+from titan_launch.checkpoint.store import CheckpointStore
 from titan_launch.config.loading.load import load_job
 from titan_launch.core import object_store
 from titan_launch.core.errors import RunError, UserError
@@ -208,37 +211,33 @@ def test_a_store_that_cannot_be_written_is_an_error_before_training(
     assert error.startswith(f"checkpoint.store: {reason}") and not (tmp_path / "tiny").exists()
 
 
-def test_a_checkpoint_in_copy_is_not_deleted(server: Server, tmp_path: Path) -> None:
-    """With `keep_latest = 1` each save deletes the checkpoint before. The copy of the first is held up."""
-    result = run_ranks(with_variables, 1, server.environment, save_during_a_copy, job(tmp_path, 8, keep_latest=1))[0]
-    assert result == ["step-2", "step-4"]
-    assert stored_steps(server)[-1] == 8
-
-
-def save_during_a_copy(config: dict[str, Any]) -> list[str]:
-    """Train while the first copy waits for the checkpoint of step 4. Return the folders at that moment."""
-    copy, found = checkpoint_store.CheckpointStore._copy, list[str]()
+def save_during_a_copy(config: dict[str, Any]) -> bool:
+    """Train while the first copy waits for the last checkpoint. Return True if its checkpoint is then still there."""
+    copy, found = CheckpointStore._copy, list[bool]()
     folder = Path(config["job"]["dump_folder"], "tiny/checkpoints")
 
-    def waiting(store: Any, step: int) -> int:
-        while not found and not (folder / "step-4").exists():
-            pass
-        if not found:
-            found.extend(sorted(path.name for path in folder.glob("step-*")))
+    def waiting(store: CheckpointStore, step: int) -> int:
+        while not found and not (folder / "step-8").exists():
+            time.sleep(0.01)
+        found.append((folder / f"step-{step}/manifest.json").exists())
         return copy(store, step)
 
-    vars(checkpoint_store.CheckpointStore)  # the class is patched in this process only
-    setattr(checkpoint_store.CheckpointStore, "_copy", waiting)  # noqa: B010
-    run_job(config)
-    return found
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CheckpointStore, "_copy", waiting)
+        run_job(config)
+    return found[0]
+
+
+def test_a_checkpoint_that_is_being_copied_is_not_deleted(server: Server, tmp_path: Path) -> None:
+    """With `keep_latest = 1`, each save deletes the checkpoint before."""
+    config = job(tmp_path, 8, keep_latest=1)
+    assert run_ranks(with_variables, 1, server.environment, save_during_a_copy, config) == [True]
+    assert stored_steps(server) == [8]
+    assert sorted(path.name for path in (tmp_path / "tiny/checkpoints").glob("step-*")) == ["step-2", "step-8"]
 
 
 def run_file(path: str, cache: str) -> tuple[dict[str, Tensor], str]:
     """Train a job file on this rank. Return its state, and the recorded job."""
-    import os
-
-    from contextlib import ExitStack
-
     os.environ[CACHE_VARIABLE] = cache
     with ExitStack() as stack:
         started = build_run(load_job(path).config, this_rank(), stack)

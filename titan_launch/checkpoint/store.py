@@ -51,7 +51,7 @@ class CheckpointStore:
         self._waiting = Retention(min(config.keep_latest, 1), config.keep_every, config.keep_best)
         self._losses: dict[int, float | None] = {}
         self.step_in_copy: int | None = None
-        """Step of the checkpoint that the thread copies at present."""
+        """Step of the checkpoint that the thread copies at present, or next."""
         self._failure = ""
         self._executor, self._last = ThreadPoolExecutor(1, "checkpoint-store"), Future[None]()
         self._last.set_result(None)
@@ -108,6 +108,8 @@ class CheckpointStore:
     def begin(self) -> None:
         """Begin to copy the checkpoints that have no copy, in a thread. If the thread still copies an older checkpoint,
         it goes on with the newest one."""
+        if self._last.done():
+            self.step_in_copy = self._next()  # here, so that a save that begins now does not delete the checkpoint
         self._last = self._executor.submit(self._copy_waiting)
 
     def finish(self) -> str:
