@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -96,16 +99,16 @@ class Proxy:
 
 
 class Server:
-    """A server of S3 in threads of this process, behind a proxy. It has an empty bucket."""
+    """A server of S3 in a process of its own, behind a proxy in threads of this process. It has an empty bucket."""
 
     bucket = "bucket"
 
     def __init__(self) -> None:
-        from moto.server import ThreadedMotoServer
-
-        self._server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-        self._server.start()
-        self.port = int(self._server.get_host_and_port()[1])
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            self.port = int(listener.getsockname()[1])
+        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)]
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self._wait_until_it_listens()
         self.proxy = Proxy(self.port)
         self.s3 = self.client("s3")
         self.s3.create_bucket(Bucket=self.bucket)
@@ -150,7 +153,19 @@ class Server:
 
     def stop(self) -> None:
         """End the server."""
-        self._server.stop()
+        self._process.kill()
+        self._process.wait()
+
+    def _wait_until_it_listens(self) -> None:
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", self.port)).close()
+                return
+            except ConnectionRefusedError:
+                if time.monotonic() > deadline or self._process.poll() is not None:
+                    raise
+                time.sleep(0.05)
 
 
 @contextmanager

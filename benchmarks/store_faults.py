@@ -239,6 +239,14 @@ def mismatch(bench: StoreBench, reference: Reference) -> str | None:
 
 def in_turn(folder: Path, seed: int, numbers: Sequence[int], reference: Reference) -> list[Outcome]:
     """Run some of the disturbed jobs, one after the other, with a server of this process."""
+    try:
+        return with_server(folder, seed, numbers, reference)
+    finally:
+        server().stop()
+
+
+def with_server(folder: Path, seed: int, numbers: Sequence[int], reference: Reference) -> list[Outcome]:
+    """Run the jobs of `in_turn`."""
     os.environ.update(server().environment)
     pattern = StoreBench(folder / f"pattern-{numbers[0]}", "disabled", interval=1)
     before = server().proxy.bytes_up
