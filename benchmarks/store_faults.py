@@ -2,7 +2,7 @@
 
     PYTHONPATH=. python benchmarks/store_faults.py --faults 100 --write docs/verification/reliability.md
 
-The job is that of `fault_injection.py`: 2 ranks on gloo, 6 steps, a checkpoint after each. Here `checkpoint.store` names
+The job is that of `fault_injection.py`: 2 ranks on gloo, 6 steps, a checkpoint after each. Here `checkpoint.store` is
 a folder of a real server of S3 (moto) on the loopback interface, behind a proxy that can cut connections. A fault is
 
 - a kill during an upload: SIGKILL of one rank or of both when a random number of bytes has been uploaded;
@@ -125,11 +125,11 @@ def disturbed(seed: str, kind: str, bench: StoreBench, uploaded: int, reference:
         while not killed:  # with fewer bytes than drawn, the run ends before the kill
             clear(bench)
             proxy.at_upload(numbers.randrange(uploaded), lambda: killed.append(kill(numbers)))
-            bench.live()
+            lived = bench.live()
             proxy.calm()
         if numbers.random() < 0.5:
             shutil.rmtree(bench.run)
-        lost = damage(bench, reference)
+        lost = lived.problem or damage(bench, reference)
         newest_before = max([newest(bench.checkpoints), *bench.stored()])
     elif kind == UPLOAD:
         cuts = numbers.randint(1, MOST_CUTS)
@@ -150,9 +150,8 @@ def disturbed(seed: str, kind: str, bench: StoreBench, uploaded: int, reference:
             newest_before = max(copies[:-1], default=0)
         else:
             newest_before = STEPS
-            down = proxy.bytes_down
             cuts = numbers.randint(1, MOST_CUTS)
-            proxy.cut(up=False, after=numbers.randrange(1, down // STEPS // cuts), times=cuts)
+            proxy.cut(up=False, after=numbers.randrange(1, uploaded // STEPS // cuts), times=cuts)
             lived = bench.live()
             proxy.calm()
             lost = lost or traceback_of(bench, bench.lives[-1]) or resume_problem(bench, lived, newest_before)

@@ -163,12 +163,13 @@ def test_a_job_has_local_copies_and_records_their_urls(server: Server, tmp_path:
     assert load_job(str(recorded)).config == config
     server.put("empty/model.bin", b"")
     error = error_of(job_file(tmp_path, data={"kind": "jsonl", "path": "s3://bucket/empty"}))
-    assert error.startswith(f'error: {path}: data.path = "s3://bucket/empty": this folder contains no files that end in')
+    beginning = f'error: {path}: data.path = "s3://bucket/empty": this folder contains no files that end in '
+    assert error.startswith(beginning)
 
 
-CHECK_NAME = "check the name"
-NO_OBJECT = f"there is no such object, and no object below it; {CHECK_NAME}"
-NO_BUCKET = f"there is no such object or bucket; {CHECK_NAME}"
+NO_OBJECT = "there is no such object, and no object below it; check the name"
+NO_BUCKET = "there is no such object or bucket; check the name"
+WILDCARDS = "a URL must have no wildcards; name one object, or the folder of the objects"
 
 
 @pytest.mark.parametrize(
@@ -176,7 +177,7 @@ NO_BUCKET = f"there is no such object or bucket; {CHECK_NAME}"
     [
         ("model.weights", "s3://bucket/nothing", NO_OBJECT),
         ("model.weights", "s3://no-such-bucket/weights", NO_BUCKET),
-        ("data.path", "s3://bucket/*.txt", "a URL must have no wildcards; name one object, or the folder of the objects"),
+        ("data.path", "s3://bucket/*.txt", WILDCARDS),
         (
             "job.dump_folder",
             "s3://bucket/runs",

@@ -87,8 +87,8 @@ class CheckpointManager:
         self._failed_saves = 0
 
     def copy_to(self, store: CheckpointStore | None) -> None:
-        """From now on, also copy complete checkpoints to `store`, in the background. Begin with those that have no copy.
-        Other ranks than rank 0 have no store."""
+        """From now on, also copy complete checkpoints to `store`, in the background. Begin with those that have no
+        copy. Other ranks than rank 0 have no store."""
         self._store = store
         self._copy_newest()
 

@@ -88,7 +88,7 @@ class CheckpointStore:
                 raise DamagedCheckpointError(f"{MANIFEST_FILE} is of step {manifest.step}")
             in_parallel(lambda file: self._objects.get(f"{name}/{file}", temporary / file), manifest.files)
             check(temporary)
-            if not self._record.exists():
+            if not self._record.exists() and self._record.name in self._objects.listing():
                 self._objects.get(self._record.name, self._record)
         except (StoreError, DamagedCheckpointError) as error:
             remove(temporary)
