@@ -89,7 +89,9 @@ class CheckpointStore:
             in_parallel(lambda file: self._objects.get(f"{name}/{file}", temporary / file), manifest.files)
             check(temporary)
             if not self._record.exists() and self._record.name in self._objects.listing():
-                self._objects.get(self._record.name, self._record)
+                partial = self._record.with_name(f"{self._record.name}{TEMPORARY}")
+                self._objects.get(self._record.name, partial)
+                partial.replace(self._record)
         except (StoreError, DamagedCheckpointError) as error:
             remove(temporary)
             if isinstance(error, StoreError) and not error.is_missing:
