@@ -57,10 +57,13 @@ class Proxy:
     def _accept(self) -> None:
         while True:
             client, _ = self._listener.accept()
-            if self.refuses:
+            try:
+                if self.refuses:
+                    raise OSError
+                server = socket.create_connection(("127.0.0.1", self._target))
+            except OSError:  # also after the end of the server
                 client.close()
                 continue
-            server = socket.create_connection(("127.0.0.1", self._target))
             with self._lock:
                 self._open |= {client, server}
             for source, sink, up in ((client, server, True), (server, client, False)):

@@ -97,7 +97,7 @@ def test_an_interrupted_transfer_goes_on(server: Server, monkeypatch: pytest.Mon
     get, got = ObjectStore.get, list[str]()
 
     def get_until_the_network_fails(store: ObjectStore, name: str, target: Path) -> None:
-        if len(got) == 3:
+        if got == [*"abc"]:
             server.proxy.cut_all()
         got.append(name)
         get(store, name, target)
@@ -107,9 +107,10 @@ def test_an_interrupted_transfer_goes_on(server: Server, monkeypatch: pytest.Mon
     with pytest.raises(StoreError, match=r"^the request failed \(\w+: "):
         local_copy("s3://bucket/set")
     server.proxy.calm()
-    assert got == ["a", "b", "c", "d"]
+    assert got[:4] == [*"abcd"]
+    got.clear()
     assert sorted(contents(local_copy("s3://bucket/set"))) == [*"abcdef"]
-    assert sorted(got[4:]) == ["d", "e", "f"]
+    assert sorted(got) == [*"def"]
 
 
 def test_an_object_that_arrives_with_other_bytes_is_refused(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +122,7 @@ def test_an_object_that_arrives_with_other_bytes_is_refused(server: Server, monk
         if size == 8:  # two equal copies: the ETag is no MD5 digest
             assert contents(local_copy("s3://bucket/set")) == {"a": b"12345678"}
         else:
-            with pytest.raises(StoreError, match="^a arrived with 8 bytes of 9, or with other content$"):
+            with pytest.raises(StoreError, match=r"^a arrived with 8 bytes of 9, or with other content$"):
                 local_copy("s3://bucket/set")
 
 

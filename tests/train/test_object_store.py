@@ -159,7 +159,7 @@ def test_a_copy_replaces_a_damaged_checkpoint(server: Server, tmp_path: Path) ->
     run(server, job(tmp_path, 4))
     file = tmp_path / "tiny/checkpoints/step-4/__0_0.distcp"
     file.write_bytes(file.read_bytes()[:-1])
-    state, error, lines = run(server, job(tmp_path, 6), 2)
+    _, error, lines = run(server, job(tmp_path, 6), 2)
     assert not error and f"resumed from {tmp_path / 'tiny/checkpoints/step-4'}" in lines
     assert (tmp_path / "tiny/checkpoints/step-4.damaged-1").exists()
 

@@ -22,6 +22,9 @@ Value = TypeVar("Value")
 _MODULES = {"s3": "s3fs", "gs": "gcsfs"}
 """The module of `packages.PACKAGES` that reads the URLs with a scheme."""
 
+_OPTIONS: dict[str, dict[str, int]] = {"s3": {"max_concurrency": 2}, "gs": {}}
+"""Options of the class in the module. s3fs holds `max_concurrency` parts of 50 MB of each large file in memory."""
+
 _WAITS_S = (1.0, 4.0)
 """Seconds before a failed request is repeated: once for each number. The libraries repeat requests as well."""
 
@@ -74,7 +77,9 @@ class ObjectStore:
         import fsspec  # takes 0.1 s, and the module for the URL more
 
         self._path = path.strip("/")
-        self._files: Any = fsspec.filesystem(scheme, use_listings_cache=False, skip_instance_cache=True)
+        self._files: Any = fsspec.filesystem(
+            scheme, use_listings_cache=False, skip_instance_cache=True, **_OPTIONS[scheme]
+        )
 
     def listing(self, folder: str = "") -> dict[str, StoredObject]:
         """Return all objects, or those below `folder`, by their names relative to it."""
@@ -107,8 +112,8 @@ class ObjectStore:
 
 
 def in_parallel(action: Callable[[str], object], names: Iterable[str]) -> None:
-    """Call `action` with each name, for several names at the same time. Raises the first error, and then begins no
-    further calls."""
+    """Call `action` with each name, for several names at the same time. Raises the first error, and then does
+    not begin the calls that remain, except for a few."""
     from multiprocessing.pool import ThreadPool  # not needed by jobs without URLs
 
     with ThreadPool(_CONNECTIONS) as pool:
