@@ -38,6 +38,7 @@ def server(running_server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
     monkeypatch.setattr(object_store, "_URLS", {})
     monkeypatch.setattr(object_store, "_WAITS_S", (0.01, 0.01))
+    monkeypatch.setattr("s3fs.S3FileSystem.retries", 1)
     running_server.proxy.calm()
     return running_server
 
@@ -243,7 +244,8 @@ def test_missing_rights_are_named(server: Server, tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", key["SecretAccessKey"])
 
     def check_rights(after: str) -> None:
-        request = urllib.request.Request(f"http://127.0.0.1:{server.port}/moto-api/reset-auth", data=after.encode())
+        url, header = f"http://127.0.0.1:{server.port}/moto-api/reset-auth", {"Content-Type": "text/plain"}
+        request = urllib.request.Request(url, after.encode(), header)
         urllib.request.urlopen(request).read()
 
     path = job_file(tmp_path, data={"kind": "text", "path": "s3://bucket/a"})

@@ -8,6 +8,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -80,6 +81,8 @@ class ObjectStore:
         self._files: Any = fsspec.filesystem(
             scheme, use_listings_cache=False, skip_instance_cache=True, **_OPTIONS[scheme]
         )
+        # Without a handler, a request whose connection is cut also logs a traceback.
+        self._files.loop.set_exception_handler(lambda *_: None)
 
     def listing(self, folder: str = "") -> dict[str, StoredObject]:
         """Return all objects, or those below `folder`, by their names relative to it."""
@@ -112,27 +115,31 @@ class ObjectStore:
 
 
 def in_parallel(action: Callable[[str], object], names: Iterable[str]) -> None:
-    """Call `action` with each name, for several names at the same time. Raises the first error, and then does
-    not begin the calls that remain, except for a few."""
-    from multiprocessing.pool import ThreadPool  # not needed by jobs without URLs
-
-    with ThreadPool(_CONNECTIONS) as pool:
-        for _ in pool.imap_unordered(action, names):
-            pass
+    """Call `action` with each name, for several names at the same time. After an error, no further call begins, and the
+    error is raised when the calls that run have ended."""
+    pool = ThreadPoolExecutor(_CONNECTIONS)
+    try:
+        calls = [pool.submit(action, name) for name in names]
+        wait(calls, return_when=FIRST_EXCEPTION)
+    finally:
+        pool.shutdown(cancel_futures=True)
+    for call in calls:
+        if not call.cancelled():
+            call.result()
 
 
 def _tried(request: Callable[[], Value]) -> Value:
     """Return the result of a request. A request that fails is repeated, unless its error is final."""
-    for wait in (*_WAITS_S, None):
+    for pause in (*_WAITS_S, None):
         try:
             return request()
         except Exception as error:  # each library has errors of its own
             if isinstance(error, OSError) and error.errno in _LOCAL_ERRORS:
                 raise
             explained = _explained(error)
-            if explained.is_final or wait is None:
+            if explained.is_final or pause is None:
                 raise explained from error
-        time.sleep(wait)
+        time.sleep(pause)
     raise AssertionError
 
 
