@@ -8,12 +8,10 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from titan_launch.core.cache import built_once
 from titan_launch.core.files import is_name_inside, open_regular, remove, sync_file
 from titan_launch.core.packages import is_installed, not_installed
 from titan_launch.core.terminal import one_line, say, short_name, shortened
@@ -117,6 +115,8 @@ class ObjectStore:
 def in_parallel(action: Callable[[str], object], names: Iterable[str]) -> None:
     """Call `action` with each name, for several names at the same time. After an error, no further call begins, and the
     error is raised when the calls that run have ended."""
+    from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait  # not needed to load a job without URLs
+
     pool = ThreadPoolExecutor(_CONNECTIONS)
     try:
         calls = [pool.submit(action, name) for name in names]
@@ -176,6 +176,8 @@ def local_copy(url: str) -> Path:
     sizes and ETags; one process of the host does this, and the others wait. A transfer that was interrupted goes on
     with the objects that are missing. Raises StoreError, and UserError if the cache cannot be written.
     """
+    from titan_launch.core.cache import built_once  # not needed to load a job without URLs
+
     for path, known in _URLS.items():
         if known == url:
             return Path(path)
