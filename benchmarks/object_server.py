@@ -14,12 +14,12 @@ from typing import Any
 
 
 class Proxy:
-    """A proxy of TCP connections to a port of this host. It counts bytes, and can cut connections."""
+    """A proxy of TCP connections to a port of this host. It counts bytes and the connections that it cuts."""
 
     def __init__(self, target: int):
         self.refuses = False
         """True closes each new connection at once."""
-        self.bytes_up = self.bytes_down = 0
+        self.bytes_up = self.bytes_down = self.cuts = 0
         self._target = target
         self._lock = threading.Lock()
         self._plans: dict[bool, list[int]] = {True: [], False: []}
@@ -92,6 +92,7 @@ class Proxy:
                 plan[0] -= length
                 if plan[0] <= 0:
                     length += plan.pop(0) - 1
+                    self.cuts += 1
                     act, self._act = (self._act, None) if up else (None, self._act)
             length = max(length, 0)
             if up:

@@ -115,11 +115,15 @@ class Outcome:
     mismatch: str | None
     """The difference from the uninterrupted run; None without a difference."""
 
+    cuts: int
+    """Number of connections that the proxy has cut. A kill cuts one."""
+
 
 def disturbed(seed: str, kind: str, bench: StoreBench, uploaded: int, reference: Reference) -> Outcome:
     """Run a job with one fault to its end. `uploaded`: bytes that a run without a fault uploads."""
     numbers = random.Random(seed)
     proxy = server().proxy
+    cuts_before = proxy.cuts
     if kind == KILL:
         killed: list[int] = []
         while not killed:  # with fewer bytes than drawn, the run ends before the kill
@@ -132,10 +136,12 @@ def disturbed(seed: str, kind: str, bench: StoreBench, uploaded: int, reference:
         lost = lived.problem or damage(bench, reference)
         newest_before = max([newest(bench.checkpoints), *bench.stored()])
     elif kind == UPLOAD:
-        cuts = numbers.randint(1, MOST_CUTS)
-        proxy.cut(up=numbers.random() < 0.7, after=numbers.randrange(1, uploaded // cuts), times=cuts)
-        bench.live()
-        proxy.calm()
+        while proxy.cuts == cuts_before:
+            clear(bench)
+            cuts = numbers.randint(1, MOST_CUTS)
+            proxy.cut(up=numbers.random() < 0.7, after=numbers.randrange(1, uploaded // cuts), times=cuts)
+            bench.live()
+            proxy.calm()
         lost = traceback_of(bench, bench.lives[-1]) or damage(bench, reference)
         if numbers.random() < 0.5 and bench.stored():
             shutil.rmtree(bench.run)
@@ -150,10 +156,12 @@ def disturbed(seed: str, kind: str, bench: StoreBench, uploaded: int, reference:
             newest_before = max(copies[:-1], default=0)
         else:
             newest_before = STEPS
-            cuts = numbers.randint(1, MOST_CUTS)
-            proxy.cut(up=False, after=numbers.randrange(1, uploaded // STEPS // cuts), times=cuts)
-            lived = bench.live()
-            proxy.calm()
+            while proxy.cuts == cuts_before:
+                shutil.rmtree(bench.run, ignore_errors=True)
+                cuts = numbers.randint(1, MOST_CUTS)
+                proxy.cut(up=False, after=numbers.randrange(1, uploaded // STEPS // cuts), times=cuts)
+                lived = bench.live()
+                proxy.calm()
             lost = lost or traceback_of(bench, bench.lives[-1]) or resume_problem(bench, lived, newest_before)
     if not lost:
         lived = bench.live()
@@ -161,7 +169,7 @@ def disturbed(seed: str, kind: str, bench: StoreBench, uploaded: int, reference:
         lost = lost or (f"the next start ended with {lived.statuses}" if any(lived.statuses) else None)
         lost = lost or resume_problem(bench, lived, newest_before) or damage(bench, reference)
         lost = lost or (None if STEPS in bench.stored() else f"the copies at the end are {bench.stored()}")
-    return Outcome(kind, lost, None if lost else mismatch(bench, reference))
+    return Outcome(kind, lost, None if lost else mismatch(bench, reference), proxy.cuts - cuts_before)
 
 
 def clear(bench: StoreBench) -> None:
@@ -306,9 +314,10 @@ def main() -> int:
         outcomes = campaign(options.keep or Path(temporary), options)
     lost = sum(outcome.lost is not None for outcome in outcomes)
     mismatched = sum(outcome.mismatch is not None for outcome in outcomes)
+    cuts = sum(outcome.cuts for outcome in outcomes if outcome.kind in (UPLOAD, DOWNLOAD))
     summary = (
-        f"{len(outcomes)} faults in {len(outcomes)} runs, on {os.cpu_count()} cores (torch {torch.__version__}, Python "
-        f"{platform.python_version()}, seed {options.seed}): **{lost} lost, {mismatched} mismatched**."
+        f"{len(outcomes)} faults in {len(outcomes)} runs, with {cuts} lost connections, on {os.cpu_count()} cores "
+        f"(torch {torch.__version__}, Python {platform.python_version()}, seed {options.seed}): **{lost} lost, {mismatched} mismatched**."
     )
     publish(f"{summary}\n\n{table(outcomes)}", "store_faults", options.write)
     return 1 if lost or mismatched else 0

@@ -131,7 +131,7 @@ def fit(run: Run) -> None:
     """Train until all steps are done or early stopping ends the run, reporting, validating and saving on the way."""
     last = run.config.training.total_steps
     if reason := nothing_to_do(run):
-        _log.info("nothing to do: %s to go on", reason)
+        _log.info("%s", reason)
         if run.checkpoints is not None:
             run.checkpoints.finish()  # the last copy of the run may have failed
         return
@@ -165,13 +165,13 @@ def fit(run: Run) -> None:
 
 
 def nothing_to_do(run: Run) -> str:
-    """Return a text that says why a run has no step to train, and which key to increase; "" if it has steps. Collective
-    if early stopping has ended the run."""
+    """Return a message that says why a run has no step to train, and which key to increase; "" if it has steps.
+    Collective if early stopping has ended the run."""
     step, last, key = run.progress.step, run.config.training.total_steps, format_key(run.config.training.length_key)
     if has_ended_early(run):
         keys = "validation.patience" if step < last else f"validation.patience and {key}"
-        return f"{early_ending(run)}; increase {keys}"
-    return f"the run is at step {step} of {last}; increase {key}" if step >= last else ""
+        return f"nothing to do: {early_ending(run)}; increase {keys} to go on"
+    return f"nothing to do: the run is at step {step} of {last}; increase {key} to go on" if step >= last else ""
 
 
 def looks_for_skipped_steps(run: Run, due: Due) -> bool:
