@@ -317,7 +317,8 @@ def main() -> int:
     cuts = sum(outcome.cuts for outcome in outcomes if outcome.kind in (UPLOAD, DOWNLOAD))
     summary = (
         f"{len(outcomes)} faults in {len(outcomes)} runs, with {cuts} lost connections, on {os.cpu_count()} cores "
-        f"(torch {torch.__version__}, Python {platform.python_version()}, seed {options.seed}): **{lost} lost, {mismatched} mismatched**."
+        f"(torch {torch.__version__}, Python {platform.python_version()}, seed {options.seed}): "
+        f"**{lost} lost, {mismatched} mismatched**."
     )
     publish(f"{summary}\n\n{table(outcomes)}", "store_faults", options.write)
     return 1 if lost or mismatched else 0
