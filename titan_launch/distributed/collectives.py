@@ -39,7 +39,7 @@ def on_rank_0(action: Callable[[], Value], group: dist.ProcessGroup | None = Non
 
 def on_rank_0_slowly(action: Callable[[], Value]) -> Value:
     """Run `action` on rank 0 as `on_rank_0` does, also if it takes longer than the timeout of collectives. The action
-    runs in a thread, and all ranks take part in a short collective every few seconds. Collective."""
+    runs in a thread, and all ranks take part in a short collective every half second. Collective."""
     with ThreadPoolExecutor(1) as executor:
         started = [executor.submit(_run, action)] if dist.get_rank() == 0 else []
         while not on_rank_0(lambda: not wait(started, _SECONDS_BETWEEN_SIGNS).not_done):
@@ -47,7 +47,7 @@ def on_rank_0_slowly(action: Callable[[], Value]) -> Value:
         return on_rank_0(lambda: started[0].result().value_or_raise())
 
 
-_SECONDS_BETWEEN_SIGNS = 5.0
+_SECONDS_BETWEEN_SIGNS = 0.5
 """Seconds between the collectives of `on_rank_0_slowly`."""
 
 
