@@ -44,6 +44,8 @@ NEEDS = {
     "backports.zstd": ('data = { kind = "text", path = ["a.txt", "b.zst"] }', "data.path"),
     "sklearn": ('data.kind = "images"\nmodel = { name = "resnet", args = {} }', "data.path"),
     "PIL": ('data = { kind = "images", path = "photos" }\nmodel = { name = "resnet", args = {} }', "data.path"),
+    "s3fs": ('checkpoint.store = "s3://bucket/runs"', "checkpoint.store"),
+    "gcsfs": ('checkpoint.store = "gs://bucket/runs"', "checkpoint.store"),
     "safetensors": ('lora = { targets = ["q_proj"], adapter = "peft" }', "lora.adapter"),
 }
 """A job that needs a module, and the key that needs it."""

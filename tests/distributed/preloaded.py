@@ -20,6 +20,9 @@ from titan_launch.plan.memory.recordings import NotRecordedError, Recordings
 from titan_launch.train.mode_choice import plan_precision
 from titan_launch.train.model import build_job_model
 
+with suppress(ImportError):
+    import s3fs  # noqa: F401  half a second of each rank with an object store
+
 # Each process does these two things once: pydantic builds the validator of a section when it is first used, and the
 # cache of recordings digests the package's files. No tensor with values is made, and no autograd graph.
 _job = JobConfig.model_validate(tiny_job(Path()))

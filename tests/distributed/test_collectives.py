@@ -1,6 +1,9 @@
-"""The functional all-gather of CPU tensors gathers as PyTorch's does, without the collective that corrupts memory."""
+"""Collectives: the functional all-gather of CPU tensors gathers as PyTorch's does, without the collective that corrupts
+memory, and ranks wait for slow actions of rank 0."""
 
 from __future__ import annotations
+
+import time
 
 import pytest
 import torch
@@ -11,6 +14,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from tests.distributed import run_ranks
 from tests.train.jobs import this_mesh
+from titan_launch.core.errors import UserError
+from titan_launch.distributed.collectives import on_rank_0_slowly
+from titan_launch.distributed.process_group import set_timeouts
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool, torch.complex64)
 
@@ -68,3 +74,25 @@ def gather_with_several_in_flight() -> None:
 @pytest.mark.slow  # usually passes without the workaround, too; benchmarks/memory_check.py repeats it
 def test_many_all_gathers_do_not_corrupt_memory() -> None:
     run_ranks(gather_with_several_in_flight, 1)
+
+
+def wait_for_rank_0() -> tuple[str, str]:
+    """Wait for an action that takes longer than the timeout of collectives, then for one that fails. Return the result
+    of the first, and the error of the second."""
+    set_timeouts(1)
+
+    def act() -> str:
+        time.sleep(2.5)
+        return f"done by rank {dist.get_rank()}"
+
+    def fail() -> None:
+        raise UserError("failed")
+
+    done = on_rank_0_slowly(act)
+    with pytest.raises(UserError) as caught:
+        on_rank_0_slowly(fail)
+    return done, str(caught.value)
+
+
+def test_ranks_wait_for_rank_0_longer_than_the_timeout_of_collectives() -> None:
+    assert run_ranks(wait_for_rank_0, 2) == [("done by rank 0", "failed")] * 2

@@ -105,7 +105,7 @@ ALLOWED = {
     ("read", "train/run_folder/folder.py"): "the lock and the run folder itself; their kinds are checked before",
     ("read", "commands/generate.py"): "the prompt that the command line names, which may be a pipe",
     ("read", "core/limited_process.py"): "pipes to the helper process, and /proc",
-    ("read", "data/cache.py"): "a lock of the cache, which is never a link",
+    ("read", "core/cache.py"): "a lock of the cache, which is never a link",
     # Messages of this start's processes.
     ("json", "distributed/torch_private.py"): "PyTorch's records in memory",
     ("json", "train/health/rank_progress.py"): "the store of this run's process group",

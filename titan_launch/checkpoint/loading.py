@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,10 @@ from titan_launch.checkpoint.manifest import (
 )
 from titan_launch.checkpoint.retention import best_steps, set_aside, validation_losses
 from titan_launch.checkpoint.state import SizedPart, TrainingState, Values, rank_key
+from titan_launch.checkpoint.store import CheckpointStore
 from titan_launch.core.errors import KeyPath, UserError, config_error, listed
 from titan_launch.core.globs import matches
-from titan_launch.distributed.collectives import on_all_ranks, on_rank_0, warn
+from titan_launch.distributed.collectives import on_all_ranks, on_rank_0, on_rank_0_slowly, warn
 from titan_launch.distributed.dtensor import Shard
 
 _log = logging.getLogger(__name__)
@@ -30,23 +32,36 @@ _log = logging.getLogger(__name__)
 _START_AGAIN = 'set checkpoint.load = "none" to start at step 0; the earlier run is then moved aside'
 
 
-def newest_valid(folder: Path, *, set_damaged_aside: bool, remedy: str = _START_AGAIN) -> Path | None:
+def newest_valid(
+    folder: Path, *, set_damaged_aside: bool, remedy: str = _START_AGAIN, store: CheckpointStore | None = None
+) -> Path | None:
     """Return the newest undamaged checkpoint of a folder. Return None if the folder has no checkpoint.
 
     Collective: every rank reads a share of the files. Damaged checkpoints are logged. With `set_damaged_aside`, damaged
     checkpoints are renamed if an older undamaged checkpoint is found. Raises UserError if all checkpoints are damaged.
-    `remedy`: last clause of the message of this error.
+    `remedy`: last clause of the message of this error. `store`: on rank 0, the copies of the checkpoints, if there are
+    any. A copy of a step that the folder lacks, or whose checkpoint is damaged, is downloaded.
     """
+    local, stored = on_rank_0(lambda: (checkpoint_steps(folder), [] if store is None else store.steps()))
+
+    def fetch(step: int) -> tuple[str, str | None]:
+        assert store is not None
+        return f"{store.url}/{checkpoint_name(step)}", store.fetch(step)
+
     damaged: list[Path] = []
-    for step in on_rank_0(lambda: checkpoint_steps(folder)):
+    for step in sorted({*local, *stored}, reverse=True):
         candidate = folder / checkpoint_name(step)
-        reason = damage(candidate)
-        if reason is None:
+        reasons = {str(candidate): damage(candidate)} if step in local else {}
+        if step in stored and None not in reasons.values():
+            reasons |= [on_rank_0_slowly(partial(fetch, step))]
+        for place, reason in reasons.items():
+            if reason is not None:
+                warn(_log, "%s is damaged, so it is not loaded: %s", place, reason)
+        if None in reasons.values():
             if set_damaged_aside:
-                on_rank_0(lambda: [set_aside(path) for path in damaged])
+                on_rank_0(lambda: [set_aside(path) for path in damaged if path.exists()])
             return candidate
         damaged.append(candidate)
-        warn(_log, "%s is damaged, so it is not loaded: %s", candidate, reason)
     if damaged:
         names = ", ".join(path.name for path in damaged)
         raise UserError(f"all checkpoints in {folder} are damaged ({names}); {remedy}")

@@ -20,18 +20,19 @@ from titan_launch.checkpoint.manifest import Manifest, checkpoint_name, complete
 from titan_launch.checkpoint.retention import Retention, WriteRequest, Written
 from titan_launch.checkpoint.snapshot import shards_of
 from titan_launch.checkpoint.state import Progress, TrainingState
+from titan_launch.checkpoint.store import CheckpointStore
 from titan_launch.config.sections.checkpoint import CheckpointConfig
 from titan_launch.core.errors import RunError
 from titan_launch.core.fingerprint import Fingerprint
 from titan_launch.core.phantom import VERSION_KEY, is_phantom
-from titan_launch.distributed.collectives import warn
+from titan_launch.distributed.collectives import on_rank_0_slowly, warn
 
 _log = logging.getLogger(__name__)
 
 _VERSIONS = {"torch": torch.__version__, "titan_launch": __version__}
 
 _SECONDS_AFTER_AN_ERROR = 60
-"""Maximum time that `close` waits for a save in flight when the run ends in an error."""
+"""Maximum time that `close` waits for a save in flight, and for copies, when the run ends in an error."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,8 @@ class CheckpointManager:
         self._progress = progress
         self._origin = origin
         self._retention = Retention(config.keep_latest, config.keep_every, config.keep_best)
+        self._has_store = config.store is not None
+        self._store: CheckpointStore | None = None
         self._background = build_background(config.async_mode if config.enable else "disabled", device)
         self._pending: Future[Written] | None = None
         self._pending_step = 0
@@ -82,6 +85,12 @@ class CheckpointManager:
         self._has_saved = False
         self._stall_s = 0.0
         self._failed_saves = 0
+
+    def copy_to(self, store: CheckpointStore | None) -> None:
+        """From now on, also copy complete checkpoints to `store`, in the background. Begin with those that have no
+        copy. Other ranks than rank 0 have no store."""
+        self._store = store
+        self._copy_newest()
 
     def get_ready(self) -> None:
         """Import the writer and reserve its memory, so that this work does not delay the first save. Collective. If a
@@ -115,7 +124,13 @@ class CheckpointManager:
             files={},
             **vars(self._origin),
         )
-        request = WriteRequest(self._folder, manifest, self._retention, creates_folder=not self._has_saved)
+        request = WriteRequest(
+            self._folder,
+            manifest,
+            self._retention,
+            creates_folder=not self._has_saved,
+            step_in_copy=None if self._store is None else self._store.step_in_copy,
+        )
         self._pending_step = self._progress.step
         try:
             self._pending = self._background.write(request, shards_of(self._state.state_dict()))
@@ -132,7 +147,8 @@ class CheckpointManager:
         return self._pending is not None
 
     def finish(self) -> None:
-        """Wait for the save in flight. Raises RunError when the last save has failed."""
+        """Wait for the save in flight, and until the newest checkpoint is in `checkpoint.store`. Collective with this
+        key. Raises RunError when the last save, or the copy of the newest checkpoint, has failed."""
         start = time.perf_counter()
         self._finish_pending()
         self._stall_s += time.perf_counter() - start
@@ -142,6 +158,15 @@ class CheckpointManager:
                 f"the newest checkpoint is {checkpoint_name(max(steps))}" if steps else "there is no checkpoint yet"
             )
             raise RunError(f"{self._failure}; {newest}")
+        start = time.perf_counter()
+        failure = on_rank_0_slowly(lambda: self._store.finish() if self._store else "") if self._has_store else ""
+        self._stall_s += time.perf_counter() - start
+        if failure:
+            raise RunError(f"{failure}; the checkpoint is in {self._folder}")
+
+    def _copy_newest(self) -> None:
+        if self._store is not None:
+            self._store.begin()
 
     def take_measurements(self) -> dict[str, float]:
         """Return two metrics by tag: the seconds for which training has waited for saves since the last call, and the
@@ -162,8 +187,8 @@ class CheckpointManager:
         return checkpoint
 
     def close(self, *, after_error: bool = False) -> None:
-        """Wait for the save in flight, then end the writer. A failed save is only logged. `after_error`: wait for at
-        most a minute."""
+        """Wait for the save in flight and for copies in flight, then end the writer. A failure is only logged.
+        `after_error`: wait for at most a minute for each of both."""
         if self._pending is not None:
             try:
                 self._pending.exception(_SECONDS_AFTER_AN_ERROR if after_error else None)
@@ -176,6 +201,8 @@ class CheckpointManager:
                 )
             else:
                 self._finish_pending()
+        if self._store is not None:
+            self._store.close(_SECONDS_AFTER_AN_ERROR if after_error else None)
         self._background.close()
 
     def _finish_pending(self) -> None:
@@ -196,6 +223,7 @@ class CheckpointManager:
             _log.info("deleted old checkpoints: %s", ", ".join(map(checkpoint_name, written.deleted)))
         if written.warning:
             warn(_log, "%s: %s", path, written.warning)
+        self._copy_newest()
 
     def _note_failure(self, error: Exception) -> None:
         self._failed_saves += 1

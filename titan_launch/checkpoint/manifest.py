@@ -109,11 +109,17 @@ def checkpoint_name(step: int) -> str:
     return f"step-{step}"
 
 
+def step_of(name: str) -> int | None:
+    """Return the step of a folder `step-N`; None for any other name."""
+    found = _STEP.fullmatch(name)
+    return int(found[1]) if found else None
+
+
 def checkpoint_steps(folder: Path) -> list[int]:
     """Return the steps that have a `step-N` folder, damaged or not, newest first; an empty list if `folder` does not
     exist."""
-    found = (_STEP.fullmatch(entry.name) for entry in folder.glob("step-*"))
-    return sorted((int(match[1]) for match in found if match), reverse=True)
+    found = (step_of(entry.name) for entry in folder.glob("step-*"))
+    return sorted((step for step in found if step is not None), reverse=True)
 
 
 def complete_steps(folder: Path) -> list[int]:
@@ -131,8 +137,9 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 def read_manifest(folder: Path) -> Manifest:
     """Return the manifest of a checkpoint's folder. Raises DamagedCheckpointError for a missing or invalid manifest.
 
-    Also raises this error if the name of the folder has another step than the manifest (such a folder is a copy), or if
-    a run on a phantom GPU saved the checkpoint and this process has no phantom GPU.
+    Also raises this error if the name of the folder has another step than the manifest (such a folder is a copy), if
+    it names a file outside of the folder, or if a run on a phantom GPU saved the checkpoint and this process has no
+    phantom GPU.
     """
     try:
         content = read_regular(folder / MANIFEST_FILE, MOST_BYTES)
@@ -146,13 +153,15 @@ def read_manifest(folder: Path) -> Manifest:
     if _crc32(_content(file.manifest)) != file.crc32:
         raise DamagedCheckpointError(f"{MANIFEST_FILE} does not match its checksum")
     for name in (folder.name, folder.resolve().name):  # `latest` is a link to a step's folder
-        named = _STEP.fullmatch(name)
-        if named and int(named[1]) != file.manifest.step:
+        if step_of(name) not in (None, file.manifest.step):
             raise DamagedCheckpointError(
                 f"{MANIFEST_FILE} is of step {file.manifest.step}, but the folder has the name of another step"
             )
     if phantom.VERSION_KEY in file.manifest.versions and not phantom.is_phantom():
         raise DamagedCheckpointError("it was saved by a run with a phantom GPU, and has no values")
+    for name in file.manifest.files:
+        if Path(name).name != name:
+            raise DamagedCheckpointError(f"{MANIFEST_FILE} names a file outside of the checkpoint: {one_line(name)}")
     return file.manifest
 
 
@@ -170,8 +179,6 @@ def check(folder: Path, share: slice = slice(None)) -> Manifest:
 
 def _check_sizes(folder: Path, manifest: Manifest) -> None:
     for name, record in manifest.files.items():
-        if Path(name).name != name:
-            raise DamagedCheckpointError(f"{MANIFEST_FILE} names a file outside of the checkpoint: {one_line(name)}")
         path = folder / name
         if not path.is_file():
             raise DamagedCheckpointError(f"{one_line(name)} is missing")

@@ -49,7 +49,7 @@ class Retention:
 
 @dataclass(frozen=True)
 class WriteRequest:
-    """Folder, manifest and retention of a save. Equal on all ranks."""
+    """Folder, manifest and retention of a save. Equal on all ranks, except for `step_in_copy`."""
 
     folder: Path
     """Folder of all checkpoints of the run, on a file system that all ranks share."""
@@ -61,6 +61,10 @@ class WriteRequest:
     creates_folder: bool = True
     """True until a save of this process has succeeded: the save creates the folder if it does not exist. False in later
     saves: a missing folder means that the run folder was deleted, moved or replaced, so the save fails."""
+
+    step_in_copy: int | None = None
+    """Step of a checkpoint that rank 0 copies to `checkpoint.store` when the save begins. This save does not delete it.
+    None on the other ranks."""
 
 
 @dataclass(frozen=True)
@@ -84,12 +88,15 @@ def best_steps(losses: Mapping[int, float | None]) -> list[int]:
     return [step for _, step in sorted(known)]
 
 
-def tidy(folder: Path, newest: int, retention: Retention) -> tuple[list[int], list[str]]:
+def tidy(
+    folder: Path, newest: int, retention: Retention, step_in_copy: int | None = None
+) -> tuple[list[int], list[str]]:
     """Update the links, then delete the expendable checkpoints. Return the deleted steps and one clause for each
     problem.
 
     If a link or folder cannot be changed, this function continues with the other links and folders. A folder whose
-    manifest cannot be read stays. `newest`: the step that was just saved. It is never deleted.
+    manifest cannot be read stays. `newest`: the step that was just saved. It is never deleted, and neither is
+    `step_in_copy`.
     """
     losses = validation_losses(folder)
     links: dict[str, int | None] = {LATEST: newest}
@@ -106,7 +113,7 @@ def tidy(folder: Path, newest: int, retention: Retention) -> tuple[list[int], li
     for step in retention.expendable(losses):
         name = checkpoint_name(step)
         with _noted(notes, f"{name} could not be deleted"):
-            if step != newest:
+            if step not in (newest, step_in_copy):
                 delete(folder / name)
                 gone.append(step)
     return gone, notes

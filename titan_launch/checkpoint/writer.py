@@ -116,7 +116,7 @@ def _complete(request: WriteRequest, temporary: Path, records: dict[str, FileRec
         set_aside(final)
     temporary.rename(final)
     sync_folder(request.folder)
-    deleted, notes = tidy(request.folder, request.manifest.step, request.retention)
+    deleted, notes = tidy(request.folder, request.manifest.step, request.retention, request.step_in_copy)
     return tuple(deleted), "; ".join(notes)
 
 

@@ -151,6 +151,12 @@ def file_inside(folder: Path, name: str) -> Path:
     return folder / name
 
 
+def is_name_inside(name: str) -> bool:
+    """Return True if a name, such as `a/b`, is a relative path that stays in its folder: no part is empty, `.` or
+    `..`."""
+    return "\0" not in name and not {"", ".", ".."} & {*name.split("/")}
+
+
 def leads_out(path: Path, folder: Path) -> bool:
     """Return True if a path below a folder is a link, or is below a link, to a target outside of the folder.
 

@@ -19,12 +19,12 @@ import numpy.typing as npt
 
 from titan_launch.config.paths import LinkError, expand_paths
 from titan_launch.config.sections.data import TokensData
+from titan_launch.core.cache import built_once
 from titan_launch.core.errors import KeyPath, config_error
 from titan_launch.core.files import file_state, open_regular
 from titan_launch.core.fingerprint import fingerprint_of_files
 from titan_launch.core.json_files import read_json
 from titan_launch.core.terminal import one_line
-from titan_launch.data.cache import built_once
 from titan_launch.data.images.arrays import map_npy
 from titan_launch.data.token_files import (
     CHUNK,

@@ -22,8 +22,8 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from titan_launch.core.cache import built_once
 from titan_launch.core.json_files import read_json
-from titan_launch.data.cache import built_once
 from titan_launch.data.token_files import Header, TokenStream
 
 VERSION = 1

@@ -19,13 +19,13 @@ from pathlib import Path
 
 import numpy as np
 
+from titan_launch.core.cache import built_once
 from titan_launch.core.errors import ConfigError, Problem, RunError, UserError, config_error
 from titan_launch.core.files import file_state, open_regular, read_regular, refuse_weights_folder, replace_text
 from titan_launch.core.fingerprint import content_digest, fingerprint_of_files
 from titan_launch.core.json_files import parse_record, read_json
 from titan_launch.core.process import usable_cores
 from titan_launch.core.signals import signals_blocked, stop_with_parent
-from titan_launch.data.cache import built_once
 from titan_launch.data.corpora.interface import Corpus, Document, File, Part, Skipped, in_split
 from titan_launch.data.token_files import (
     HEADER,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
@@ -34,6 +35,20 @@ def on_rank_0(action: Callable[[], Value], group: dist.ProcessGroup | None = Non
     dist.broadcast_object_list(outcome, src=dist.get_global_rank(group, 0) if group else 0, group=group)
     assert outcome[0] is not None
     return outcome[0].value_or_raise()
+
+
+def on_rank_0_slowly(action: Callable[[], Value]) -> Value:
+    """Run `action` on rank 0 as `on_rank_0` does, also if it takes longer than the timeout of collectives. The action
+    runs in a thread, and all ranks take part in a short collective every half second. Collective."""
+    with ThreadPoolExecutor(1) as executor:
+        started = [executor.submit(_run, action)] if dist.get_rank() == 0 else []
+        while not on_rank_0(lambda: not wait(started, _SECONDS_BETWEEN_SIGNS).not_done):
+            pass
+        return on_rank_0(lambda: started[0].result().value_or_raise())
+
+
+_SECONDS_BETWEEN_SIGNS = 0.5
+"""Seconds between the collectives of `on_rank_0_slowly`."""
 
 
 def on_all_ranks(action: Callable[[], Value], group: dist.ProcessGroup | None = None) -> list[Value]:

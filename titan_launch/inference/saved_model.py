@@ -18,6 +18,7 @@ from titan_launch.checkpoint.loading import result_step
 from titan_launch.checkpoint.manifest import Base, Manifest, check, checkpoint_name, complete_steps
 from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.provenance import toml_value
+from titan_launch.config.loading.urls import local_sections
 from titan_launch.config.sections.model import ModelConfig
 from titan_launch.core.errors import ConfigError, listed
 from titan_launch.models.architectures import known_args
@@ -106,7 +107,7 @@ def open_saved_model(folder: Path, step: int | None = None, ema: bool = False, b
     if "model_type" in record and "model" not in record:
         return _open_huggingface(folder)
     try:
-        job = JobConfig.model_validate(record)
+        job = _job_of(record)
     except ValidationError:
         reason = f"its {CONFIG_FILE} is not that of a run, of a folder that import wrote, or of Hugging Face"
         raise WeightsError(reason) from None
@@ -128,6 +129,12 @@ def open_saved_model(folder: Path, step: int | None = None, ema: bool = False, b
     companions = None if started_from is None else companions_of(started_from)
     saved = SavedModel(record, job, entries, read, description, companions, (), started_from, manifest)
     return _with_base(saved)
+
+
+def _job_of(record: Mapping[str, Any]) -> JobConfig:
+    """Return the job of a `config.json`, with a local copy of its tokenizer in place of a URL. Raises
+    ValidationError, and ConfigError for a URL that cannot be copied."""
+    return JobConfig.model_validate(local_sections(record, ("tokenizer",)))
 
 
 def _checked(folder: Path, step: int) -> tuple[Path, Manifest]:
@@ -249,7 +256,7 @@ def merged(saved: SavedModel) -> SavedModel:
     return replace(
         saved,
         record=record,
-        job=JobConfig.model_validate(record),
+        job=_job_of(record),
         entries={name: entry for name, entry in saved.entries.items() if name not in parts},
         read=read,
         description=f"{saved.description} with its adapters",

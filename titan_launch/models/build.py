@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from titan_launch.config.loading.urls import local_sections
 from titan_launch.config.sections.lora import LoRAConfig
 from titan_launch.config.sections.model import HUGGINGFACE, ModelConfig
 from titan_launch.core.errors import ConfigError, Problem
@@ -233,8 +234,8 @@ def recorded_model(config_file: str | Path) -> nn.Module:
 
     The module is not sharded, and is on the default device. Its values are not those of the run: load a checkpoint into
     it. If the run's checkpoints omit frozen parameters, the module gets the values of the folder `model.weights`, if
-    the run had one. Raises ConfigError if this folder does not fit the model, and WeightsError if `config_file` cannot
-    be read.
+    the run had one. Raises ConfigError if this folder does not fit the model or cannot be copied from its URL, and
+    WeightsError if `config_file` cannot be read.
     """
     recorded = read_json(Path(config_file))
     config = ModelConfig.model_validate(recorded["model"])
@@ -247,6 +248,7 @@ def recorded_model(config_file: str | Path) -> nn.Module:
     lora = LoRAConfig.model_validate(recorded.get("lora", {}))
     add_adapters(module, lora, _blocks_of(config, module).paths, torch.get_default_device())
     if config.weights is not None and _omits_frozen(recorded):
+        config = ModelConfig.model_validate(local_sections(recorded, ("model",))["model"])
         places = getattr(module, "places_in_files", None)
         load_weights(module, find_weights(config, take_inventory(module, ()), places))
     return module

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
+from titan_launch.core.cache import built_once
 from titan_launch.core.errors import UserError
-from titan_launch.data.cache import built_once
 
 _SOURCES = Path(__file__).parent / "sources"
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from titan_launch.checkpoint.state import ModelAndOptimizer, Part, Progress, TrainingState
+from titan_launch.checkpoint.store import CheckpointStore
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import format_key
 from titan_launch.cpu.switch import cpu_speedups
@@ -82,6 +83,7 @@ from titan_launch.train.run_folder.resume import (
     advice_without_folder,
     load_run,
     open_checkpoints,
+    open_store,
 )
 from titan_launch.train.step import MicrobatchesInTurn, TrainStep, Update
 
@@ -117,6 +119,7 @@ def build_run(config: JobConfig, ranks: Ranks, stack: ExitStack, process: Surrou
     config = job.config
     log_job(job, process.locate_key)
     on_rank_0(lambda: bool(import_sinks(config.metrics)))  # a missing package is an error before memory is allocated
+    store = open_store(job.requested, job.attempt)
     refusals = use_kernels(config, built, job.plan, job.layout, ranks.device, stack)
     stack.enter_context(cache_folder(config.compile))
 
@@ -157,7 +160,9 @@ def build_run(config: JobConfig, ranks: Ranks, stack: ExitStack, process: Surrou
     second: Sources = {} if model.frozen is None else {format_key(model.frozen.key): model.frozen.load()}
     resumable = Resumable(state, progress, data.order, {**data.sources, **second}, base)
     checkpoints = open_checkpoints(job.requested, folder.path, resumable, ranks, stack)
-    load_or_begin(job, folder.path, resumable, adapters, ema)
+    load_or_begin(job, folder.path, resumable, store, adapters, ema)
+    if checkpoints is not None:
+        checkpoints.copy_to(store)
     job = resolve_steps(job, data, progress)
     config = job.config
     on_rank_0(lambda: record_run(folder.path, job.requested, job.attempt, stack))
@@ -227,12 +232,17 @@ def open_run_folder(
 
 
 def load_or_begin(
-    job: ResolvedJob, folder: Path, run: Resumable, adapters: Sequence[Adapter], ema: WeightEMA | None
+    job: ResolvedJob,
+    folder: Path,
+    run: Resumable,
+    store: CheckpointStore | None,
+    adapters: Sequence[Adapter],
+    ema: WeightEMA | None,
 ) -> None:
     """Load the checkpoint from which the run starts. If there is none, load the weights and the adapters that the job
     names, if any. Collective."""
     load = on_rank_0(lambda: effective_load(folder, job.requested, job.attempt))
-    if not load_run(job.requested, folder, load, run):
+    if not load_run(job.requested, folder, load, run, store):
         if job.config.model.weights is not None:
             run.base.begin()
         if job.config.lora.adapter is not None:

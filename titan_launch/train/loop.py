@@ -129,13 +129,11 @@ def is_saved(run: Run, due: Due) -> bool:
 
 def fit(run: Run) -> None:
     """Train until all steps are done or early stopping ends the run, reporting, validating and saving on the way."""
-    last, key = run.config.training.total_steps, format_key(run.config.training.length_key)
-    if has_ended_early(run):
-        keys = "validation.patience" if run.progress.step < last else f"validation.patience and {key}"
-        _log.info("nothing to do: %s; increase %s to go on", early_ending(run), keys)
-        return
-    if run.progress.step >= last:
-        _log.info("nothing to do: the run is at step %d of %d; increase %s to go on", run.progress.step, last, key)
+    last = run.config.training.total_steps
+    if reason := nothing_to_do(run):
+        _log.info("%s", reason)
+        if run.checkpoints is not None:
+            run.checkpoints.finish()  # the last copy of the run may have failed
         return
     if clipping := describe_clipping(run.config.lr_scheduler, last):
         _log.info("%s", clipping)
@@ -164,6 +162,16 @@ def fit(run: Run) -> None:
         run.output.write(run.progress.step, pauses)
     run.output.clear_progress()
     _log.info("%s", ending(run))
+
+
+def nothing_to_do(run: Run) -> str:
+    """Return a message that says why a run has no step to train, and which key to increase; "" if it has steps.
+    Collective if early stopping has ended the run."""
+    step, last, key = run.progress.step, run.config.training.total_steps, format_key(run.config.training.length_key)
+    if has_ended_early(run):
+        keys = "validation.patience" if step < last else f"validation.patience and {key}"
+        return f"nothing to do: {early_ending(run)}; increase {keys} to go on"
+    return f"nothing to do: the run is at step {step} of {last}; increase {key} to go on" if step >= last else ""
 
 
 def looks_for_skipped_steps(run: Run, due: Due) -> bool:

@@ -15,9 +15,11 @@ from titan_launch.config.loading.job_files import JobFile, read_job
 from titan_launch.config.loading.merge import Draft, Override, parse_overrides
 from titan_launch.config.loading.provenance import MOST_PROBLEMS, Provenance, contains
 from titan_launch.config.loading.schema_walk import kinds_of
+from titan_launch.config.loading.urls import with_local_copies
 from titan_launch.config.rules import RULES, Rule
 from titan_launch.config.sections.model import HUGGINGFACE
 from titan_launch.core.errors import ConfigError, KeyPath, Problem, UserError, config_error, did_you_mean
+from titan_launch.core.object_store import with_urls
 
 
 @dataclass(frozen=True)
@@ -55,22 +57,28 @@ def load_job(
 
 
 def dump_job(config: JobConfig) -> str:
-    """Return a configuration as JSON with all defaults except None. `load_job` can read this JSON as a job file."""
+    """Return a configuration as JSON with all defaults except None, and with URLs in place of their local copies.
+    `load_job` can read this JSON as a job file."""
     import json
 
-    return json.dumps(config.model_dump(mode="json", exclude_none=True), indent=2, allow_nan=False) + "\n"
+    table = with_urls(config.model_dump(mode="json", exclude_none=True))
+    return json.dumps(table, indent=2, allow_nan=False) + "\n"
 
 
 def _merge_all(
     path: str | None, overrides: Sequence[str], aliases: Mapping[str, str] | None
 ) -> tuple[Draft, list[Problem]]:
-    """Return the merged files and overrides of a job, and two kinds of problems: overrides that cannot be applied, and
-    problems of the model's folder (see `_model_of_folder`)."""
+    """Return the merged files and overrides of a job, and three kinds of problems: overrides that cannot be applied,
+    URLs that cannot be copied, and problems of the model's folder (see `_model_of_folder`)."""
     given, files = parse_overrides(overrides, aliases), read_job(path) if path else []
     draft, problems = _merge(files, given)
+    draft.table, unavailable = with_local_copies(draft.table)
+    if unavailable:
+        return draft, problems + unavailable
     try:
         if folder := _model_of_folder(draft.table.get("model")):
             draft, problems = _merge([folder, *files], given)
+            draft.table, _ = with_local_copies(draft.table)
     except ConfigError as error:
         problems += error.problems
     return draft, problems

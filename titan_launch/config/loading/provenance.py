@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 from titan_launch.config.sections.section import Section
 from titan_launch.core.errors import UNSET, KeyPath, Problem, format_key, toml_string
+from titan_launch.core.object_store import with_urls
 from titan_launch.core.terminal import shortened
 
 
@@ -72,7 +73,7 @@ class Provenance:
         if problem.value is UNSET:
             return f"{place}: {key}: {problem.reason}"
         note = "" if self.is_given(problem.key) else " (default, not set in the job)"
-        return f"{place}: {key} = {shortened(toml_value(problem.value))}{note}: {problem.reason}"
+        return f"{place}: {key} = {shortened(toml_value(with_urls(problem.value)))}{note}: {problem.reason}"
 
 
 _MAX_KEY_LENGTH = 300

@@ -9,6 +9,7 @@ from pathlib import Path
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import KeyPath, Problem, did_you_mean
 from titan_launch.core.files import weights_folder_around
+from titan_launch.core.object_store import is_url
 
 _LOAD: KeyPath = ("checkpoint", "load")
 
@@ -60,8 +61,22 @@ def load_is_a_word_or_a_path(config: JobConfig) -> Iterator[Problem]:
         yield Problem(_LOAD, reason, load)
 
 
+def store_is_a_url(config: JobConfig) -> Iterator[Problem]:
+    """Report a problem if `checkpoint.store` is not the URL of an object store, or if the run saves no checkpoint."""
+    store, key = config.checkpoint.store, ("checkpoint", "store")
+    if store is None:
+        return
+    if not is_url(store):
+        reason = "must be the URL of a folder in an object store: s3://BUCKET/FOLDER or gs://BUCKET/FOLDER"
+        yield Problem(key, reason, store)
+    if not config.checkpoint.enable and not config.checkpoint.save_last:
+        reason = "has no effect without checkpoints; set checkpoint.enable = true, or remove this key"
+        yield Problem(key, reason, store, also=(("checkpoint", "enable"), ("checkpoint", "save_last")))
+
+
 CHECKPOINT_RULES = (
     weights_are_never_written_to,
     early_stopping_has_a_result,
     load_is_a_word_or_a_path,
+    store_is_a_url,
 )

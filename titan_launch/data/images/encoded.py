@@ -22,13 +22,13 @@ from torch import Tensor
 
 from titan_launch.config.image_format import resized_size
 from titan_launch.config.paths import IMAGE_SUFFIXES, LinkError, class_folders, refuse_links_out, tar_shards
+from titan_launch.core.cache import built_once
 from titan_launch.core.errors import KeyPath, UserError, config_error, listed
 from titan_launch.core.files import MIB, file_state, open_regular
 from titan_launch.core.fingerprint import fingerprint_of_files
 from titan_launch.core.json_files import parse_record
 from titan_launch.core.packages import not_installed
 from titan_launch.core.terminal import one_line
-from titan_launch.data.cache import built_once
 from titan_launch.data.images.arrays import MOST_CLASSES, Labels, map_npz
 from titan_launch.data.images.pillow import MOST_BYTES, PixelFormatError, opened_image
 from titan_launch.data.images.pixel_formats import CHANNELS, decode

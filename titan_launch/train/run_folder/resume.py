@@ -27,6 +27,7 @@ from titan_launch.checkpoint.loading import (
 from titan_launch.checkpoint.manager import CheckpointManager, Origin
 from titan_launch.checkpoint.manifest import checkpoint_name, read_manifest
 from titan_launch.checkpoint.state import Progress, TrainingState, Values
+from titan_launch.checkpoint.store import CheckpointStore
 from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.load import dump_job
 from titan_launch.config.sections.data import MixtureData
@@ -37,7 +38,15 @@ from titan_launch.data.order import MixtureOrder, Order
 from titan_launch.distributed.collectives import on_all_ranks, on_rank_0, warn
 from titan_launch.distributed.process_group import Ranks
 from titan_launch.train.base_weights import RunBase
-from titan_launch.train.run_folder.folder import Load, checkpoint_folder, supersede_later_checkpoints
+from titan_launch.train.run_folder.attempt import Attempt
+from titan_launch.train.run_folder.folder import (
+    Load,
+    check_earlier_run,
+    checkpoint_folder,
+    effective_load,
+    supersede_later_checkpoints,
+)
+from titan_launch.train.run_folder.records import CONFIG_FILE
 
 _log = logging.getLogger(__name__)
 
@@ -79,14 +88,16 @@ class Resumable:
     """The folder of `model.weights`."""
 
 
-def load_run(config: JobConfig, folder: Path, load: Load, run: Resumable) -> bool:
+def load_run(config: JobConfig, folder: Path, load: Load, run: Resumable, store: CheckpointStore | None) -> bool:
     """Load the checkpoint with which a run starts, if any. Return False if there is none. Collective.
 
-    `load`: result of `effective_load`. Raises ConfigError or UserError on all ranks in two cases. The checkpoint is
-    missing, damaged or of another model. The training data, or other files that this run depends on, have changed since
-    the checkpoint was saved, and `checkpoint.accept_changes` is false.
+    `load`: result of `effective_load`. `store`: result of `open_store`. Raises ConfigError or UserError on all ranks in
+    two cases. The checkpoint is missing, damaged or of another model. The training data, or other files that this run
+    depends on, have changed since the checkpoint was saved, and `checkpoint.accept_changes` is false.
     """
-    found = _own_checkpoint(folder, load) if config.checkpoint.enable else None
+    found = _own_checkpoint(folder, load, store) if config.checkpoint.enable else None
+    if found is not None and config.checkpoint.store is not None:
+        on_rank_0(lambda: check_earlier_run(folder, config, load))  # with the files of the store
     if found is not None:
         selection = EVERYTHING if load == "latest" else _selected(config)
         _resume(config, found, selection, run)
@@ -100,6 +111,34 @@ def load_run(config: JobConfig, folder: Path, load: Load, run: Resumable) -> boo
     else:
         return False
     return True
+
+
+def open_store(config: JobConfig, attempt: Attempt) -> CheckpointStore | None:
+    """Return the copies of the run's checkpoints in `checkpoint.store`. Return None on other ranks than rank 0, and
+    without this key. Collective.
+
+    Raises ConfigError on all ranks if the store cannot be used, or if the run would overwrite copies: it does not
+    resume from the newest checkpoint, but the store has checkpoints of later steps.
+    """
+    opened: list[CheckpointStore] = []
+
+    def open_it() -> None:
+        folder = config.job.run_folder
+        store = CheckpointStore(config.checkpoint, config.job.name, checkpoint_folder(folder), folder / CONFIG_FILE)
+        load = effective_load(folder, config, attempt)
+        resumes_newest = config.checkpoint.enable and load == "latest"
+        later = [step for step in store.steps() if step > (load if isinstance(load, int) else -1)]
+        if later and not resumes_newest:
+            reason = (
+                f"{store.url} has checkpoints up to step {max(later)}, which this run would overwrite; resume with "
+                "--checkpoint.enable=true --checkpoint.load=latest, or choose another --job.name, or delete them"
+            )
+            raise config_error(("checkpoint", "store"), reason, config.checkpoint.store)
+        opened.append(store)
+
+    if config.checkpoint.store is not None:
+        on_rank_0(open_it)
+    return opened[0] if opened else None
 
 
 def open_checkpoints(
@@ -146,16 +185,17 @@ def advice_without_folder(config: JobConfig) -> str:
     return f"to resume, move it back and {how_to_resume(config)}; without it, the same command starts anew"
 
 
-def _own_checkpoint(folder: Path, load: Load) -> Path | None:
+def _own_checkpoint(folder: Path, load: Load, store: CheckpointStore | None) -> Path | None:
     """Return the checkpoint of the run folder that `load` selects; None if `load` is a path or `"none"`, or if the
     folder has no checkpoint. Collective.
 
-    For `"latest"`, damaged checkpoints that are newer than the result are renamed. Raises UserError if all checkpoints
-    are damaged, and ConfigError if `load` is a step whose checkpoint cannot be loaded.
+    For `"latest"`, damaged checkpoints that are newer than the result are renamed, and a newer one of `store` is
+    downloaded. Raises UserError if all checkpoints are damaged, and ConfigError if `load` is a step whose checkpoint
+    cannot be loaded.
     """
     checkpoints = checkpoint_folder(folder)
     if load == "latest":
-        return newest_valid(checkpoints, set_damaged_aside=True)
+        return newest_valid(checkpoints, set_damaged_aside=True, store=store)
     if not isinstance(load, int):
         return None
     checkpoint = checkpoints / checkpoint_name(load)

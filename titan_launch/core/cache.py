@@ -21,6 +21,7 @@ from titan_launch.core.files import (
     CACHE_VARIABLE,
     cache_folder,
     file_state,
+    is_name_inside,
     refuse_weights_folder,
     remove,
     replace_text,
@@ -54,7 +55,7 @@ def built_once(kind: str, identity: Any, build: Callable[[Path], object], task: 
     folder = cache_folder() / kind / digest
     if _is_folder(folder) and _has_known_state(folder):
         return folder
-    refuse_weights_folder(folder)
+    refuse_weights_folder(folder.parent)  # an entry itself may hold weights
     if task and not folder.is_dir():
         _log.info("%s, into %s", task, folder)
     try:
@@ -101,17 +102,19 @@ def _make_folders(folder: Path) -> None:
 
 
 def _seal(folder: Path) -> None:
-    """Write the files of an entry to disk (fsync), and then the list of the files."""
-    files = sorted(path for path in folder.iterdir() if path.name != _FILES)
-    for path in files:
+    """Write the files of an entry, and its subfolders, to disk (fsync), and then the list of the files."""
+    paths = sorted(path for path in folder.rglob("*") if path != folder / _FILES)
+    for path in paths:
         sync_file(path)
-    replace_text(folder / _FILES, json.dumps({path.name: [content_digest([path]), file_state(path)] for path in files}))
+    files = {str(path.relative_to(folder)): path for path in paths if not path.is_dir()}
+    listed = {name: [content_digest([path]), file_state(path)] for name, path in files.items()}
+    replace_text(folder / _FILES, json.dumps(listed))
 
 
 def _read_list(folder: Path) -> dict[str, tuple[str, list[int]]]:
     """Return digest and state of each file of an entry. Raises OSError, ValueError and TypeError."""
     content = read_json(folder / _FILES)
-    if not isinstance(content, dict) or any(Path(name).name != name for name in content):
+    if not isinstance(content, dict) or not all(map(is_name_inside, content)):
         raise ValueError
     return {name: (str(digest), list(state)) for name, (digest, state) in content.items()}
 

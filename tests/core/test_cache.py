@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from titan_launch.core.cache import built_once
 from titan_launch.core.errors import UserError
 from titan_launch.core.files import CACHE_VARIABLE
-from titan_launch.data.cache import built_once
 
 
 @pytest.fixture

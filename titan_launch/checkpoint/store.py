@@ -1,0 +1,224 @@
+"""Copies of a run's checkpoints in an object store. Only rank 0 reads and writes them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from titan_launch.checkpoint.manifest import (
+    MANIFEST_FILE,
+    DamagedCheckpointError,
+    check,
+    checkpoint_name,
+    complete_steps,
+    read_manifest,
+    step_of,
+)
+from titan_launch.checkpoint.retention import TEMPORARY, Retention, set_aside, validation_losses
+from titan_launch.config.sections.checkpoint import CheckpointConfig
+from titan_launch.core.errors import ConfigError, KeyPath, config_error
+from titan_launch.core.files import remove, sync_file, sync_folder
+from titan_launch.core.object_store import ObjectStore, StoreError, in_parallel
+
+_log = logging.getLogger(__name__)
+
+_KEY: KeyPath = ("checkpoint", "store")
+
+
+class CheckpointStore:
+    """The copies of a run's checkpoints, below `STORE/NAME/step-N/`, and the thread that makes them.
+
+    A copy counts if it has its manifest, which is the last object that is written and the first that is deleted. A
+    checkpoint is copied once, unless its copy was damaged.
+    """
+
+    def __init__(self, config: CheckpointConfig, name: str, folder: Path, record: Path):
+        """Connect to the store, and test the right to write, read and delete. Raises ConfigError.
+
+        `name`: name of the run. `folder`: folder of the run's checkpoints. `record`: the run's `config.json`, which is
+        copied too.
+        """
+        assert config.store is not None
+        self.url = f"{config.store.rstrip('/')}/{name}"
+        self._value, self._folder, self._record = config.store, folder, record
+        self._retention = Retention(config.keep_latest, config.keep_every, config.keep_best)
+        self._waiting = Retention(min(config.keep_latest, 1), config.keep_every, config.keep_best)
+        self._losses: dict[int, float | None] = {}
+        self.step_in_copy: int | None = None
+        """Step of the checkpoint that the thread copies at present, or next."""
+        self._failure = ""
+        self._executor, self._last = ThreadPoolExecutor(1, "checkpoint-store"), Future[None]()
+        self._last.set_result(None)
+        try:
+            self._objects = ObjectStore(self.url)
+            self._test_rights()
+        except StoreError as error:
+            raise self._error(str(error)) from None
+        self._known = set(self.steps())
+
+    def steps(self) -> list[int]:
+        """Return the steps that have a copy with a manifest. Raises ConfigError."""
+        try:
+            return [step for step, names in self._names().items() if MANIFEST_FILE in names]
+        except StoreError as error:
+            raise self._error(f"the copies cannot be listed: {error}") from None
+
+    def fetch(self, step: int) -> str | None:
+        """Download the copy of a step into the run folder, where it then is a checkpoint like any other. Return None,
+        or a clause that describes the damage of the copy.
+
+        A damaged checkpoint of this step in the run folder is renamed. If the run folder has no `config.json`, the copy
+        of this file is downloaded too. Raises ConfigError if the store fails.
+        """
+        name = checkpoint_name(step)
+        temporary, final = self._folder / f"{name}{TEMPORARY}", self._folder / name
+        self._folder.mkdir(exist_ok=True)
+        remove(temporary)
+        temporary.mkdir()
+        try:
+            self._objects.get(f"{name}/{MANIFEST_FILE}", temporary / MANIFEST_FILE)
+            manifest = read_manifest(temporary)
+            if manifest.step != step:
+                raise DamagedCheckpointError(f"{MANIFEST_FILE} is of step {manifest.step}")
+            in_parallel(lambda file: self._objects.get(f"{name}/{file}", temporary / file), manifest.files)
+            check(temporary)
+            if not self._record.exists() and self._record.name in self._objects.listing():
+                partial = self._record.with_name(f"{self._record.name}{TEMPORARY}")
+                self._objects.get(self._record.name, partial)
+                partial.replace(self._record)
+        except (StoreError, DamagedCheckpointError) as error:
+            remove(temporary)
+            if isinstance(error, StoreError) and not error.is_missing:
+                raise self._error(f"{name} cannot be downloaded: {error}") from None
+            self._known.discard(step)
+            return "an object is missing" if isinstance(error, StoreError) else str(error)
+        for path in temporary.iterdir():
+            sync_file(path)
+        if final.exists():
+            set_aside(final)
+        temporary.rename(final)
+        sync_folder(self._folder)
+        _log.info("downloaded %s from %s", final, self.url)
+        return None
+
+    def begin(self) -> None:
+        """Begin to copy the checkpoints that have no copy, in a thread. If the thread still copies an older checkpoint,
+        it goes on with the newest one."""
+        if self._last.done():
+            self.step_in_copy = self._next()  # here, so that a save that begins now does not delete the checkpoint
+        self._last = self._executor.submit(self._copy_waiting)
+
+    def finish(self) -> str:
+        """Copy the checkpoints that have no copy, and wait. Return "", or a message if the newest one has no copy."""
+        self.begin()
+        self._last.result()
+        return "" if set(complete_steps(self._folder)[:1]) <= self._known else self._failure
+
+    def close(self, seconds: float | None) -> None:
+        """Wait until no checkpoint is being copied, for at most `seconds`; None waits as long as that takes."""
+        wait([self._last], seconds)
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    def _copy_waiting(self) -> None:
+        self._failure = ""
+        while not self._failure and (step := self._next()) is not None:
+            start, self.step_in_copy = time.perf_counter(), step
+            try:
+                size = self._copy(step)
+            except (StoreError, DamagedCheckpointError, OSError) as error:
+                if step in complete_steps(self._folder):  # otherwise it was deleted meanwhile, which is no failure
+                    self._failure = f"{checkpoint_name(step)} could not be copied to {self.url}: {error}"
+                    _log.warning("%s; the next save tries again", self._failure)
+                continue
+            finally:
+                self.step_in_copy = None
+            seconds = time.perf_counter() - start
+            _log.info("copied %s to %s (%.1f MB in %.2f s)", checkpoint_name(step), self.url, size / 1e6, seconds)
+            try:
+                self._delete_expendable(step)
+            except StoreError as error:
+                _log.warning("old checkpoints in %s could not be deleted: %s", self.url, error)
+
+    def _next(self) -> int | None:
+        """Return the next step to copy: the newest without a copy, then those that the retention keeps for another
+        reason. None if there is no such step."""
+        losses = validation_losses(self._folder)
+        omitted = {*self._known, *self._waiting.expendable(losses)}
+        return max((step for step in losses if step not in omitted), default=None)
+
+    def _copy(self, step: int) -> int:
+        """Copy a checkpoint, and return its size in bytes. Raises StoreError, DamagedCheckpointError and OSError."""
+        name = checkpoint_name(step)
+        source = self._folder / name
+        manifest = read_manifest(source)
+        self._objects.delete(f"{name}/{MANIFEST_FILE}")  # that of a damaged copy
+        in_parallel(lambda file: self._objects.put(source / file, f"{name}/{file}"), manifest.files)
+        if self._record.exists():
+            self._objects.put(self._record, self._record.name)
+        found = self._objects.listing(name)
+        for file, record in manifest.files.items():
+            if file not in found or found[file].size != record.bytes:
+                raise StoreError(f"the store does not list {name}/{file} with {record.bytes:,} bytes")
+        self._objects.put(source / MANIFEST_FILE, f"{name}/{MANIFEST_FILE}")
+        self._known.add(step)
+        self._losses[step] = manifest.validation_loss
+        return sum(record.bytes for record in manifest.files.values())
+
+    def _delete_expendable(self, newest: int) -> None:
+        """Delete the copies that the retention does not keep, and objects that interrupted copies and deletions have
+        left. A copy whose manifest cannot be read stays. Raises StoreError."""
+        names = self._names()
+        losses = {}
+        for step in names:
+            with suppress(DamagedCheckpointError):
+                if MANIFEST_FILE in names[step]:
+                    losses[step] = self._loss(step)
+        left = [step for step in names if MANIFEST_FILE not in names[step]]
+        for step in {*self._retention.expendable(losses), *left} - {newest}:
+            self._delete(checkpoint_name(step), names[step])
+
+    def _delete(self, name: str, files: Sequence[str]) -> None:
+        self._objects.delete(f"{name}/{MANIFEST_FILE}")
+        in_parallel(lambda file: self._objects.delete(f"{name}/{file}"), files)
+
+    def _names(self) -> dict[int, list[str]]:
+        """Return the names of the objects of each step."""
+        names: dict[int, list[str]] = {}
+        for name in self._objects.listing():
+            folder, _, file = name.partition("/")
+            if (step := step_of(folder)) is not None:
+                names.setdefault(step, []).append(file)
+        return names
+
+    def _loss(self, step: int) -> float | None:
+        """Return the validation loss of a copy. Raises DamagedCheckpointError and StoreError."""
+        if step not in self._losses:
+            with TemporaryDirectory() as folder:
+                self._objects.get(f"{checkpoint_name(step)}/{MANIFEST_FILE}", Path(folder, MANIFEST_FILE))
+                self._losses[step] = read_manifest(Path(folder)).validation_loss
+        return self._losses[step]
+
+    def _test_rights(self) -> None:
+        """Write, read and delete an object. Raises StoreError."""
+        with TemporaryDirectory() as folder:
+            path, name = Path(folder, "rights"), f"rights-{os.getpid()}"
+            path.write_text("a test of the rights")
+            actions: dict[str, Callable[[], None]] = {
+                "written": lambda: self._objects.put(path, name),
+                "read": lambda: self._objects.get(name, path),
+                "deleted": lambda: self._objects.delete(name),
+            }
+            for verb, action in actions.items():
+                try:
+                    action()
+                except StoreError as error:
+                    raise StoreError(f"an object cannot be {verb}: {error}") from None
+
+    def _error(self, reason: str) -> ConfigError:
+        return config_error(_KEY, reason, self._value)

@@ -1,0 +1,247 @@
+"""Object stores (`s3://`, `gs://`) through fsspec, and local copies of their objects in the cache of the host."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from titan_launch.core.files import is_name_inside, open_regular, remove, sync_file
+from titan_launch.core.packages import is_installed, not_installed
+from titan_launch.core.terminal import one_line, say, short_name, shortened
+
+Value = TypeVar("Value")
+
+_MODULES = {"s3": "s3fs", "gs": "gcsfs"}
+"""The module of `packages.PACKAGES` that reads the URLs with a scheme."""
+
+_OPTIONS: dict[str, dict[str, int]] = {"s3": {"max_concurrency": 2}, "gs": {}}
+"""Options of the class in the module. s3fs holds `max_concurrency` parts of 50 MB of each large file in memory."""
+
+_WAITS_S = (1.0, 4.0)
+"""Seconds before a failed request is repeated: once for each number. The libraries repeat requests as well."""
+
+_CONNECTIONS = 4
+"""Number of objects that are transferred at the same time."""
+
+_LOCAL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
+"""Errors of the local disk, which are not those of a store."""
+
+
+class StoreError(Exception):
+    """Error of an object store. The message is a clause with the reason and a remedy."""
+
+    def __init__(self, reason: str, is_final: bool = True, is_missing: bool = False):
+        """`is_final`: a repetition of the request would fail too. `is_missing`: there is no such object or bucket."""
+        super().__init__(reason)
+        self.is_final, self.is_missing = is_final, is_missing
+
+
+class StoredObject(NamedTuple):
+    """Facts about an object that a store lists."""
+
+    size: int
+    """Size in bytes."""
+
+    etag: str
+    """A text that changes with the content. In S3 it is often the MD5 digest of the content."""
+
+
+def is_url(text: str) -> bool:
+    """Return True if a text is the URL of an object store."""
+    scheme, _, rest = text.partition("://")
+    return scheme in _MODULES and bool(rest.strip("/"))
+
+
+def module_of(url: str) -> str:
+    """Return the module of `packages.PACKAGES` that reads a URL."""
+    return _MODULES[url.partition(":")[0]]
+
+
+class ObjectStore:
+    """The objects below a URL. Their names are relative to the URL, such as `step-1/manifest.json`; the name of an
+    object with the URL itself is empty. All methods raise StoreError, and OSError for errors of the local disk."""
+
+    def __init__(self, url: str):
+        """Prepare requests; none is sent. Raises StoreError if the package for the URL is not installed."""
+        scheme, _, path = url.partition("://")
+        if not is_installed(module_of(url)):
+            raise StoreError(not_installed(module_of(url)))
+        import fsspec  # takes 0.1 s, and the module for the URL more
+
+        self._path = path.strip("/")
+        self._files: Any = fsspec.filesystem(
+            scheme, use_listings_cache=False, skip_instance_cache=True, **_OPTIONS[scheme]
+        )
+        # Without a handler, a request whose connection is cut also logs a traceback.
+        self._files.loop.set_exception_handler(lambda *_: None)
+
+    def listing(self, folder: str = "") -> dict[str, StoredObject]:
+        """Return all objects, or those below `folder`, by their names relative to it."""
+        top = self._at(folder)
+        found = _tried(lambda: self._files.find(top, detail=True))
+        return {
+            name[len(top) + 1 :]: StoredObject(info["size"], str(info.get("ETag") or info.get("etag")).strip('"'))
+            for name, info in found.items()
+            if info["type"] == "file" and not name.endswith("/")  # some programs make an empty object for a folder
+        }
+
+    def get(self, name: str, target: Path) -> None:
+        """Copy an object to a local file."""
+        _tried(lambda: self._files.get_file(self._at(name), str(target)))
+
+    def put(self, source: Path, name: str) -> None:
+        """Copy a local file to an object. The object has its old content, or none, until all bytes have arrived."""
+        _tried(lambda: self._files.put_file(str(source), self._at(name)))
+
+    def delete(self, name: str) -> None:
+        """Delete an object, if it is there."""
+        try:
+            _tried(lambda: self._files.rm_file(self._at(name)))
+        except StoreError as error:
+            if not error.is_missing:
+                raise
+
+    def _at(self, name: str) -> str:
+        return f"{self._path}/{name}".rstrip("/")
+
+
+def in_parallel(action: Callable[[str], object], names: Iterable[str]) -> None:
+    """Call `action` with each name, for several names at the same time. After an error, no further call begins, and the
+    error is raised when the calls that run have ended."""
+    from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait  # not needed to load a job without URLs
+
+    pool = ThreadPoolExecutor(_CONNECTIONS)
+    try:
+        calls = [pool.submit(action, name) for name in names]
+        wait(calls, return_when=FIRST_EXCEPTION)
+    finally:
+        pool.shutdown(cancel_futures=True)
+    for call in calls:
+        if not call.cancelled():
+            call.result()
+
+
+def _tried(request: Callable[[], Value]) -> Value:
+    """Return the result of a request. A request that fails is repeated, unless its error is final."""
+    for pause in (*_WAITS_S, None):
+        try:
+            return request()
+        except Exception as error:  # each library has errors of its own
+            if isinstance(error, OSError) and error.errno in _LOCAL_ERRORS:
+                raise
+            explained = _explained(error)
+            if explained.is_final or pause is None:
+                raise explained from error
+        time.sleep(pause)
+    raise AssertionError
+
+
+def _explained(error: Exception) -> StoreError:
+    """Return the StoreError for an error of fsspec, of the library below it, or of the system."""
+    causes = list(islice(_causes(error), 10))
+    text = shortened(one_line(str(error).partition(", Request ID")[0]), 200)
+    if isinstance(error, PermissionError):
+        return StoreError(f"access is denied ({text}); check the credentials, and the rights of their user")
+    if isinstance(error, FileNotFoundError):
+        return StoreError("there is no such object or bucket; check the name", is_missing=True)
+    if any(isinstance(cause, socket.gaierror) for cause in causes):
+        return StoreError(f"the name of the server does not resolve ({text}); check the endpoint and the network")
+    if type(error).__name__ == "NoCredentialsError":
+        return StoreError("there are no credentials; set them in the environment, or in the files of the store's tools")
+    is_final = getattr(error, "errno", None) == errno.EINVAL or type(error).__name__ == "ParamValidationError"
+    return StoreError(f"the request failed ({type(error).__name__}: {text})", is_final)
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+_URLS: dict[str, str] = {}
+"""The URL of each local copy that this process uses, by the path of the copy."""
+
+
+def local_copy(url: str) -> Path:
+    """Return the path of a copy of an object, or of a folder with all objects below a URL, in the cache of this host.
+
+    The objects are listed once per process. They are transferred if the cache has no copy of objects with these names,
+    sizes and ETags; one process of the host does this, and the others wait. A transfer that was interrupted goes on
+    with the objects that are missing. Raises StoreError, and UserError if the cache cannot be written.
+    """
+    from titan_launch.core.cache import built_once  # not needed to load a job without URLs
+
+    for path, known in _URLS.items():
+        if known == url:
+            return Path(path)
+    if any(character in url for character in "*?[{"):
+        raise StoreError("a URL must have no wildcards; name one object, or the folder of the objects")
+    store = ObjectStore(url)
+    objects = store.listing()
+    if not objects:
+        raise StoreError("there is no such object, and no object below it; check the name")
+    for name in objects:
+        if name and not is_name_inside(name):
+            raise StoreError(f"{short_name(name)} below it is no name of a file in a folder; rename this object")
+    last = url.rstrip("/").rpartition("/")[2]
+
+    def build(folder: Path) -> None:
+        size = sum(found.size for found in objects.values())
+        say(f"copying {url} ({len(objects):,} objects, {size / 1e6:,.1f} MB) to {folder}", file=sys.stderr, flush=True)
+        partial = folder / "partial"
+
+        def transfer(name: str) -> None:
+            _transfer(store, name, objects[name], folder / "copy" / last / name, partial / last / name)
+
+        in_parallel(transfer, objects)
+        remove(partial)
+
+    identity = [url, sorted([name, *found] for name, found in objects.items())]
+    copy = built_once("objects", identity, build) / "copy" / last
+    _URLS[str(copy)] = url
+    return copy
+
+
+def with_urls(value: Any) -> Any:
+    """Return a value of a job in which URLs replace the paths of their local copies."""
+    if isinstance(value, dict):
+        return {name: with_urls(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [with_urls(item) for item in value]
+    return _URLS.get(value, value) if isinstance(value, str) else value
+
+
+def _transfer(store: ObjectStore, name: str, expected: StoredObject, target: Path, partial: Path) -> None:
+    """Copy an object to the file `target`, unless an earlier call has done so. `partial`: path of the file until it is
+    complete and on disk."""
+    if target.exists():
+        return
+    for path in (target, partial):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    before = ""
+    for _ in range(3):
+        store.get(name, partial)
+        size, digest = partial.stat().st_size, _md5(partial)
+        # With some kinds of encryption, an ETag of S3 looks like an MD5 digest and is none. Then two copies are equal.
+        is_whole = digest in (expected.etag, before) or len(expected.etag) != len(digest)
+        if size == expected.size and is_whole:
+            sync_file(partial)
+            partial.rename(target)
+            return
+        before = digest
+    raise StoreError(f"{name or 'the object'} arrived with {size:,} bytes of {expected.size:,}, or with other content")
+
+
+def _md5(path: Path) -> str:
+    digest = hashlib.md5(usedforsecurity=False)
+    with open_regular(path) as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
