@@ -19,6 +19,8 @@ class Proxy:
     def __init__(self, target: int):
         self.refuses = False
         """True closes each new connection at once."""
+        self.stalls = False
+        """True holds back all bytes."""
         self.bytes_up = self.bytes_down = self.cuts = 0
         self._target = target
         self._lock = threading.Lock()
@@ -43,7 +45,8 @@ class Proxy:
     def calm(self) -> None:
         """Disturb no more."""
         with self._lock:
-            self.refuses, self._act = False, None
+            self.refuses = self.stalls = False
+            self._act = None
             self._plans = {True: [], False: []}
 
     def cut_all(self) -> None:
@@ -72,6 +75,8 @@ class Proxy:
     def _pump(self, source: socket.socket, sink: socket.socket, up: bool) -> None:
         with suppress(OSError):
             while data := source.recv(1 << 14):
+                while self.stalls:
+                    time.sleep(0.01)
                 length, act = self._allowed(len(data), up)
                 sink.sendall(data[:length])
                 if act is not None:
@@ -82,7 +87,11 @@ class Proxy:
             with suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
         with self._lock:
+            is_second = source not in self._open
             self._open -= {source, sink}
+        if is_second:  # the thread of the other direction has ended
+            source.close()
+            sink.close()
 
     def _allowed(self, length: int, up: bool) -> tuple[int, Callable[[], None] | None]:
         """Return how many of the next bytes may pass, and the action that is due after them."""

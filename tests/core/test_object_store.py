@@ -92,6 +92,24 @@ def test_lost_connections_are_repeated(server: Server) -> None:
     assert local_copy("s3://bucket/large").read_bytes() == content
 
 
+def test_a_server_that_neither_reads_nor_answers_is_an_error(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file is larger than the buffers of the connection."""
+    monkeypatch.setattr(object_store, "_STALLED_S", 0.3)
+    file = tmp_path / "file"
+    file.write_bytes(bytes(30_000_000))
+    store = ObjectStore("s3://bucket/set")
+    assert store.listing() == {}
+    server.proxy.stalls = True
+    with pytest.raises(StoreError, match=r"^the request failed \(TimeoutError: no bytes in 0.3 s\)$"):
+        store.put(file, "a")
+    server.proxy.calm()
+    monkeypatch.setattr(object_store, "_STALLED_S", 60.0)
+    store.put(file, "a")
+    assert store.listing()["a"].size == 30_000_000
+
+
 def test_an_interrupted_transfer_goes_on(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in "abcdef":
         server.put(f"set/{name}", name.encode() * 100_000)

@@ -30,6 +30,10 @@ _WAITS_S = (1.0, 4.0)
 _CONNECTIONS = 4
 """Number of objects that are transferred at the same time."""
 
+_STALLED_S = 600.0
+"""Seconds without a transferred byte, or without a part of 50 MB of a large file, after which a request has failed. The
+libraries notice a server that does not answer; without this limit, one that does not read would never be noticed."""
+
 _LOCAL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 """Errors of the local disk, which are not those of a store."""
 
@@ -75,7 +79,7 @@ class ObjectStore:
             raise StoreError(not_installed(module_of(url)))
         import fsspec  # takes 0.1 s, and the module for the URL more
 
-        self._path = path.strip("/")
+        self._path, self._callback = path.strip("/"), fsspec.Callback
         self._files: Any = fsspec.filesystem(
             scheme, use_listings_cache=False, skip_instance_cache=True, **_OPTIONS[scheme]
         )
@@ -85,7 +89,7 @@ class ObjectStore:
     def listing(self, folder: str = "") -> dict[str, StoredObject]:
         """Return all objects, or those below `folder`, by their names relative to it."""
         top = self._at(folder)
-        found = _tried(lambda: self._files.find(top, detail=True))
+        found = _tried(lambda: self._result(self._files._find(top, detail=True), self._callback()))
         return {
             name[len(top) + 1 :]: StoredObject(info["size"], str(info.get("ETag") or info.get("etag")).strip('"'))
             for name, info in found.items()
@@ -94,19 +98,45 @@ class ObjectStore:
 
     def get(self, name: str, target: Path) -> None:
         """Copy an object to a local file."""
-        _tried(lambda: self._files.get_file(self._at(name), str(target)))
+        self._transfer(self._files._get_file, self._at(name), str(target))
 
     def put(self, source: Path, name: str) -> None:
         """Copy a local file to an object. The object has its old content, or none, until all bytes have arrived."""
-        _tried(lambda: self._files.put_file(str(source), self._at(name)))
+        self._transfer(self._files._put_file, str(source), self._at(name))
 
     def delete(self, name: str) -> None:
         """Delete an object, if it is there."""
         try:
-            _tried(lambda: self._files.rm_file(self._at(name)))
+            _tried(lambda: self._result(self._files._rm_file(self._at(name)), self._callback()))
         except StoreError as error:
             if not error.is_missing:
                 raise
+
+    def _transfer(self, function: Callable[..., Any], *names: str) -> None:
+        """Call a coroutine function of fsspec that copies a file."""
+
+        def transfer() -> None:
+            progress = self._callback()
+            self._result(function(*names, callback=progress), progress)
+
+        _tried(transfer)
+
+    def _result(self, coroutine: Any, progress: Any) -> Any:
+        """Return the result of a coroutine of fsspec, which counts bytes in `progress`. Raises its error, and
+        TimeoutError if the number of bytes does not grow (see `_STALLED_S`)."""
+        from asyncio import run_coroutine_threadsafe  # not needed to load a job without URLs
+
+        future, before = run_coroutine_threadsafe(coroutine, self._files.loop), 0
+        while True:
+            try:
+                return future.result(_STALLED_S)
+            except TimeoutError:
+                if future.done():
+                    raise
+                if progress.value == before:
+                    future.cancel()
+                    raise TimeoutError(f"no bytes in {_STALLED_S:g} s") from None
+                before = progress.value
 
     def _at(self, name: str) -> str:
         return f"{self._path}/{name}".rstrip("/")
