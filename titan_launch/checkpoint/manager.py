@@ -146,9 +146,9 @@ class CheckpointManager:
             self._finish_pending()
         return self._pending is not None
 
-    def finish(self) -> None:
-        """Wait for the save in flight, and until the newest checkpoint is in `checkpoint.store`. Collective with this
-        key. Raises RunError when the last save, or the copy of the newest checkpoint, has failed."""
+    def finish(self, copies: bool = True) -> None:
+        """Wait for the save in flight and, with `copies`, until the checkpoints are in `checkpoint.store`. Collective
+        with this key. Raises RunError when the last save or a copy has failed."""
         start = time.perf_counter()
         self._finish_pending()
         self._stall_s += time.perf_counter() - start
@@ -159,7 +159,8 @@ class CheckpointManager:
             )
             raise RunError(f"{self._failure}; {newest}")
         start = time.perf_counter()
-        failure = on_rank_0_slowly(lambda: self._store.finish() if self._store else "") if self._has_store else ""
+        waits = self._has_store and copies
+        failure = on_rank_0_slowly(lambda: self._store.finish() if self._store else "") if waits else ""
         self._stall_s += time.perf_counter() - start
         if failure:
             raise RunError(f"{failure}; the checkpoint is in {self._folder}")
@@ -184,6 +185,8 @@ class CheckpointManager:
         checkpoint = newest_valid(self._folder, set_damaged_aside=True)
         if checkpoint is not None:
             load_state(checkpoint, self._state, EVERYTHING)
+            if self._store is not None:
+                self._store.forget_after(self._progress.step)
         return checkpoint
 
     def close(self, *, after_error: bool = False) -> None:

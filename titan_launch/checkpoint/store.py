@@ -22,8 +22,9 @@ from titan_launch.checkpoint.manifest import (
 )
 from titan_launch.checkpoint.retention import TEMPORARY, Retention, set_aside, validation_losses
 from titan_launch.config.sections.checkpoint import CheckpointConfig
-from titan_launch.core.errors import ConfigError, KeyPath, config_error
-from titan_launch.core.files import remove, sync_file, sync_folder
+from titan_launch.core.errors import ConfigError, KeyPath, RunError, config_error, format_key
+from titan_launch.core.files import read_regular, remove, sync_file, sync_folder
+from titan_launch.core.json_files import MOST_BYTES
 from titan_launch.core.object_store import ObjectStore, StoreError, in_parallel
 
 _log = logging.getLogger(__name__)
@@ -50,6 +51,7 @@ class CheckpointStore:
         self._retention = Retention(config.keep_latest, config.keep_every, config.keep_best)
         self._waiting = Retention(min(config.keep_latest, 1), config.keep_every, config.keep_best)
         self._losses: dict[int, float | None] = {}
+        self._damaged: set[int] = set()  # on the disk
         self.step_in_copy: int | None = None
         """Step of the checkpoint that the thread copies at present, or next."""
         self._failure = ""
@@ -59,7 +61,7 @@ class CheckpointStore:
             self._objects = ObjectStore(self.url)
             self._test_rights()
         except StoreError as error:
-            raise self._error(str(error)) from None
+            raise self._error(str(error), error) from None
         self._known = set(self.steps())
 
     def steps(self) -> list[int]:
@@ -67,7 +69,7 @@ class CheckpointStore:
         try:
             return [step for step, names in self._names().items() if MANIFEST_FILE in names]
         except StoreError as error:
-            raise self._error(f"the copies cannot be listed: {error}") from None
+            raise self._error(f"the copies cannot be listed: {error}", error) from None
 
     def fetch(self, step: int) -> str | None:
         """Download the copy of a step into the run folder, where it then is a checkpoint like any other. Return None,
@@ -92,10 +94,13 @@ class CheckpointStore:
                 partial = self._record.with_name(f"{self._record.name}{TEMPORARY}")
                 self._objects.get(self._record.name, partial)
                 partial.replace(self._record)
+        except OSError:  # the disk is full, for example
+            remove(temporary)
+            raise
         except (StoreError, DamagedCheckpointError) as error:
             remove(temporary)
             if isinstance(error, StoreError) and not error.is_missing:
-                raise self._error(f"{name} cannot be downloaded: {error}") from None
+                raise self._error(f"{name} cannot be downloaded: {error}", error) from None
             self._known.discard(step)
             return "an object is missing" if isinstance(error, StoreError) else str(error)
         for path in temporary.iterdir():
@@ -111,52 +116,76 @@ class CheckpointStore:
         """Begin to copy the checkpoints that have no copy, in a thread. If the thread still copies an older checkpoint,
         it goes on with the newest one."""
         if self._last.done():
-            self.step_in_copy = self._next()  # here, so that a save that begins now does not delete the checkpoint
+            with suppress(OSError):  # the thread reports it
+                self.step_in_copy = self._next()  # here, so that a save that begins now does not delete the checkpoint
         self._last = self._executor.submit(self._copy_waiting)
 
+    def forget_after(self, step: int) -> None:
+        """Delete the copies of later steps in the thread, because the run returns to `step` and trains them again."""
+        self._last = self._executor.submit(self._forget_after, step)
+
     def finish(self) -> str:
-        """Copy the checkpoints that have no copy, and wait. Return "", or a message if the newest one has no copy."""
+        """Copy the checkpoints that have no copy, and wait. Return "", or a message if one has no copy: the newest one,
+        or one that `keep_every` or `keep_best` keeps."""
         self.begin()
         self._last.result()
-        return "" if set(complete_steps(self._folder)[:1]) <= self._known else self._failure
+        return self._failure
 
     def close(self, seconds: float | None) -> None:
         """Wait until no checkpoint is being copied, for at most `seconds`; None waits as long as that takes."""
         wait([self._last], seconds)
         self._executor.shutdown(wait=False, cancel_futures=True)
 
+    def _forget_after(self, step: int) -> None:
+        self._known = {known for known in self._known if known <= step}
+        try:
+            for later, files in self._names().items():
+                if later > step:
+                    self._delete(checkpoint_name(later), files)
+        except Exception as error:
+            _log.warning("copies after step %d in %s could not be deleted: %s", step, self.url, error)
+
     def _copy_waiting(self) -> None:
-        self._failure = ""
-        while not self._failure and (step := self._next()) is not None:
-            start, self.step_in_copy = time.perf_counter(), step
-            try:
-                size = self._copy(step)
-            except (StoreError, DamagedCheckpointError, OSError) as error:
-                if step in complete_steps(self._folder):  # otherwise it was deleted meanwhile, which is no failure
-                    self._failure = f"{checkpoint_name(step)} could not be copied to {self.url}: {error}"
-                    _log.warning("%s; the next save tries again", self._failure)
-                continue
-            finally:
+        self._failure, step = "", None
+        try:
+            while (step := self._next()) is not None:
+                start, self.step_in_copy = time.perf_counter(), step
+                try:
+                    size = self._copy(step)
+                except DamagedCheckpointError as error:
+                    if step == max(complete_steps(self._folder), default=step):
+                        raise
+                    _log.warning("%s is damaged, and is not copied: %s", checkpoint_name(step), error)
+                    self._damaged.add(step)
+                    continue
                 self.step_in_copy = None
-            seconds = time.perf_counter() - start
-            _log.info("copied %s to %s (%.1f MB in %.2f s)", checkpoint_name(step), self.url, size / 1e6, seconds)
-            try:
-                self._delete_expendable(step)
-            except StoreError as error:
-                _log.warning("old checkpoints in %s could not be deleted: %s", self.url, error)
+                seconds = time.perf_counter() - start
+                _log.info("copied %s to %s (%.1f MB in %.2f s)", checkpoint_name(step), self.url, size / 1e6, seconds)
+                try:
+                    self._delete_expendable(step)
+                except (StoreError, OSError) as error:
+                    _log.warning("old checkpoints in %s could not be deleted: %s", self.url, error)
+        except Exception as error:  # also unforeseen ones of fsspec: training goes on
+            if step is None or step in complete_steps(self._folder):  # otherwise it was deleted, which is no failure
+                name = "the checkpoints" if step is None else checkpoint_name(step)
+                self._failure = f"{name} could not be copied to {self.url}: {error}"
+                _log.warning("%s; the next save tries again", self._failure)
+        finally:
+            self.step_in_copy = None
 
     def _next(self) -> int | None:
         """Return the next step to copy: the newest without a copy, then those that the retention keeps for another
         reason. None if there is no such step."""
         losses = validation_losses(self._folder)
-        omitted = {*self._known, *self._waiting.expendable(losses)}
+        omitted = {*self._known, *self._damaged, *self._waiting.expendable(losses)}
         return max((step for step in losses if step not in omitted), default=None)
 
     def _copy(self, step: int) -> int:
         """Copy a checkpoint, and return its size in bytes. Raises StoreError, DamagedCheckpointError and OSError."""
         name = checkpoint_name(step)
         source = self._folder / name
-        manifest = read_manifest(source)
+        content = read_regular(source / MANIFEST_FILE, MOST_BYTES)
+        manifest = check(source)  # the disk may have damaged the files since they were saved
         self._objects.delete(f"{name}/{MANIFEST_FILE}")  # that of a damaged copy
         in_parallel(lambda file: self._objects.put(source / file, f"{name}/{file}"), manifest.files)
         if self._record.exists():
@@ -165,6 +194,8 @@ class CheckpointStore:
         for file, record in manifest.files.items():
             if file not in found or found[file].size != record.bytes:
                 raise StoreError(f"the store does not list {name}/{file} with {record.bytes:,} bytes")
+        if read_regular(source / MANIFEST_FILE, MOST_BYTES) != content:
+            raise DamagedCheckpointError("the checkpoint was replaced while it was copied")
         self._objects.put(source / MANIFEST_FILE, f"{name}/{MANIFEST_FILE}")
         self._known.add(step)
         self._losses[step] = manifest.validation_loss
@@ -220,5 +251,9 @@ class CheckpointStore:
                 except StoreError as error:
                     raise StoreError(f"an object cannot be {verb}: {error}") from None
 
-    def _error(self, reason: str) -> ConfigError:
-        return config_error(_KEY, reason, self._value)
+    def _error(self, reason: str, error: StoreError) -> ConfigError | RunError:
+        """Return the error for a StoreError: a ConfigError if the same request would fail again, otherwise a RunError,
+        after which `launch` may start the ranks again."""
+        if error.is_final:
+            return config_error(_KEY, reason, self._value)
+        return RunError(f"{format_key(_KEY)} = {self._value}: {reason}")

@@ -77,24 +77,32 @@ class ObjectStore:
         scheme, _, path = url.partition("://")
         if not is_installed(module_of(url)):
             raise StoreError(not_installed(module_of(url)))
-        import fsspec  # takes 0.1 s, and the module for the URL more
+        try:
+            import fsspec  # takes 0.1 s, and the module for the URL more
 
-        self._path, self._callback = path.strip("/"), fsspec.Callback
-        self._files: Any = fsspec.filesystem(
-            scheme, use_listings_cache=False, skip_instance_cache=True, **_OPTIONS[scheme]
-        )
+            self._path, self._callback = path.strip("/"), fsspec.Callback
+            self._files: Any = fsspec.filesystem(
+                scheme, use_listings_cache=False, skip_instance_cache=True, **_OPTIONS[scheme]
+            )
+        except Exception as error:  # a damaged installation, or wrong settings of fsspec
+            found = f"{type(error).__name__}: {shortened(one_line(str(error)), 200)}"
+            raise StoreError(f"fsspec fails ({found}); check its installation and its settings") from error
         # Without a handler, a request whose connection is cut also logs a traceback.
         self._files.loop.set_exception_handler(lambda *_: None)
 
     def listing(self, folder: str = "") -> dict[str, StoredObject]:
         """Return all objects, or those below `folder`, by their names relative to it."""
         top = self._at(folder)
-        found = _tried(lambda: self._result(self._files._find(top, detail=True), self._callback()))
-        return {
-            name[len(top) + 1 :]: StoredObject(info["size"], str(info.get("ETag") or info.get("etag")).strip('"'))
-            for name, info in found.items()
-            if info["type"] == "file" and not name.endswith("/")  # some programs make an empty object for a folder
-        }
+
+        def listed() -> dict[str, StoredObject]:
+            found = self._result(self._files._find(top, detail=True), self._callback())
+            return {
+                name[len(top) + 1 :]: StoredObject(info["size"], str(info.get("ETag") or info.get("etag")).strip('"'))
+                for name, info in found.items()
+                if info["type"] == "file" and not name.endswith("/")  # some programs make an empty object for a folder
+            }
+
+        return _tried(listed)
 
     def get(self, name: str, target: Path) -> None:
         """Copy an object to a local file."""

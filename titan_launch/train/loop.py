@@ -157,7 +157,7 @@ def fit(run: Run) -> None:
     run.watchdog.enter("ending", run.progress.step, is_slow=True)
     if run.checkpoints is not None:
         with run.observers.meter.paused("checkpoint"):
-            run.checkpoints.finish()
+            run.checkpoints.finish(copies=run.control.stop_signal != RESTART_SIGNAL)  # the next start copies
     if pauses := run.observers.meter.late_pauses():
         run.output.write(run.progress.step, pauses)
     run.output.clear_progress()

@@ -35,7 +35,7 @@ from titan_launch.core.commit import commit_of
 from titan_launch.core.errors import ConfigError, KeyPath, Problem, config_error, format_key
 from titan_launch.core.fingerprint import Fingerprint
 from titan_launch.data.order import MixtureOrder, Order
-from titan_launch.distributed.collectives import on_all_ranks, on_rank_0, warn
+from titan_launch.distributed.collectives import on_all_ranks, on_rank_0, on_rank_0_slowly, warn
 from titan_launch.distributed.process_group import Ranks
 from titan_launch.train.base_weights import RunBase
 from titan_launch.train.run_folder.attempt import Attempt
@@ -127,7 +127,8 @@ def open_store(config: JobConfig, attempt: Attempt) -> CheckpointStore | None:
         store = CheckpointStore(config.checkpoint, config.job.name, checkpoint_folder(folder), folder / CONFIG_FILE)
         load = effective_load(folder, config, attempt)
         resumes_newest = config.checkpoint.enable and load == "latest"
-        later = [step for step in store.steps() if step > (load if isinstance(load, int) else -1)]
+        begins_at = load if config.checkpoint.enable and isinstance(load, int) else -1
+        later = [step for step in store.steps() if step > begins_at]
         if later and not resumes_newest:
             reason = (
                 f"{store.url} has checkpoints up to step {max(later)}, which this run would overwrite; resume with "
@@ -137,7 +138,7 @@ def open_store(config: JobConfig, attempt: Attempt) -> CheckpointStore | None:
         opened.append(store)
 
     if config.checkpoint.store is not None:
-        on_rank_0(open_it)
+        on_rank_0_slowly(open_it)
     return opened[0] if opened else None
 
 
