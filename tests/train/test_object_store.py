@@ -23,6 +23,7 @@ from tests.packages import needs
 from tests.tensors import assert_equal, full_state
 from tests.train.jobs import read_metrics, run_job, this_rank, tiny_job
 from titan_launch.checkpoint.store import CheckpointStore
+from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.load import load_job
 from titan_launch.core import object_store
 from titan_launch.core.errors import RunError, UserError
@@ -121,7 +122,7 @@ def test_a_run_begins_anew_only_if_it_overwrites_nothing(server: Server, tmp_pat
     run(server, job(tmp_path, 4))
     stored = server.names()
     shutil.rmtree(tmp_path / "tiny")
-    for more in ({"load": "none"}, {"enable": False, "save_last": True}):
+    for more in ({"load": "none"}, {"enable": False, "save_last": True}, {"enable": False, "load": 4}):
         _, error, _ = run(server, job(tmp_path, 4, **more))
         assert error == (
             "checkpoint.store: s3://bucket/runs/tiny has checkpoints up to step 4, which this run would overwrite; "
@@ -182,6 +183,49 @@ def test_a_checkpoint_that_cannot_be_copied_is_an_error_of_the_end(server: Serve
     assert 4 not in stored_steps(server)
     _, error, lines = run(server, job(tmp_path, 4))
     assert not error and any(line.startswith("nothing to do: ") for line in lines) and 4 in stored_steps(server)
+
+
+def copies_again(config: dict[str, Any], forgotten_after: int | None) -> tuple[str, list[int]]:
+    """Copy what has no copy, after forgetting later steps. Return the message and the steps that have a copy."""
+    settings, folder = JobConfig.model_validate(config).checkpoint, Path(config["job"]["dump_folder"], "tiny")
+    store = CheckpointStore(settings, "tiny", folder / "checkpoints", folder / "config.json")
+    if forgotten_after is not None:
+        store.forget_after(forgotten_after)
+    message = store.finish()
+    store.close(None)
+    return message, sorted(store.steps())
+
+
+def test_later_copies_are_forgotten_and_made_again(server: Server, tmp_path: Path) -> None:
+    """As when a run returns to a checkpoint. A later step that the disk no longer has stays without a copy."""
+    config = job(tmp_path, 6, keep_latest=0)
+    run(server, config)
+    manifest = "runs/tiny/step-4/manifest.json"
+    server.put(manifest, b"of the abandoned steps")
+    shutil.rmtree(tmp_path / "tiny/checkpoints/step-6")
+    (found,) = run_ranks(with_variables, 1, server.environment, copies_again, config, 2)
+    assert found == ("", [2, 4])
+    assert server.get(manifest) == (tmp_path / "tiny/checkpoints/step-4/manifest.json").read_bytes()
+
+
+def test_a_damaged_checkpoint_is_not_copied(server: Server, tmp_path: Path) -> None:
+    config = job(tmp_path, 6, keep_latest=0)
+    run(server, config)
+    for step in (2, 4, 6):
+        server.delete(f"runs/tiny/step-{step}/manifest.json")
+    for step, stored in ((4, [2, 6]), (6, [2, 4])):
+        file = tmp_path / f"tiny/checkpoints/step-{step}/__0_0.distcp"
+        content = file.read_bytes()
+        file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        (found,) = run_ranks(with_variables, 1, server.environment, copies_again, config, None)
+        message, steps = found
+        if step == 4:
+            assert (message, steps) == ("", stored)
+            file.write_bytes(content)
+            server.delete("runs/tiny/step-6/manifest.json")
+        else:
+            assert message.startswith("step-6 could not be copied to s3://bucket/runs/tiny: __0_0.distcp ")
+            assert 6 not in steps
 
 
 def test_lost_connections_do_not_fail_a_copy(server: Server, tmp_path: Path) -> None:
