@@ -29,11 +29,12 @@ from titan_launch.distributed.dtensor import Shard
 _log = logging.getLogger(__name__)
 
 
-_START_AGAIN = 'set checkpoint.load = "none" to start at step 0; the earlier run is then moved aside'
+START_AGAIN = 'set checkpoint.load = "none" to start at step 0; the earlier run is then moved aside'
+"""Remedy if all checkpoints of a run are damaged."""
 
 
 def newest_valid(
-    folder: Path, *, set_damaged_aside: bool, remedy: str = _START_AGAIN, store: CheckpointStore | None = None
+    folder: Path, *, set_damaged_aside: bool, remedy: str = START_AGAIN, store: CheckpointStore | None = None
 ) -> Path | None:
     """Return the newest undamaged checkpoint of a folder. Return None if the folder has no checkpoint.
 

@@ -17,6 +17,7 @@ import torch
 
 from titan_launch.checkpoint.loading import (
     EVERYTHING,
+    START_AGAIN,
     Selection,
     damage,
     find_checkpoint,
@@ -95,7 +96,7 @@ def load_run(config: JobConfig, folder: Path, load: Load, run: Resumable, store:
     two cases. The checkpoint is missing, damaged or of another model. The training data, or other files that this run
     depends on, have changed since the checkpoint was saved, and `checkpoint.accept_changes` is false.
     """
-    found = _own_checkpoint(folder, load, store) if config.checkpoint.enable else None
+    found = _own_checkpoint(folder, load, config.checkpoint.store, store) if config.checkpoint.enable else None
     if found is not None and config.checkpoint.store is not None:
         on_rank_0(lambda: check_earlier_run(folder, config, load))  # with the files of the store
     if found is not None:
@@ -186,7 +187,7 @@ def advice_without_folder(config: JobConfig) -> str:
     return f"to resume, move it back and {how_to_resume(config)}; without it, the same command starts anew"
 
 
-def _own_checkpoint(folder: Path, load: Load, store: CheckpointStore | None) -> Path | None:
+def _own_checkpoint(folder: Path, load: Load, url: str | None, store: CheckpointStore | None) -> Path | None:
     """Return the checkpoint of the run folder that `load` selects; None if `load` is a path or `"none"`, or if the
     folder has no checkpoint. Collective.
 
@@ -196,7 +197,8 @@ def _own_checkpoint(folder: Path, load: Load, store: CheckpointStore | None) -> 
     """
     checkpoints = checkpoint_folder(folder)
     if load == "latest":
-        return newest_valid(checkpoints, set_damaged_aside=True, store=store)
+        remedy = START_AGAIN if url is None else f"choose another job.name, or delete the copies in {url} as well"
+        return newest_valid(checkpoints, set_damaged_aside=True, remedy=remedy, store=store)
     if not isinstance(load, int):
         return None
     checkpoint = checkpoints / checkpoint_name(load)
