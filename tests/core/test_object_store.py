@@ -85,6 +85,28 @@ def test_one_object_is_a_file(server: Server) -> None:
     assert copy.name == "story.txt" and copy.read_bytes() == b"a story"
 
 
+def test_slashes_at_the_end_of_a_url_have_no_effect(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.put("set/a", b"first")
+    copy = local_copy("s3://bucket/set//")
+    assert object_store.with_urls(str(copy)) == "s3://bucket/set"
+    forget(monkeypatch)
+    assert local_copy("s3://bucket/set") == copy == local_copy("s3://bucket/set/")
+
+
+def test_an_object_that_is_also_a_folder_is_an_error(server: Server, tmp_path: Path) -> None:
+    for name in ("set/a", "set/a.b", "set/a/b/c"):
+        server.put(name, b"content")
+    reason = "it has the objects a and a/b/c, but no file is also a folder; rename one of them"
+    with pytest.raises(StoreError, match=f"^{reason}$"):
+        local_copy("s3://bucket/set")
+    assert not (tmp_path / "cache").exists()
+
+
+def test_credentials_in_a_url_are_refused() -> None:
+    with pytest.raises(StoreError, match=r"^a URL must have no credentials; set them in the environment$"):
+        local_copy("s3://user:secret@bucket/set")
+
+
 def test_lost_connections_are_repeated(server: Server) -> None:
     content = bytes(range(256)) * 4000
     server.put("large", content)

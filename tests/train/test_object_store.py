@@ -22,6 +22,7 @@ from tests.models.parity import random_model
 from tests.packages import needs
 from tests.tensors import assert_equal, full_state
 from tests.train.jobs import read_metrics, run_job, this_rank, tiny_job
+from titan_launch.checkpoint.manifest import read_manifest
 from titan_launch.checkpoint.store import CheckpointStore
 from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.load import load_job
@@ -29,6 +30,8 @@ from titan_launch.core import object_store
 from titan_launch.core.errors import RunError, UserError
 from titan_launch.core.files import CACHE_VARIABLE
 from titan_launch.data.tokenizers import train_tokenizer
+from titan_launch.inference.saved_model import open_saved_model
+from titan_launch.models.huggingface.files import WeightsError
 from titan_launch.train.build import build_run
 from titan_launch.train.loop import fit
 
@@ -319,3 +322,39 @@ def test_weights_tokens_and_tokenizer_from_a_store_train_the_same_model(server: 
         found = (table["model"]["weights"], table["data"]["path"], table["tokenizer"]["path"])
         assert found == (f"{place}/weights", f"{place}/tokens.npy", f"{place}/tokenizer")
     assert_equal(*states)
+
+
+def tensors_of(run: str, cache: str) -> dict[str, Tensor] | str:
+    """Return the parameters of a run on a host with this cache, or the error."""
+    os.environ[CACHE_VARIABLE] = cache
+    try:
+        saved = open_saved_model(Path(run))
+    except WeightsError as error:
+        return str(error)
+    return {name: saved.read(name) for name in saved.entries}
+
+
+def test_another_host_reads_omitted_parameters_from_the_store(server: Server, tmp_path: Path) -> None:
+    for package in ("transformers", "safetensors"):
+        pytest.importorskip(package)
+    random_model("Llama 3.1, RoPE scaling", tmp_path / "weights", vocab_size=300)
+    for path in (tmp_path / "weights").iterdir():
+        server.put(f"weights/{path.name}", path.read_bytes())
+    training = {"seq_len": 24, "steps": 1, "frozen": ["tok_embeddings.*"]}
+    config = tiny_job(tmp_path, training=training, checkpoint={"enable": True})
+    config["model"] = {"weights": "s3://bucket/weights/"}
+    file, run, cache = tmp_path / "job.json", str(tmp_path / "tiny"), tmp_path / "cache"
+    file.write_text(json.dumps(config))
+    state, _ = run_ranks(with_variables, 1, server.environment, run_file, str(file), str(cache))[0]
+    base = read_manifest(tmp_path / "tiny/checkpoints/step-1").base
+    assert base is not None and base.omitted == 1 and base.folder == "s3://bucket/weights"
+    shutil.rmtree(cache)
+    found = run_ranks(with_variables, 1, server.environment, tensors_of, run, str(tmp_path / "other"))[0]
+    assert_equal({name: state[name] for name in found}, found)
+    for name in server.names():
+        server.delete(name)
+    lacking = run_ranks(with_variables, 1, server.environment, tensors_of, run, str(tmp_path / "other"))[0]
+    assert lacking == (
+        "the checkpoint omits 1 parameters that are never trained; their values are in s3://bucket/weights: there is "
+        "no such object, and no object below it; check the name; or name a local copy with --base"
+    )

@@ -63,6 +63,15 @@ def is_url(text: str) -> bool:
     return scheme in _MODULES and bool(rest.strip("/"))
 
 
+CREDENTIALS = "a URL must have no credentials; set them in the environment"
+"""Reason why a URL with credentials is refused."""
+
+
+def has_credentials(url: str) -> bool:
+    """Return True if a URL has credentials before its bucket: `s3://KEY:SECRET@BUCKET`. No name of a bucket has `@`."""
+    return "@" in url.partition("://")[2].partition("/")[0]
+
+
 def module_of(url: str) -> str:
     """Return the module of `packages.PACKAGES` that reads a URL."""
     return _MODULES[url.partition(":")[0]]
@@ -212,10 +221,14 @@ def local_copy(url: str) -> Path:
 
     The objects are listed once per process. They are transferred if the cache has no copy of objects with these names,
     sizes and ETags; one process of the host does this, and the others wait. A transfer that was interrupted goes on
-    with the objects that are missing. Raises StoreError, and UserError if the cache cannot be written.
+    with the objects that are missing. Slashes at the end of the URL have no effect. Raises StoreError, and UserError if
+    the cache cannot be written.
     """
     from titan_launch.core.cache import built_once  # not needed to load a job without URLs
 
+    url = url.rstrip("/")
+    if has_credentials(url):
+        raise StoreError(CREDENTIALS)
     for path, known in _URLS.items():
         if known == url:
             return Path(path)
@@ -228,7 +241,11 @@ def local_copy(url: str) -> Path:
     for name in objects:
         if name and not is_name_inside(name):
             raise StoreError(f"{short_name(name)} below it is no name of a file in a folder; rename this object")
-    last = url.rstrip("/").rpartition("/")[2]
+        for folder in _folders_of(name):
+            if folder in objects:
+                both = f"{short_name(folder or url)} and {short_name(name)}"
+                raise StoreError(f"it has the objects {both}, but no file is also a folder; rename one of them")
+    last = url.rpartition("/")[2]
 
     def build(folder: Path) -> None:
         size = sum(found.size for found in objects.values())
@@ -245,6 +262,15 @@ def local_copy(url: str) -> Path:
     copy = built_once("objects", identity, build) / "copy" / last
     _URLS[str(copy)] = url
     return copy
+
+
+def _folders_of(name: str) -> Iterator[str]:
+    """Yield the names of the folders around an object: "" and `a` for `a/b`."""
+    if name:
+        yield ""
+    for index, character in enumerate(name):
+        if character == "/":
+            yield name[:index]
 
 
 def with_urls(value: Any) -> Any:

@@ -21,6 +21,7 @@ from titan_launch.config.loading.provenance import toml_value
 from titan_launch.config.loading.urls import local_sections
 from titan_launch.config.sections.model import ModelConfig
 from titan_launch.core.errors import ConfigError, listed
+from titan_launch.core.object_store import StoreError, has_credentials, is_url, local_copy
 from titan_launch.models.architectures import known_args
 from titan_launch.models.build import build_model, take_inventory
 from titan_launch.models.decoder.huggingface_tensors import Piece, is_selection_bias
@@ -93,7 +94,8 @@ def open_saved_model(folder: Path, step: int | None = None, ema: bool = False, b
 
     `step`: step of the run's checkpoint, by default that of `result_step`. `ema`: use the moving average of each
     parameter that has one, instead of the parameter. `base`: folder of the parameters that the checkpoint omits. Its
-    default is the first that exists of `model.weights`, the path in the manifest, and `model.path`. Adapters are
+    default is the first that exists of `model.weights`, the path in the manifest, and `model.path`, or a local copy of
+    the URL among them. Adapters are
     separate tensors in the result; `merged` adds them to the weights. Raises WeightsError, DamagedCheckpointError and
     UserError.
     """
@@ -147,11 +149,25 @@ def _checked(folder: Path, step: int) -> tuple[Path, Manifest]:
 
 def _base_folder(job: JobConfig, recorded: Base | None, given: Path | None) -> Path | None:
     """Return the folder of the weights with which a run began: `given`, or the first that exists of `model.weights`,
-    the path in the manifest, and `model.path`. None if none exists."""
+    the path in the manifest, and `model.path`. None if none exists.
+
+    If the checkpoint omits parameters, and none of these exists, the folder is the local copy of the URL among them.
+    Raises WeightsError if this URL cannot be copied.
+    """
     if given is not None:
         return given
-    named = (job.model.weights, recorded and recorded.folder, job.model.path)
-    return next((Path(path) for path in named if path and Path(path).is_dir()), None)
+    named = [path for path in (job.model.weights, recorded and recorded.folder, job.model.path) if path]
+    if found := next((path for path in named if Path(path).is_dir()), None):
+        return Path(found)
+    url = next(filter(is_url, named), None)
+    if url is None or recorded is None or not recorded.omitted:
+        return None
+    try:
+        return local_copy(url)
+    except StoreError as error:
+        shown = "the URL of model.weights" if has_credentials(url) else url
+        needed = f"the checkpoint omits {recorded.omitted} parameters that are never trained; their values are in"
+        raise WeightsError(f"{needed} {shown}: {error}; or name a local copy with --base") from None
 
 
 def _with_base(saved: SavedModel) -> SavedModel:

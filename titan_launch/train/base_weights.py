@@ -16,6 +16,7 @@ from titan_launch.checkpoint.manifest import Base
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.lora import LoRAConfig
 from titan_launch.core.errors import ConfigError, config_error, listed
+from titan_launch.core.object_store import is_url, with_urls
 from titan_launch.distributed.collectives import on_all_ranks
 from titan_launch.models.architectures import resolve_args
 from titan_launch.models.decoder.huggingface_tensors import Piece
@@ -110,7 +111,10 @@ class RunBase:
             return None
         names = {self._first_names[name] for name in self.omitted}
         num_bytes = self._weights.bytes_of(names) if names else 0
-        return Base(str(Path(str(self._config.weights)).resolve()), self._fingerprint, len(names), num_bytes)
+        # A checkpoint that omits parameters names the URL, which other hosts can also read.
+        weights = str(with_urls(self._config.weights) if names else self._config.weights)
+        folder = weights if is_url(weights) else str(Path(weights).resolve())
+        return Base(folder, self._fingerprint, len(names), num_bytes)
 
     def begin(self) -> None:
         """Copy the weights into the model; collective. Each rank reads its own parts.

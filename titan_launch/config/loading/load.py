@@ -15,7 +15,7 @@ from titan_launch.config.loading.job_files import JobFile, read_job
 from titan_launch.config.loading.merge import Draft, Override, parse_overrides
 from titan_launch.config.loading.provenance import MOST_PROBLEMS, Provenance, contains
 from titan_launch.config.loading.schema_walk import kinds_of
-from titan_launch.config.loading.urls import with_local_copies
+from titan_launch.config.loading.urls import has_copies, with_local_copies
 from titan_launch.config.rules import RULES, Rule
 from titan_launch.config.sections.model import HUGGINGFACE
 from titan_launch.core.errors import ConfigError, KeyPath, Problem, UserError, config_error, did_you_mean
@@ -69,16 +69,23 @@ def _merge_all(
     path: str | None, overrides: Sequence[str], aliases: Mapping[str, str] | None
 ) -> tuple[Draft, list[Problem]]:
     """Return the merged files and overrides of a job, and three kinds of problems: overrides that cannot be applied,
-    URLs that cannot be copied, and problems of the model's folder (see `_model_of_folder`)."""
+    URLs that cannot be copied, and problems of the model's folder (see `_model_of_folder`).
+
+    Objects are copied only for URLs that the job itself names, and only if the job fits the schema. Else, raises
+    UserError."""
     given, files = parse_overrides(overrides, aliases), read_job(path) if path else []
     draft, problems = _merge(files, given)
+    if has_copies(draft.table) and (wrong := problems + _parse(draft.table)[1]):
+        raise UserError(draft.provenance(path or "the command line").describe(wrong))
     draft.table, unavailable = with_local_copies(draft.table)
     if unavailable:
         return draft, problems + unavailable
     try:
         if folder := _model_of_folder(draft.table.get("model")):
+            local = draft.table
             draft, problems = _merge([folder, *files], given)
-            draft.table, _ = with_local_copies(draft.table)
+            own = {name: local["model"][name] for name in ("path", "weights") if name in local["model"]}
+            draft.table = {**local, "model": {**draft.table["model"], **own}}
     except ConfigError as error:
         problems += error.problems
     return draft, problems

@@ -1,42 +1,73 @@
-"""URLs of object stores in a job: each is replaced by the path of a local copy."""
+"""URLs of object stores in a job: the path of a local copy replaces the URL of each file or folder that a run reads."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from titan_launch.core.errors import ConfigError, KeyPath, Problem
-from titan_launch.core.object_store import StoreError, is_url, local_copy
+from titan_launch.core.errors import ConfigError, KeyPath, Problem, config_error
+from titan_launch.core.object_store import CREDENTIALS, StoreError, has_credentials, is_url, local_copy
 
-_STORE: KeyPath = ("checkpoint", "store")
-"""The key whose URL stays, because a run writes there."""
+_DATA: tuple[KeyPath, ...] = (("data",), ("data", "sources"), ("validation", "data"), ("validation", "data", "sources"))
 
-_WRITTEN: Mapping[KeyPath, str] = {
+READ: frozenset[KeyPath] = frozenset(
+    {
+        ("model", "path"),
+        ("model", "weights"),
+        ("lora", "adapter"),
+        ("tokenizer", "path"),
+        *((*data, name) for data in _DATA for name in ("path", "template")),
+        *(("loss", name, "reference") for name in ("dpo", "ipo", "kto")),
+        ("loss", "distillation", "teacher"),
+        ("checkpoint", "load"),
+        ("checkpoint", "initial_load_path"),
+        ("planner", "speeds"),
+        ("prove", "certificate"),
+    }
+)
+"""Keys of files and folders that a run reads, without the indices of arrays. URLs in other keys are not copied."""
+
+WRITTEN: Mapping[KeyPath, str] = {
     ("job", "dump_folder"): "; checkpoint.store copies checkpoints to an object store",
     ("compile", "cache_folder"): "",
 }
-"""Keys of folders that a run writes, each with a further remedy."""
+"""Keys of local folders that a run writes, each with a further remedy."""
+
+STORE: KeyPath = ("checkpoint", "store")
+"""Key of a URL to which a run writes."""
+
+
+def has_copies(table: Mapping[str, Any]) -> bool:
+    """Return True if `with_local_copies` copies objects for this table."""
+    return any(_name(key) in READ for key, _ in _urls(table))
 
 
 def with_local_copies(table: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
-    """Return a job's table with the path of a local copy in place of each URL, and a problem for each URL that cannot
-    be copied. Such a URL stays. Raises UserError if the cache cannot be written."""
-    problems: list[Problem] = []
+    """Return a job's table with the path of a local copy in place of each URL of `READ`, and a problem for each URL
+    that cannot be copied or that a run cannot write to. Such a URL stays. If a run cannot write to a URL, nothing is
+    copied.
+
+    Raises UserError if the cache cannot be written, and ConfigError, without the value, for a URL with credentials."""
+    urls = list(_urls(table))
+    for key, url in urls:
+        if has_credentials(url):
+            raise config_error(key, CREDENTIALS)
+    reason = "must be a local folder, because the run writes to it"
+    problems = [Problem(key, reason + WRITTEN[_name(key)], url) for key, url in urls if _name(key) in WRITTEN]
+    copies: dict[KeyPath, str] = {}
+    for key, url in () if problems else urls:
+        if _name(key) in READ:
+            try:
+                copies[key] = str(local_copy(url))
+            except StoreError as error:
+                problems.append(Problem(key, str(error), url))
 
     def local(value: Any, key: KeyPath) -> Any:
         if isinstance(value, dict):
             return {name: local(item, (*key, name)) for name, item in value.items()}
         if isinstance(value, list):
             return [local(item, (*key, index)) for index, item in enumerate(value)]
-        if not isinstance(value, str) or not is_url(value) or key == _STORE:
-            return value
-        try:
-            if key in _WRITTEN:
-                raise StoreError(f"must be a local folder, because the run writes to it{_WRITTEN[key]}")
-            return str(local_copy(value))
-        except StoreError as error:
-            problems.append(Problem(key, str(error), value))
-            return value
+        return copies.get(key, value)
 
     return local(dict(table), ()), problems
 
@@ -48,3 +79,21 @@ def local_sections(record: Mapping[str, Any], names: Iterable[str]) -> dict[str,
     if problems:
         raise ConfigError(problems)
     return {**record, **sections}
+
+
+def _urls(value: Any, key: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
+    """Yield the keys of `READ`, `WRITTEN` and `STORE` whose values are URLs, each with its URL. A value may be an array
+    of URLs."""
+    if isinstance(value, dict):
+        for name, item in value.items():
+            yield from _urls(item, (*key, name))
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _urls(item, (*key, index))
+    elif isinstance(value, str) and is_url(value) and _name(key) in (*READ, *WRITTEN, STORE):
+        yield key, value
+
+
+def _name(key: KeyPath) -> KeyPath:
+    """Return a key without the indices of arrays."""
+    return tuple(part for part in key if isinstance(part, str))
