@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from titan_launch.core.errors import ConfigError, KeyPath, Problem, config_error
+from titan_launch.core.errors import ConfigError, KeyPath, Problem, RunError, config_error, format_key
 from titan_launch.core.object_store import CREDENTIALS, StoreError, has_credentials, is_url, local_copy
 
 _DATA: tuple[KeyPath, ...] = (("data",), ("data", "sources"), ("validation", "data"), ("validation", "data", "sources"))
@@ -47,7 +47,8 @@ def with_local_copies(table: Mapping[str, Any]) -> tuple[dict[str, Any], list[Pr
     that cannot be copied or that a run cannot write to. Such a URL stays. If a run cannot write to a URL, nothing is
     copied.
 
-    Raises UserError if the cache cannot be written, and ConfigError, without the value, for a URL with credentials."""
+    Raises UserError if the cache cannot be written, and ConfigError, without the value, for a URL with credentials.
+    Raises RunError if a store does not answer: after this error, `launch` may start the ranks again."""
     urls = list(_urls(table))
     for key, url in urls:
         if has_credentials(url):
@@ -60,6 +61,8 @@ def with_local_copies(table: Mapping[str, Any]) -> tuple[dict[str, Any], list[Pr
             try:
                 copies[key] = str(local_copy(url))
             except StoreError as error:
+                if not error.is_final:
+                    raise RunError(f"{format_key(key)} = {url}: {error}") from None
                 problems.append(Problem(key, str(error), url))
 
     def local(value: Any, key: KeyPath) -> Any:
