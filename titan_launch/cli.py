@@ -11,7 +11,7 @@ from types import ModuleType
 
 from titan_launch import __version__
 from titan_launch.commands.parser import OVERRIDES, Parser
-from titan_launch.core.errors import ConfigError, UserError, did_you_mean
+from titan_launch.core.errors import ConfigError, RunError, UserError, did_you_mean
 from titan_launch.core.process import BAD_INPUT, FAILED, OK, announce_once, wrong_path
 from titan_launch.core.terminal import escape_warnings
 
@@ -55,6 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         announce_once(str(error))
         return BAD_INPUT
+    except RunError as error:  # such as that of an object store that does not answer
+        announce_once(f"error: {error}")
+        return FAILED
     except BrokenPipeError:  # the reader of the output has ended, such as `| head`
         return FAILED
     except OSError as error:

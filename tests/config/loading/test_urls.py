@@ -95,12 +95,15 @@ def test_a_job_is_checked_before_objects_are_copied(copied: list[str], tmp_path:
 
 
 def test_urls_in_the_folder_of_a_model_are_not_copied(copied: list[str], tmp_path: Path) -> None:
-    """The folder names keys of `[model]` as well, and a key of its arguments."""
-    config = {"model_type": "llama", "weights": "s3://b/no", "path": "s3://b/no", "_other": "s3://b/no"}
+    """The folder has keys with the names of those of `[model]`. An override changes an item of an array that only the
+    folder has."""
+    config = {"model_type": "llama", "weights": "s3://b/no", "path": "s3://b/no", "sizes": [1, 2, 3]}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    job = load_job(None, ["--model.name=huggingface", "--model.path=s3://b/folder"], rules=()).config
+    options = ["--model.name=huggingface", "--model.path=s3://b/folder", "--model.args.sizes.1=5"]
+    job = load_job(None, options, rules=()).config
     assert copied == ["s3://b/folder"]
-    assert job.model.path == str(tmp_path) and job.model.weights is None and job.model.args["weights"] == "s3://b/no"
+    assert job.model.path == str(tmp_path) and job.model.weights is None
+    assert job.model.args["weights"] == "s3://b/no" and job.model.args["sizes"] == [1, 5, 3]
 
 
 @pytest.mark.parametrize("key", ["data.path", "checkpoint.store", "job.dump_folder"])

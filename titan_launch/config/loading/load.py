@@ -75,8 +75,11 @@ def _merge_all(
     UserError."""
     given, files = parse_overrides(overrides, aliases), read_job(path) if path else []
     draft, problems = _merge(files, given)
-    if has_copies(draft.table) and (wrong := problems + _parse(draft.table)[1]):
-        raise UserError(draft.provenance(path or "the command line").describe(wrong))
+    if has_copies(draft.table):
+        # An override may fit only the arguments in the model's folder, which is not yet read.
+        wrong = [problem for problem in problems if problem.key[:2] != ("model", "args")] + _parse(draft.table)[1]
+        if wrong:
+            raise UserError(draft.provenance(path or "the command line").describe(wrong))
     draft.table, unavailable = with_local_copies(draft.table)
     if unavailable:
         return draft, problems + unavailable
