@@ -7,10 +7,15 @@ import shutil
 import signal
 import sys
 import tempfile
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
 from titan_launch.core.files import CACHE_VARIABLE
+
+if TYPE_CHECKING:
+    from benchmarks.object_server import Server
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the tests of two workers share two cores; torch is not imported yet
 
@@ -93,3 +98,21 @@ def pytest_configure(config: pytest.Config) -> None:
     if CACHE_VARIABLE not in os.environ:
         os.environ[CACHE_VARIABLE] = tempfile.mkdtemp(prefix="titan_launch_tests_")
         config.add_cleanup(lambda: shutil.rmtree(os.environ[CACHE_VARIABLE], ignore_errors=True))
+
+
+@pytest.fixture(scope="module")
+def running_server() -> Iterator[Server]:
+    """An object store on the loopback interface."""
+    from benchmarks.object_server import running
+
+    with running() as server:
+        yield server
+
+
+@pytest.fixture
+def server(running_server: Server) -> Server:
+    """An object store without objects, whose connections are not cut."""
+    for name in running_server.names():
+        running_server.delete(name)
+    running_server.proxy.calm()
+    return running_server

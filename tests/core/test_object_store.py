@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import sys
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.object_server import Server, running
+from benchmarks.object_server import Server
 from tests.packages import needs
 from titan_launch.config.loading.load import dump_job, load_job
 from titan_launch.core import object_store
@@ -22,25 +21,16 @@ from titan_launch.core.object_store import ObjectStore, StoredObject, StoreError
 pytestmark = needs("moto", "s3fs")
 
 
-@pytest.fixture(scope="module")
-def running_server() -> Iterator[Server]:
-    with running() as server:
-        yield server
-
-
 @pytest.fixture
-def server(running_server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Server:
+def server(server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Server:
     """A server without objects, an empty cache, and short pauses before a request is repeated."""
-    for name in running_server.names():
-        running_server.delete(name)
-    for variable, value in running_server.environment.items():
+    for variable, value in server.environment.items():
         monkeypatch.setenv(variable, value)
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
     monkeypatch.setattr(object_store, "_URLS", {})
     monkeypatch.setattr(object_store, "_WAITS_S", (0.01, 0.01))
     monkeypatch.setattr("s3fs.S3FileSystem.retries", 1)
-    running_server.proxy.calm()
-    return running_server
+    return server
 
 
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:

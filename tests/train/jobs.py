@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -130,6 +131,17 @@ def record(job: dict[str, Any], ranks: int) -> tuple[Footprint, Traffic]:
     engine = recorded_engine(with_hardware(config, hardware_of(config, ranks, "cpu")), layout, "cpu")
     choice = configured_choice(config)
     return engine(choice), engine.traffic(choice)
+
+
+def log_lines() -> list[str]:
+    """Return a list to which this process adds each line that the launcher logs from now on."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("titan_launch")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    return lines
 
 
 def run_job(job: dict[str, Any]) -> dict[str, Tensor]:

@@ -4,7 +4,6 @@ resume."""
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.distributed import run_ranks
-from tests.train.jobs import read_metrics, record, run_job, run_job_until, tiny_job
+from tests.train.jobs import log_lines, read_metrics, record, run_job, run_job_until, tiny_job
 from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.load import dump_job
 from titan_launch.core.errors import ConfigError, UserError
@@ -52,12 +51,7 @@ def label(accumulation: str) -> str:
 
 
 def run_and_log(job: dict[str, Any], until: int | None = None) -> tuple[dict[str, Tensor], list[str]]:
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("titan_launch")
-    logger.setLevel(logging.INFO)
-    logger.addHandler(handler)
+    messages = log_lines()
     state = {} if until is not None and run_job_until(job, until) is None else run_job(job)  # type: ignore[func-returns-value]
     return state, [message for message in messages if message.startswith("auto:")]
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import shutil
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -16,12 +14,12 @@ import numpy as np
 import pytest
 from torch import Tensor
 
-from benchmarks.object_server import Server, running, with_variables
+from benchmarks.object_server import Server, with_variables
 from tests.distributed import run_ranks
 from tests.models.parity import random_model
 from tests.packages import needs
 from tests.tensors import assert_equal, full_state
-from tests.train.jobs import read_metrics, run_job, this_rank, tiny_job
+from tests.train.jobs import log_lines, read_metrics, run_job, this_rank, tiny_job
 from titan_launch.checkpoint.manifest import read_manifest
 from titan_launch.checkpoint.store import CheckpointStore
 from titan_launch.config.job import JobConfig
@@ -36,21 +34,6 @@ from titan_launch.train.build import build_run
 from titan_launch.train.loop import fit
 
 pytestmark = needs("moto", "s3fs")
-
-
-@pytest.fixture(scope="module")
-def running_server() -> Iterator[Server]:
-    with running() as server:
-        yield server
-
-
-@pytest.fixture
-def server(running_server: Server) -> Server:
-    """A server without objects."""
-    for name in running_server.names():
-        running_server.delete(name)
-    running_server.proxy.calm()
-    return running_server
 
 
 def job(folder: Path, steps: int, **checkpoint: Any) -> dict[str, Any]:
@@ -71,12 +54,7 @@ def local(config: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 def logged_run(config: dict[str, Any]) -> tuple[dict[str, Tensor], str, list[str]]:
     """Train a job with short pauses before requests are repeated. Return its state, its error, and its log."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("titan_launch")
-    logger.setLevel(logging.INFO)
-    logger.addHandler(handler)
+    lines = log_lines()
     vars(object_store)["_WAITS_S"] = (0.01, 0.01)
     import s3fs
 

@@ -43,7 +43,7 @@ def newest_valid(
     `remedy`: last clause of the message of this error. `store`: on rank 0, the copies of the checkpoints, if there are
     any. A copy of a step that the folder lacks, or whose checkpoint is damaged, is downloaded.
     """
-    local, stored = on_rank_0_slowly(lambda: (checkpoint_steps(folder), [] if store is None else store.steps()))
+    local, stored = on_rank_0(lambda: (checkpoint_steps(folder), set[int]() if store is None else store.known))
 
     def fetch(step: int) -> tuple[str, str | None]:
         assert store is not None

@@ -40,7 +40,7 @@ class CheckpointStore:
     """
 
     def __init__(self, config: CheckpointConfig, name: str, folder: Path, record: Path):
-        """Connect to the store, and test the right to write, read and delete. Raises ConfigError.
+        """Connect to the store, and test the right to write, read and delete. Raises the errors of `_error`.
 
         `name`: name of the run. `folder`: folder of the run's checkpoints. `record`: the run's `config.json`, which is
         copied too.
@@ -62,10 +62,11 @@ class CheckpointStore:
             self._test_rights()
         except StoreError as error:
             raise self._error(str(error), error) from None
-        self._known = set(self.steps())
+        self.known = set(self.steps())
+        """Steps that have a copy, as far as this process knows."""
 
     def steps(self) -> list[int]:
-        """Return the steps that have a copy with a manifest. Raises ConfigError."""
+        """List the steps that have a copy with a manifest. Raises the errors of `_error`."""
         try:
             return [step for step, names in self._names().items() if MANIFEST_FILE in names]
         except StoreError as error:
@@ -76,7 +77,7 @@ class CheckpointStore:
         or a clause that describes the damage of the copy.
 
         A damaged checkpoint of this step in the run folder is renamed. If the run folder has no `config.json`, the copy
-        of this file is downloaded too. Raises ConfigError if the store fails.
+        of this file is downloaded too. Raises the errors of `_error` if the store fails.
         """
         name = checkpoint_name(step)
         temporary, final = self._folder / f"{name}{TEMPORARY}", self._folder / name
@@ -94,14 +95,13 @@ class CheckpointStore:
                 partial = self._record.with_name(f"{self._record.name}{TEMPORARY}")
                 self._objects.get(self._record.name, partial)
                 partial.replace(self._record)
-        except OSError:  # the disk is full, for example
+        except (OSError, StoreError, DamagedCheckpointError) as error:
             remove(temporary)
-            raise
-        except (StoreError, DamagedCheckpointError) as error:
-            remove(temporary)
+            if isinstance(error, OSError):  # the disk is full, for example
+                raise
             if isinstance(error, StoreError) and not error.is_missing:
                 raise self._error(f"{name} cannot be downloaded: {error}", error) from None
-            self._known.discard(step)
+            self.known.discard(step)
             return "an object is missing" if isinstance(error, StoreError) else str(error)
         for path in temporary.iterdir():
             sync_file(path)
@@ -137,7 +137,7 @@ class CheckpointStore:
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     def _forget_after(self, step: int) -> None:
-        self._known = {known for known in self._known if known <= step}
+        self.known = {known for known in self.known if known <= step}
         try:
             for later, files in self._names().items():
                 if later > step:
@@ -177,7 +177,7 @@ class CheckpointStore:
         """Return the next step to copy: the newest without a copy, then those that the retention keeps for another
         reason. None if there is no such step."""
         losses = validation_losses(self._folder)
-        omitted = {*self._known, *self._damaged, *self._waiting.expendable(losses)}
+        omitted = {*self.known, *self._damaged, *self._waiting.expendable(losses)}
         return max((step for step in losses if step not in omitted), default=None)
 
     def _copy(self, step: int) -> int:
@@ -197,7 +197,7 @@ class CheckpointStore:
         if read_regular(source / MANIFEST_FILE, MOST_BYTES) != content:
             raise DamagedCheckpointError("the checkpoint was replaced while it was copied")
         self._objects.put(source / MANIFEST_FILE, f"{name}/{MANIFEST_FILE}")
-        self._known.add(step)
+        self.known.add(step)
         self._losses[step] = manifest.validation_loss
         return sum(record.bytes for record in manifest.files.values())
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import shutil
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from tests.distributed import run_ranks
 from tests.tensors import assert_equal, full_state
-from tests.train.jobs import read_metrics, run_job, this_rank, tiny_job
+from tests.train.jobs import log_lines, read_metrics, run_job, this_rank, tiny_job
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.data import TextData
 from titan_launch.config.sections.tokenizer import TokenizerConfig
@@ -45,12 +44,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Te
 
 def logged(config: dict[str, Any], beginning: str) -> list[str]:
     """Train a job on this rank. Return its log lines that start with `beginning`."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("titan_launch")
-    logger.setLevel(logging.INFO)
-    logger.addHandler(handler)
+    lines = log_lines()
     run_job(config)
     return [line for line in lines if line.startswith(beginning)]
 

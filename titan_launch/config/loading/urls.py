@@ -36,6 +36,8 @@ WRITTEN: Mapping[KeyPath, str] = {
 STORE: KeyPath = ("checkpoint", "store")
 """Key of a URL to which a run writes."""
 
+_KNOWN = READ | {*WRITTEN, STORE}
+
 
 def has_copies(table: Mapping[str, Any]) -> bool:
     """Return True if `with_local_copies` copies objects for this table."""
@@ -93,7 +95,7 @@ def _urls(value: Any, key: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
     elif isinstance(value, list):
         for index, item in enumerate(value):
             yield from _urls(item, (*key, index))
-    elif isinstance(value, str) and is_url(value) and _name(key) in (*READ, *WRITTEN, STORE):
+    elif isinstance(value, str) and is_url(value) and _name(key) in _KNOWN:
         yield key, value
 
 

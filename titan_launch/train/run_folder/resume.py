@@ -129,7 +129,7 @@ def open_store(config: JobConfig, attempt: Attempt) -> CheckpointStore | None:
         load = effective_load(folder, config, attempt)
         resumes_newest = config.checkpoint.enable and load == "latest"
         begins_at = load if config.checkpoint.enable and isinstance(load, int) else -1
-        later = [step for step in store.steps() if step > begins_at]
+        later = [step for step in store.known if step > begins_at]
         if later and not resumes_newest:
             reason = (
                 f"{store.url} has checkpoints up to step {max(later)}, which this run would overwrite; resume with "
