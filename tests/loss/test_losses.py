@@ -24,9 +24,11 @@ from tests.train.jobs import TINY_ARGS, read_metrics, run_job, run_job_until, ti
 from tests.train.test_step import relative_error
 from titan_launch.config.job import JobConfig
 from titan_launch.config.rules import first_problem
+from titan_launch.config.sections.data import TextData
 from titan_launch.config.sections.loss import KTOConfig, ORPOConfig
 from titan_launch.core.errors import ConfigError
 from titan_launch.data.corpora.chat import UnpairedPreferenceCorpus
+from titan_launch.data.corpora.text import TextCorpus
 from titan_launch.data.order import SampleOrder
 from titan_launch.data.prepare import prepare
 from titan_launch.data.sources import build_source
@@ -544,6 +546,12 @@ def test_documents_without_labels_are_refused_by_kto(tmp_path: Path) -> None:
     tokens = {"kind": "tokens", "path": str(tmp_path / "tokens"), "packing": "documents"}
     reason = 'has answers with a label, which loss.name = "cross_entropy" does not read; name other data'
     run_ranks(fail_with, 1, {**job, "loss": {}, "data": tokens}, ("data", "path"), reason)
+    (tmp_path / "text.txt").write_text("some text " * 400)
+    text = TextData(kind="text", path=str(tmp_path / "text.txt"))
+    prepare(TextCorpus(text, build_tokenizer(config.tokenizer), ("data",), SEQ_LEN), tmp_path / "plain")
+    plain = {"kind": "tokens", "path": str(tmp_path / "plain")}
+    reason = 'has no answers with a label, which loss.name = "kto" needs; name other data'
+    run_ranks(fail_with, 1, {**job, "data": plain}, ("data", "path"), reason)
     targets, documents = torch.tensor([[-100, 65, 7]]), torch.zeros(1, 3, dtype=torch.int32)
     loss = KTOLoss(
         lambda *_: None, lambda function: function, KTOConfig(reference="base"), nn.Linear(1, 1), Base(nn.Linear(1, 1))

@@ -32,7 +32,7 @@ class TokenSource:
     not fill a sample are not used.
     """
 
-    has_pairs = False
+    has_pairs = has_ratings = False
 
     def __init__(self, stream: TokenStream, seq_len: int, header: Header, description: str, note: str = ""):
         """`description`, `note`: texts at the beginning and at the end of `describe()`."""
