@@ -1,8 +1,8 @@
 """The command `plan`, and dry runs: predictions of a job on any number of ranks, without a GPU.
 
 The first plan of a model records microbatches with torch, and stores the recordings in the user's cache. Later plans of
-the model use them, also with other shards, modes, optimizers or paths. A later plan takes a fraction of a second, and
-does not import torch.
+the model use these recordings, also with other numbers of shards, modes, optimizers or paths. They take a fraction of a
+second, and do not import torch.
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ from titan_launch.plan.types import ModelPlan
 
 EngineName = Literal["replay", "trace"]
 
-_DEFAULTS = PlannerConfig()
+_LONG = 10.0
+"""Duration of a plan in seconds above which a message recommends `--rows own`."""
+
 _BANDWIDTH = "GB/s that a device sends {}, in one direction (default: that of --device)"
 
 KEY_OPTIONS = (
@@ -69,7 +71,7 @@ KEY_OPTIONS = (
     ("--memory-gib", "planner.memory_gib", "GIB", "GiB of memory per device (default: that of --device)"),
     ("--intra-bandwidth", "planner.intra_node_gb_per_s", "GB/S", _BANDWIDTH.format("to devices of its host")),
     ("--inter-bandwidth", "planner.inter_node_gb_per_s", "GB/S", _BANDWIDTH.format("to devices of other hosts")),
-    ("--gpus-per-node", "planner.gpus_per_node", "N", f"devices per host (default: {_DEFAULTS.gpus_per_node})"),
+    ("--gpus-per-node", "planner.gpus_per_node", "N", f"devices per host (default: {PlannerConfig().gpus_per_node})"),
     ("--expert-load", "planner.expert_load", "X", "rows of the busiest rank's experts over the mean (default: 1)"),
     ("--speeds", "planner.speeds", "FILE", "speeds that measure-device measured (default: the data sheet of --device)"),
     ("--mfu", "planner.mfu", "X", "fraction of the peak FLOP/s that a step reaches, instead of speeds of operations"),
@@ -143,7 +145,7 @@ def run(arguments: Namespace) -> NoReturn:
 
 
 def _refuse_options_of_one_layout(arguments: Namespace) -> None:
-    """Raise UserError for an option that a plan of one layout has, and a search does not."""
+    """Raise UserError for an option that a search does not have."""
     flags = ("max_batch", "verbose", "measure", "advise", "plot", "trial")
     values = {name: getattr(arguments, name) for name in flags}
     given = [
@@ -196,30 +198,24 @@ class _Planned:
     """True if the plan has chosen the microbatch."""
 
     recommendation: Resolution | None
-    """With `auto`, the same as `resolution`. Otherwise the best choice; None if no choice fits, if no memory limit is
-    known, or if not all choices are compared."""
+    """The best choice of modes: with `auto`, the same as `resolution`. None if no choice fits, if no memory limit is
+    known, or if not all choices were compared."""
 
     advice: tuple[Advice, ...] = ()
     """The cheapest changes that save memory. They are sought only if all choices were compared and none fits, or if
     `PlanOptions.advises` is set. Empty if they were not sought or not found."""
 
     sufficient_ranks: int | None = None
-    """Number of ranks on which a job that does not fit is planned to fit. None if the number was not sought or not
-    found."""
+    """Number of ranks on which a job that does not fit is planned to fit. None if not sought or not found."""
 
     trial: dict[str, Any] | None = None
-    """Memory of a trial on a GPU, or on a phantom GPU. None without a trial, or on a CPU."""
+    """Memory of a trial on a GPU or a phantom GPU. None without a trial, or after a trial on a CPU."""
 
     @property
     def has_flops(self) -> bool:
         """False if the FLOPs of the model are unknown."""
         rows = (row for row in self.comparison.rows if row.choice.activation_checkpoint.mode != "memory_budget")
         return all(row.flops_per_rank is not None for row in rows)
-
-    @property
-    def fullest_rank(self) -> int:
-        """The rank with the highest planned peak memory."""
-        return (self.resolution.row.footprint.pipeline_rank or 0) * self.layout.ranks_per_stage
 
 
 def print_plan(config: JobConfig, world_size: int, locate_key: KeyLocator, options: PlanOptions) -> None:
@@ -230,7 +226,8 @@ def print_plan(config: JobConfig, world_size: int, locate_key: KeyLocator, optio
     """
     if options.trial is not None and options.trial >= world_size:
         raise UserError(f"--trial {options.trial}: there are {world_size} ranks, counted from 0 (--world-size)")
-    phantom = _phantom(planned_hardware(config, world_size)) if options.measures else None
+    if options.measures and planned_hardware(config, world_size).device not in PHANTOMS:
+        raise UserError(f"--measure needs --device, one of {', '.join(PHANTOMS)}")
     begin = time.perf_counter()
     planned = _plan(config, world_size, options)
     seconds = time.perf_counter() - begin
@@ -239,8 +236,8 @@ def print_plan(config: JobConfig, world_size: int, locate_key: KeyLocator, optio
         say(f"planned in {seconds:.0f} s; {own}", file=sys.stderr)
     if options.trial is not None:
         planned = replace(planned, trial=_try(planned, options.trial))
-    elif phantom is not None:
-        planned = replace(planned, trial=_measure(planned, phantom))
+    elif options.measures:
+        planned = replace(planned, trial=_measure(planned))
     if options.plot is not None:
         title = f"{config.job.name}: {model_name(config)} on {world_size} ranks"
         plot_comparison(planned.comparison, planned.hardware, title, options.plot, *_best(planned))
@@ -249,10 +246,6 @@ def print_plan(config: JobConfig, world_size: int, locate_key: KeyLocator, optio
         say_data(json.dumps(_describe(planned, locate_key), indent=2))
     else:
         say(_format(planned, locate_key, options.verbose))
-
-
-_LONG = 10.0
-"""Duration of a plan in seconds above which a message recommends `--rows own`."""
 
 
 def _try(planned: _Planned, rank: int) -> dict[str, Any] | None:
@@ -271,36 +264,30 @@ def _try(planned: _Planned, rank: int) -> dict[str, Any] | None:
     return None if memory is None else {"rank": rank, "device": name, **asdict(memory)}
 
 
-def _phantom(hardware: Hardware) -> str:
-    """Return the name of the planned device. Raises UserError if no device is set, or if there is no phantom GPU of
-    this name."""
-    if hardware.device not in PHANTOMS:
-        raise UserError(f"--measure needs --device, one of {', '.join(PHANTOMS)}")
-    return hardware.device
-
-
-def _measure(planned: _Planned, device: str) -> dict[str, Any]:
-    """Train three steps of the fullest rank on the phantom GPU `device`. Return the memory that the steps took. Raises
-    UserError if the host has too little memory, and RunError if the memory of the device does not suffice."""
+def _measure(planned: _Planned) -> dict[str, Any]:
+    """Train three steps of the rank with the highest planned peak memory, on a phantom GPU of the planned device.
+    Return the memory that the steps took. Raises UserError if the host has too little memory, and RunError if the
+    memory of the device does not suffice."""
     from titan_launch.phantom_gpu.environment import RANK_GIB, phantom_gpus
 
-    config, hardware = planned.resolution.config, planned.hardware
-    offloaded, free = planned.resolution.row.footprint.host_bytes / GIB, free_memory_gib()
+    config, layout, hardware = planned.resolution.config, planned.layout, planned.hardware
+    footprint = planned.resolution.row.footprint
+    offloaded, free = footprint.host_bytes / GIB, free_memory_gib()
     if offloaded and free < offloaded + RANK_GIB:
         keys = ["training.enable_cpu_offload = true"] * config.training.enable_cpu_offload
         keys += ["activation_checkpoint.offload = true"] * config.activation_checkpoint.offload
         needed = f"{offloaded + RANK_GIB:.1f} GiB of host memory, {offloaded:.1f} GiB for {' and '.join(keys)}"
         remedy = "plan without --measure, measure a model with fewer layers, or use a machine with more memory"
         raise UserError(f"--measure: needs about {needed}; {free:.1f} GiB are free; {remedy}")
-    with phantom_gpus(device, 1, hardware.memory_gib, hides_gpu=True) as variables, ExitStack() as stack:
+    assert hardware.device is not None
+    with phantom_gpus(hardware.device, 1, hardware.memory_gib, hides_gpu=True) as variables, ExitStack() as stack:
         import torch
 
         from titan_launch.train.trace_subprocess import TraceProcess
 
         stack.enter_context(environment(**variables))
-        rank = (planned.fullest_rank, torch.device("cuda"))
-        ranks = planned.layout.world_size
-        trial: dict[str, Any] = TraceProcess(config, ranks, hardware, stack, rank).result()
+        rank = ((footprint.pipeline_rank or 0) * layout.ranks_per_stage, torch.device("cuda"))
+        trial: dict[str, Any] = TraceProcess(config, layout.world_size, hardware, stack, rank).result()
         measured: dict[str, Any] = trial["trial"]
         return measured
 
@@ -362,7 +349,7 @@ def _advised(planned: _Planned) -> _Planned:
     that suffices.
 
     A change suffices if the job is then planned to fit, and to reserve at most four fifths of its present memory. The
-    second condition is for a job that was planned to fit, but ran out of memory.
+    second condition serves a user whose job was planned to fit, but ran out of memory.
     """
     config, layout, hardware, row = planned.resolution.config, planned.layout, planned.hardware, planned.resolution.row
     limit = 0.8 * row.reserved_bytes
@@ -371,7 +358,7 @@ def _advised(planned: _Planned) -> _Planned:
 
     def predict(config: JobConfig, layout: Layout) -> float:
         config = with_unsharded_parameters(config, layout)
-        footprint = _replayed(config, layout, hardware).engine(configured_choice(config))
+        footprint = _subject(config, layout, hardware).engine(configured_choice(config))
         return estimate_reserved(footprint.with_workspace(hardware.workspace_bytes), hardware)
 
     found = tuple(advise(config, layout, limit, predict))
@@ -379,28 +366,21 @@ def _advised(planned: _Planned) -> _Planned:
     return replace(planned, advice=found, sufficient_ranks=ranks)
 
 
-def _subject(config: JobConfig, layout: Layout, hardware: Hardware, engine: EngineName) -> Subject:
-    return (_traced if engine == "trace" else _replayed)(config, layout, hardware)
-
-
-def _replayed(config: JobConfig, layout: Layout, hardware: Hardware) -> Subject:
-    return Subject.replayed(config, layout, hardware, recordings_of(config, layout, hardware.kernels))
-
-
-def _traced(config: JobConfig, layout: Layout, hardware: Hardware) -> Subject:
+def _subject(config: JobConfig, layout: Layout, hardware: Hardware, engine: EngineName = "replay") -> Subject:
+    recordings = recordings_of(config, layout, hardware.kernels)
+    if engine == "replay":
+        return Subject.replayed(config, layout, hardware, recordings)
     with torch_needed(config):
         from titan_launch.trace.trace_engine import trace_engine
 
-    engine = trace_engine(config, layout, hardware.kernels)
-    recordings = recordings_of(config, layout, hardware.kernels)
-    return Subject.of(recordings, engine)
+    return Subject.of(recordings, trace_engine(config, layout, hardware.kernels))
 
 
 def _format(planned: _Planned, locate_key: KeyLocator, verbose: bool) -> str:
     config, comparison = planned.resolution.config, planned.comparison
     best, meaning = _best(planned)
     parts = [
-        _answer(planned),
+        "\n".join([_verdict(planned), *_advice(planned)]),
         format_comparison(comparison, verbose, best),
         format_legend(comparison, verbose, meaning),
         format_lines(summary_of_job(config, planned.plan, planned.layout)),
@@ -438,13 +418,8 @@ def _best(planned: _Planned) -> tuple[Row | None, str | None]:
     return planned.recommendation.row, "chosen by `auto`" if is_auto(planned.comparison.config) else "recommended"
 
 
-def _answer(planned: _Planned) -> str:
-    """Return the first lines of the output: the verdict on memory, the recommended modes or the remedies, and changes
-    that save memory, if any were sought."""
-    return "\n".join([_verdict(planned), *_advice(planned)])
-
-
 def _verdict(planned: _Planned) -> str:
+    """Return the first lines of the output: the verdict on memory, and the recommended modes or the remedies."""
     row, hardware, best = planned.resolution.row, planned.hardware, planned.recommendation
     if planned.has_chosen_batch:
         size = planned.layout.local_batch_size
@@ -483,7 +458,7 @@ def _verdict(planned: _Planned) -> str:
 
 
 def _advice(planned: _Planned) -> list[str]:
-    """Return lines with the changes that save memory."""
+    """Return lines with the changes that save memory; an empty list if none were sought or found."""
     if not planned.advice:
         return []
     found = [advice for advice in planned.advice if advice.fits] or planned.advice

@@ -57,15 +57,18 @@ def run_search(arguments: Namespace) -> NoReturn:
             raise UserError("error: no layout fits; try more ranks, a smaller global batch or shorter sequences")
         if base is not None:
             best = results[fitting[-1]].best[0].config
-            write_new(out, overlay(base, best, _extended(arguments.config, Path(out))))
+            # In a job file, `extends` names a file by its path from the job file, or a config of the package.
+            is_file = Path(arguments.config).is_file()
+            extended = os.path.relpath(arguments.config, Path(out).parent) if is_file else arguments.config
+            write_new(out, overlay(base, best, extended))
             say(one_line(f"wrote {out}, for {fitting[-1]} ranks"), file=sys.stderr)
 
     run_and_exit(search, loaded.provenance.describe)
 
 
 def _batches(text: str | None) -> list[int]:
-    """Return the global batch sizes to try: for `LOW:HIGH`, LOW, 2 LOW, 4 LOW, ... up to HIGH. For None, return an
-    empty list, which stands for the size in the job. Raises UserError for any other text."""
+    """Return the global batch sizes to try: for `LOW:HIGH`, the sizes LOW, 2 LOW, 4 LOW, ... up to HIGH. For None,
+    return an empty list, which stands for the size in the job. Raises UserError for any other text."""
     if text is None:
         return []
     low, _, high = text.partition(":")
@@ -77,12 +80,12 @@ def _batches(text: str | None) -> list[int]:
 def _best_batch(config: JobConfig, world_size: int, held: Sequence[Key], batches: Sequence[int]) -> Result:
     """Return the result for the global batch size in `batches` with the most samples per second. If `batches` is empty,
     return the result for the size in the job."""
+
+    def samples_per_second(result: Result) -> float:
+        return result.best[0].layout.global_batch_size / result.best[0].seconds if result.best else 0.0
+
     jobs = [with_values(config, {("training", "global_batch_size"): size}) for size in batches] or [config]
-    return max((search_layouts(job, world_size, held) for job in jobs), key=_samples_per_second)
-
-
-def _samples_per_second(result: Result) -> float:
-    return result.best[0].layout.global_batch_size / result.best[0].seconds if result.best else 0.0
+    return max((search_layouts(job, world_size, held) for job in jobs), key=samples_per_second)
 
 
 def search_layouts(config: JobConfig, world_size: int, held: Sequence[Key] = ()) -> Result:
@@ -101,6 +104,8 @@ def search_layouts(config: JobConfig, world_size: int, held: Sequence[Key] = ())
 
 
 def _held(entries: Sequence[str]) -> list[Key]:
+    """Return the keys that `--hold` names, as `KEY` or `KEY=VALUE`. Raises UserError for a key that a search does not
+    change."""
     names = {".".join(key): key for key in SEARCHED}
     keys = [entry.partition("=")[0] for entry in entries]
     for key in keys:
@@ -117,9 +122,3 @@ def _report(results: dict[int, Result], config: JobConfig, arguments: Namespace)
     for size, result in results.items():
         found = format_result(result, planned_hardware(config, size))
         say(f"{size} rank{'s' * (size > 1)}\n\n{found}\n")
-
-
-def _extended(config: str, out: Path) -> str:
-    """Return the value of `extends` in a job file at `out` that extends `config`, a job file or a config of the
-    package."""
-    return os.path.relpath(config, out.parent) if Path(config).is_file() else config
