@@ -86,7 +86,7 @@ def _first_sentence(path: Path) -> str:
 
 
 def _copy(name: str, file: str) -> str:
-    """Return the text of the config `name` of the package, changed for the job file `file` in another folder.
+    """Return the text of the config `name` of the package, changed so that it works as the job file `file`.
 
     In the text, `extends` names configs of the package instead of files, and the commands in comments name `file`. The
     line `#:schema`, and comment lines that name files of `scripts/`, are dropped.

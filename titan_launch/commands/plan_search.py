@@ -15,7 +15,7 @@ from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.load import load_job
 from titan_launch.core.errors import UserError, did_you_mean
 from titan_launch.core.process import run_and_exit
-from titan_launch.core.terminal import one_line, say, say_data
+from titan_launch.core.terminal import counted, one_line, say, say_data
 from titan_launch.plan.hardware import planned_hardware
 from titan_launch.plan.job import with_values
 from titan_launch.plan.layout import Layout, plan_layout, with_global_batch_size
@@ -121,4 +121,4 @@ def _report(results: dict[int, Result], config: JobConfig, arguments: Namespace)
         return
     for size, result in results.items():
         found = format_result(result, planned_hardware(config, size))
-        say(f"{size} rank{'s' * (size > 1)}\n\n{found}\n")
+        say(f"{counted(size, 'rank')}\n\n{found}\n")

@@ -54,6 +54,11 @@ def shortened(text: str, most: int = 60) -> str:
 LONGEST_NAME = 200
 
 
+def counted(number: float, noun: str) -> str:
+    """Return a number with a noun, such as `1 rank`, `2,000 ranks` or `0.5 epochs`."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 def short_name(name: str) -> str:
     """Return a name from a file as a part of a message: in one line, and without its middle if it is long."""
     return one_line(shortened(name, LONGEST_NAME))

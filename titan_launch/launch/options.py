@@ -68,8 +68,8 @@ def plan_processes(options: Mapping[str, str]) -> Processes:
             hint = f", since --nnodes is {nodes}" if name == "node-rank" else ""
             raise _wrong(name, options[name], f"must be a whole number from {first} to {last}{hint}")
     host, colon, port = options.get("rdzv-endpoint", "").rpartition(":")
-    if colon and (not host or _number(port, 1, _LAST_PORT) is None):
-        reason = f"must have the form HOST:PORT, with a port from 1 to {_LAST_PORT}"
+    if colon and (not host or _number(port, 1, LAST_PORT) is None):
+        reason = f"must have the form HOST:PORT, with a port from 1 to {LAST_PORT}"
         raise _wrong("rdzv-endpoint", options["rdzv-endpoint"], reason)
     shutdown_timeout_s = int(options.pop("shutdown-timeout", SHUTDOWN_TIMEOUT_S))
     args = [f"--nproc-per-node={per_node}", *(f"--{name}={value}" for name, value in options.items())]
@@ -93,10 +93,10 @@ def _processes_per_node(text: str) -> int:
     return number
 
 
-_LAST_PORT = 65535
+LAST_PORT = 65535
 _MOST = 10**6
 _MOST_PER_HOST = 1024
-_RANGES = {"master-port": (1, _LAST_PORT), "max-restarts": (0, _MOST), "shutdown-timeout": (0, _MOST)}
+_RANGES = {"master-port": (1, LAST_PORT), "max-restarts": (0, _MOST), "shutdown-timeout": (0, _MOST)}
 """First and last valid value of options that are numbers."""
 
 

@@ -29,7 +29,7 @@ from titan_launch.config.sections.model import HUGGINGFACE
 from titan_launch.config.sections.tokenizer import TEMPLATE_FILE, TOKENIZER_FILE, TokenizerConfig
 from titan_launch.core.errors import ConfigError, UserError, listed, toml_string
 from titan_launch.core.files import open_regular, read_regular
-from titan_launch.core.terminal import one_line, short_name
+from titan_launch.core.terminal import counted, one_line, short_name
 from titan_launch.models.huggingface.args import image_format
 from titan_launch.models.huggingface.config_json import longest_sequence, read_folder_config, read_json, refuse_adapter
 from titan_launch.models.huggingface.files import CONFIG_FILE, WeightsError
@@ -303,7 +303,7 @@ def _by_suffix(path: str, files: list[Path], kinds: Sequence[str]) -> DataFolder
         case "images":
             return _shards(path)
     is_split = len(files) >= _FEW_RECORDS / 10
-    about, reason = f"{len(files):,} text file{'s' * (len(files) > 1)}", "the files have no records"
+    about, reason = counted(len(files), "text file"), "the files have no records"
     return DataFolder(path, "text", about, is_split=is_split, reason=reason, num_bytes=num_bytes)
 
 

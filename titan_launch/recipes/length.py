@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from titan_launch.config.sections.data import DATA_KINDS
+from titan_launch.core.terminal import counted
 from titan_launch.data.epochs import known_samples, steps_of
 from titan_launch.recipes.facts import DataFolder
 from titan_launch.recipes.writing import Row
@@ -63,8 +64,8 @@ def length_of(epochs: int, steps: int, prefers_steps: bool, samples: Samples | N
         return Length(Row(name, value, f"`titan-launch data` shows how many {other} these are"), steps)
     needed = steps_of(epochs, samples.number, batch)
     about, note = ("", "") if samples.is_exact else ("about ", "; `titan-launch data` counts them")
-    size = f"{samples.number:,} sample{'s' * (samples.number > 1)}{note}"
+    size = f"{counted(samples.number, 'sample')}{note}"
     if prefers_steps and steps < needed:
         return Length(Row(name, value, f"{about}{steps * batch / samples.number:.2g} epochs of {size}"), steps)
-    comment = f"{about}{needed:,} step{'s' * (needed > 1)}; an epoch has {about}{size}"
+    comment = f"{about}{counted(needed, 'step')}; an epoch has {about}{size}"
     return Length(Row("epochs", epochs, comment), needed)

@@ -9,6 +9,7 @@ from typing import Any
 from titan_launch.config.paths import PYTHON_STDLIB, SKLEARN_DIGITS
 from titan_launch.config.sections.model import HUGGINGFACE
 from titan_launch.core.errors import UserError
+from titan_launch.core.terminal import counted
 from titan_launch.models.architectures import ALL_IN_ARGS, ARCHITECTURES
 from titan_launch.recipes.facts import DataFolder, ModelFolder, UnknownDataError, classes_of_model, look_at_data
 from titan_launch.recipes.length import Length, count_samples, length_of
@@ -411,7 +412,7 @@ def _training(recipe: Recipe, inputs: Inputs, batch: int) -> Iterator[Row]:
     local = min(inputs.sizes.local_batch_size, batch // inputs.ranks)
     yield Row("local_batch_size", local, "samples of a rank in a microbatch")
     microbatches = batch // (local * inputs.ranks)
-    division = f"{microbatches} microbatch{'es' * (microbatches > 1)} on {inputs.ranks} rank{'s' * (inputs.ranks > 1)}"
+    division = f"{microbatches} microbatch{'es' * (microbatches > 1)} on {counted(inputs.ranks, 'rank')}"
     yield Row("global_batch_size", batch, f"samples of a step: {division}")
 
 
