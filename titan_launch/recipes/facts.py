@@ -36,8 +36,8 @@ from titan_launch.models.huggingface.files import CONFIG_FILE, WeightsError
 from titan_launch.recipes.writing import Row
 
 _FEW_RECORDS = 200
-"""Number of records below which no validation split is made, because it could be empty. Text files have no records: the
-limit is then a tenth of this number of files."""
+"""Number of records below which no validation split is made, because the split could be empty. For text files, which
+have no records, the limit is a tenth as many files."""
 
 _SHORT_SIDE = 224
 """Image size in pixels for which the published image classifiers are made."""
@@ -103,8 +103,8 @@ class DataFolder:
     """Keys of `[data]` only."""
 
     validation: str | None = None
-    """Path of separate validation data; None if there are none. (A split of `path` may be used then: see
-    `is_split`.)"""
+    """Path of separate validation data; None if there are none. (Then `is_split` tells whether a split of `path` is
+    used.)"""
 
     is_split: bool = True
     """True if a split of `path` is held out for validation."""
@@ -271,11 +271,11 @@ _ENDS = {
 
 
 def _by_suffix(path: str, files: list[Path], kinds: Sequence[str]) -> DataFolder:
-    """Return the facts about files. The kind of the data is the kind with the most bytes.
+    """Return the facts about files. The kind of the data is the kind whose files have the most bytes.
 
-    Raises UnknownDataError if that kind is JSON lines or Parquet, and other files have a suffix of another kind, such
-    as `.txt`. (Files with unknown suffixes may lie beside them.) Also raises UnknownDataError if the kind is text, and
-    some files have the suffix of a format of records (`misread_as_text`).
+    Raises UnknownDataError if the kind is JSON lines or Parquet, and other files have a suffix of another kind, such as
+    `.txt`. Files with a suffix that is not in `_ENDS` are no error. Also raises UnknownDataError if the kind is text,
+    and some files have the suffix of a format of records (`misread_as_text`).
     """
     sizes: Counter[str] = Counter()
     data: set[str] = set()
@@ -299,7 +299,8 @@ def _by_suffix(path: str, files: list[Path], kinds: Sequence[str]) -> DataFolder
         case "jsonl":
             return replace(_lines(path, kinds), num_bytes=num_bytes)
         case "tokens":
-            return _foreign_tokens(path)
+            pattern = str(Path(path, "*.bin")) if Path(path).is_dir() else path
+            return DataFolder(pattern, "tokens", "tokens of another program", is_split=False)
         case "images":
             return _shards(path)
     is_split = len(files) >= _FEW_RECORDS / 10
@@ -307,19 +308,12 @@ def _by_suffix(path: str, files: list[Path], kinds: Sequence[str]) -> DataFolder
     return DataFolder(path, "text", about, is_split=is_split, reason=reason, num_bytes=num_bytes)
 
 
-def _foreign_tokens(path: str) -> DataFolder:
-    is_folder = Path(path).is_dir()
-    path = str(Path(path, "*.bin")) if is_folder else path
-    return DataFolder(path, "tokens", "tokens of another program", is_split=False)
-
-
 def _parquet(path: str, file: Path) -> DataFolder:
     try:
         from pyarrow import parquet
     except ImportError:
-        return DataFolder(
-            path, "parquet", "Parquet files", (Row("column", "text", "name of the column with the text"),)
-        )
+        column = Row("column", "text", "name of the column with the text")
+        return DataFolder(path, "parquet", "Parquet files", (column,))
     try:
         with open_regular(file) as stream:
             metadata = parquet.read_metadata(stream)

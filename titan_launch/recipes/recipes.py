@@ -21,17 +21,14 @@ CHAT_KINDS = ("chat", "preferences")
 MODEL, CHATS, PAIRS = "MODEL_FOLDER", "CHATS.jsonl", "PAIRS.jsonl"
 """Placeholders for paths that the user did not give. `check` names the keys that have a placeholder."""
 
-_LARGE_VOCABULARY = 100_000
-_RESNET = "resnet18"
-
 
 @dataclass(frozen=True)
 class Recipe:
     """A kind of training, with the values that are usual for it."""
 
     title: str
-    about: tuple[str, ...]
-    """Lines at the head of the job file."""
+    about: str
+    """The first line of the job file."""
 
     kinds: tuple[str, ...]
     """Kinds of data (`data.kind`) that suit the recipe. The first is the kind of the default data."""
@@ -43,15 +40,15 @@ class Recipe:
     """True if the user must name a folder with weights."""
 
     longest: int
-    """`training.seq_len`, unless the model takes only shorter sequences or is the flavor `debug` (`seq_len_of`)."""
+    """`training.seq_len`, unless the model takes only shorter sequences, or is the flavor `debug`. For images: 1."""
 
     tokens_per_step: int
-    """Largest number of tokens per step, at most 8192 for a small model (`_is_small`). For images: largest number of
-    samples per step. (A rank has at least one sample, so a step may have more.)"""
+    """Largest number of tokens per step; for a small model (`_is_small`), the largest number is at most 8192. For
+    images: largest number of samples per step. (A rank has at least one sample, so a step may have more.)"""
 
     steps: int
-    """Usual number of steps. With `prefers_steps`, the job has this number. Otherwise it only determines warm-up and
-    intervals, if the number of samples is unknown."""
+    """Usual number of steps. With `prefers_steps`, the job has this number of steps. Otherwise, if the number of
+    samples is unknown, warm-up and intervals follow from this number."""
 
     lr: float
     lr_comment: str
@@ -67,8 +64,8 @@ class Recipe:
     """Number of epochs if the user names no model folder."""
 
     least_steps: int = 0
-    """Least number of steps. A small data set gets a smaller global batch, so that the run has this number, as far as
-    each rank keeps a sample. 0 sets no limit."""
+    """Least number of steps. A small data set gets a smaller global batch, so that the run has this number of steps.
+    (The batch keeps one sample for each rank, so the run may have fewer.) 0 sets no limit."""
 
     lora_rank: int = 0
     """Rank of the adapters; 0 trains all parameters."""
@@ -83,7 +80,7 @@ class Recipe:
 RECIPES: dict[str, Recipe] = {
     "pretrain": Recipe(
         "pre-training: a decoder from random values, on text",
-        ("Pre-training from random values.",),
+        "Pre-training from random values.",
         TEXT_KINDS,
         PYTHON_STDLIB,
         needs_model=False,
@@ -98,7 +95,7 @@ RECIPES: dict[str, Recipe] = {
     ),
     "continued_pretrain": Recipe(
         "continued pre-training: published weights, on text of your field",
-        ("Continued pre-training: the weights of a folder, on text of another field.",),
+        "Continued pre-training: the weights of a folder, on text of another field.",
         TEXT_KINDS,
         PYTHON_STDLIB,
         needs_model=True,
@@ -112,7 +109,7 @@ RECIPES: dict[str, Recipe] = {
     ),
     "sft": Recipe(
         "supervised fine-tuning: all parameters, on chats or prompts with responses",
-        ("Supervised fine-tuning of all parameters. Only the turns of the assistant are targets.",),
+        "Supervised fine-tuning of all parameters. Only the turns of the assistant are targets.",
         ("chat",),
         CHATS,
         needs_model=True,
@@ -127,7 +124,7 @@ RECIPES: dict[str, Recipe] = {
     ),
     "lora": Recipe(
         "LoRA: low-rank adapters of a frozen model, on chats or text",
-        ("LoRA: adapters of a frozen model. `titan-launch export` merges them, or writes them alone.",),
+        "LoRA: adapters of a frozen model. `titan-launch export` merges them, or writes them alone.",
         ("chat", *TEXT_KINDS),
         CHATS,
         needs_model=True,
@@ -143,7 +140,7 @@ RECIPES: dict[str, Recipe] = {
     ),
     "dpo": Recipe(
         "DPO: direct preference optimization with adapters, on pairs of answers",
-        ("Direct preference optimization. The reference is the model without its adapters, so it needs no memory.",),
+        "Direct preference optimization. The reference is the model without its adapters, so it needs no memory.",
         ("preferences",),
         PAIRS,
         needs_model=True,
@@ -159,7 +156,7 @@ RECIPES: dict[str, Recipe] = {
     ),
     "reward": Recipe(
         "reward model: one number for each answer, learned from pairs of answers",
-        ("A reward model. Its output after the last token of a chat is the reward.",),
+        "A reward model. Its output after the last token of a chat is the reward.",
         ("preferences",),
         PAIRS,
         needs_model=True,
@@ -176,7 +173,7 @@ RECIPES: dict[str, Recipe] = {
     ),
     "image_classification": Recipe(
         "image classification: a ResNet from random values, or a published classifier with --model",
-        ("Image classification.",),
+        "Image classification.",
         ("images",),
         SKLEARN_DIGITS,
         needs_model=False,
@@ -251,16 +248,16 @@ def tables_of(name: str, inputs: Inputs) -> Iterator[Table]:
         yield Table("loss", [Row("name", "dpo")])
         reference = Row("reference", "base", "the model without its adapters; without [lora], name a folder")
         yield Table("loss.dpo", [reference, Row("beta", 0.1, "larger values stay closer to the reference")])
-    elif not is_images and _vocabulary(model) >= _LARGE_VOCABULARY:
+    elif not is_images and model is not None and _size(model, "vocab_size") >= 100_000:
         yield Table("loss", [Row("chunks", 8, "logits exist for one eighth of the classes at a time")])
     frozen = Row("frozen_storage_dtype", "bfloat16", "the base, which is not trained; adapters are in float32")
     computed = Row("param_dtype", "bfloat16", "dtype of computation; trained parameters are stored in float32")
     yield Table("precision", [computed, *([frozen] if recipe.lora_rank else [])])
-    mode = inputs.sizes.activation_checkpoint
-    comment = '"none" is faster, if the job then fits into memory'
-    if mode == "none":
-        comment = '"selective" and "full" save memory, but take more time'
     if not is_images:
+        mode = inputs.sizes.activation_checkpoint
+        comment = '"none" is faster, if the job then fits into memory'
+        if mode == "none":
+            comment = '"selective" and "full" save memory, but take more time'
         yield Table("activation_checkpoint", [Row("mode", mode, comment)])
     yield Table("optimizer", list(_optimizer(recipe, model)))
     yield Table(
@@ -325,11 +322,8 @@ def _text_model(recipe: Recipe, model: ModelFolder | None) -> Iterator[Table]:
         if recipe.is_reward:
             yield Table("model.args", [Row("num_labels", 1, "one number")])
     elif model.name == HUGGINGFACE:
-        rows = [
-            Row("name", HUGGINGFACE, "the class of `transformers`"),
-            Row("path", path, "only its config.json is read"),
-        ]
-        yield Table("model", rows)
+        name = Row("name", HUGGINGFACE, "the class of `transformers`")
+        yield Table("model", [name, Row("path", path, "only its config.json is read")])
     else:
         flavor = Row("flavor", model.flavor or ALL_IN_ARGS, f"the shape of {path}, with random values")
         yield Table("model", [Row("name", model.name), flavor])
@@ -349,29 +343,26 @@ def _image_model(model: ModelFolder | None, data: DataFolder) -> Iterator[Table]
         yield Table("model", rows)
         return
     if data.path == SKLEARN_DIGITS:
-        yield Table(
-            "model", [Row("name", "resnet"), Row("flavor", "debug", "resnet18, resnet50, ... for larger images")]
-        )
+        flavor = Row("flavor", "debug", "resnet18, resnet50, ... for larger images")
+        yield Table("model", [Row("name", "resnet"), flavor])
         return
     args: dict[str, Any] = {"image_size": size, "in_channels": channels}
     if size is not None and size <= 64:
         args["stem"] = "small"
     if classes is not None:
         args["num_classes"] = classes
-    rows = [Row("name", "resnet"), Row("flavor", _RESNET, 'or resnet34, resnet50; name = "vit" for a transformer')]
+    rows = [Row("name", "resnet"), Row("flavor", "resnet18", 'or resnet34, resnet50; name = "vit" for a transformer')]
     yield Table("model", rows)
     known = [Row(key, value) for key, value in args.items()]
     unknown = [] if classes is not None else [Row("num_classes", 1000, "REPLACE: larger than the largest label")]
     yield Table("model.args", known + unknown)
 
 
-_TARGETS = ("layers.*.attention.*", "layers.*.feed_forward.*")
-
-
 def _lora(recipe: Recipe, model: ModelFolder | None) -> Iterator[Row]:
     """Yield the keys of `[lora]`. For a model of this package, the targets are the linear layers of attention, and
     those of feed-forward layers if the model has no experts. For a class of `transformers`, they are `**.*_proj`."""
-    targets, comment = list(_TARGETS), "modules that match: linear layers, embeddings, experts"
+    targets = ["layers.*.attention.*", "layers.*.feed_forward.*"]
+    comment = "modules that match: linear layers, embeddings, experts"
     if model is not None and model.name == HUGGINGFACE:
         targets, comment = ["**.*_proj"], "the usual names in `transformers`"
     elif model is not None and "experts" in model.args:
@@ -449,25 +440,23 @@ def _validation(recipe: Recipe, inputs: Inputs, length: Length) -> Iterator[Tabl
     yield Table("validation.data", list(_data(recipe, inputs, is_validation=True)))
 
 
-def _vocabulary(model: ModelFolder | None) -> int:
-    size = None if model is None else model.config.get("vocab_size")
-    return size if isinstance(size, int) else 0
+def _size(model: ModelFolder, *names: str) -> int:
+    """Return the first of these numbers that the `config.json` of a model has; 0 if there is none."""
+    return next((size for name in names if isinstance(size := model.config.get(name), int)), 0)
 
 
 def _is_small(recipe: Recipe, model: ModelFolder | None) -> bool:
     """Return True for the flavor `debug`, and for a model folder whose hidden size is at most 256."""
     if model is None:
         return not recipe.needs_model
-    width = model.config.get("hidden_size", model.config.get("n_embd"))
-    return isinstance(width, int) and width <= 256
+    return 0 < _size(model, "hidden_size", "n_embd") <= 256
 
 
 def head_of(name: str, inputs: Inputs, file: str) -> Iterable[str]:
     """Return the comment lines at the head of a job file."""
-    recipe = RECIPES[name]
     ranks = f" --world-size {inputs.ranks}"
     return (
-        *recipe.about,
+        RECIPES[name].about,
         *inputs.sizes.comments,
         "",
         f"  titan-launch check --config {file}{ranks}",
