@@ -371,9 +371,9 @@ def _subject(config: JobConfig, layout: Layout, hardware: Hardware, engine: Engi
     if engine == "replay":
         return Subject.replayed(config, layout, hardware, recordings)
     with torch_needed(config):
-        from titan_launch.trace.trace_engine import trace_engine
+        from titan_launch.trace.trace_engine import TraceEngine
 
-    return Subject.of(recordings, trace_engine(config, layout, hardware.kernels))
+    return Subject.of(recordings, TraceEngine(config, layout, hardware.kernels))
 
 
 def _format(planned: _Planned, locate_key: KeyLocator, verbose: bool) -> str:

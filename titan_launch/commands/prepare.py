@@ -18,7 +18,7 @@ from titan_launch.config.sections.data import DATA_KINDS, CorpusData
 from titan_launch.config.sections.tokenizer import BYTES_VOCABULARY, TokenizerConfig
 from titan_launch.core.errors import RunError, Stopped, UserError, config_error
 from titan_launch.core.process import INTERRUPTED, run_and_exit
-from titan_launch.core.terminal import one_line, say, say_escaped
+from titan_launch.core.terminal import CLEAR_LINE, one_line, say, say_escaped
 from titan_launch.recipes.facts import DataFolder, UnknownDataError, look_at_data
 from titan_launch.recipes.writing import Row
 
@@ -245,9 +245,6 @@ def _verify(out: Path) -> None:
         say(f"{folder}: verified {header.num_tokens:,} tokens of {header.num_documents:,} documents")
 
 
-_CLEAR_LINE = "\r\x1b[K"
-
-
 class Progress:
     """Progress of a preparation on standard error. A terminal shows one line, which is redrawn. Other outputs get a
     line every `_REPORT_S` seconds."""
@@ -268,7 +265,7 @@ class Progress:
             self._shown = now
             size = f"{self._bytes / 1e6:,.0f} of {self.total_bytes / 1e6:,.0f} MB{self.speed()}"
             line = f"parts: {self.parts:,} of {self.total_parts:,}, {size}"
-            start, end = (_CLEAR_LINE, "") if self._is_terminal else ("", "\n")
+            start, end = (CLEAR_LINE, "") if self._is_terminal else ("", "\n")
             say_escaped(start + line, sys.stderr, end, flush=True)
 
     def speed(self) -> str:
@@ -279,7 +276,7 @@ class Progress:
     def clear(self) -> None:
         """Remove the line from a terminal."""
         if self._is_terminal:
-            say_escaped(_CLEAR_LINE, sys.stderr, end="", flush=True)
+            say_escaped(CLEAR_LINE, sys.stderr, end="", flush=True)
 
 
 def _percentage(text: str) -> int:

@@ -11,6 +11,9 @@ import unicodedata
 import warnings
 from typing import TextIO
 
+CLEAR_LINE = "\r\x1b[K"
+"""Escape sequence that deletes the present line of a terminal."""
+
 _LINES = ("\n", "\t")
 
 _OVERRIDES = range(0x202A, 0x202F), range(0x2066, 0x206A)

@@ -1,8 +1,8 @@
 """Measurement of the live bytes of a training step by category, updated at every operation.
 
 Tracking works on real CPU tensors and on fake tensors. A storage counts from the operation that returns it until its
-last reference is gone. Temporary memory inside a kernel does not count. Under any `TorchDispatchMode`, autograd adds
-gradients out of place if a tensor is used twice. This can briefly add the size of one activation.
+last reference is gone. Temporary memory inside a kernel does not count. If a tensor is used twice, autograd adds its
+two gradients in place, but under a `TorchDispatchMode` into a new tensor. For a moment, this tensor counts too.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ _PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.at
 """Matrix products that call cuBLAS on CUDA. `addmm` is missing, because it calls cuBLASLt."""
 
 OP_DEVICE = torch.ops.prim.device.default
-"""Operation that asks a fake tensor for its device. More than half of all operations of a traced step are of this kind.
-A dispatch mode answers the question itself, so that the modes below it do not spend time on it."""
+"""Operation that returns the device of a fake tensor: more than half of all operations of a traced step. A dispatch
+mode returns the device itself, so that the operation takes no time in other modes."""
 
 
 class LiveMemory(TorchDispatchMode):
@@ -70,16 +70,17 @@ class LiveMemory(TorchDispatchMode):
         """True while new allocations do not count."""
 
         self.on_operation: Callable[[Any, Sequence[Any], Mapping[str, Any], Any], None] | None = None
-        """A function that is called after each operation that counts, except those within functions of FSDP2 and of the
-        optimizer. Its arguments are the operation, and the operation's arguments, keyword arguments and result. None:
-        no function."""
+        """Function that is called after each operation of the model and the loss, unless the mode is paused. Its
+        arguments are the operation, and the operation's arguments, keyword arguments and result. None: no function."""
 
     def hold(self, tensors: Iterable[Tensor | None], category: Category) -> None:
         """Record the storages of tensors, and assign them to `category`. A DTensor counts as its local shard."""
         record = self.allocating_for(category, self.record)
         for tensor in tensors:
             if tensor is not None:
-                self._move(record(local_tensor(tensor).untyped_storage()), category)
+                entry = record(local_tensor(tensor).untyped_storage())
+                self._ledger.move(entry.num_bytes, entry.category, category)
+                entry.category = category
 
     def ignore(self, tensors: Iterable[Tensor | None]) -> None:
         """Never record the storages of `tensors`. The tensors must live as long as this mode."""
@@ -101,11 +102,8 @@ class LiveMemory(TorchDispatchMode):
         """Return `function`, wrapped so that its allocations belong to `category`."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            before, self._current_category = self._current_category, category
-            try:
+            with replaced(self, "_current_category", category):
                 return function(*args, **kwargs)
-            finally:
-                self._current_category = before
 
         return call
 
@@ -124,11 +122,8 @@ class LiveMemory(TorchDispatchMode):
         """Return `function`, wrapped so that its allocations do not count."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            before, self.is_paused = self.is_paused, True
-            try:
+            with replaced(self, "is_paused", True):
                 return function(*args, **kwargs)
-            finally:
-                self.is_paused = before
 
         return call
 
@@ -158,7 +153,7 @@ class LiveMemory(TorchDispatchMode):
     def _record_results(self, result: Any) -> None:
         if isinstance(result, Tensor):
             if result.device.type != "meta":
-                # A pending collective's wrapper has a storage of the same size, which holds no memory.
+                # The result of a pending collective is a wrapper, whose own storage holds no memory.
                 storage = pending_result(result).untyped_storage()
                 if storage._cdata not in self._ignored:
                     self.record(storage)
@@ -180,10 +175,6 @@ class LiveMemory(TorchDispatchMode):
         elif num_bytes < entry.num_bytes:
             self._ledger.free(entry.num_bytes - num_bytes, entry.category)
         entry.num_bytes = num_bytes
-
-    def _move(self, entry: _TrackedStorage, category: Category) -> None:
-        self._ledger.move(entry.num_bytes, entry.category, category)
-        entry.category = category
 
     def _release(self, storage: Any) -> None:
         entry: _TrackedStorage = storage
@@ -248,8 +239,8 @@ def _watch_fsdp(memory: LiveMemory, stack: ExitStack) -> None:
             result = recorded(fsdp_params, *args, **kwargs)
             *_, not_yet_all_reduced = result
             memory.hold([p.sharded_param.grad for p in fsdp_params], Category.GRADIENTS)
-            # With offload, GRADIENTS do not count in the ledger. This tensor does, because it is on the device until
-            # its all-reduce.
+            # With offload, the ledger does not count GRADIENTS. The tensor still counts as REDUCE_SCATTER, because it
+            # stays on the device until its all-reduce.
             if not memory.offloads:
                 memory.hold([not_yet_all_reduced], Category.GRADIENTS)
             return result

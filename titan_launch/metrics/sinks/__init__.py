@@ -42,21 +42,19 @@ sink."""
 
 def import_sinks(config: MetricsConfig) -> dict[str, Callable[[SinkContext], Sink]]:
     """Return the sink factories that `metrics.sinks` names, by name. Raises ConfigError if one cannot be imported."""
-    return dict(_import_each(config))
-
-
-def _import_each(config: MetricsConfig) -> Iterator[tuple[str, Callable[[SinkContext], Sink]]]:
+    factories: dict[str, Callable[[SinkContext], Sink]] = {}
     for index, name in enumerate(config.sinks):
         key = ("metrics", "sinks", index)
         if name not in _EXTRAS:
-            yield name, import_factory(name, key)
+            factories[name] = import_factory(name, key)
             continue
         try:
             module = import_module(f"titan_launch.metrics.sinks.{name}")
         except ImportError as error:
             reason = f"needs {name}, which cannot be imported ({error}): {install(name)}"
             raise config_error(key, reason, name) from None
-        yield name, getattr(module, _EXTRAS[name])
+        factories[name] = getattr(module, _EXTRAS[name])
+    return factories
 
 
 def open_sinks(config: MetricsConfig, run: SinkContext) -> Iterator[tuple[str, Sink]]:

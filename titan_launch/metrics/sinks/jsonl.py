@@ -6,10 +6,9 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from titan_launch.core.errors import UserError
 from titan_launch.core.files import RecordFile, open_regular
@@ -117,18 +116,14 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
             yield number, line
 
 
-@dataclass(frozen=True)
-class _Report:
+class _Report(BaseModel):
     step: int
-
-
-_REPORT = TypeAdapter(_Report)
 
 
 def _step_of(line: bytes, location: str) -> int:
     try:
         if line.count(b",") + line.count(b"[") + line.count(b"{") <= _MOST_VALUES:
-            return _REPORT.validate_json(line, strict=True).step
+            return _Report.model_validate_json(line, strict=True).step
         raise UserError(f"{location}: the line has more than {_MOST_VALUES:,} values; delete the line")
     except ValidationError:
         reason = 'is not a report of a run (a JSON object with an integer "step")'
