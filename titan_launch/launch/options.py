@@ -18,7 +18,7 @@ SHUTDOWN_TIMEOUT_S = 600
 LAUNCH_OPTIONS = {
     "nproc-per-node": (
         "N",
-        f"ranks on this host (default: auto, one per GPU, or {PROCESSES_WITHOUT_GPU} without a GPU)",
+        f"ranks on this host (default: auto: one per GPU, or {PROCESSES_WITHOUT_GPU} without a GPU)",
     ),
     "nnodes": ("N", "hosts, or min:max if hosts may join and leave (default: 1)"),
     "node-rank": ("N", "number of this host, from 0, for the static rendezvous (default: 0)"),
@@ -117,8 +117,8 @@ def count_gpus() -> int:
 
 def find_gpus() -> list[tuple[str, float]]:
     """Return (name, memory in GiB) of the GPUs that `CUDA_VISIBLE_DEVICES` names, by default of all GPUs of this host,
-    as the driver reports them, without torch. If the variable has names that are not numbers, such as UUIDs, return as
-    many of the host's first GPUs. A GPU without a memory size (`[N/A]`) is omitted."""
+    as the driver reports them, without torch. If the variable has names that are not numbers, such as UUIDs, return
+    the first GPUs of this host, as many as there are names. A GPU without a memory size (`[N/A]`) is omitted."""
     visible = _visible_gpus()
     if visible == []:
         return []
@@ -134,8 +134,9 @@ def find_gpus() -> list[tuple[str, float]]:
 def _visible_gpus() -> list[str] | None:
     """Return the GPUs in `CUDA_VISIBLE_DEVICES`; None if it is not set."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    named = [] if visible is None else [gpu.strip() for gpu in visible.split(",")]
-    return None if visible is None else [gpu for gpu in named if gpu not in ("", "-1")]
+    if visible is None:
+        return None
+    return [gpu for gpu in map(str.strip, visible.split(",")) if gpu not in ("", "-1")]
 
 
 def _ask_driver(*options: str) -> list[str]:

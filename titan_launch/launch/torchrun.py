@@ -63,13 +63,17 @@ def _run_torchrun(
     run_folder: Path,
     stopping: Stopping,
 ) -> int:
-    _share_cores(processes.per_node)
+    # Without this variable, torchrun would give each of several processes only one thread.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // processes.per_node)))
     if "--standalone" not in processes.torchrun_args:
         # By default, agents would reuse the address of their shared store after the host of this store is gone. With
         # the variable, rank 0 of each start hosts a new store.
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     with without_garbage_collection():
-        _import_torch_quietly()
+        # If another host is gone, PyTorch's native code would log twenty lines of addresses. This module itself reports
+        # the lost host. The workers do not inherit this log level.
+        with environment(TORCH_CPP_LOG_LEVEL=os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")):
+            importlib.import_module("torch")
         from torch.distributed import DistError, launcher
         from torch.distributed import run as torchrun
         from torch.distributed.elastic.multiprocessing import SignalException
@@ -79,7 +83,10 @@ def _run_torchrun(
         from titan_launch.launch.agent import ElasticAgent
 
     logging.disable(logging.CRITICAL)  # torchrun's report of a failure would hide the worker's error
-    signals = f"--signals-to-handle={','.join(_torchrun_signals())}"
+    handled = [signal.SIGQUIT, signal.SIGHUP]
+    # If this process ignores a signal, as after `nohup`, torchrun must not handle it.
+    names = [number.name for number in handled if signal.getsignal(number) is not signal.SIG_IGN]
+    signals = f"--signals-to-handle={','.join(names)}"
     log_dir = f"--log-dir={stopping.rank_folders}"  # torchrun would not delete its own temporary folder
     args = torchrun.parse_args([signals, log_dir, *processes.torchrun_args, "-m", "titan_launch", *worker_args])
     report_failure = partial(_report_failure, run_folder=run_folder, stopping=stopping)
@@ -99,25 +106,18 @@ def _run_torchrun(
     except SignalException as error:
         return 128 + error.sigval
     except (RendezvousError, DistError) as error:
-        is_in_use = "EADDRINUSE" in str(error)
-        say(as_message(f"error: {_PORT_IN_USE if is_in_use else _rendezvous_failure(error)}"), file=sys.stderr)
-        return BAD_INPUT if is_in_use else FAILED
+        if "EADDRINUSE" not in str(error):
+            say(as_message(f"error: {_rendezvous_failure(error)}"), file=sys.stderr)
+            return FAILED
+        remedy = "choose another port with --master-port or --rdzv-endpoint"
+        reason = "the port of the rendezvous is in use on this host, perhaps by another run"
+        say(f"error: {reason}; {remedy}", file=sys.stderr)
+        return BAD_INPUT
     except (AssertionError, ImportError, OSError, ValueError) as error:
         if stopping.last_start:  # otherwise no rank was started, and the options are wrong
             raise
         raise UserError(f"error: torchrun cannot start with these options: {_first_line(error)}") from None
     return 0
-
-
-def _import_torch_quietly() -> None:
-    """Import torch with its native logging limited to errors, unless TORCH_CPP_LOG_LEVEL is set. The workers do not
-    inherit this limit.
-
-    Without the limit, the native code would log twenty lines of addresses if another host is gone. This module reports
-    the lost host itself.
-    """
-    with environment(TORCH_CPP_LOG_LEVEL=os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")):
-        importlib.import_module("torch")
 
 
 class Stopping:
@@ -180,13 +180,6 @@ class Stopping:
         os.write(2, f"error: {ranks} of this host did not end {deadline}, and will be killed with SIGKILL\n".encode())
         for worker in slow:
             os.killpg(worker.pid, signal.SIGKILL)  # torchrun starts each worker in its own process group
-
-
-def _torchrun_signals() -> list[str]:
-    """Return the names of the signals that torchrun should handle: SIGQUIT and SIGHUP. A signal that this process
-    ignores is omitted, because torchrun would override the SIG_IGN of `nohup`."""
-    signals = [signal.SIGQUIT, signal.SIGHUP]
-    return [number.name for number in signals if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 def _report_failure(failures: Mapping[int, ProcessFailure], run_folder: Path, stopping: Stopping) -> int:
@@ -253,15 +246,3 @@ def _rendezvous_failure(error: Exception) -> str:
 
 def _first_line(error: Exception) -> str:
     return shortened(str(error).partition("\n")[0] or type(error).__name__, 500)
-
-
-_PORT_IN_USE = (
-    "the port of the rendezvous is in use on this host, perhaps by another run; choose another port with --master-port "
-    "or --rdzv-endpoint"
-)
-
-
-def _share_cores(processes: int) -> None:
-    """Set OMP_NUM_THREADS, unless it is set, so that the processes divide the CPU cores evenly. Otherwise torchrun
-    would give each of several processes one thread."""
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // processes)))

@@ -35,16 +35,18 @@ _REPETITIONS = 5
 
 _KEPT_BYTES = 31 * MIB
 """Bytes of a host tensor that is created and freed before the measurements. After that, glibc keeps the memory of freed
-tensors up to this size (mallopt(3), M_MMAP_THRESHOLD). In a CPU run, glibc keeps the memory of freed tensors of all
-sizes (`cpu/allocator.py`)."""
+tensors up to this size (mallopt(3), M_MMAP_THRESHOLD), similar to a CPU run (`cpu/allocator.py`)."""
 
 _OLD_BYTES = 64 * MIB
 """Smallest size in bytes of the tensors from which matrix products and elementwise operations take their inputs. Each
-call takes the next part. The parts together do not fit into a core's own cache, so a call reads its input from outside
+call takes the next part. All parts together do not fit into a core's own cache. So a call reads its input from outside
 of this cache, as an operation in training does."""
 
 _MOST_OLD = 4096
 """Largest number of parts of such a tensor that are used."""
+
+_MODULES = 32
+"""Number of modules in the stack that `_operation_seconds` measures."""
 
 _UNITS = 8
 """Number of linear layers, each an FSDP2 unit, in the stack that `_unit_seconds` measures."""
@@ -329,9 +331,6 @@ def _operation_seconds(watch: _Stopwatch) -> float:
     return watch.mean_seconds(_step_of(nn.Sequential(*modules), x)) / (5 * _MODULES)
 
 
-_MODULES = 32
-
-
 def _exchange_seconds(watch: _Stopwatch) -> float:
     """Return the seconds that the host takes for DTensor in one collective of tensor parallelism.
 
@@ -382,6 +381,8 @@ def _stage_seconds(watch: _Stopwatch) -> float:
 
 
 def _ranks_per_core(ranks: Ranks) -> float:
+    """Return the threads of all ranks of a host, divided by the cores that they may use, but at least 1. Return 1 on a
+    GPU."""
     if ranks.device.type != "cpu":
         return 1.0
     threads = torch.get_num_threads() * max(Counter(on_all_ranks(lambda: ranks.first_on_host)).values())

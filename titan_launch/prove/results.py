@@ -13,8 +13,8 @@ class Difference(NamedTuple):
     step: int
     name: str
     error: float
-    """Norm of the difference, divided by the norm of the result of one process. If that norm is below the floor of
-    `prove.measure.difference`, the floor is the divisor. 1e30 if a result is not finite."""
+    """Norm of the difference, divided by the norm of the result of one process, or by the argument `floor` of
+    `prove.measure.difference` if this is larger. 1e30 if a result is not finite."""
 
     cosine: float
     ratio: float
@@ -93,7 +93,7 @@ class Departure(NamedTuple):
     """An event whose tensor differs from that of one process."""
 
     order: int
-    """Place in the order of one process: the number of the tensor among all traced tensors of the step."""
+    """Number of the tensor among all tensors that one process traces in the step, in the order of computation."""
 
     event: Event
     error: float

@@ -34,14 +34,14 @@ _PARTS_OF_SUMS: Mapping[str, frozenset[TensorStyle]] = {
         {"colwise", "latent", "by_head", "heads", "experts", "router", "shared_colwise", "shared_rowwise"}
     ),
 }
-"""Tensor-parallel styles, by kind of tensor. In modules of these styles, such a tensor may be a partial sum on each
-rank, so it is not compared."""
+"""Tensor-parallel styles, by kind of tensor. In modules of these styles, a tensor of this kind may be a partial sum on
+each rank, so it is not compared."""
 
 
 @dataclass
 class Trace:
-    """The tensors of a step by event. Each call has an entry: its number among all calls of the step, and the
-    tensor."""
+    """The tensors of a step by event. Each call of a module adds the pair (number, tensor). The number counts the
+    tensors of the step."""
 
     num_microbatches: int
     tensors: dict[Event, list[tuple[int, Tensor]]] = field(default_factory=dict)
@@ -96,8 +96,8 @@ def _after(trace: Trace, path: str, module: nn.Module, args: tuple[Any, ...], ou
 
 
 def departures(run: Run, trace: Trace, reference: Trace, tolerance: float) -> list[Departure]:
-    """Return the events of this rank whose tensors differ by more than `tolerance` from those of one process. Each has
-    its position in the order of one process (`Departure.order`); the result is not sorted by it."""
+    """Return the events of this rank whose tensors differ by more than `tolerance` from those of one process, in any
+    order."""
     place = _Place(run)
     found = []
     for event, calls in reference.tensors.items():

@@ -18,8 +18,7 @@ from titan_launch.core.patches import loggers_silenced, replaced
 
 @contextmanager
 def fake_process_group(world_size: int, rank: int = 0) -> Iterator[None]:
-    """Run the block as rank `rank` of `world_size`. Collectives return at once, and their results have no values of
-    other ranks.
+    """Run the block as rank `rank` of `world_size`. Collectives return at once, without values of other ranks.
 
     The default is rank 0, which has the largest shards. Raises RuntimeError if this process already has a process
     group, because FSDP2 and the mesh would use that group.
@@ -82,7 +81,7 @@ class _Sent:
 @contextmanager
 def silence() -> Iterator[None]:
     """Until the end of the block, drop Python's warnings, and the logs of fake tensors, of DTensor's redistribution and
-    of `titan_launch.parallel`. A run repeats the warnings, and PyTorch also raises the errors that it logs."""
+    of `titan_launch.parallel`. A run shows the warnings, and PyTorch also raises the errors that it logs."""
     names = ("torch._subclasses.fake_tensor", "torch.distributed.tensor._redistribute", "titan_launch.parallel")
     with loggers_silenced(*names), warnings.catch_warnings():
         warnings.simplefilter("ignore")
