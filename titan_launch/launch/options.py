@@ -18,7 +18,7 @@ SHUTDOWN_TIMEOUT_S = 600
 LAUNCH_OPTIONS = {
     "nproc-per-node": (
         "N",
-        f"ranks on this host (default: auto: one per GPU, or {PROCESSES_WITHOUT_GPU} without a GPU)",
+        f"ranks on this host (default: auto, one per GPU, or {PROCESSES_WITHOUT_GPU} without a GPU)",
     ),
     "nnodes": ("N", "hosts, or min:max if hosts may join and leave (default: 1)"),
     "node-rank": ("N", "number of this host, from 0, for the static rendezvous (default: 0)"),
