@@ -38,7 +38,6 @@ _RESET, _QUIT = "/reset", "/quit"
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the arguments of `chat`."""
     parser.usage = "titan-launch chat SOURCE [--system TEXT] [options]"
     parser.epilog = (
         f"Each line of the standard input is a message. {_RESET} begins a new conversation. {_QUIT}, or the end of the "

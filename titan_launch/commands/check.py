@@ -14,7 +14,6 @@ from titan_launch.plan.layout import plan_layout
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the options of `check`."""
     parser.add_job("titan-launch check --config configs/llama_bn.toml --world-size 8")
     text = "also check that the parallelism degrees and the global batch match N ranks (default: not checked)"
     parser.add_argument("--world-size", type=at_least(1), metavar="N", help=text)

@@ -38,7 +38,6 @@ _LABELS = {
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the options of `data`."""
     parser.add_job("titan-launch data --config configs/llama_debug.toml --samples 2")
     text = "number of ranks, from which an unset training.global_batch_size follows (default: the smallest)"
     parser.add_argument("--world-size", type=at_least(1), metavar="N", help=text)

@@ -15,7 +15,6 @@ from titan_launch.core.terminal import say
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the arguments of `evaluate`."""
     parser.usage = "titan-launch evaluate SOURCE --tasks NAME[,NAME ...] [options]"
     parser.epilog = "example:\n  titan-launch evaluate outputs/llama --tasks hellaswag,arc_easy --limit 100"
     add_model(parser)

@@ -35,7 +35,6 @@ _NEW_TOKENS = 128
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the arguments of `generate`."""
     parser.usage = "titan-launch generate SOURCE [--prompt TEXT] [options]"
     parser.epilog = (
         "A terminal shows control characters of the text as escapes, such as \\x1b. A pipe or a file gets them as they "

@@ -32,7 +32,6 @@ _NO_MODEL = "Sizes: small ones, since no model is named. `titan-launch init` wit
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the arguments of `init`."""
     parser.usage = "titan-launch init NAME [--out FILE] [options]"
     parser.epilog = "example:\n  titan-launch init sft --out job.toml --model Llama-3.2-1B-Instruct --data chats.jsonl"
     parser.add_argument("name", metavar="NAME", nargs="?", help="recipe, or config of the package: see --list")

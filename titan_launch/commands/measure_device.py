@@ -23,7 +23,6 @@ _TIMEOUT_SECONDS = 300
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the options of `measure-device`."""
     parser.usage = "titan-launch measure-device --out FILE [--device DEVICE]"
     parser.epilog = "examples:\n  titan-launch measure-device --out speeds.json\n"
     parser.epilog += "  torchrun --nproc-per-node 8 -m titan_launch measure-device --out speeds.json"

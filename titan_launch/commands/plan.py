@@ -80,7 +80,6 @@ KEY_OPTIONS = (
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the options of `plan`."""
     parser.add_job("titan-launch plan --config configs/llama3_8b.toml --world-size 8 --device h100-80gb")
     parser.add_argument("--world-size", type=at_least(1), default=1, metavar="N", help="ranks (default: 1)")
     text = "replay: record a microbatch once, and replay it with FSDP2's memory; trace: run a whole step without "

@@ -34,7 +34,6 @@ _REPORT_S = 10.0
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the arguments of `prepare`."""
     parser.usage = (
         f"{parser.prog} PATH... --out OUT [--tokenizer TOKENIZER] [options] [--data.key=value ...]\n"
         f"       {parser.prog} --config JOB.toml --out OUT [options] [--section.key=value ...]\n"

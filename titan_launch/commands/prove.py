@@ -18,7 +18,6 @@ from titan_launch.plan.proof.store import find, store
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the options of `prove`."""
     parser.add_job("titan-launch prove --config configs/parallel/tensor.toml")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.add_argument("--out", metavar="FILE", type=Path, help="also write the certificate as JSON")

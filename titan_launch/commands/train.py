@@ -18,7 +18,6 @@ MOST_FAKE_RANKS = 16384
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the options of `train`."""
     parser.add_job("python -m titan_launch --config configs/llama_bn.toml --training.steps=20")
     add_output(parser)
     add_dry_run(parser)
@@ -38,7 +37,6 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 def add_dry_run(parser: Parser) -> None:
-    """Add the options of a dry run."""
     group = parser.add_argument_group("dry run")
     text = (
         "build and run one training step as one rank of N, on the CPU and without values; print what the rank holds, "

@@ -46,13 +46,11 @@ class _PendingAllReduces:
             torch.autograd.Variable._execution_engine.queue_callback(self.wait)
 
     def wait(self) -> None:
-        """Wait for all pending all-reduces."""
         while self._works:
             self._works.pop(0).wait()
         self._backwards.clear()
 
     def discard(self) -> None:
-        """Drop all pending all-reduces."""
         self._works.clear()
         self._backwards.clear()
 

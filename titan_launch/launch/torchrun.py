@@ -139,7 +139,6 @@ class Stopping:
         self._lock = threading.Lock()  # a signal may arrive while workers are started
 
     def is_requested(self) -> bool:
-        """Return True if a signal has arrived."""
         return self._number != 0
 
     def started(self, workers: Sequence[subprocess.Popen[bytes]]) -> None:

@@ -320,7 +320,6 @@ class _Scaled(nn.Module):
         self.weight = nn.Parameter(torch.ones(1024, device=device))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return a tensor of the shape of `x`: (1024,)."""
         return F.silu(x * self.weight)
 
 

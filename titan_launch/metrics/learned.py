@@ -61,7 +61,6 @@ class Learned(Observer):
                     stack.callback(hook.remove)
 
     def before_step(self, step: WatchedStep) -> None:
-        """Measure the step if it will be reported."""
         self._is_measured = self._is_on = step.is_reported
         if self._is_on:
             self._outputs.zero_()
@@ -78,7 +77,6 @@ class Learned(Observer):
         self._before = values
 
     def after_step(self, step: WatchedStep, result: StepResult) -> None:
-        """Measure the update."""
         if self._before:
             torch._foreach_sub_(self._before, self._locals())
             self._norms[2] = self._squares(self._before) / self._replicas

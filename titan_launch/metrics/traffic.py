@@ -41,7 +41,6 @@ class TrafficCount:
         return traffic
 
     def add(self, traffic: Traffic) -> None:
-        """Add traffic to the counter."""
         self.traffic += traffic
 
 

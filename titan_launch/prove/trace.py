@@ -48,7 +48,6 @@ class Trace:
     num_calls: int = 0
 
     def add(self, event: Event, tensor: Tensor) -> None:
-        """Add the tensor of one more call."""
         self.tensors.setdefault(event, []).append((self.num_calls, tensor.detach().clone()))
         self.num_calls += 1
 

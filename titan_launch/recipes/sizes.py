@@ -145,9 +145,7 @@ class _BySize:
         return extrapolate(self._two(choice), self._four(choice), self._factor) or self._own()(choice)
 
     def traffic(self, choice: Choice) -> Traffic:
-        """Return the traffic of a step."""
         return on_line(self._two.traffic(choice), self._four.traffic(choice), self._factor)
 
     def seconds(self, choice: Choice) -> Seconds | None:
-        """Return the times of a step; None if they are unknown."""
         return seconds_on_line(self._two.seconds(choice), self._four.seconds(choice), self._factor)

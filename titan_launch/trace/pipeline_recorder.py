@@ -270,7 +270,6 @@ class _Output(NamedTuple):
 
     @classmethod
     def of(cls, output: Tensor) -> _Output:
-        """Return the description of an output."""
         if not isinstance(output, DTensor):
             return cls(output.shape, output.dtype)
         return cls(local_tensor(output).shape, output.dtype, output.device_mesh, output.placements)

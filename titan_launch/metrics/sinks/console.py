@@ -58,7 +58,6 @@ class ConsoleSink(Sink, Observer):
         self._stream.flush()
 
     def after_step(self, step: WatchedStep, result: StepResult) -> None:
-        """Redraw the bar."""
         self.progress(step.number)
 
     def progress(self, step: int) -> None:

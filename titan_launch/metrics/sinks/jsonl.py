@@ -78,7 +78,6 @@ class JsonlSink(Sink):
         self._last = _NO_LINE
 
     def close(self, failed: bool = False) -> None:
-        """Close the file."""
         self._file.close()
 
 
