@@ -38,25 +38,9 @@ from titan_launch.plan.job import configured_choice, is_auto, plan_job, possible
 from titan_launch.plan.layout import Layout, plan_layout
 from titan_launch.plan.memory.ledger import HELD
 from titan_launch.plan.memory.replay_engine import ReplayEngine
+from titan_launch.plan.report import table, unit_table
 from titan_launch.plan.report.modes import Comparison, Row, Subject, compare, estimate_reserved
 from titan_launch.plan.report.plot import check_plot, plot_comparison
-from titan_launch.plan.report.table import (
-    accuracy,
-    describe_comparison,
-    format_assumptions,
-    format_categories,
-    format_comparison,
-    format_gib,
-    format_legend,
-)
-from titan_launch.plan.report.unit_table import (
-    KeyLocator,
-    describe_units,
-    format_lines,
-    format_plan,
-    model_name,
-    summary_of_job,
-)
 from titan_launch.plan.types import ModelPlan
 
 EngineName = Literal["replay", "trace"]
@@ -217,7 +201,7 @@ class _Planned:
         return all(row.flops_per_rank is not None for row in rows)
 
 
-def print_plan(config: JobConfig, world_size: int, locate_key: KeyLocator, options: PlanOptions) -> None:
+def print_plan(config: JobConfig, world_size: int, locate_key: unit_table.KeyLocator, options: PlanOptions) -> None:
     """Print the plan of a job on `world_size` ranks, as text or as JSON, and write a picture if `options` asks for it.
 
     Raises the same ConfigErrors as the start of a run, also if no choice of `auto` fits. Raises UserError for a trial
@@ -238,7 +222,7 @@ def print_plan(config: JobConfig, world_size: int, locate_key: KeyLocator, optio
     elif options.measures:
         planned = replace(planned, trial=_measure(planned))
     if options.plot is not None:
-        title = f"{config.job.name}: {model_name(config)} on {world_size} ranks"
+        title = f"{config.job.name}: {unit_table.model_name(config)} on {world_size} ranks"
         plot_comparison(planned.comparison, planned.hardware, title, options.plot, *_best(planned))
         say(one_line(f"picture: {options.plot}"), file=sys.stderr)
     if options.as_json:
@@ -375,15 +359,15 @@ def _subject(config: JobConfig, layout: Layout, hardware: Hardware, engine: Engi
     return Subject.of(recordings, TraceEngine(config, layout, hardware.kernels))
 
 
-def _format(planned: _Planned, locate_key: KeyLocator, verbose: bool) -> str:
+def _format(planned: _Planned, locate_key: unit_table.KeyLocator, verbose: bool) -> str:
     config, comparison = planned.resolution.config, planned.comparison
     best, meaning = _best(planned)
     parts = [
         "\n".join([_verdict(planned), *_advice(planned)]),
-        format_comparison(comparison, verbose, best),
-        format_legend(comparison, verbose, meaning),
-        format_lines(summary_of_job(config, planned.plan, planned.layout)),
-        format_assumptions(
+        table.format_comparison(comparison, verbose, best),
+        table.format_legend(comparison, verbose, meaning),
+        unit_table.format_lines(unit_table.summary_of_job(config, planned.plan, planned.layout)),
+        table.format_assumptions(
             planned.hardware,
             planned.has_flops,
             planned.engine_name,
@@ -394,7 +378,10 @@ def _format(planned: _Planned, locate_key: KeyLocator, verbose: bool) -> str:
     if planned.trial is not None:
         parts.insert(1, _format_trial(planned, planned.trial))
     if verbose:
-        parts += [format_plan(config, planned.plan, planned.layout, locate_key), format_categories(comparison)]
+        parts += [
+            unit_table.format_plan(config, planned.plan, planned.layout, locate_key),
+            table.format_categories(comparison),
+        ]
     return "\n\n".join(parts)
 
 
@@ -423,7 +410,7 @@ def _verdict(planned: _Planned) -> str:
     if planned.has_chosen_batch:
         size = planned.layout.local_batch_size
         return f"Largest microbatch that fits: {size}.\n{_verdict(replace(planned, has_chosen_batch=False))}"
-    needed = f"about {format_gib(row.reserved_bytes)}"
+    needed = f"about {table.format_gib(row.reserved_bytes)}"
     if hardware.memory_gib is None:
         return (
             f"The job needs {needed} GiB per rank.\n"
@@ -477,12 +464,12 @@ def _keys(config: JobConfig, best: JobConfig) -> str:
     return "\n".join(lines)
 
 
-def _describe(planned: _Planned, locate_key: KeyLocator) -> dict[str, Any]:
+def _describe(planned: _Planned, locate_key: unit_table.KeyLocator) -> dict[str, Any]:
     """Return the plan as a dictionary for JSON."""
     config, best = planned.resolution.config, planned.recommendation
     flops, speeds = planned.subject.flops_of(ActivationCheckpointConfig()), planned.hardware.speeds
     return {
-        "model": model_name(config),
+        "model": unit_table.model_name(config),
         "parameters": planned.plan.inventory.num_parameters,
         "active_parameters": active_parameters(config, planned.plan),
         "flops_per_sample": None if flops is None else flops.per_sample,
@@ -490,12 +477,12 @@ def _describe(planned: _Planned, locate_key: KeyLocator) -> dict[str, Any]:
         "layout": asdict(planned.layout),
         "kernels": config.kernels.model_dump(),
         "float8": list(planned.plan.float8),
-        "units": describe_units(planned.plan, planned.layout, locate_key),
+        "units": unit_table.describe_units(planned.plan, planned.layout, locate_key),
         "collectives_per_step": asdict(planned.resolution.row.traffic.collectives),
         "engine": planned.engine_name,
         "torch_release": planned_release(),
         "assumptions": {**asdict(replace(planned.hardware, speeds=None)), "speeds": speeds and speeds.source},
-        "rows": describe_comparison(planned.comparison, planned.resolution.row),
+        "rows": table.describe_comparison(planned.comparison, planned.resolution.row),
         "notes": list(planned.comparison.notes),
         "resolved": {
             **_modes(config),
@@ -506,7 +493,7 @@ def _describe(planned: _Planned, locate_key: KeyLocator) -> dict[str, Any]:
         "sufficient_ranks": planned.sufficient_ranks,
         "advice": [asdict(advice) for advice in planned.advice],
         "trial": planned.trial,
-        "accuracy": accuracy(config, planned.has_flops),
+        "accuracy": table.accuracy(config, planned.has_flops),
     }
 
 

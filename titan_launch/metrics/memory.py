@@ -20,13 +20,8 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_launch.core.patches import replaced
+from titan_launch.distributed import torch_private
 from titan_launch.distributed.dtensor import local_tensor
-from titan_launch.distributed.torch_private import (
-    pending_result,
-    shape_propagation_wrapped,
-    unit_steps_wrapped,
-    unsharded_parameter,
-)
 from titan_launch.plan.memory.ledger import Category, Ledger
 
 
@@ -154,7 +149,7 @@ class LiveMemory(TorchDispatchMode):
         if isinstance(result, Tensor):
             if result.device.type != "meta":
                 # The result of a pending collective is a wrapper, whose own storage holds no memory.
-                storage = pending_result(result).untyped_storage()
+                storage = torch_private.pending_result(result).untyped_storage()
                 if storage._cdata not in self._ignored:
                     self.record(storage)
         elif isinstance(result, (tuple, list)):
@@ -225,7 +220,7 @@ def _watch_storage(memory: LiveMemory, stack: ExitStack) -> None:
         return result
 
     stack.enter_context(replaced(UntypedStorage, "resize_", resize_))
-    stack.enter_context(shape_propagation_wrapped(memory.paused))
+    stack.enter_context(torch_private.shape_propagation_wrapped(memory.paused))
 
 
 def _watch_fsdp(memory: LiveMemory, stack: ExitStack) -> None:
@@ -252,7 +247,7 @@ def _watch_fsdp(memory: LiveMemory, stack: ExitStack) -> None:
 
         def init_and_watch(fsdp_param: Any) -> None:
             init_unsharded_param(fsdp_param)
-            parameter = unsharded_parameter(fsdp_param)
+            parameter = torch_private.unsharded_parameter(fsdp_param)
             if parameter.requires_grad and id(parameter) not in watched:
                 watched[id(parameter)] = parameter
                 hook = parameter.register_post_accumulate_grad_hook(
@@ -271,7 +266,7 @@ def _watch_fsdp(memory: LiveMemory, stack: ExitStack) -> None:
         "foreach_reduce": reducing,
         "init_unsharded_param": accumulating,
     }
-    stack.enter_context(unit_steps_wrapped(wraps))
+    stack.enter_context(torch_private.unit_steps_wrapped(wraps))
 
 
 def _watch_optimizer(memory: LiveMemory, optimizer: Optimizer, stack: ExitStack) -> None:

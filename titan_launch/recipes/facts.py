@@ -11,19 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from titan_launch.config.paths import (
-    COMPRESSED,
-    IMAGE_SUFFIXES,
-    PYTHON_STDLIB,
-    SKLEARN_DIGITS,
-    LinkError,
-    class_folders,
-    count_ends,
-    describe_ends,
-    expand_paths,
-    files_left_out,
-    glob_of_sort,
-)
+from titan_launch.config import paths
 from titan_launch.config.sections.data import JsonlData, LinesData, ParquetData, misread_as_text
 from titan_launch.config.sections.model import HUGGINGFACE
 from titan_launch.config.sections.tokenizer import TEMPLATE_FILE, TOKENIZER_FILE, TokenizerConfig
@@ -135,7 +123,7 @@ def look_at_data(path: str, kinds: Sequence[str] = ()) -> DataFolder:
     """
     try:
         return _facts_about(path, kinds)
-    except LinkError as error:
+    except paths.LinkError as error:
         raise UnknownDataError(f"{error}, or name the target") from None
     except (OSError, RecursionError) as error:
         reason = "has folders that are nested too deeply"
@@ -145,10 +133,10 @@ def look_at_data(path: str, kinds: Sequence[str] = ()) -> DataFolder:
 
 
 def _facts_about(path: str, kinds: Sequence[str]) -> DataFolder:
-    if path == PYTHON_STDLIB:
-        num_bytes = sum(file.stat().st_size for _, file in expand_paths(path))
+    if path == paths.PYTHON_STDLIB:
+        num_bytes = sum(file.stat().st_size for _, file in paths.expand_paths(path))
         return DataFolder(path, "text", "text files: the standard library of Python", num_bytes=num_bytes)
-    if path == SKLEARN_DIGITS:
+    if path == paths.SKLEARN_DIGITS:
         rows = (Row("validation_percent", 20), Row("mean", 0.305, "mean pixel value of all digits"), Row("std", 0.376))
         facts = {"channels": 1, "size": 8, "classes": 10}
         return DataFolder(path, "images", "1,797 digits of 8x8 pixels", rows, facts=facts)
@@ -157,7 +145,7 @@ def _facts_about(path: str, kinds: Sequence[str]) -> DataFolder:
         if found := look(folder):
             return found
     try:
-        files = [file for _, file in expand_paths(path)]
+        files = [file for _, file in paths.expand_paths(path)]
     except FileNotFoundError:
         raise UnknownDataError("no such file or folder, or no files in it") from None
     return _by_suffix(path, files, kinds)
@@ -201,15 +189,15 @@ def _images(folder: Path) -> DataFolder | None:
     None for any other folder."""
     if next(folder.glob("*.tar"), None):
         return _shards(str(folder / "*.tar"))
-    classes = class_folders(str(folder))
+    classes = paths.class_folders(str(folder))
     files = [file for name in classes for file in itertools.islice((folder / name).rglob("*.*"), 10)]
-    images = [file for file in files if file.name.lower().endswith(IMAGE_SUFFIXES)]
+    images = [file for file in files if file.name.lower().endswith(paths.IMAGE_SUFFIXES)]
     if 2 * len(images) <= len(files):
         return None
     size = _size_of(images[0])
     about = f"images of {len(classes)} classes"
     found = (names for name in classes for _, _, names in os.walk(folder / name))
-    number = sum(file.lower().endswith(IMAGE_SUFFIXES) for names in found for file in names)
+    number = sum(file.lower().endswith(paths.IMAGE_SUFFIXES) for names in found for file in names)
     facts = _facts(size, classes)
     return DataFolder(str(folder), "images", about, *_transforms(size), facts=facts, num_images=number)
 
@@ -280,7 +268,7 @@ def _by_suffix(path: str, files: list[Path], kinds: Sequence[str]) -> DataFolder
     sizes: Counter[str] = Counter()
     data: set[str] = set()
     for file in files:
-        name = str(file.with_suffix("")) if file.suffix in COMPRESSED else file.name
+        name = str(file.with_suffix("")) if file.suffix in paths.COMPRESSED else file.name
         kind = next((kind for kind, ends in _ENDS.items() if name.endswith(ends)), None)
         sizes[kind or "text"] += file.stat().st_size
         data |= {kind} if kind is not None else set()
@@ -289,10 +277,11 @@ def _by_suffix(path: str, files: list[Path], kinds: Sequence[str]) -> DataFolder
     if kind == "text" and (misread := misread_as_text(path, names)):
         raise UnknownDataError(misread)
     if kind in ("jsonl", "parquet") and data - {kind}:
-        remedy = f"name the files of one sort by a glob such as {glob_of_sort(path, _ENDS[kind][0])}"
+        remedy = f"name the files of one sort by a glob such as {paths.glob_of_sort(path, _ENDS[kind][0])}"
         mixed = "to use several, write a table [[data.sources]] for each"
-        raise UnknownDataError(f"has files of several sorts ({describe_ends(count_ends(names))}); {remedy}; {mixed}")
-    num_bytes = None if any(file.suffix in COMPRESSED for file in files) else size
+        sorts = paths.describe_ends(paths.count_ends(names))
+        raise UnknownDataError(f"has files of several sorts ({sorts}); {remedy}; {mixed}")
+    num_bytes = None if any(file.suffix in paths.COMPRESSED for file in files) else size
     match kind:
         case "parquet":
             return _parquet(path, next(file for file in files if ".parquet" in file.suffixes))
@@ -358,7 +347,7 @@ def _lines(path: str, kinds: Sequence[str]) -> DataFolder:
         name = _text_of(texts, "key", list(first))
         rows = (Row("field", name, "" if name == "text" else "the longest text of the first line"),)
     about = _KINDS_OF_LINES[kind]
-    if left_out := describe_ends(files_left_out(path, LinesData.suffixes)):
+    if left_out := paths.describe_ends(paths.files_left_out(path, LinesData.suffixes)):
         about += f"; not read: {left_out}"
     keys = candidates.get(kind)
     what = "the first lines have" if common else "the first line has"

@@ -8,12 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedFakeTensorException,
-    UnsupportedOperatorException,
-)
+from torch._subclasses import fake_tensor
 
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.model import ModelConfig
@@ -120,8 +115,8 @@ def _extrapolated(shorter: TracedStep, longer: TracedStep, factor: float) -> Tra
     return TracedStep(footprint, on_line(shorter.traffic, longer.traffic, factor))
 
 
-_NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
-_UNSUPPORTED = (UnsupportedOperatorException, UnsupportedFakeTensorException)
+_NEEDS_VALUES = (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException)
+_UNSUPPORTED = (fake_tensor.UnsupportedOperatorException, fake_tensor.UnsupportedFakeTensorException)
 _OPERATION_BY_ERROR_TEXT = {".numpy()": "tensor.numpy()", "Cannot access data pointer": "tensor.data_ptr()"}
 
 
