@@ -24,7 +24,7 @@ MODEL, CHATS, PAIRS = "MODEL_FOLDER", "CHATS.jsonl", "PAIRS.jsonl"
 
 @dataclass(frozen=True)
 class Recipe:
-    """A kind of training, with the values that are usual for it."""
+    """A kind of training, with the values that are usual for it. The default values are those of fine-tuning."""
 
     title: str
     about: str
@@ -36,12 +36,6 @@ class Recipe:
     default_data: str
     """Data of the job if the user names none: data that every machine has, or a placeholder."""
 
-    needs_model: bool
-    """True if the user must name a folder with weights."""
-
-    longest: int
-    """`training.seq_len`, unless the model takes only shorter sequences, or is the flavor `debug`. For images: 1."""
-
     tokens_per_step: int
     """Largest number of tokens per step; for a small model (`_is_small`), the largest number is at most 8192. For
     images: largest number of samples per step. (A rank has at least one sample, so a step may have more.)"""
@@ -52,7 +46,13 @@ class Recipe:
 
     lr: float
     lr_comment: str
-    warmup_steps: int
+    needs_model: bool = True
+    """True if the user must name a folder with weights."""
+
+    longest: int = 2048
+    """`training.seq_len`, unless the model takes only shorter sequences, or is the flavor `debug`. For images: 1."""
+
+    warmup_steps: int = 20
     small_batch: int = 1
     """`training.local_batch_size` if no size can be planned: without a GPU, without a model, or without torch."""
 
@@ -63,7 +63,7 @@ class Recipe:
     epochs_from_random: int = 3
     """Number of epochs if the user names no model folder."""
 
-    least_steps: int = 0
+    least_steps: int = 50
     """Least number of steps. A small data set gets a smaller global batch, so that the run has this number of steps.
     (The batch keeps one sample for each rank, so the run may have fewer.) 0 sets no limit."""
 
@@ -73,7 +73,9 @@ class Recipe:
     is_reward: bool = False
     """True for a reward model: a decoder with one output."""
 
-    weight_decay: float | None = None
+    weight_decay: float | None = 0.0
+    """None: the default of the optimizer."""
+
     min_lr_factor: float = 0.1
 
 
@@ -92,13 +94,14 @@ RECIPES: dict[str, Recipe] = {
         warmup_steps=100,
         small_batch=4,
         prefers_steps=True,
+        least_steps=0,
+        weight_decay=None,
     ),
     "continued_pretrain": Recipe(
         "continued pre-training: published weights, on text of your field",
         "Continued pre-training: the weights of a folder, on text of another field.",
         TEXT_KINDS,
         PYTHON_STDLIB,
-        needs_model=True,
         longest=4096,
         tokens_per_step=2**18,
         steps=1000,
@@ -106,70 +109,52 @@ RECIPES: dict[str, Recipe] = {
         lr_comment="a tenth of the rate of pre-training, so that the model keeps its knowledge",
         warmup_steps=50,
         prefers_steps=True,
+        least_steps=0,
+        weight_decay=None,
     ),
     "sft": Recipe(
         "supervised fine-tuning: all parameters, on chats or prompts with responses",
         "Supervised fine-tuning of all parameters. Only the turns of the assistant are targets.",
         ("chat",),
         CHATS,
-        needs_model=True,
-        longest=2048,
         tokens_per_step=2**17,
         steps=500,
         lr=1e-5,
         lr_comment="usual for all parameters: 5e-6 to 2e-5",
-        warmup_steps=20,
-        least_steps=50,
-        weight_decay=0.0,
     ),
     "lora": Recipe(
         "LoRA: low-rank adapters of a frozen model, on chats or text",
         "LoRA: adapters of a frozen model. `titan-launch export` merges them, or writes them alone.",
         ("chat", *TEXT_KINDS),
         CHATS,
-        needs_model=True,
-        longest=2048,
         tokens_per_step=2**16,
         steps=500,
         lr=2e-4,
         lr_comment="usual for adapters: ten times the rate for all parameters",
-        warmup_steps=20,
-        least_steps=50,
         lora_rank=16,
-        weight_decay=0.0,
     ),
     "dpo": Recipe(
         "DPO: direct preference optimization with adapters, on pairs of answers",
         "Direct preference optimization. The reference is the model without its adapters, so it needs no memory.",
         ("preferences",),
         PAIRS,
-        needs_model=True,
-        longest=2048,
         tokens_per_step=2**16,
         steps=200,
         lr=5e-6,
         lr_comment="higher rates soon move the model far from the reference",
-        warmup_steps=20,
-        least_steps=50,
         lora_rank=16,
-        weight_decay=0.0,
     ),
     "reward": Recipe(
         "reward model: one number for each answer, learned from pairs of answers",
         "A reward model. Its output after the last token of a chat is the reward.",
         ("preferences",),
         PAIRS,
-        needs_model=True,
-        longest=2048,
         tokens_per_step=2**17,
         steps=500,
         lr=1e-5,
         lr_comment="usual for all parameters",
-        warmup_steps=20,
-        least_steps=50,
         epochs=1,
         is_reward=True,
-        weight_decay=0.0,
     ),
     "image_classification": Recipe(
         "image classification: a ResNet from random values, or a published classifier with --model",
@@ -186,6 +171,8 @@ RECIPES: dict[str, Recipe] = {
         small_batch=16,
         epochs_from_random=90,
         min_lr_factor=0.01,
+        least_steps=0,
+        weight_decay=None,
     ),
 }
 """The recipes, by name."""
