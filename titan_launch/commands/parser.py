@@ -115,12 +115,13 @@ class Parser(ArgumentParser):
         self.error(f"unknown option {shortened(name, 200)}{hint}")
 
 
-def at_least(minimum: int) -> Callable[[str], int]:
-    """Return an argparse type for whole numbers of at least `minimum`."""
+def at_least(minimum: int, most: int = 10**18) -> Callable[[str], int]:
+    """Return an argparse type for whole numbers from `minimum` to `most`."""
+    wanted = f"of at least {minimum}" if most == 10**18 else f"from {minimum} to {most}"
 
     def parse(text: str) -> int:
-        if not text.isdecimal() or len(text) > 18 or int(text) < minimum:
-            raise ArgumentTypeError(f'must be a whole number of at least {minimum}, not "{shortened(text)}"')
+        if not text.isdecimal() or len(text) > 18 or not minimum <= int(text) <= most:
+            raise ArgumentTypeError(f'must be a whole number {wanted}, not "{shortened(text)}"')
         return int(text)
 
     return parse

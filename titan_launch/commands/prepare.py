@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from argparse import ArgumentTypeError, Namespace
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -52,7 +52,7 @@ def add_arguments(parser: Parser) -> None:
     text = "first train a byte-level BPE tokenizer of SIZE tokens on the text, and write it to OUT/tokenizer"
     parser.add_argument("--train-tokenizer", type=at_least(BYTES_VOCABULARY), metavar="SIZE", help=text)
     text = "write OUT/train and OUT/validation, which has N %% of the documents (default: OUT has all documents)"
-    parser.add_argument("--validation-percent", type=_percentage, metavar="N", help=text)
+    parser.add_argument("--validation-percent", type=at_least(1, most=99), metavar="N", help=text)
     text = "number of processes, which does not change the result (default: the number of CPU cores)"
     parser.add_argument("--workers", type=at_least(1), metavar="N", help=text)
     text = "read all token files of OUT at the end, and compare them with their digests"
@@ -63,14 +63,9 @@ def run(arguments: Namespace) -> NoReturn:
     """Write the text of a job or of paths as token files, or only verify a folder. End the process."""
     only_verifies = arguments.verify and not (arguments.paths or arguments.config or arguments.overrides)
     loaded = load_job(arguments.config, [] if only_verifies else _overrides(arguments), rules=CORPUS_RULES)
-
-    def act() -> None:
-        if only_verifies:
-            _verify(Path(arguments.out))
-        else:
-            _prepare(arguments, loaded.config)
-
-    run_and_exit(act, loaded.provenance.describe)
+    if only_verifies:
+        run_and_exit(lambda: _verify(Path(arguments.out)), loaded.provenance.describe)
+    run_and_exit(lambda: _prepare(arguments, loaded.config), loaded.provenance.describe)
 
 
 def _overrides(arguments: Namespace) -> list[str]:
@@ -276,10 +271,3 @@ class Progress:
         """Remove the line from a terminal."""
         if self._is_terminal:
             say_escaped(CLEAR_LINE, sys.stderr, end="", flush=True)
-
-
-def _percentage(text: str) -> int:
-    number = at_least(1)(text)
-    if number > 99:
-        raise ArgumentTypeError(f'must be a whole number from 1 to 99, not "{text}"')
-    return number

@@ -8,6 +8,7 @@ bitwise equal to the twin's (tests/cpu/test_overlapped_all_reduce.py).
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ def overlap_all_reduces(model: nn.Module) -> None:
     Without replicas nothing changes. On an untested release of PyTorch, FSDP2's blocking all-reduce stays.
     """
     for root in roots(model):  # each pipeline stage has its own backward
-        replace_replica_groups(root, _PendingAllReduces().group_of_unit)
+        replace_replica_groups(root, partial(_OverlappingGroup, _PendingAllReduces()))
 
 
 class _PendingAllReduces:
@@ -32,10 +33,6 @@ class _PendingAllReduces:
     def __init__(self) -> None:
         self._works: list[dist.Work] = []
         self._backwards: set[int] = set()
-
-    def group_of_unit(self, group: dist.ProcessGroup, unit: Any) -> ReplicaGroup:
-        """Return the stand-in for `group`, over which FSDP2 all-reduces the gradients of `unit`."""
-        return _OverlappingGroup(group, sharded_parameters(unit), self)
 
     def add(self, work: dist.Work) -> None:
         """Register `work`, so that the end of the running backward (the innermost, if nested) waits for it."""
@@ -62,10 +59,11 @@ class _OverlappingGroup(ReplicaGroup):
     dicts whose keys are groups.
     """
 
-    def __init__(self, group: dist.ProcessGroup, parameters: list[nn.Parameter], pending: _PendingAllReduces):
-        self._group = group
-        self._parameters = parameters
+    def __init__(self, pending: _PendingAllReduces, group: dist.ProcessGroup, unit: Any):
+        """`group`: the process group over which FSDP2 all-reduces the gradients of `unit`, an FSDP2 parameter group."""
         self._pending = pending
+        self._group = group
+        self._parameters = sharded_parameters(unit)
 
     def __eq__(self, other: object) -> bool:
         return self._group == (other._group if isinstance(other, _OverlappingGroup) else other)

@@ -28,7 +28,7 @@ from titan_launch.core.errors import UserError
 from titan_launch.core.patches import environment, replaced, without_garbage_collection
 from titan_launch.core.process import BAD_INPUT, EXITED_DIRECTLY, FAILED, remove_folders, usable_cores
 from titan_launch.core.signals import AGENT_PID, signal_name, signals_handled
-from titan_launch.core.terminal import as_message, say, shortened
+from titan_launch.core.terminal import as_message, counted, say, shortened
 from titan_launch.launch.options import Processes
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ class Stopping:
         if not slow:
             return
         self.has_killed = True
-        ranks = "1 rank" if len(slow) == 1 else f"{len(slow)} ranks"
+        ranks = counted(len(slow), "rank")
         os.write(2, f"error: {ranks} of this host did not end {deadline}, and will be killed with SIGKILL\n".encode())
         for worker in slow:
             os.killpg(worker.pid, signal.SIGKILL)  # torchrun starts each worker in its own process group

@@ -83,14 +83,12 @@ class LiveMemory(TorchDispatchMode):
 
     def record(self, storage: UntypedStorage) -> _TrackedStorage:
         """Add a storage to the ledger, or update its size. Return the storage's entry."""
-        entry = self._entries.get(storage._cdata) or self._add(storage)
+        entry = self._entries.get(storage._cdata)
+        if entry is None:
+            entry = _TrackedStorage(storage, self._release)
+            entry.key, entry.num_bytes, entry.category = storage._cdata, 0, self._allocation_category()
+            self._entries[entry.key] = entry
         self._resize(entry, storage.nbytes())
-        return entry
-
-    def _add(self, storage: UntypedStorage) -> _TrackedStorage:
-        entry = _TrackedStorage(storage, self._release)
-        entry.key, entry.num_bytes, entry.category = storage._cdata, 0, self._allocation_category()
-        self._entries[entry.key] = entry
         return entry
 
     def allocating_for(self, category: Category, function: Callable[..., Any]) -> Callable[..., Any]:

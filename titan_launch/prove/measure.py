@@ -105,8 +105,7 @@ def _check_size(config: JobConfig) -> None:
 
 def measure_case(job: dict[str, Any], file: str) -> list[Difference]:
     """Train a twin on this rank, and compare its steps with those in `file`. Collective."""
-    steps = train_twin(job)[0]
-    return compare(steps, _loaded(file))
+    return compare(train_twin(job)[0], _loaded(file))
 
 
 def _loaded(file: str) -> list[Step]:
