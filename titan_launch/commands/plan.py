@@ -28,7 +28,6 @@ from titan_launch.core.phantom import is_phantom
 from titan_launch.core.process import run_and_exit
 from titan_launch.core.terminal import one_line, say, say_data
 from titan_launch.core.torch_release import planned_release
-from titan_launch.phantom_gpu.devices import PHANTOMS
 from titan_launch.plan.advice import Advice, advise, smallest_sufficient
 from titan_launch.plan.auto_mode import Resolution, check_limit, recommend, remedies, resolve
 from titan_launch.plan.batch_size import is_auto_batch, largest_batch, with_local_batch_size
@@ -209,8 +208,11 @@ def print_plan(config: JobConfig, world_size: int, locate_key: unit_table.KeyLoc
     """
     if options.trial is not None and options.trial >= world_size:
         raise UserError(f"--trial {options.trial}: there are {world_size} ranks, counted from 0 (--world-size)")
-    if options.measures and planned_hardware(config, world_size).device not in PHANTOMS:
-        raise UserError(f"--measure needs --device, one of {', '.join(PHANTOMS)}")
+    if options.measures:
+        from titan_launch.phantom_gpu.environment import PHANTOMS
+
+        if planned_hardware(config, world_size).device not in PHANTOMS:
+            raise UserError(f"--measure needs --device, one of {', '.join(PHANTOMS)}")
     begin = time.perf_counter()
     planned = _plan(config, world_size, options)
     seconds = time.perf_counter() - begin

@@ -90,14 +90,7 @@ def _run_torchrun(
     log_dir = f"--log-dir={stopping.rank_folders}"  # torchrun would not delete its own temporary folder
     args = torchrun.parse_args([signals, log_dir, *processes.torchrun_args, "-m", "titan_launch", *worker_args])
     report_failure = partial(_report_failure, run_folder=run_folder, stopping=stopping)
-    agent = partial(
-        ElasticAgent,
-        on_start=stopping.started,
-        on_failure=report_failure,
-        is_stopping=stopping.is_requested,
-        stop_timeout_s=processes.shutdown_timeout_s,
-        final_statuses=final_statuses,
-    )
+    agent = partial(ElasticAgent, stopping=stopping, on_failure=report_failure, final_statuses=final_statuses)
     try:
         with replaced(launcher.api, "LocalElasticAgent", agent):
             torchrun.run(args)
@@ -123,7 +116,7 @@ def _run_torchrun(
 class Stopping:
     """A forwarder of signals to the workers of this host. It kills workers that do not end in time."""
 
-    def __init__(self, timeout_s: float, rank_folders: str):
+    def __init__(self, timeout_s: int, rank_folders: str):
         self.rank_folders = rank_folders
         """Temporary folder in which torchrun creates a folder for each rank."""
 
@@ -133,34 +126,35 @@ class Stopping:
         self.last_start = 0.0
         """Time of the last start of workers, in seconds since the epoch; 0 before the first start."""
 
-        self._timeout_s = timeout_s
-        self._number = 0
+        self.timeout_s = timeout_s
+        """Seconds after a signal until workers that still run are killed."""
+
+        self.signal: int | None = None
+        """Number of the last signal that arrived. None: no signal has arrived."""
+
         self._workers: Sequence[subprocess.Popen[bytes]] = ()
         self._lock = threading.Lock()  # a signal may arrive while workers are started
-
-    def is_requested(self) -> bool:
-        return self._number != 0
 
     def started(self, workers: Sequence[subprocess.Popen[bytes]]) -> None:
         """Register the processes of a new start of the workers. If a signal has arrived already, forward it to them."""
         with self._lock:
             self.last_start = time.time()
             self._workers = workers
-            if self._number:
-                self._pass_on(self._number)
+            if self.signal is not None:
+                self._pass_on(self.signal)
 
     def on_request(self, number: int, is_repeated: bool) -> None:
         """Forward the signal `number` to the workers. If no worker is running, end this process: with status 0, or with
         128 + `number` if a worker has failed. After the timeout, kill the workers that still run; a repeated signal
         shortens the timeout to at most 5 s. This method is called in a thread other than the main thread."""
         with self._lock:
-            self._number = number
+            self.signal = number
             if not any(worker.poll() is None for worker in self._workers):
                 os.write(2, f"stopped by {signal_name(number)} while no rank was running on this host\n".encode())
                 remove_folders(self.rank_folders)
                 os._exit(128 + number if any(worker.returncode for worker in self._workers) else 0)
             self._pass_on(number)
-        wait_s = min(_AFTER_SECOND_SIGNAL_S, self._timeout_s) if is_repeated else self._timeout_s
+        wait_s = min(_AFTER_SECOND_SIGNAL_S, self.timeout_s) if is_repeated else self.timeout_s
         cause = f"a second {signal_name(number)}" if is_repeated else f"{signal_name(number)} (--shutdown-timeout)"
         timer = threading.Timer(wait_s, self._kill, (f"within {wait_s:g} s after {cause}",))
         timer.daemon = True

@@ -9,8 +9,7 @@ import sys
 
 from titan_launch.core.errors import UserError
 from titan_launch.core.process import BAD_INPUT, announce_once
-from titan_launch.phantom_gpu.devices import PHANTOMS
-from titan_launch.phantom_gpu.environment import phantom_gpus
+from titan_launch.phantom_gpu.environment import PHANTOMS, phantom_gpus
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -44,18 +44,8 @@ def explain(proof: Proof, case: Case, results: Sequence[Difference]) -> Finding:
     first = min(of_step, key=_order)
     gradients = sum(result.step == first.step and result.name.startswith("gradient ") for result in results) - 1
     module, how = _module(proof, smallest, of_step, first, gradients)
-    return Finding(
-        run=case.name,
-        result=first.name,
-        step=first.step,
-        error=first.error,
-        ratio=first.ratio,
-        cosine=first.cosine,
-        module=module,
-        how=how,
-        parts=tuple(parts),
-        is_alone=is_alone,
-    )
+    numbers = (first.name, first.step, first.error, first.ratio, first.cosine)
+    return Finding(case.name, *numbers, module, how, tuple(parts), is_alone)
 
 
 def _compared(proof: Proof, case: Case) -> list[Difference]:

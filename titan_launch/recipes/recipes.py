@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from titan_launch.config.paths import PYTHON_STDLIB, SKLEARN_DIGITS
+from titan_launch.config.sections.data import DATA_KINDS
 from titan_launch.config.sections.model import HUGGINGFACE
 from titan_launch.core.errors import UserError
 from titan_launch.core.terminal import counted
+from titan_launch.data.epochs import known_samples, steps_of
 from titan_launch.models.architectures import ALL_IN_ARGS, ARCHITECTURES
 from titan_launch.recipes.facts import DataFolder, ModelFolder, UnknownDataError, classes_of_model, look_at_data
-from titan_launch.recipes.length import Length, count_samples, length_of
 from titan_launch.recipes.sizes import Sizes
 from titan_launch.recipes.writing import Row, Table
 
@@ -267,7 +268,7 @@ def tables_of(name: str, inputs: Inputs) -> Iterator[Table]:
     yield Table("planner", [Row("device", inputs.device)] if inputs.device else [])
 
 
-def _batch_and_length(recipe: Recipe, inputs: Inputs) -> tuple[int, Length]:
+def _batch_and_length(recipe: Recipe, inputs: Inputs) -> tuple[int, _Length]:
     """Return the number of samples per step, and the length of the run.
 
     The number of samples per rank and step is a power of two: the largest one with which a step has at most the
@@ -282,11 +283,11 @@ def _batch_and_length(recipe: Recipe, inputs: Inputs) -> tuple[int, Length]:
     if data is not None:
         rows = [*_data(recipe, inputs), *data.training_rows]
         has_tokenizer = recipe.needs_model or model is not None
-        samples = count_samples(data, {row.key: row.value for row in rows}, seq_len, has_tokenizer)
+        samples = _count_samples(data, {row.key: row.value for row in rows}, seq_len, has_tokenizer)
     if samples is not None and recipe.least_steps:
         per_step = min(per_step, max(1, epochs * samples.number // recipe.least_steps))
     batch = inputs.ranks * 2 ** max(0, (per_step // inputs.ranks).bit_length() - 1)
-    return batch, length_of(epochs, recipe.steps, recipe.prefers_steps, samples, batch)
+    return batch, _length_of(epochs, recipe.steps, recipe.prefers_steps, samples, batch)
 
 
 def _text_model(recipe: Recipe, model: ModelFolder | None) -> Iterator[Table]:
@@ -412,7 +413,7 @@ def _optimizer(recipe: Recipe, model: ModelFolder | None) -> Iterator[Row]:
         yield Row("weight_decay", recipe.weight_decay)
 
 
-def _validation(recipe: Recipe, inputs: Inputs, length: Length) -> Iterator[Table]:
+def _validation(recipe: Recipe, inputs: Inputs, length: _Length) -> Iterator[Table]:
     data = inputs.data
     if data is None or not (data.is_split or data.validation):
         return
@@ -451,3 +452,62 @@ def head_of(name: str, inputs: Inputs, file: str) -> Iterable[str]:
         f"  titan-launch plan --config {file}{ranks}",
         f"  titan-launch launch --config {file}",
     )
+
+
+_BYTES_PER_TOKEN = 4
+"""Approximate bytes of text per token of a published tokenizer."""
+
+
+@dataclass(frozen=True)
+class _Samples:
+    """The training samples of an epoch."""
+
+    number: int
+    is_exact: bool
+    """False for an estimate from the sizes of files, or from the share of the validation split."""
+
+
+def _count_samples(data: DataFolder, keys: Mapping[str, Any], seq_len: int, has_tokenizer: bool) -> _Samples | None:
+    """Return the number of training samples of an epoch; None if it is unknown before the data is read.
+
+    `keys`: the keys of `[data]`. `has_tokenizer`: False if each byte is a token."""
+    known = known_samples(DATA_KINDS[data.kind].model_validate(keys), seq_len)
+    if known is not None:
+        return _Samples(known, is_exact=True)
+    share = 1 - keys.get("validation_percent", 5) / 100 if data.is_split else 1.0
+    if data.num_images is not None:
+        number = data.num_images * share
+    elif data.num_bytes is not None:
+        number = data.num_bytes * share / (_BYTES_PER_TOKEN if has_tokenizer else 1) / seq_len
+    else:
+        return None
+    return _Samples(max(1, round(number)), is_exact=data.num_images is not None and not data.is_split)
+
+
+@dataclass(frozen=True)
+class _Length:
+    """The length of a run."""
+
+    row: Row
+    """The key `epochs` or `steps` of `[training]`."""
+
+    steps: int
+    """Approximate number of steps, from which warm-up and intervals follow."""
+
+
+def _length_of(epochs: int, steps: int, prefers_steps: bool, samples: _Samples | None, batch: int) -> _Length:
+    """Return the length of a run with `batch` samples per step.
+
+    `steps`: usual number of steps of the recipe. `prefers_steps`: True to write the key `steps` instead of `epochs`,
+    unless the steps would be `epochs` epochs or more."""
+    name, value = ("steps", steps) if prefers_steps else ("epochs", epochs)
+    if samples is None:
+        other = "epochs" if prefers_steps else "steps"
+        return _Length(Row(name, value, f"`titan-launch data` shows how many {other} these are"), steps)
+    needed = steps_of(epochs, samples.number, batch)
+    about, note = ("", "") if samples.is_exact else ("about ", "; `titan-launch data` counts them")
+    size = f"{counted(samples.number, 'sample')}{note}"
+    if prefers_steps and steps < needed:
+        return _Length(Row(name, value, f"{about}{steps * batch / samples.number:.2g} epochs of {size}"), steps)
+    comment = f"{about}{counted(needed, 'step')}; an epoch has {about}{size}"
+    return _Length(Row("epochs", epochs, comment), needed)

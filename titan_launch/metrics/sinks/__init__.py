@@ -8,23 +8,11 @@ from titan_launch.core.errors import config_error
 from titan_launch.core.import_string import import_factory, user_traceback
 from titan_launch.core.packages import install
 from titan_launch.core.phantom import is_phantom
-from titan_launch.metrics.sinks.console import ConsoleSink
-from titan_launch.metrics.sinks.interface import GuardedSink, MarkedSink, RunDescription, Sink, SinkContext
+from titan_launch.metrics.sinks.interface import MarkedSink, Sink, SinkContext
 from titan_launch.metrics.sinks.jsonl import METRICS_FILE, JsonlSink
 from titan_launch.metrics.sinks.tensorboard import TensorBoardSink
 
-__all__ = [
-    "SINKS",
-    "ConsoleSink",
-    "GuardedSink",
-    "JsonlSink",
-    "RunDescription",
-    "Sink",
-    "SinkContext",
-    "TensorBoardSink",
-    "import_sinks",
-    "open_sinks",
-]
+__all__ = ["SINKS", "Sink", "SinkContext", "import_sinks", "open_sinks"]
 
 SINKS: dict[str, Callable[[MetricsConfig, SinkContext], Sink | None]] = {
     METRICS_FILE: lambda config, run: JsonlSink(run.folder / METRICS_FILE, run.step),
