@@ -33,9 +33,9 @@ def run(arguments: Namespace) -> int:
 def _warning_of_epochs(config: JobConfig, world_size: int | None) -> str | None:
     """Return a warning if the steps of the job are too many epochs of its data, else None.
 
-    Also return None if the job does not set `training.steps`, if the global batch size is unknown, or if the number of
-    samples is unknown before the data is read. `world_size`: number of ranks, from which an unset global batch size
-    follows; None if unknown.
+    Also return None if the job does not set `training.steps`, or if the global batch size or the number of samples is
+    unknown without reading the data. `world_size`: number of ranks, from which an unset global batch size follows; None
+    if unknown.
     """
     from titan_launch.data.epochs import known_samples, too_many_epochs
 

@@ -84,8 +84,8 @@ def check_chat(arguments: Namespace, *further: str) -> None:
 
 
 def load_model(arguments: Namespace) -> LanguageModel:
-    """Load the model that the command line names, and describe the model on the standard error. Raises UserError if
-    the model cannot be loaded."""
+    """Load the model that the command line names, and describe the model on the standard error. Raises UserError if the
+    model cannot be loaded."""
     with without_garbage_collection():
         import torch
 

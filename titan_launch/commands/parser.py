@@ -155,9 +155,9 @@ def add_source(parser: Parser) -> None:
 def load(
     arguments: Namespace, world_size: int | None, is_elastic: bool = False, more_rules: Sequence[Rule] = ()
 ) -> LoadedJob:
-    """Return the checked job. With a world size, also check that the parallelism degrees match this number of ranks,
-    and that the global batch can be divided among the ranks. After this call, Python refuses imports from the folders
-    of runs, checkpoints and weights that the job names (see `refuse_imports_from`).
+    """Return the checked job. With a world size, also check that the parallelism degrees match this number of ranks.
+    The global batch must then be divisible among the ranks. After this call, Python refuses imports from the folders of
+    runs, checkpoints and weights that the job names (see `refuse_imports_from`).
 
     `is_elastic`: True if the number of ranks may change from one start to the next. The job must then set
     `training.global_batch_size`. `more_rules`: further rules to check. Raises UserError with all problems.
@@ -242,8 +242,8 @@ def _recorder(config: JobConfig) -> Callable[[], Recorder]:
 
 
 def recordings_of(config: JobConfig, layout: Layout, kernels: Kernels, is_silent: bool = False) -> Recordings:
-    """Return the recordings of a job. A recording that is not in the cache is made with torch when it is first needed,
-    and a line on standard error says so, unless `is_silent`."""
+    """Return the recordings of a job. A recording that is not in the cache is made with torch when it is first needed.
+    A line on standard error reports each new recording, unless `is_silent` is True."""
     from titan_launch.plan.memory.recordings import Recordings
 
     def tell(text: str) -> None:

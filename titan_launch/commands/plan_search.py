@@ -57,7 +57,7 @@ def run_search(arguments: Namespace) -> NoReturn:
             raise UserError("error: no layout fits; try more ranks, a smaller global batch or shorter sequences")
         if base is not None:
             best = results[fitting[-1]].best[0].config
-            # In a job file, `extends` names a file by its path from the job file, or a config of the package.
+            # The value of `extends` is a path relative to the new job file, or the name of a config of the package.
             is_file = Path(arguments.config).is_file()
             extended = os.path.relpath(arguments.config, Path(out).parent) if is_file else arguments.config
             write_new(out, overlay(base, best, extended))

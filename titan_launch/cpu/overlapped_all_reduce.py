@@ -55,8 +55,8 @@ class _PendingAllReduces:
 class _OverlappingGroup(ReplicaGroup):
     """Stand-in for the process group of a unit's replicas, with the methods that FSDP2 calls.
 
-    It has the hash of the replaced group and compares equal to it, because PyTorch looks up facts about a group in
-    dicts whose keys are groups.
+    PyTorch has dicts whose keys are process groups. So the stand-in has the hash of the replaced group, and compares
+    equal to this group.
     """
 
     def __init__(self, pending: _PendingAllReduces, group: dist.ProcessGroup, unit: Any):
@@ -88,8 +88,8 @@ class _OverlappingGroup(ReplicaGroup):
     def _is_read_at_once(self, reduced: Tensor) -> bool:
         """Return True if FSDP2 reads the sum before backward ends, or if no backward runs.
 
-        FSDP2 reads the sum to cast it to the dtype of the parameters, to add it to the gradients of earlier
-        microbatches, and to call hooks of the parameters. A pipeline reduces its gradients outside of backward.
+        FSDP2 reads the sum if its dtype is not that of the parameters, if earlier microbatches have left gradients, or
+        if parameters have hooks. A pipeline reduces its gradients outside of backward.
         """
         return (
             reduced.dtype != self._parameters[0].dtype

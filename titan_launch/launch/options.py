@@ -116,9 +116,9 @@ def count_gpus() -> int:
 
 
 def find_gpus() -> list[tuple[str, float]]:
-    """Return (name, memory in GiB) of the GPUs that `CUDA_VISIBLE_DEVICES` names, by default of all GPUs of this host,
-    as the driver reports them, without torch. If the variable has names that are not numbers, such as UUIDs, return
-    the first GPUs of this host, as many as there are names. A GPU without a memory size (`[N/A]`) is omitted."""
+    """Return (name, memory in GiB) of each GPU that `CUDA_VISIBLE_DEVICES` names, or of all GPUs of this host. The
+    facts come from the driver, without torch. If the variable has n names that are not all numbers, such as UUIDs,
+    return the first n GPUs of this host. A GPU without a memory size (`[N/A]`) is omitted."""
     visible = _visible_gpus()
     if visible == []:
         return []

@@ -41,8 +41,9 @@ def launch(processes: Processes, worker_args: Sequence[str], final_statuses: Col
     """Run the training processes (workers), wait for them, and return an exit status. Raise UserError for invalid
     options.
 
-    After success the status is 0. Otherwise it is that of the worker that failed first, 128 + SIGKILL if workers were
-    killed because they did not end in time, or that of torchrun itself, for example if its port is in use.
+    After success the status is 0. If a worker has failed, it is the status of the first failed worker. If workers were
+    killed because they did not end in time, the status is 128 + SIGKILL. If the port of the rendezvous is in use, the
+    status is 2. If torchrun itself fails in another way, the status is 1, or 128 + the number of a signal.
 
     `final_statuses`: exit statuses of workers after which a restart would fail in the same way. `run_folder`: folder to
     which the workers write their flight records.

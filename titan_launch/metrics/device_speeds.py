@@ -103,8 +103,8 @@ def scope_of(device: torch.device) -> Scope:
 def measure(ranks: Ranks, scope: Scope, tell: Callable[[str], None]) -> Measured:
     """Measure the speeds of the ranks' devices. Collective over all ranks of the default process group.
 
-    Operations on a CPU use the threads of the process, as in training. (The torchrun command gives each of several
-    ranks one thread, unless OMP_NUM_THREADS is set.) Rank 0 calls `tell` with a line of text before each group of
+    Operations on a CPU use the threads of the process, as in training. (torchrun gives each of several ranks one
+    thread, unless OMP_NUM_THREADS is set.) `tell`: function that rank 0 calls with a line of text before each group of
     measurements.
     """
 
@@ -264,8 +264,8 @@ def _convolution(watch: _Stopwatch, images: tuple[int, int, int], dtype: torch.d
 
 
 def _memory(watch: _Stopwatch, elements: int) -> tuple[float, float]:
-    """Return the means (bytes that are read and written, seconds) of three elementwise operations on float32 tensors:
-    a sum of two tensors, an activation function, and a cast to bfloat16."""
+    """Return the means (bytes that are read and written, seconds) of three elementwise operations on float32 tensors: a
+    sum of two tensors, an activation function, and a cast to bfloat16."""
     parts = _in_turn(torch.randn(max(_OLD_BYTES // 4, elements), device=watch.device), elements)
     calls: tuple[Callable[[], Tensor], ...] = (
         lambda: next(parts) + next(parts),

@@ -21,8 +21,8 @@ class Tag:
     """A metric."""
 
     name: str
-    """Name, in which `<source>` stands for the name of a source of a mixture, `<layer>` and `<module>` for the path of
-    a layer or module, and `<group>` for the name of a group of parameters."""
+    """Name of the metric. In a name, `<source>` stands for a source of a mixture, `<layer>` and `<module>` for the path
+    of a module, and `<group>` for a group of parameters."""
 
     meaning: str
     combine: Literal["sum", "max", "same"] = "same"

@@ -239,8 +239,8 @@ class Proof:
     def tolerances(self, case: Case) -> dict[str, float]:
         """Return the largest difference that a case may have, by kind of result.
 
-        In fp32, these are fixed numbers. In the precision of the job, they are 3 times the difference between the
-        single process in this precision and in fp32, but at least 100 times the number in `TOLERANCES`.
+        In fp32, these are fixed numbers. In the precision of the job, a tolerance is 3 times the difference that this
+        precision makes in the single process, but at least 100 times the number in `TOLERANCES`.
         """
         if case.is_exact:
             return self._exact_tolerances

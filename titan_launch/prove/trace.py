@@ -148,8 +148,8 @@ class _Place:
         self._styles = style_by_module(run.model, styles) if styles and layout.tensor > 1 else {}
 
     def skips(self, event: Event) -> bool:
-        """Return True for a tensor that is not compared, because it may be a partial sum, or because it belongs to
-        experts that are divided over ranks."""
+        """Return True for a tensor that is not compared: it may be a partial sum, or it belongs to experts that are
+        divided over ranks."""
         if event.path in self._experts:
             return True
         return self._styles.get(event.path) in _PARTS_OF_SUMS.get(event.kind, ())

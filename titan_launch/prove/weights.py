@@ -35,8 +35,8 @@ def compare_weights(job: dict[str, Any]) -> list[Difference] | str:
     """Compare logits and gradients of a job's model with those of the class of `transformers` that `config.json` names,
     in fp32, on a few sequences. Return the reason as a sentence if they cannot be compared.
 
-    The gradients of the model of `transformers` are written as a weights folder, which is then read in the same way as
-    the job's folder. So if the reader puts a tensor into a wrong place, both logits and gradients differ.
+    The gradients of the model of `transformers` are written as a weights folder. This folder is then read in the same
+    way as the job's folder. So if the reader puts a tensor into a wrong place, both logits and gradients differ.
     """
     config = JobConfig.model_validate(job)
     if find_spec("transformers") is None:

@@ -325,8 +325,8 @@ _KINDS_OF_LINES = {
 
 def _lines(path: str, kinds: Sequence[str]) -> DataFolder:
     """Return the facts about JSON lines: chats, pairs of answers, or text in a field. Raises UnknownDataError if the
-    first lines suit several kinds and none of these is in `kinds`, if a line is not an object, and if no key has
-    text."""
+    first lines suit several kinds and none of these is in `kinds`. Also raises it if a line is not an object, or if no
+    key has text."""
     records = _records(path)
     first, number = next(records), 1
     found = _kinds_of_line(first)

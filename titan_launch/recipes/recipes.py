@@ -347,8 +347,9 @@ def _image_model(model: ModelFolder | None, data: DataFolder) -> Iterator[Table]
 
 
 def _lora(recipe: Recipe, model: ModelFolder | None) -> Iterator[Row]:
-    """Yield the keys of `[lora]`. For a model of this package, the targets are the linear layers of attention, and
-    those of feed-forward layers if the model has no experts. For a class of `transformers`, they are `**.*_proj`."""
+    """Yield the keys of `[lora]`. For a model of this package, the targets are the linear layers of attention. If the
+    model has no experts, they include those of feed-forward layers. For a class of `transformers`, the targets are
+    `**.*_proj`."""
     targets = ["layers.*.attention.*", "layers.*.feed_forward.*"]
     comment = "modules that match: linear layers, embeddings, experts"
     if model is not None and model.name == HUGGINGFACE:

@@ -53,9 +53,10 @@ def planned_sizes(config: JobConfig, machine: Machine, recordings_of: Recordings
     """Return the microbatch size and the activation checkpointing with the shortest predicted step among those that
     fit.
 
-    Step times that agree to two digits count as equal, and so do unknown times. Of equal candidates, the one whose mode
-    adds less time is taken, and then the one with the larger microbatch, because it has fewer collectives. If no
-    candidate fits, or if the job cannot be planned, return a microbatch of one sample and mode `full`.
+    Step times that agree to two digits count as equal, and so do unknown times. Of candidates with equal times, the one
+    whose mode adds less time is taken. If the modes are equal too, the one with the larger microbatch is taken, because
+    it has fewer collectives. If no candidate fits, or if the job cannot be planned, return a microbatch of one sample
+    and mode `full`.
 
     `config`: the job, whose global batch size does not change. Raises the errors of `recordings_of`, except
     ConfigError.
@@ -82,8 +83,8 @@ class _Candidate:
     local_batch_size: int
     mode: str
     seconds: float | None
-    """Lower end of the predicted interval of the step time. None if the speed of links or the peak FLOP/s of the
-    device are unknown."""
+    """Lower end of the predicted interval of the step time. None if the speed of links or the peak FLOP/s of the device
+    are unknown."""
 
     reserved_gib: float
     limit_gib: float

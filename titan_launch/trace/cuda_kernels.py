@@ -9,9 +9,9 @@ Their outputs have the right shape, dtype and strides, and the tensors that they
 - LayerNorm: both devices run the same operation. CUDA saves mean and factor of the rows in fp32 even for a bf16 input.
 - Attention: CUDA runs flash attention for fp16 and bf16, and memory-efficient attention for fp32 or with a mask. If the
   shapes are not (batch, heads, tokens, head_dim), CUDA runs the kernel that stores all scores. The same holds for
-  grouped queries in fp32 or with a mask, and for every call with `kernels.attention = "math"`. If values in fp16 or
-  bf16 have another width than queries, and no width is above `plan.attention_kernels.WIDEST_FLASH`, the replacement
-  uses cuDNN's kernel, which saves as many bytes as flash attention.
+  grouped queries in fp32 or with a mask, and for every call with `kernels.attention = "math"`. For values in fp16 or
+  bf16 that have another width than queries, the replacement uses cuDNN's kernel, which saves as many bytes as flash
+  attention. cuDNN takes widths up to `plan.attention_kernels.WIDEST_FLASH`.
 - Attention with a sliding window, a soft cap, attention sinks or documents: CUDA runs FlexAttention, which saves its
   inputs, its output, and an fp32 logarithm for each query. The memory of its block mask is not counted.
 - Matrix products of experts: CUDA runs one grouped product in bf16 (`plan.experts.is_grouped`). With other dtypes, and
@@ -64,8 +64,8 @@ def kernels_replaced(
     expert_load: float = 1.0,
     note: Callable[[Work], None] = lambda work: None,
 ) -> Iterator[None]:
-    """Let CPU operations save the tensors for backward that they would save on a device of the family `kernels`, until
-    the end of the block.
+    """Until the end of the block, let CPU operations save the same tensors for backward as operations on a device of
+    the family `kernels`.
 
     `backend`: value of `kernels.attention` in the job. `expert_load`: value of `planner.expert_load`. `note`: function
     that is called with the work of a kernel whose replacement runs no operation.

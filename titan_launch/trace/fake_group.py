@@ -80,8 +80,9 @@ class _Sent:
 
 @contextmanager
 def silence() -> Iterator[None]:
-    """Until the end of the block, drop Python's warnings, and the logs of fake tensors, of DTensor's redistribution and
-    of `titan_launch.parallel`. A run shows the warnings, and PyTorch also raises the errors that it logs."""
+    """Drop Python's warnings and some logs until the end of the block. The logs are those of fake tensors, DTensor's
+    redistribution and `titan_launch.parallel`. A run shows the warnings, and PyTorch also raises the errors that it
+    logs."""
     names = ("torch._subclasses.fake_tensor", "torch.distributed.tensor._redistribute", "titan_launch.parallel")
     with loggers_silenced(*names), warnings.catch_warnings():
         warnings.simplefilter("ignore")

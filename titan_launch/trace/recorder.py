@@ -199,8 +199,8 @@ class TorchRecorder:
             own = block_signatures(part)
             if job.model.is_of_package:
                 return own
-            # If the block before this one saves its output, this block need not save it as its input. So the kind of a
-            # block includes the kind of the block before it.
+            # The kind of a block includes the kind of the block before it. If that block saves its output, this block
+            # saves no copy of it as its input.
             return list(zip(own[:1] + own, own, strict=False))
 
         def shortened(rank: int) -> tuple[Blocks, ...]:

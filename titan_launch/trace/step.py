@@ -139,9 +139,9 @@ def assembled_without_values(  # noqa: PLR0913 - six describe the rank
     """Assemble a model as `rank` of `layout.world_size` would, with fake tensors on the CPU. Yield the model and the
     maker of its microbatches.
 
-    In the block this process acts as that rank, tensors are fake, and operations save the same tensors for backward as
+    In the block, this process acts as that rank, and tensors are fake. Operations save the same tensors for backward as
     on a device of the family `kernels`. No layer is converted to float8, because the memory that torchao needs is not
-    known. `note`: see `kernels_replaced`.
+    known. `note`: as in `kernels_replaced`.
     """
     with ExitStack() as stack:
         stack.enter_context(silence())

@@ -32,8 +32,8 @@ from titan_launch.train.model import build_job_model
 _log = logging.getLogger(__name__)
 
 _ON_THE_LINE = 1e-4
-"""Memory counts as a linear function of depth if the relative error of the extrapolated peak memory at a third depth is
-below this value. Depth is the number of blocks."""
+"""Largest relative error of the extrapolated peak memory at a third depth (number of blocks). With a larger error,
+memory does not count as a linear function of depth."""
 
 
 def trace_rank(config: JobConfig, plan: ModelPlan, layout: Layout, kernels: Kernels, rank: int) -> TracedStep:
@@ -60,8 +60,8 @@ def _trace_short(
     """Trace the model at two depths and extrapolate.
 
     Return None if the model does not run without some of its blocks. Also return None if memory or traffic is not a
-    linear function of depth, for example if blocks read the outputs of all earlier blocks. For a model that is not of
-    this package, a third depth is traced to find this out.
+    linear function of depth. An example is a model whose blocks read the outputs of all earlier blocks. For a model
+    that is not of this package, a third depth is traced to find this out.
     """
     with whole_traced_on_error():
         shorter = _trace_without(config, plan, layout, kernels, rank, shortcut.removed_from_shorter)

@@ -44,8 +44,8 @@ from titan_launch.train.step import forward_backward
 from titan_launch.train.trace_subprocess import OUT_OF_MEMORY
 
 _STEPS = 3
-"""Number of steps. The optimizer creates its state at the end of the first step, so the second step is the first that
-has this state from the beginning. The third step shows whether the allocator needs more memory for the same tensors."""
+"""Number of steps. The optimizer creates its state at the end of the first step. So the second step is the first with
+this state. The third step shows whether the allocator needs more memory for the same tensors."""
 
 _SHARE = 0.95
 """Share of this process's memory limits on the host (`ulimit`) that a trial on a CPU may use. A run needs a little more
