@@ -140,27 +140,20 @@ def _refuse_options_of_one_layout(arguments: Namespace) -> None:
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """Options of the command `plan`."""
+    """Options of the command `plan`, with the meanings that `add_arguments` describes."""
 
     engine: EngineName = "replay"
     only_own: bool = False
-    """Compare only the modes that the job sets or that `auto` may choose."""
+    """Value of `--rows own`: compare only the modes that the job sets or that `auto` may choose."""
 
     as_json: bool = False
     verbose: bool = False
-    """Show the unit table, more columns, and the memory of every choice by category."""
-
     plot: str | None = None
-    """Path of the picture to write. None: no picture."""
-
     trial: int | None = None
     """The rank that a trial trains. None: no trial."""
 
     measures: bool = False
-    """Measure memory on a phantom GPU."""
-
     advises: bool = False
-    """Name changes that save memory, also if the job fits."""
 
 
 @dataclass(frozen=True)

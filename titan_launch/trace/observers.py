@@ -107,19 +107,18 @@ def modules_in_order(model: nn.Module, inventory: Inventory) -> list[str]:
 
     A forward runs these modules one after another. Modules of other pipeline stages are omitted.
     """
-    blocks = outermost(inventory.blocks)
-    found: list[str] = []
-    _collect(model, "", set(blocks), {around for block in blocks for around in outward(parent(block))}, found)
-    return [path for path in found if path in inventory.by_path]
+    blocks = set(outermost(inventory.blocks))
+    around_blocks = {path for block in blocks for path in outward(parent(block))}
 
+    def inside(module: nn.Module, path: str) -> Iterator[str]:
+        for name, child in module.named_children():
+            child_path = full_name(path, name)
+            if child_path in around_blocks or (child_path not in blocks and not has_forward(child)):
+                yield from inside(child, child_path)
+            else:
+                yield child_path
 
-def _collect(module: nn.Module, path: str, blocks: set[str], around: set[str], found: list[str]) -> None:
-    for name, child in module.named_children():
-        child_path = full_name(path, name)
-        if child_path in around or (child_path not in blocks and not has_forward(child)):
-            _collect(child, child_path, blocks, around, found)
-        else:
-            found.append(child_path)
+    return [path for path in inside(model, "") if path in inventory.by_path]
 
 
 _SENT_SHARE: dict[str, Callable[[int], Fraction]] = {
