@@ -57,7 +57,7 @@ def run(arguments: Namespace) -> NoReturn:
 
         report = describe_data(config, plan_layout(config.parallelism, config.training, world_size), arguments.samples)
         if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="backslashreplace")  # text of any language, on any terminal
+            sys.stdout.reconfigure(errors="backslashreplace")  # so that every terminal can show text of any language
         if arguments.json:
             say_data(json.dumps(report, indent=2))
         else:

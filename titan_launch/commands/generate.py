@@ -97,7 +97,7 @@ def _generator(model: LanguageModel, arguments: Namespace) -> Callable[[str], No
     def generate(prompt: str) -> None:
         try:
             tokens = encoded(prompt)
-        except UnicodeEncodeError:  # bytes of the command line that are not UTF-8
+        except UnicodeEncodeError:  # the command line has bytes that are not UTF-8
             raise UserError("error: the prompt is not UTF-8 text") from None
         start = time.perf_counter()
         most = arguments.max_new_tokens or min(_NEW_TOKENS, max(1, model.max_tokens - len(tokens)))

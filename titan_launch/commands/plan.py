@@ -304,7 +304,7 @@ def with_batch_size(config: JobConfig, world_size: int, engine: EngineName = "re
 
 def _plan(config: JobConfig, world_size: int, options: PlanOptions) -> _Planned:
     chooses_batch, hardware = is_auto_batch(config), planned_hardware(config, world_size)
-    check_limit(config, hardware)  # before anything is recorded
+    check_limit(config, hardware)  # first, because recording takes seconds
     config = with_batch_size(config, world_size, options.engine)
     layout = plan_layout(config.parallelism, config.training, world_size)
     config = with_unsharded_parameters(config, layout)

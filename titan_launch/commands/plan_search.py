@@ -44,7 +44,7 @@ def run_search(arguments: Namespace) -> NoReturn:
         config = loaded.config
         if config.training.global_batch_size is None:
             layout = plan_layout(config.parallelism, config.training, arguments.world_size)
-            config = with_global_batch_size(config, layout)  # the same size for every number of ranks
+            config = with_global_batch_size(config, layout)  # so that the size is the same for every number of ranks
         sizes = [arguments.world_size >> halvings for halvings in range(arguments.world_size.bit_length())]
         results: dict[int, Result] = {}
         for world_size in sizes if arguments.max_gpus else sizes[:1]:

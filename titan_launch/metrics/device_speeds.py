@@ -280,7 +280,7 @@ def _step_of(stack: nn.Module, x: Tensor) -> Callable[[], None]:
     """Return a function that runs forward and backward."""
 
     def step() -> None:
-        stack.zero_grad()  # here and not at the end: `_unit_seconds` needs the gradients of the last call
+        stack.zero_grad()  # not at the end, because `_unit_seconds` needs the gradients of the last call
         stack(x).sum().backward()
 
     return step

@@ -56,7 +56,7 @@ class Learned(Observer):
         self._outputs = torch.zeros(len(self._names), 1 + len(_OUTPUTS), device=device)
         for index, members in enumerate(outputs.values()):
             for path in members:
-                if path in modules:  # else another pipeline rank has the module
+                if path in modules:  # otherwise another pipeline rank has the module
                     hook = modules[path].register_forward_hook(partial(self._add_outputs, index))
                     stack.callback(hook.remove)
 

@@ -72,14 +72,15 @@ def replace_operators() -> list[torch.library.Library]:
     """Replace PyTorch's kernels for CUDA. The replacements last as long as the returned objects."""
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)  # before 2.13
+        # torch before 2.13 warns
+        warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
         for name in _replaceable():
             operator = _operator(name)
             kernel = torch.library.get_kernel(operator, "CUDA")
             function = _allocate if name in _ALLOCATIONS else partial(_run, operator, _Kind(operator))
             library.impl(name, partial(function, kernel), "CUDA", with_keyset=True, allow_override=True)
     guards: Any = torch._C._dynamo.guards
-    empty_strided = guards._empty_strided_cuda  # compiled code calls it directly
+    empty_strided = guards._empty_strided_cuda  # the function that compiled code calls
     guards._empty_strided_cuda = lambda *args: _zeroed(empty_strided(*args))
     return [library]
 
@@ -150,7 +151,7 @@ def _allocate(kernel: Any, keys: Any, *args: Any, **kwargs: Any) -> Tensor:
 def _run(operator: Any, kind: _Kind, kernel: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
     if kind.runs_on_host and _is_small(args, kwargs):
         if kind.base in _PRODUCTS:
-            kernel.call_boxed(keys, *_numbers_as_tensors(kind, args), **kwargs)  # takes cuBLAS's workspace
+            kernel.call_boxed(keys, *_numbers_as_tensors(kind, args), **kwargs)  # allocates cuBLAS's workspace
         try:
             return _on_host(operator, kind, args, kwargs)
         except (NotImplementedError, RuntimeError):  # no CPU kernel for this dtype, or wrong arguments: run CUDA's code
@@ -225,7 +226,7 @@ def _on_host(operator: Any, kind: _Kind, args: tuple[Any, ...], kwargs: dict[str
 
 def _on_device(kind: _Kind, index: int, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     argument = kind.returned[index] if index < len(kind.returned) else None
-    if argument is not None:  # written in place, in the memory of the device
+    if argument is not None:  # the operator has written this argument, in the memory of the device
         position, name = argument
         given = kwargs[name] if name in kwargs else args[position]
         if isinstance(given, Tensor) and isinstance(result, Tensor) and not given.numel() and result.numel():

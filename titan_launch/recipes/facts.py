@@ -173,7 +173,7 @@ def _dataset(folder: Path) -> DataFolder | None:
     split = "train" if "train" in splits else next(iter(splits), "")
     try:
         if Path(split).name != split:
-            return None  # a path, which could lead out of the folder
+            return None  # `split` is a path, which could lead out of the folder
         features = read_json(folder / split / "dataset_info.json").get("features")
     except WeightsError:
         return None

@@ -125,7 +125,7 @@ class _FusedNorm(torch.autograd.Function):
         return (result, *(torch.empty_like(tensor) if needs else None for tensor, needs in kept), None, None)
 
 
-_original_rms_norm = torch.rms_norm  # `F.rms_norm` calls it
+_original_rms_norm = torch.rms_norm  # the function that `F.rms_norm` calls
 
 
 def _rms_norm(
@@ -194,7 +194,7 @@ class _FlexAttention(torch.autograd.Function):
         q, k, v = qkv
         ctx.note, ctx.work = note, _attention_work(q, k, v, window)
         note(ctx.work)
-        as_queries = sorted(range(4), key=q.stride, reverse=True)  # values may be narrower
+        as_queries = sorted(range(4), key=q.stride, reverse=True)  # the widths of queries and values may differ
         output = torch.empty_permuted((*q.shape[:3], v.shape[3]), as_queries, dtype=q.dtype, device=q.device)
         logsumexp = q.new_empty(q.shape[:3], dtype=torch.float32)
         ctx.save_for_backward(q, k, v, output, logsumexp)
@@ -204,7 +204,7 @@ class _FlexAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors  # the kernel reads all of them
+        saved = ctx.saved_tensors  # unpacks all saved tensors, because the kernel reads them
         flops, *others = ctx.work.sizes
         ctx.note(ctx.work._replace(kind="attention_backward", sizes=(2 * flops, *others)))
         return (None, None, *(torch.empty_like(x) for x in saved[:3]))

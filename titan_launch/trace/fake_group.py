@@ -23,7 +23,7 @@ def fake_process_group(world_size: int, rank: int = 0) -> Iterator[None]:
     The default is rank 0, which has the largest shards. Raises RuntimeError if this process already has a process
     group, because FSDP2 and the mesh would use that group.
     """
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # importing it registers the backend `fake`
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # this import registers the backend `fake`
 
     if dist.is_initialized():
         raise RuntimeError(
@@ -37,7 +37,7 @@ def fake_process_group(world_size: int, rank: int = 0) -> Iterator[None]:
             yield
     finally:
         dist.destroy_process_group()
-        _clear_sharding_prop_cache()  # its entries refer to this group's meshes, and would match equal meshes later
+        _clear_sharding_prop_cache()  # its entries have meshes of this group, but would match later meshes
 
 
 _WITHOUT_VOTE = {

@@ -174,7 +174,7 @@ class ExchangesCounted(TorchDispatchMode):
         if func.namespace in ("c10d", "_c10d_functional"):
             name = func.overloadpacket.__name__
             if name == "wait_tensor" and isinstance(args[0], FakeTensor):
-                return args[0]  # as in a run; the function would return a new fake tensor
+                return args[0]  # a run returns this tensor; the operation would return a new fake tensor
             self._see(name, args)
         return func(*args, **(kwargs or {}))
 
@@ -183,7 +183,8 @@ class ExchangesCounted(TorchDispatchMode):
             return
         axis, size = self._axes[group]
         name, index = _IN_PLACE.get(operation, (operation, 0))
-        if axis in ("context", "expert") and operation in _OF_FSDP:  # FSDP2's own: its group may have the same ranks
+        # A group of FSDP2 may have the same ranks as the axis.
+        if axis in ("context", "expert") and operation in _OF_FSDP:
             return
         sent = _num_bytes(args[index]) * _SENT_SHARE[name](size)
         counted: dict[str, Any] = {axis: Exchange(1, round(sent))}
@@ -196,7 +197,7 @@ def _group_of(args: Sequence[Any]) -> str:
     names = [arg for arg in args if isinstance(arg, str)]
     if names:
         return names[-1]
-    group = next(arg for arg in args if isinstance(arg, torch.ScriptObject))  # a later one is the reduce operation
+    group = next(arg for arg in args if isinstance(arg, torch.ScriptObject))  # a second object is the reduce operation
     name: str = dist.ProcessGroup.unbox(group).group_name
     return name
 

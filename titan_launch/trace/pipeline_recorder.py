@@ -117,7 +117,7 @@ class PipelineRecorder:
         for local in self.pipeline.local:
             discard_pending(local.module)
             local.module.zero_grad()
-        gc.collect()  # frees what is left of an earlier step
+        gc.collect()  # frees objects that an earlier step has left
         with ExitStack() as stack:
             self._watch(stack)
             self._kinds = _kinds_of(

@@ -89,7 +89,7 @@ def run_trial(config: JobConfig, layout: Layout, rank: int, device: torch.device
         plan = plan_precision(config, built)
         use_kernels(config, built, plan, layout, device, stack)
         model = assemble_model(config, built, plan, mesh, batches)
-        if device.type == "cpu":  # the speedups change memory: the host's allocator keeps freed memory
+        if device.type == "cpu":  # the speedups change memory: glibc then keeps freed memory
             speed_up_on_cpu(config, model, stack)
         allocate_model(model, config, device, stack, initial_values=False)
         modules = [model.module, *([] if model.frozen is None else [model.frozen.module])]
@@ -121,7 +121,7 @@ def run_trial(config: JobConfig, layout: Layout, rank: int, device: torch.device
                 replicas.gather_parameters()
             optimizer.zero_grad()
             if ema is not None:
-                ema.update(config.ema.every_steps, torch.zeros_like(valid))  # a step whose update is due
+                ema.update(config.ema.every_steps, torch.zeros_like(valid))  # the update is due in this step
         if device.type != "cuda":
             return None
         torch.cuda.synchronize(device)

@@ -48,7 +48,7 @@ def work_of(operation: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any
         return _grouped_product(*args)
     formula = FORMULAS.get(packet)
     if formula is not None and "attention" in packet.__name__:
-        is_backward = "backward" in packet.__name__  # then the first argument is the gradient
+        is_backward = "backward" in packet.__name__  # the first argument of a backward is the gradient
         query, key, value = args[is_backward : is_backward + 3]
         sizes = (
             attention_flops(query, key, value) * (1 + is_backward),

@@ -36,7 +36,7 @@ class ConsoleSink(Sink, Observer):
         self._clock = clock
         self._has_bar = stream.isatty() and os.environ.get("TERM") != "dumb"
         self._has_color = self._has_bar and not os.environ.get("NO_COLOR")
-        self._first: tuple[int, float] | None = None  # step and time of the first progress
+        self._first: tuple[int, float] | None = None  # step and time of the first call of `progress`
         self._drawn_step: int | None = None
         self._drawn_at = -math.inf
 

@@ -63,7 +63,7 @@ class JsonlSink(Sink):
         if length:
             with self._path.open("r+b", buffering=0) as file:
                 file.seek(-length, os.SEEK_END)
-                file.write(line)  # one call, so that a kill leaves a whole line
+                file.write(line)  # a single write, so that a kill leaves a whole line
         else:
             self._file.append(line)
         self._last = step, content, len(line)
