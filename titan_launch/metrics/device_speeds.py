@@ -43,7 +43,7 @@ call takes the next part. All parts together do not fit into a core's own cache.
 of this cache, as an operation in training does."""
 
 _MOST_OLD = 4096
-"""Largest number of parts of such a tensor that are used."""
+"""Largest number of parts that `_in_turn` takes from a tensor."""
 
 _MODULES = 32
 """Number of modules in the stack that `_operation_seconds` measures."""
@@ -148,7 +148,8 @@ def measure(ranks: Ranks, scope: Scope, tell: Callable[[str], None]) -> Measured
 
 
 class _Stopwatch:
-    """A clock of operations that all ranks start at the same time. Its methods are collective over all ranks."""
+    """A clock that times operations, which all ranks start at the same time. Its methods are collective over all
+    ranks."""
 
     def __init__(self, device: torch.device, budget_seconds: float):
         self.device = device

@@ -49,7 +49,8 @@ mode returns the device itself, so that the operation takes no time in other mod
 
 
 class LiveMemory(TorchDispatchMode):
-    """A dispatch mode that records the storages of all results in a ledger. `track` enters it."""
+    """A dispatch mode that records the storages of the results of all operations in a ledger. `track` enters this
+    mode."""
 
     def __init__(self, ledger: Ledger):
         super().__init__()

@@ -155,7 +155,7 @@ FLOOR = 1e-4
 
 
 def difference(step: int, name: str, value: Tensor, wanted: Tensor | None, floor: float) -> Difference:
-    """Return the difference of a result from that of one process.
+    """Return the difference between a result and the same result of one process.
 
     `wanted`: the result of one process. None: one process has no such result, which counts as zeros. `floor`: the
     smallest norm to divide the difference by. If a result is not finite, its error is 1e30.

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Difference(NamedTuple):
-    """The difference of a result of a step from that of one process."""
+    """The difference between a result of a step and the same result of one process."""
 
     step: int
     name: str
@@ -90,7 +90,7 @@ class Event(NamedTuple):
 
 
 class Departure(NamedTuple):
-    """An event whose tensor differs from that of one process."""
+    """A traced tensor that differs from the same tensor of one process."""
 
     order: int
     """Number of the tensor among all tensors that one process traces in the step, in the order of computation."""

@@ -37,7 +37,7 @@ from titan_launch.train.pipeline_step import HiddenModule, PipelinedStep, Schedu
 
 
 class Mark(NamedTuple):
-    """A note: a method of a stage begins or ends for a microbatch."""
+    """A note that a method of a stage begins or ends, for one microbatch."""
 
     method: str
     """The called method of PyTorch's stage, such as `forward_one_chunk`."""

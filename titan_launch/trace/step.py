@@ -71,8 +71,8 @@ class Batches:
     """A maker of a rank's microbatches, which are all equal. It implements `SampleFormat` for traces and trials."""
 
     def __init__(self, config: JobConfig, layout: Layout, part: SequencePart | None):
-        """`part`: the tokens of every sequence that belong to the rank; None without context parallelism. Raises
-        ConfigError as `sample_format` does."""
+        """`part`: the rank's tokens of every sequence; None without context parallelism. Raises ConfigError as
+        `sample_format` does."""
         self._config = config
         self._batch_size = layout.local_batch_size
         self._shape, self.num_classes = sample_format(config)
