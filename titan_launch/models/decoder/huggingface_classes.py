@@ -90,13 +90,13 @@ _SIZES_WITHOUT_HEADS = (
     same("num_attention_heads", "n_heads"),
     same("vocab_size", "vocab_size"),
 )
-_SIZES_OF_EXPERTS = (*_SIZES_WITHOUT_HEADS, key_value_heads())
 _WIDTH, _EPS_6, _EPS_5 = (
     same("intermediate_size", "hidden_dim"),
     same("rms_norm_eps", "norm_eps", 1e-6),
     same("rms_norm_eps", "norm_eps", 1e-5),
 )
-_SIZES = (*_SIZES_OF_EXPERTS, _WIDTH, _EPS_6)
+_SIZES_WITHOUT_EPS = (*_SIZES_WITHOUT_HEADS, key_value_heads(), _WIDTH)
+_SIZES = (*_SIZES_WITHOUT_EPS, _EPS_6)
 _UNTIED, _TIED = (same("tie_word_embeddings", "tie_embeddings", tied) for tied in (False, True))
 _SILU = activation("hidden_act", "silu")
 _ROPE, _ATTENTION_BIAS = rope(), attention_bias()
@@ -118,10 +118,6 @@ _UNUSED_BY_GEMMA = {
     "hidden_act": "the class reads hidden_activation",
     "sliding_window_size": "the class reads sliding_window",
 }
-_SUMMARY = (
-    *("summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type"),
-    "summary_use_proj",
-)
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(
@@ -155,7 +151,7 @@ FAMILIES: dict[str, Family] = {
         fixed={"qk_norm": True},
         neutral={"decoder_sparse_step": 1},
         unused=_AUXILIARY,
-        aliases=_EXPERTS,
+        aliases={"num_local_experts": "num_experts"},
     ),
     "mistral": Family(
         "mistral",
@@ -167,7 +163,7 @@ FAMILIES: dict[str, Family] = {
         "mixtral",
         "MixtralForCausalLM",
         (
-            *_SIZES_OF_EXPERTS,
+            *_SIZES_WITHOUT_EPS,
             _EPS_5,
             head_dim(may_be_null=True),
             _SILU,
@@ -246,7 +242,10 @@ FAMILIES: dict[str, Family] = {
                 ("n_ctx", "n_special", "predict_special_tokens", "output_past", "_num_labels"),
                 "releases before 4.0 wrote it, and the class does not read it",
             ),
-            **dict.fromkeys(_SUMMARY, "classes with another head read it"),
+            **dict.fromkeys(
+                (f"summary_{name}" for name in ("activation", "first_dropout", "proj_to_labels", "type", "use_proj")),
+                "classes with another head read it",
+            ),
         },
         aliases={
             "hidden_size": "n_embd",
@@ -260,7 +259,7 @@ FAMILIES: dict[str, Family] = {
         "gpt_oss",
         "GptOssForCausalLM",
         (
-            *_SIZES_OF_EXPERTS,
+            *_SIZES_WITHOUT_EPS,
             _EPS_5,
             head_dim(64),
             rope(150_000.0, YARN_OF_GPT_OSS),

@@ -1,16 +1,14 @@
-"""Keys of Hugging Face's `config.json`, and the model arguments with the same meaning. This module does not import
-torch."""
+"""Keys of Hugging Face's `config.json`, and the model arguments with the same meaning, without torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from titan_launch.models.args import MOST_LAYERS, MOST_TOKENS
 from titan_launch.models.decoder.args import DecoderArgs
-from titan_launch.models.decoder.expert_args import ExpertArgs
 from titan_launch.models.huggingface.files import CONFIG_FILE, Config, WeightsError, as_text, is_equal, unsupported
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
@@ -44,9 +42,8 @@ def _lookup(config: Config, key: str, *default: Any) -> Any:
 
 
 def _size(config: Config, key: str, *default: int, smallest: int = 1, largest: int = MOST_TOKENS) -> int:
-    """Return the value of a key, a whole number, from which arguments are computed. Without `default` the key must be
-    in `config.json`. Raises WeightsError if the key is missing, or if the value is not a whole number from `smallest`
-    to `largest`."""
+    """Return a whole number from `smallest` to `largest`, the value of a key. Raises WeightsError for any other value,
+    and for a missing key without `default`."""
     value = _lookup(config, key, *default)
     if type(value) is not int or not smallest <= value <= largest:
         raise unsupported(key, value, f"a whole number of at least {smallest} and at most {largest}")
@@ -70,16 +67,14 @@ def activation(key: str, default: str) -> Feature:
         return {"activation": _ACTIVATIONS[value]}
 
     def write(args: DecoderArgs) -> dict[str, Any]:
-        own = args.activation
-        names = [default, *_ACTIVATIONS]
-        return {key: next(name for name in names if _ACTIVATIONS[name] == own)}
+        return {key: next(name for name in (default, *_ACTIVATIONS) if _ACTIVATIONS[name] == args.activation)}
 
     return Feature((key,), read, write)
 
 
 def key_value_heads(*default: None) -> Feature:
-    """Return the feature of the number of key and value heads. Without `default` the key must be in `config.json`. With
-    the default None, an absent key or null stands for the number of query heads."""
+    """Return the feature of the number of key and value heads. With the default None, an absent key or null stands for
+    the number of query heads. Without `default`, the key must be in `config.json`."""
 
     def read(config: Config) -> dict[str, Any]:
         number = _lookup(config, "num_key_value_heads", *default)
@@ -222,11 +217,9 @@ def _write_scaling(args: DecoderArgs) -> dict[str, Any] | None:
     return {"rope_type": scaling.kind, **{key: value for key, value in values.items() if value is not None}}
 
 
-def _beside(config: Config) -> WeightsError:
+def _contradiction(config: Config) -> WeightsError:
     """Return the error for two tables of RoPE parameters that contradict each other."""
-    reason = (
-        "it differs from rope_parameters, and transformers would ignore a part of rope_parameters, such as rope_theta"
-    )
+    reason = "it differs from rope_parameters, and transformers would ignore a part of that, such as rope_theta"
     return unsupported("rope_scaling", config["rope_scaling"], f"{reason}; put all parameters into rope_parameters")
 
 
@@ -254,7 +247,7 @@ def _one_rope(
         found.append((*_read_rope(table, config.get("rope_theta", theta), key, None, kinds), key))
     base, scaling, key = found[0]
     if (base, scaling) != found[-1][:2]:
-        raise _beside(config)
+        raise _contradiction(config)
     if scaling is not None and scaling["kind"] == "yarn" and yarn_needs and config.get(yarn_needs) is None:
         reason = f"transformers computes YaRN for this class only with {yarn_needs}"
         raise unsupported(f"{key}.rope_type", "yarn", reason)
@@ -280,12 +273,7 @@ def rope(
     )
 
 
-YARN_OF_GPT_OSS = {
-    "rope_type": "yarn",
-    "factor": 32.0,
-    "original_max_position_embeddings": 4096,
-    "truncate": False,
-}
+YARN_OF_GPT_OSS = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
 
 
 def _two_ropes(config: Config) -> dict[str, Any]:
@@ -306,7 +294,7 @@ def _two_ropes(config: Config) -> dict[str, Any]:
     if old and config.get("rope_parameters") is not None:
         alone = _two_ropes({key: value for key, value in config.items() if key != "rope_scaling"})
         if (alone["rope_theta"], alone["rope_scaling"]) != ropes[_FULL]:
-            raise _beside(config)
+            raise _contradiction(config)
     theta, scaling = ropes[_FULL]
     return {"rope_theta": theta, "rope_scaling": scaling, "local_rope_theta": ropes[_SLIDING][0]}
 
@@ -412,151 +400,126 @@ WINDOWS_OF_QWEN3_MOE = Feature(
 `max_window_layers` is."""
 
 
-# Mixtures of experts. The auxiliary losses are no part of the model that a folder holds: the job sets them.
+# Mixtures of experts, and latent attention. The auxiliary losses of experts are no part of the model that a folder
+# holds: the job sets them.
 
 
-def _experts(args: DecoderArgs) -> ExpertArgs:
-    if args.experts is None:
-        raise WeightsError("the class of transformers has experts, but model.args.experts is unset")
-    return args.experts
+def _in_table(argument: str, keys: Mapping[str, tuple[Any, ...]]) -> Feature:
+    """Return the feature of keys whose values are arguments in the table `argument`, such as `experts`.
+
+    `keys`: for each key, the argument in the table, and the class's default. A key without a default must be in
+    `config.json`.
+    """
+
+    def read(config: Config) -> dict[str, Any]:
+        return {argument: {own: _lookup(config, key, *default) for key, (own, *default) in keys.items()}}
+
+    def write(args: DecoderArgs) -> dict[str, Any]:
+        table = getattr(args, argument)
+        if table is None:
+            name = argument.replace("_", " ")
+            raise WeightsError(f"the class of transformers has {name}, but model.args.{argument} is unset")
+        return {key: getattr(table, own) for key, (own, *_) in keys.items()}
+
+    return Feature(tuple(keys), read, write)
 
 
-def _read_experts_of_qwen3(config: Config) -> dict[str, Any]:
-    dense = [] if config.get("mlp_only_layers") is None else config["mlp_only_layers"]
-    if not isinstance(dense, list) or dense != list(range(len(dense))):
-        raise unsupported("mlp_only_layers", dense, "layers without experts must be the first ones")
-    return {
-        "experts": {
-            "num_experts": _lookup(config, "num_local_experts"),
-            "top_k": config.get("num_experts_per_tok", 8),
-            "hidden_dim": _lookup(config, "moe_intermediate_size"),
-            "normalize": config.get("norm_topk_prob", False),
-            "first_dense_layers": len(dense),
-        }
-    }
-
-
-def _write_experts_of_qwen3(args: DecoderArgs) -> dict[str, Any]:
-    experts = _experts(args)
-    return {
-        "num_experts": experts.num_experts,
-        "num_experts_per_tok": experts.top_k,
-        "moe_intermediate_size": experts.hidden_dim,
-        "norm_topk_prob": experts.normalize,
-        "mlp_only_layers": list(range(experts.first_dense_layers)),
-    }
-
-
-EXPERTS_OF_QWEN3_MOE = Feature(
-    ("num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "mlp_only_layers"),
-    _read_experts_of_qwen3,
-    _write_experts_of_qwen3,
+_QWEN3_MOE = _in_table(
+    "experts",
+    {
+        "num_experts": ("num_experts",),
+        "num_experts_per_tok": ("top_k", 8),
+        "moe_intermediate_size": ("hidden_dim",),
+        "norm_topk_prob": ("normalize", False),
+        "mlp_only_layers": ("first_dense_layers", None),
+    },
 )
 
 
-def _read_experts_of_mixtral(config: Config) -> dict[str, Any]:
-    width = _lookup(config, "intermediate_size")
-    experts = {
-        "num_experts": _lookup(config, "num_local_experts"),
-        "top_k": config.get("num_experts_per_tok", 2),
-        "hidden_dim": width,
-    }
-    return {"hidden_dim": width, "experts": experts}
+def _read_experts_of_qwen3(config: Config) -> dict[str, Any]:
+    experts = _QWEN3_MOE.read(config)["experts"]
+    dense = [] if experts["first_dense_layers"] is None else experts["first_dense_layers"]
+    if not isinstance(dense, list) or dense != list(range(len(dense))):
+        raise unsupported("mlp_only_layers", dense, "layers without experts must be the first ones")
+    return {"experts": {**experts, "first_dense_layers": len(dense)}}
 
 
-def _write_experts_of_mixtral(args: DecoderArgs) -> dict[str, Any]:
-    experts = _experts(args)
-    return {
-        "num_local_experts": experts.num_experts,
-        "num_experts_per_tok": experts.top_k,
-        "intermediate_size": experts.hidden_dim,
-    }
+def _write_experts_of_qwen3(args: DecoderArgs) -> dict[str, Any]:
+    written = _QWEN3_MOE.write(args)
+    return {**written, "mlp_only_layers": list(range(written["mlp_only_layers"]))}
 
 
-EXPERTS_OF_MIXTRAL = Feature(
-    ("num_local_experts", "num_experts_per_tok", "intermediate_size"),
-    _read_experts_of_mixtral,
-    _write_experts_of_mixtral,
+EXPERTS_OF_QWEN3_MOE = Feature(_QWEN3_MOE.keys, _read_experts_of_qwen3, _write_experts_of_qwen3)
+EXPERTS_OF_MIXTRAL = _in_table(
+    "experts",
+    {
+        "num_local_experts": ("num_experts",),
+        "num_experts_per_tok": ("top_k", 2),
+        "intermediate_size": ("hidden_dim",),
+    },
+)
+_GPT_OSS = _in_table(
+    "experts",
+    {
+        "num_local_experts": ("num_experts",),
+        "num_experts_per_tok": ("top_k", 4),
+        "intermediate_size": ("hidden_dim",),
+        "swiglu_limit": ("gate_limit", 7.0),
+    },
 )
 
 
 def _read_experts_of_gpt_oss(config: Config) -> dict[str, Any]:
-    found = _read_experts_of_mixtral({"num_experts_per_tok": 4, **config})
-    limit = config.get("swiglu_limit", 7.0)
-    if limit is None:
+    experts = _GPT_OSS.read(config)["experts"]
+    if experts["gate_limit"] is None:
         raise unsupported("swiglu_limit", None, "a number above 0")
-    own = {"router_bias": True, "expert_bias": True, "gate_limit": limit}
-    return {**found, "experts": {**found["experts"], **own}}
+    return {"experts": {**experts, "router_bias": True, "expert_bias": True}}
 
 
-EXPERTS_OF_GPT_OSS = Feature(
-    (*EXPERTS_OF_MIXTRAL.keys, "swiglu_limit"),
-    _read_experts_of_gpt_oss,
-    lambda args: {**_write_experts_of_mixtral(args), "swiglu_limit": _experts(args).gate_limit},
+EXPERTS_OF_GPT_OSS = replace(_GPT_OSS, read=_read_experts_of_gpt_oss)
+_DEEPSEEK = _in_table(
+    "experts",
+    {
+        "n_routed_experts": ("num_experts", 256),
+        "num_experts_per_tok": ("top_k", 8),
+        "moe_intermediate_size": ("hidden_dim", 2048),
+        "first_k_dense_replace": ("first_dense_layers", 3),
+        "norm_topk_prob": ("normalize", True),
+        "routed_scaling_factor": ("scale", 2.5),
+        "n_group": ("num_groups", 8),
+        "topk_group": ("top_k_groups", 4),
+    },
 )
 
 
 def _read_experts_of_deepseek(config: Config) -> dict[str, Any]:
     width, num_shared = _size(config, "moe_intermediate_size", 2048), _size(config, "n_shared_experts", 1)
     _size(config, "num_nextn_predict_layers", 1, smallest=0)  # modules for further tokens, which are not loaded
-    return {
-        "experts": {
-            "num_experts": config.get("n_routed_experts", 256),
-            "top_k": config.get("num_experts_per_tok", 8),
-            "hidden_dim": width,
-            "shared_hidden_dim": num_shared * width,
-            "first_dense_layers": config.get("first_k_dense_replace", 3),
-            "score": "sigmoid",
-            "normalize": config.get("norm_topk_prob", True),
-            "scale": config.get("routed_scaling_factor", 2.5),
-            "num_groups": config.get("n_group", 8),
-            "top_k_groups": config.get("topk_group", 4),
-            "selection_bias_rate": 0.0,
-        }
-    }
+    shared = {"shared_hidden_dim": num_shared * width, "score": "sigmoid", "selection_bias_rate": 0.0}
+    return {"experts": {**_DEEPSEEK.read(config)["experts"], **shared}}
 
 
 def _write_experts_of_deepseek(args: DecoderArgs) -> dict[str, Any]:
-    experts = _experts(args)
+    written, experts = _DEEPSEEK.write(args), args.experts
+    assert experts is not None
     num_shared, rest = divmod(experts.shared_hidden_dim or 0, experts.hidden_dim)
     if rest or not num_shared or experts.selection_bias_rate is None:
         reason = "and a shared expert whose width is a multiple of that of an expert"
         raise WeightsError(f"DeepseekV3ForCausalLM of transformers needs selection biases, {reason}")
-    return {
-        "n_routed_experts": experts.num_experts,
-        "num_experts_per_tok": experts.top_k,
-        "moe_intermediate_size": experts.hidden_dim,
-        "n_shared_experts": num_shared,
-        "first_k_dense_replace": experts.first_dense_layers,
-        "norm_topk_prob": experts.normalize,
-        "routed_scaling_factor": experts.scale,
-        "n_group": experts.num_groups,
-        "topk_group": experts.top_k_groups,
-        "num_nextn_predict_layers": 0,
-    }
+    return {**written, "n_shared_experts": num_shared, "num_nextn_predict_layers": 0}
 
 
 EXPERTS_OF_DEEPSEEK = Feature(
-    (
-        *("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts"),
-        *("first_k_dense_replace", "norm_topk_prob", "routed_scaling_factor", "n_group", "topk_group"),
-        "num_nextn_predict_layers",
-    ),
+    (*_DEEPSEEK.keys, "n_shared_experts", "num_nextn_predict_layers"),
     _read_experts_of_deepseek,
     _write_experts_of_deepseek,
 )
-
-_LATENT = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
-
-
-def _write_latent_attention(args: DecoderArgs) -> dict[str, Any]:
-    if args.latent_attention is None:
-        raise WeightsError("the class of transformers has latent attention, but model.args.latent_attention is unset")
-    return {key: getattr(args.latent_attention, key) for key in _LATENT}
+_WIDTHS = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+_LATENT = _in_table("latent_attention", {key: (key, default) for key, default in _WIDTHS.items()})
 
 
 def _read_latent_attention(config: Config) -> dict[str, Any]:
-    latent = {key: config.get(key, default) for key, default in _LATENT.items()}
+    latent = _LATENT.read(config)["latent_attention"]
     rotated = latent["qk_rope_head_dim"]
     for key, width in (("head_dim", rotated), ("qk_head_dim", latent["qk_nope_head_dim"] + rotated)):
         if not is_equal(config.get(key, width), width):
@@ -564,4 +527,4 @@ def _read_latent_attention(config: Config) -> dict[str, Any]:
     return {"latent_attention": latent}
 
 
-LATENT_ATTENTION = Feature((*_LATENT, "qk_head_dim", "head_dim"), _read_latent_attention, _write_latent_attention)
+LATENT_ATTENTION = Feature((*_LATENT.keys, "qk_head_dim", "head_dim"), _read_latent_attention, _LATENT.write)
