@@ -12,7 +12,7 @@ from titan_launch.models.decoder.args import DecoderArgs
 from titan_launch.models.huggingface.files import CONFIG_FILE, Config, WeightsError, as_text, is_equal, unsupported
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
-"""Kinds of attention in `layer_types`."""
+"""Values in `layer_types`, the list of `config.json` with the attention of each layer."""
 
 
 @dataclass(frozen=True)
@@ -21,14 +21,14 @@ class Feature:
 
     keys: tuple[str, ...]
     read: Callable[[Config], Mapping[str, Any]]
-    """Function from a `config.json` to arguments. It raises WeightsError for a value that is not supported."""
+    """Function of a `config.json` that returns arguments. Raises WeightsError for a value that is not supported."""
 
     write: Callable[[DecoderArgs], Mapping[str, Any]]
-    """Function from all arguments to values of `keys`."""
+    """Function of all arguments that returns the values of `keys`."""
 
 
 def same(key: str, argument: str, *default: Any) -> Feature:
-    """Return the feature of a key that differs from an argument only by its name. Without `default` the key must be in
+    """Return the feature of a key and an argument with the same value. Without `default`, the key must be in
     `config.json`."""
     return Feature(
         (key,), lambda config: {argument: _lookup(config, key, *default)}, lambda args: {key: getattr(args, argument)}
@@ -46,7 +46,7 @@ def _size(config: Config, key: str, *default: int, smallest: int = 1, largest: i
     and for a missing key without `default`."""
     value = _lookup(config, key, *default)
     if type(value) is not int or not smallest <= value <= largest:
-        raise unsupported(key, value, f"a whole number of at least {smallest} and at most {largest}")
+        raise unsupported(key, value, f"supported: whole numbers from {smallest} to {largest}")
     return value
 
 
@@ -58,7 +58,7 @@ _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh
 
 
 def activation(key: str, default: str) -> Feature:
-    """Return the feature of the feed-forward layer's activation. `default`: the value of an absent key."""
+    """Return the feature of the feed-forward layer's activation. `default`: the class's value if the key is absent."""
 
     def read(config: Config) -> dict[str, Any]:
         value = config.get(key, default)
@@ -98,10 +98,11 @@ WIDTH_OF_GPT2 = Feature(
 
 
 def head_dim(default: int | None = None, may_be_null: bool = False, must_divide: bool = False) -> Feature:
-    """Return the feature of the width of a head. The argument stays unset if it follows from the other sizes.
+    """Return the feature of the width of a head. The argument stays unset for the width `hidden_size` / number of
+    heads.
 
-    `default`: the value of an absent key. `may_be_null`: True if the class accepts null. `must_divide`: True if the
-    class refuses a `hidden_size` that is no multiple of the number of heads, whatever the width is.
+    `default`: the class's value if the key is absent. `may_be_null`: True if the class accepts null. `must_divide`:
+    True if the class refuses a `hidden_size` that is no multiple of the number of heads.
     """
 
     def read(config: Config) -> dict[str, Any]:
@@ -161,39 +162,42 @@ _YARN = {
     **{name: name for name in _YARN_OPTIONAL},
 }
 _SCALINGS = {"default": {}, "linear": {"factor": "factor"}, "llama3": _LLAMA3, "yarn": _YARN}
-"""Keys of each supported RoPE type, with the fields of `rope_scaling` of this package."""
+"""For each supported RoPE type, its keys in `config.json`, with their names in `rope_scaling` of this package."""
 
 _ORIGINAL = "original_max_position_embeddings"
 _ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta")
 
 
 def _rope_table(config: Config, key: str) -> dict[str, Any]:
-    """Return a table of RoPE parameters; empty if the key is absent or null."""
+    """Return the table of RoPE parameters that a key has. The table is empty if the key is absent or null."""
     table = config.get(key)
     if not isinstance(table, dict | None):
-        raise unsupported(key, table, "a table of RoPE parameters, or null")
+        raise unsupported(key, table, "supported: a table of RoPE parameters, or null")
     return dict(table or {})
 
 
 def _read_rope(
     rope: Config, theta: Any, key: str, longest: Any, kinds: Sequence[str] = tuple(_SCALINGS)
 ) -> tuple[Any, dict[str, Any] | None]:
-    """Return the base and the scaling of a table of RoPE parameters. The scaling is None for the RoPE type `default`.
+    """Return the base and the scaling of `rope`, a table of RoPE parameters. The scaling is None for the type
+    `default`.
 
-    `theta`: the base if the table has none. `longest`: `max_position_embeddings`, which is used if the table has no
-    sequence length of pre-training. `kinds`: RoPE types of the class. Raises WeightsError for values that are not
+    `theta`: the base if the table has none. `key`: key of the table, for errors. `longest`: the sequence length of
+    pre-training if the table has none. `kinds`: RoPE types of the class. Raises WeightsError for values that are not
     supported.
     """
     rope = dict(rope)
     theta = rope.pop("rope_theta", theta)
     if theta is None:
-        raise unsupported(f"{key}.rope_theta", None, "a number above 1")
+        raise unsupported(f"{key}.rope_theta", None, "supported: numbers above 1")
     names = [rope.pop(name) for name in ("rope_type", "type") if name in rope]
     kind = names[0] if names else "default"
     if names[1:] not in ([], [kind]):
         raise unsupported(f"{key}.type", names[1], f"rope_type is {as_text(kind)}; remove the key type")
     if not is_equal(factor := rope.pop("partial_rotary_factor", 1.0), 1.0):
-        raise unsupported(f"{key}.partial_rotary_factor", factor, "all channels of a head are rotated")
+        raise unsupported(
+            f"{key}.partial_rotary_factor", factor, "supported: 1.0, which rotates all channels of a head"
+        )
     if kind not in kinds:
         raise unsupported(f"{key}.rope_type", kind, f"supported: {', '.join(kinds)}")
     known = _SCALINGS[kind]
@@ -231,9 +235,9 @@ def _one_rope(
         raise unsupported("rope_parameters", None, reason)
     outside = {name: config[name] for name in ("partial_rotary_factor", _ORIGINAL) if name in config}
     if not is_equal(factor := outside.pop("partial_rotary_factor", 1.0), 1.0):
-        raise unsupported("partial_rotary_factor", factor, "all channels of a head are rotated")
+        raise unsupported("partial_rotary_factor", factor, "supported: 1.0, which rotates all channels of a head")
     if _ORIGINAL in outside and type(outside[_ORIGINAL]) is not int:
-        raise unsupported(_ORIGINAL, outside[_ORIGINAL], "a number of tokens")
+        raise unsupported(_ORIGINAL, outside[_ORIGINAL], "supported: a number of tokens")
     found = []
     for key in ("rope_scaling", "rope_parameters"):  # the order of precedence in transformers
         table = _rope_table(config, key)
@@ -262,8 +266,8 @@ def rope(
 ) -> Feature:
     """Return the feature of rotary embeddings that all layers share.
 
-    `theta` and `scaling`: the class's own defaults. `kinds`: RoPE types of the class. `yarn_needs`: a key without which
-    the class cannot compute YaRN.
+    `theta` and `scaling`: the class's own defaults. `kinds`: RoPE types of the class. `yarn_needs`: a key that the
+    class needs to compute YaRN; None if it needs none.
     """
     unscaled = None if scaling is None else {"rope_type": "default"}
     return Feature(
@@ -282,14 +286,14 @@ def _two_ropes(config: Config) -> dict[str, Any]:
     if config.get("rope_parameters") is None:
         tables = {name: {"rope_type": "default"} for name in (_FULL, _SLIDING)}
     if tables.keys() != {_FULL, _SLIDING} or None in tables.values():
-        raise unsupported("rope_parameters", tables, f"a table with the tables {_FULL} and {_SLIDING}")
+        raise unsupported("rope_parameters", tables, f"supported: a table with the tables {_FULL} and {_SLIDING}")
     for name, table, base in (
         (_FULL, {**_rope_table(tables, _FULL), **old}, config.get("rope_theta", 1e6)),
         (_SLIDING, _rope_table(tables, _SLIDING), config.get("rope_local_base_freq", 10_000.0)),
     ):
         key = "rope_scaling" if name == _FULL and old else f"rope_parameters.{name}"
         if not is_equal(table.get("truncate", True), True):
-            raise unsupported(f"{key}.truncate", table["truncate"], "transformers does not read it here")
+            raise unsupported(f"{key}.truncate", table["truncate"], "the class ignores this key; remove it")
         ropes[name] = _read_rope(table, base, key, longest, tuple(_SCALINGS) if name == _FULL else ("default",))
     if old and config.get("rope_parameters") is not None:
         alone = _two_ropes({key: value for key, value in config.items() if key != "rope_scaling"})
@@ -309,19 +313,20 @@ ROPES_OF_GEMMA3 = Feature(
     },
 )
 
-# Sliding windows. `layer_types` names the attention of each layer; without it each class has a rule of its own.
+# Sliding windows. `layer_types` names the attention of each layer. If that key is absent, each class has a rule.
 
 
 def _window_arguments(config: Config, window: Any, rule: Sequence[str]) -> dict[str, Any]:
-    """Return the arguments for the layers' kinds of attention: those of `layer_types` or, without this key, those of
-    `rule`. Raises WeightsError for values that are not supported."""
+    """Return the arguments that choose the attention of each layer. `rule`: the attention of each layer if
+    `config.json` has no `layer_types`. Raises WeightsError for values that are not supported."""
     types = rule if config.get("layer_types") is None else config["layer_types"]
     if not isinstance(types, list) or len(types) != len(rule) or {*types} - {_FULL, _SLIDING}:
-        raise unsupported("layer_types", types, f"num_hidden_layers = {len(rule)} times {_FULL} or {_SLIDING}")
+        needed = f"{len(rule)} entries (num_hidden_layers), each {_FULL} or {_SLIDING}"
+        raise unsupported("layer_types", types, f"supported: {needed}")
     if _SLIDING not in types:
         return {"sliding_window": None}
     if window is None:
-        raise unsupported("sliding_window", None, f"layer_types has {_SLIDING}, which needs a window")
+        raise unsupported("sliding_window", None, f"layers with {_SLIDING} (layer_types) need a window")
     full = [layer + 1 for layer, kind in enumerate(types) if kind == _FULL]
     if not full or list(types) == _layer_types(len(types), window, full[0], None):
         return {"sliding_window": window, "full_attention_every": full[0] if full else None}
@@ -350,15 +355,15 @@ def _windows_of_qwen(config: Config) -> dict[str, Any]:
 def _window_of_qwen(config: Config) -> dict[str, Any]:
     is_used = config.get("use_sliding_window", False)
     if not isinstance(is_used, bool):
-        raise unsupported("use_sliding_window", is_used, "true or false")
+        raise unsupported("use_sliding_window", is_used, "supported: true or false")
     window = config.get("sliding_window", 4096)
     if type(window) not in (int, type(None)):
-        raise unsupported("sliding_window", window, "a number of tokens, or null")
+        raise unsupported("sliding_window", window, "supported: a number of tokens, or null")
     return {"sliding_window": window if is_used else None}
 
 
 def windows_by_pattern(default: int, default_window: int, pattern: str | None = None) -> Feature:
-    """Return the feature of sliding windows in all layers except every N-th. `layer_types` overrides this rule.
+    """Return the feature of sliding windows in all layers except every N-th, unless `layer_types` is set.
 
     `default`: the class's default of N. `default_window`: the class's default of the window. `pattern`: the key for N,
     if the class has one.
@@ -367,7 +372,7 @@ def windows_by_pattern(default: int, default_window: int, pattern: str | None = 
     def read(config: Config) -> dict[str, Any]:
         window, every = config.get("sliding_window", default_window), default
         if type(window) is not int:  # these classes make a mask with a window whether or not a layer has one
-            raise unsupported("sliding_window", window, "a number of tokens")
+            raise unsupported("sliding_window", window, "supported: a number of tokens")
         if pattern is not None:
             every = config.get(pattern, default)
         return _window_arguments(config, window, _layer_types(_num_layers(config), window, every, None))
@@ -396,8 +401,8 @@ WINDOWS_OF_QWEN3_MOE = Feature(
     _window_of_qwen,
     lambda args: {"use_sliding_window": args.sliding_window is not None, "sliding_window": args.sliding_window},
 )
-"""The feature of the sliding window of Qwen3-MoE. With `use_sliding_window`, all layers have the window, whatever
-`max_window_layers` is."""
+"""The sliding window of Qwen3-MoE. With `use_sliding_window`, all layers have it: the class ignores
+`max_window_layers`."""
 
 
 # Mixtures of experts, and latent attention. The auxiliary losses of experts are no part of the model that a folder
@@ -472,7 +477,7 @@ _GPT_OSS = _in_table(
 def _read_experts_of_gpt_oss(config: Config) -> dict[str, Any]:
     experts = _GPT_OSS.read(config)["experts"]
     if experts["gate_limit"] is None:
-        raise unsupported("swiglu_limit", None, "a number above 0")
+        raise unsupported("swiglu_limit", None, "supported: numbers above 0")
     return {"experts": {**experts, "router_bias": True, "expert_bias": True}}
 
 

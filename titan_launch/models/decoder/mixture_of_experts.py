@@ -3,9 +3,9 @@
     x -> router -> logits -> choose -> weights and numbers of the chosen experts, for each token
     x -> experts, for the chosen ones -> one output for each choice -> sum with the weights [+ shared experts]
 
-Each token is computed by all experts that it chooses, whatever their load (dropless). Tokens are sorted by expert, so
-that each expert computes one matrix product, and results return to the order of the tokens. Both changes of the order
-are gathers, in forward and in backward, so sums have a fixed order.
+All experts that a token chooses compute it, whatever their load (dropless). Rows of tokens are sorted by expert, so
+that each expert computes one matrix product. Then the results return to the order of the tokens. Both changes of the
+order are gathers, in forward and in backward. So sums have a fixed order.
 """
 
 from __future__ import annotations
@@ -75,12 +75,12 @@ Compute = Callable[[Tensor, Tensor], Tensor]
 
 
 class Experts(nn.Module):
-    """The experts of a layer, with stacked parameters: feed-forward layers w2(activation(w1 x) * w3 x), or those of
-    GPT-OSS with `ExpertArgs.gate_limit`."""
+    """The experts of a layer, with stacked parameters. An expert is a feed-forward layer w2(activation(w1 x) * w3 x).
+    `ExpertArgs.gate_limit` explains the layer of GPT-OSS."""
 
     dispatch: Callable[[Compute, Tensor, Tensor], Tensor] | None = None
-    """Function of (compute, rows, counts) that sends rows to the ranks that have their experts, computes there, and
-    returns the results (`parallel.expert_parallel`). None: this rank has all experts."""
+    """Function of (compute, rows, counts) that sends rows to the ranks of their experts, computes there, and returns
+    the results. `parallel.expert_parallel` sets it. None: this rank has all experts."""
 
     def __init__(self, dim: int, args: ExpertArgs, activation: Callable[[Tensor], Tensor]):
         super().__init__()
@@ -163,7 +163,7 @@ def expert_product(rows: Tensor, counts: Tensor, weights: Tensor) -> ExpertProdu
 def counts_on_host(counts: Tensor, num_rows: int) -> list[int]:
     """Return the number of rows of each expert as Python numbers. The host waits for the device if there are rows.
 
-    On the meta device, where tensors have no values, all rows go to the first expert: the results have the same shapes.
+    On the meta device, tensors have no values. All rows then count for the first expert, which changes no shape.
     """
     return [num_rows, *[0] * (len(counts) - 1)] if counts.is_meta or not num_rows else counts.tolist()
 
@@ -189,7 +189,8 @@ zero (pytorch issue 172439)."""
 
 
 class _OfUsedExperts(torch.autograd.Function):
-    """Stacked matrices (experts, out, in), unchanged. In backward, those of experts without rows get the gradient 0."""
+    """Return stacked matrices (experts, out, in) unchanged. Their backward sets the gradients of experts without rows
+    to 0."""
 
     @staticmethod
     def forward(ctx: Any, weights: Tensor, counts: Tensor) -> Tensor:
@@ -203,10 +204,10 @@ class _OfUsedExperts(torch.autograd.Function):
 
 
 class _OfRows(torch.autograd.Function):
-    """The bias of each row's expert: (experts, out) to (rows, out), for rows that are sorted by expert.
+    """Return the bias of each row's expert: (experts, out) to (rows, out). The rows are sorted by expert.
 
-    Autograd's own backward, `index_add_`, adds the rows in bf16, on CUDA with atomics in any order. This backward
-    multiplies the gradient by ones, with the kernel of the weights' gradients. It adds in fp32, in a fixed order.
+    Autograd's own backward, `index_add_`, adds the rows in bf16, on CUDA in any order. This backward multiplies the
+    gradient by ones with `F.grouped_mm`, which adds in fp32 and in a fixed order.
     """
 
     @staticmethod
@@ -223,16 +224,12 @@ class _OfRows(torch.autograd.Function):
 
 
 def looped_product(counts: Sequence[int]) -> ExpertProduct:
-    """Return a product that computes the experts one after another."""
-
-    def product(rows: Tensor, weights: Tensor, bias: Tensor | None) -> Tensor:
-        return _Looped.apply(rows, weights, bias, counts)
-
-    return product
+    """Return a product that computes the experts one after another. `counts`: number of rows of each expert."""
+    return lambda rows, weights, bias: _Looped.apply(rows, weights, bias, counts)
 
 
 class _Looped(torch.autograd.Function):
-    """One product for each expert. Each is written to its part of the result and of the gradients, without a copy.
+    """Compute one product for each expert, and write it to its part of the result or of a gradient without a copy.
 
     `F.grouped_mm` does the same on a CPU, but its meta function rejects fp32 before PyTorch 2.15, and it requires that
     each row of a matrix has a multiple of 16 bytes.
@@ -270,7 +267,7 @@ class _Looped(torch.autograd.Function):
 
 
 class _Spread(torch.autograd.Function):
-    """The rows of the tokens, one for each of their choices, in the order of the experts: (tokens, dim) to (rows, dim).
+    """Copy the row of each token once for each of its choices, sorted by expert: (tokens, dim) to (rows, dim).
 
     `order`: result of `argsort` (rows). `inverse`: its inverse (tokens, top_k).
     """
@@ -287,10 +284,10 @@ class _Spread(torch.autograd.Function):
 
 
 class Permuted(torch.autograd.Function):
-    """The rows whose numbers are in `places`: (rows, dim) to (*places.shape, dim). `places` is a permutation.
+    """Return the rows whose numbers are in `places`: (rows, dim) to (*places.shape, dim). `places` is a permutation.
 
-    `inverse`: the inverse of `places` (rows). A lookup in a table, `F.embedding`, copies whole rows, so it is several
-    times faster on a CPU than an index. Its result is not a view: FSDP2 would warn about a view.
+    `inverse`: the inverse of `places` (rows). `F.embedding` copies whole rows, so it is several times faster on a CPU
+    than indexing. Its result is not a view: FSDP2 would warn about a view.
     """
 
     @staticmethod
@@ -317,17 +314,16 @@ class MixtureOfExperts(nn.Module):
     """Number of choices of each expert since the last reset, in training on this rank: fp32 (experts)."""
 
     selection_bias: Tensor | None
-    """Biases that balance the load by changing the choice of experts: fp32 (experts). None without
-    `selection_bias_rate`."""
+    """Biases of the scores, which change the choice of experts: fp32 (experts). None without `selection_bias_rate`."""
 
     auxiliary_losses: Tensor
-    """Sums of the balance losses and of the z-losses since the last reset, in training on this rank, with their weights
-    and `loss_scale`: fp32 (2). The sum over all ranks is this layer's part of the mean over the sequences."""
+    """Sum of the balance losses, and sum of the z-losses, since the last reset: fp32 (2). They are those of training on
+    this rank, times their weights and `loss_scale`. The sum over all ranks is the mean over the sequences."""
 
     loss_scale: float | None = None
-    """Factor of the auxiliary losses of a sequence. `parallel.expert_balance` sets it to 1 / (sequences of a step x
-    tensor-parallel ranks), so that the losses of all microbatches and ranks of a step add up to means. None: 1 /
-    (sequences of the input)."""
+    """Factor of the auxiliary losses of a sequence; None for 1 / (sequences of the input). `parallel.expert_balance`
+    sets it to 1 / (sequences of a step x tensor-parallel ranks). The losses of all microbatches and ranks of a step
+    then add up to means."""
 
     context_group: ContextGroup | None = None
     """The ranks that have the other tokens of this rank's sequences; None: this rank has whole sequences."""
@@ -356,7 +352,7 @@ class MixtureOfExperts(nn.Module):
         choice = choose(logits, self.args, self.selection_bias)
         counts = count_choices(choice.experts, self.args.num_experts)
         outputs = self.experts(x.flatten(0, 1), choice.experts.flatten(0, 1), counts).unflatten(0, x.shape[:2])
-        combined = combine(outputs, choice.weights).to(x.dtype)
+        combined = _Combined.apply(outputs, choice.weights).to(x.dtype)
         if self.training:
             self.load.add_(counts)
             combined = self._with_losses(combined, logits, choice)
@@ -375,17 +371,12 @@ class MixtureOfExperts(nn.Module):
         return output
 
 
-def combine(outputs: Tensor, weights: Tensor) -> Tensor:
+class _Combined(torch.autograd.Function):
     """Return the weighted sums of the experts' outputs in fp32, added in the order of the choices.
 
-    `outputs`: (..., top_k, dim). `weights`: fp32 (..., top_k).
+    `outputs`: (..., top_k, dim). `weights`: fp32 (..., top_k). The backward takes less time than that of autograd, and
+    no memory for a copy of the outputs' gradient.
     """
-    return _Combined.apply(outputs, weights)
-
-
-class _Combined(torch.autograd.Function):
-    """The weighted sums of `combine`, with a backward of their own. Autograd's backward would need more time, and
-    memory for a copy of the outputs' gradient."""
 
     @staticmethod
     def forward(ctx: Any, outputs: Tensor, weights: Tensor) -> Tensor:
@@ -428,7 +419,7 @@ def z_losses(logits: Tensor, group: ContextGroup | None = None) -> Tensor:
 
 
 class _WithLoss(torch.autograd.Function):
-    """The first input, unchanged. In backward, the second input, a scalar, gets the gradient 1, as a loss does."""
+    """Return `output` unchanged. The backward gives `loss`, a scalar, the gradient 1."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, loss: Tensor) -> Tensor:

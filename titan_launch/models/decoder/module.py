@@ -5,8 +5,8 @@ OLMo 2 and DeepSeek-V3.
            -> n_layers x [ x + attention(attention_norm(x)), x + feed_forward(ffn_norm(x)) or x + moe(ffn_norm(x)) ]
            -> norm -> output -> logits
 
-The families are tables of arguments. A module exists only if the arguments ask for it. Module names are those of
-TorchTitan and Meta, not of Hugging Face. The arguments are in `titan_launch.models.decoder.args`.
+A family is a table of arguments (`titan_launch.models.decoder.args`). The arguments decide which of these modules
+exist. Module names are those of TorchTitan and Meta.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(self._block(args, layer) for layer in range(args.n_layers))
         self.norm = build_norm(args, args.dim)
         if args.logits_soft_cap is None or args.num_labels is not None:
-            self.output = nn.Linear(args.dim, args.num_outputs, bias=False)
+            self.output = nn.Linear(args.dim, args.num_labels or args.vocab_size, bias=False)
         else:
             self.output = CappedLinear(args.dim, args.vocab_size, args.logits_soft_cap)
         if args.tied_by() is not None:
@@ -120,9 +120,10 @@ class Decoder(nn.Module):
 
 
 def llama_values(args: DecoderArgs) -> InitTable:
-    """Return TorchTitan's initial values: the logits' standard deviation is near 1, and deeper blocks add less.
+    """Return TorchTitan's initial values: logits have a standard deviation near 1, and deeper blocks add less to the
+    residual stream.
 
-    A tied embedding gets the values of the output matrix. With an embedding's usual standard deviation of 1, the
+    A tied embedding gets the values of the output layer. With the usual standard deviation of an embedding, 1, the
     logits would have a standard deviation of `sqrt(dim)`.
     """
     output, linear = truncated_normal(args.dim**-0.5), truncated_normal(0.02)
@@ -170,12 +171,10 @@ def _init_table(
             ("layers.*.moe.experts.w[13]", linear),
             ("layers.*.moe.router.weight", linear),
             ("layers.*.moe.experts.b?", constant(0.0)),
-            ("layers.*.moe.router.bias", constant(0.0)),
-            ("layers.*.moe.shared_experts.w?.bias", constant(0.0)),
             ("layers.*.moe.selection_bias", constant(0.0)),
             ("layers.*.moe.load", constant(0.0)),
             ("layers.*.moe.auxiliary_losses", constant(0.0)),
-            ("layers.*.*.w?.bias", constant(0.0)),
+            ("layers.**.bias", constant(0.0)),
             ("layers.*.attention.sinks.weight", linear),
             *((f"{norm}.{name}", fill) for norm in norms for name, fill in norm_values.items()),
             *(
