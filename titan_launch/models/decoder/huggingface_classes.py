@@ -95,8 +95,8 @@ _WIDTH, _EPS_6, _EPS_5 = (
     same("rms_norm_eps", "norm_eps", 1e-6),
     same("rms_norm_eps", "norm_eps", 1e-5),
 )
-_SIZES_WITHOUT_EPS = (*_SIZES_WITHOUT_HEADS, key_value_heads(), _WIDTH)
-_SIZES = (*_SIZES_WITHOUT_EPS, _EPS_6)
+_SIZES_OF_EXPERTS = (*_SIZES_WITHOUT_HEADS, key_value_heads())
+_SIZES = (*_SIZES_OF_EXPERTS, _WIDTH, _EPS_6)
 _UNTIED, _TIED = (same("tie_word_embeddings", "tie_embeddings", tied) for tied in (False, True))
 _SILU = activation("hidden_act", "silu")
 _ROPE, _ATTENTION_BIAS = rope(), attention_bias()
@@ -151,7 +151,7 @@ FAMILIES: dict[str, Family] = {
         fixed={"qk_norm": True},
         neutral={"decoder_sparse_step": 1},
         unused=_AUXILIARY,
-        aliases={"num_local_experts": "num_experts"},
+        aliases=_EXPERTS,
     ),
     "mistral": Family(
         "mistral",
@@ -163,7 +163,7 @@ FAMILIES: dict[str, Family] = {
         "mixtral",
         "MixtralForCausalLM",
         (
-            *_SIZES_WITHOUT_EPS,
+            *_SIZES_OF_EXPERTS,
             _EPS_5,
             head_dim(may_be_null=True),
             _SILU,
@@ -259,7 +259,7 @@ FAMILIES: dict[str, Family] = {
         "gpt_oss",
         "GptOssForCausalLM",
         (
-            *_SIZES_WITHOUT_EPS,
+            *_SIZES_OF_EXPERTS,
             _EPS_5,
             head_dim(64),
             rope(150_000.0, YARN_OF_GPT_OSS),

@@ -432,7 +432,7 @@ def _in_table(argument: str, keys: Mapping[str, tuple[Any, ...]]) -> Feature:
 _QWEN3_MOE = _in_table(
     "experts",
     {
-        "num_experts": ("num_experts",),
+        "num_local_experts": ("num_experts",),
         "num_experts_per_tok": ("top_k", 8),
         "moe_intermediate_size": ("hidden_dim",),
         "norm_topk_prob": ("normalize", False),
@@ -451,17 +451,21 @@ def _read_experts_of_qwen3(config: Config) -> dict[str, Any]:
 
 def _write_experts_of_qwen3(args: DecoderArgs) -> dict[str, Any]:
     written = _QWEN3_MOE.write(args)
-    return {**written, "mlp_only_layers": list(range(written["mlp_only_layers"]))}
+    number = written.pop("num_local_experts")  # all releases of transformers read the name num_experts
+    return {"num_experts": number, **written, "mlp_only_layers": list(range(written["mlp_only_layers"]))}
 
 
 EXPERTS_OF_QWEN3_MOE = Feature(_QWEN3_MOE.keys, _read_experts_of_qwen3, _write_experts_of_qwen3)
-EXPERTS_OF_MIXTRAL = _in_table(
+_MIXTRAL = _in_table(
     "experts",
     {
         "num_local_experts": ("num_experts",),
         "num_experts_per_tok": ("top_k", 2),
         "intermediate_size": ("hidden_dim",),
     },
+)
+EXPERTS_OF_MIXTRAL = replace(
+    _MIXTRAL, read=lambda config: {**_MIXTRAL.read(config), "hidden_dim": config["intermediate_size"]}
 )
 _GPT_OSS = _in_table(
     "experts",
@@ -478,7 +482,8 @@ def _read_experts_of_gpt_oss(config: Config) -> dict[str, Any]:
     experts = _GPT_OSS.read(config)["experts"]
     if experts["gate_limit"] is None:
         raise unsupported("swiglu_limit", None, "supported: numbers above 0")
-    return {"experts": {**experts, "router_bias": True, "expert_bias": True}}
+    experts |= {"router_bias": True, "expert_bias": True}
+    return {"hidden_dim": experts["hidden_dim"], "experts": experts}
 
 
 EXPERTS_OF_GPT_OSS = replace(_GPT_OSS, read=_read_experts_of_gpt_oss)

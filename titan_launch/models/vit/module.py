@@ -131,13 +131,9 @@ def initial_values(args: ViTArgs) -> InitTable:
             ("output.weight", constant(0.0)),
             ("**.bias", constant(0.0)),
             ("**.*norm.weight", constant(1.0)),
-            ("layers.**.w?.weight", _xavier_uniform),
+            ("layers.**.w?.weight", lambda tensor, module: nn.init.xavier_uniform_(tensor)),
         ]
     )
-
-
-def _xavier_uniform(tensor: Tensor, module: nn.Module) -> None:
-    nn.init.xavier_uniform_(tensor)
 
 
 TENSOR_PARALLEL: dict[str, TensorStyle] = {
