@@ -55,14 +55,15 @@ def separate_by_positions(model: Any) -> None:
     """Declare that a model of `transformers` separates documents by the `position_ids` that this package makes.
 
     From then on, for all models of `transformers` in this process, the dtype of the positions decides whether masks
-    separate documents. With int32 positions (of this package) they do. With int64 positions (of `transformers`) they do
-    not.
+    separate documents. Masks separate them with int32 positions (of this package), but not with int64 positions (of
+    `transformers`).
     """
     from transformers import masking_utils
 
     model.separates_by_positions = True
     # The original function compares the values of the positions, so every forward would wait for the device. In a
-    # trace, which has no values, it would assume documents, and attention would use a different kernel than in a run.
+    # trace, which has no values, the function would assume documents, and attention would use another kernel than in a
+    # run.
     masking_utils.find_packed_sequence_indices = _documents_at
 
 

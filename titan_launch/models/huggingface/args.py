@@ -1,5 +1,4 @@
-"""Facts about a model of the library `transformers`, from the keys of its `config.json`. This module does not import
-torch.
+"""Facts about a model of the library `transformers`, from the keys of its `config.json`, without torch.
 
 `[model.args]` of such a model has these keys. Keys that the job does not set come from the folder `model.path`.
 """
@@ -59,7 +58,7 @@ _REFUSED = {
 `timm`."""
 
 _TIMM = ("timm_wrapper", "timm_backbone", "gemma3n", "gemma3n_vision")
-"""Types of models that the library `timm` builds. This library downloads and reads files by name."""
+"""Values of `model_type` whose models the library `timm` builds. `timm` downloads and reads files by name."""
 
 _KERNELS = re.compile("_?(attn|experts)_implementation(_internal)?")
 """Keys that choose kernels. Their values can be names of kernels on the Hugging Face hub."""
@@ -69,14 +68,14 @@ _COUNTS = re.compile(".*(layers?|depths?|blocks|stages|labels|experts)")
 each label."""
 
 _MOST_LAYERS, _MOST_OBJECTS = 256, 1 << 17
-"""Limits of the numbers of `_COUNTS`: of layers, and of other objects. The largest published models have about 130
-layers and 22,000 classes."""
+"""Limits of the values of `_COUNTS`: numbers of layers, and of other objects. The largest published models have about
+130 layers and 22,000 classes."""
 
 
 def refused(args: Mapping[str, Any]) -> Iterator[tuple[KeyPath, str, Any]]:
-    """Yield (path, reason, value) for each argument that is not supported. These are arguments that could load code or
-    files by name, `quantization_config`, whole numbers that are larger than in any real model, and a `model_type` that
-    is not a string."""
+    """Yield (path, reason, value) for each argument that is not supported: arguments that could load code or files by
+    name, `quantization_config`, whole numbers that are larger than in any real model, and a `model_type` that is not a
+    string."""
     if not isinstance(args.get("model_type", ""), str):
         yield ("model_type",), "must be a string", args["model_type"]
     for path, value in _values((), args):
@@ -84,11 +83,8 @@ def refused(args: Mapping[str, Any]) -> Iterator[tuple[KeyPath, str, Any]]:
         if key in _REFUSED and path[-1] == key and value not in (None, False, "", {}, []):
             yield path, _REFUSED[key], value
         elif key == "model_type" and value in _TIMM:
-            yield (
-                path,
-                "is built by timm, which can load files by name, so it is not supported; use another class",
-                value,
-            )
+            reason = "is built by timm, which can load files by name, so it is not supported; use another class"
+            yield path, reason, value
         elif _KERNELS.fullmatch(key) and "/" in str(value):
             yield path, "names kernels on the hub, which are not loaded; remove the key", value
         elif type(value) is int:
@@ -107,9 +103,9 @@ def _values(path: KeyPath, value: Any) -> Iterator[tuple[KeyPath, Any]]:
 
 
 def missing_in_transformers(args: Mapping[str, Any]) -> str | None:
-    """Return the error text if the library `transformers` is not installed, or if its list of model types lacks the
-    `model_type`. Return None if the list has the type, or has an unexpected form. The library is not imported, because
-    its import takes seconds."""
+    """Return the error text if the library `transformers` is not installed, or does not list the `model_type`. Return
+    None if it lists the type, or if its list has an unexpected form. The library is not imported, which takes
+    seconds."""
     known, model_type = _model_types(), str(args["model_type"])
     if known is None:
         return not_installed("transformers")

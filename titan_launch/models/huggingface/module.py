@@ -109,8 +109,8 @@ def _class_and_config(args: Mapping[str, Any]) -> tuple[Any, Any]:
 
 
 def _without_code(value: Any) -> Any:
-    """Return a table without the key `auto_map`, also in nested tables. This key names code in the folder, and some
-    classes ask the user whether to run this code."""
+    """Return a table without the key `auto_map`, also in nested tables. The key names code in the folder, and some
+    classes ask the user whether to run that code."""
     if isinstance(value, Mapping):
         return {key: _without_code(inner) for key, inner in value.items() if key != "auto_map"}
     return [_without_code(inner) for inner in value] if isinstance(value, list) else value
@@ -123,8 +123,8 @@ layer, since its experts are stacked. Buffers are tables of positions and masks.
 
 @contextmanager
 def _size_limited() -> Iterator[None]:
-    """Raise TooLargeError as soon as the modules that are built in the block exceed the limits above. Without the
-    limit, a `config.json` with huge numbers would fill the memory."""
+    """Raise TooLargeError as soon as the modules that are built in the block exceed `_MOST_MODULES` or
+    `_MOST_BUFFER_BYTES`. Otherwise, a `config.json` with huge numbers would fill the memory."""
     counted = {"modules": 0, "bytes of buffers": 0}
     most = {"modules": _MOST_MODULES, "bytes of buffers": _MOST_BUFFER_BYTES}
 
@@ -203,22 +203,16 @@ def _declare_tensor_parallel(module: Any) -> None:
         reason = f"{name} divides modules in a way that is not supported: {listed(unknown, most=1)}; set 1"
         module.no_tensor_parallel = reason
         return
-    module.sequence_parallel = False  # its forward counts the tokens of the stream
-    module.tensor_parallel = {**styles, **dict.fromkeys(_others_with_parameters(module, styles), "sequence")}
-
-
-def _others_with_parameters(module: nn.Module, styles: Mapping[str, Any]) -> list[str]:
-    return [
-        path
-        for path, child in module.named_modules()
-        if next(child.parameters(recurse=False), None) is not None and not any(matches(glob, path) for glob in styles)
-    ]
+    module.sequence_parallel = False  # the forward counts the tokens between the layers
+    others = [path for path, child in module.named_modules() if next(child.parameters(recurse=False), None) is not None]
+    others = [path for path in others if not any(matches(glob, path) for glob in styles)]
+    module.tensor_parallel = {**styles, **dict.fromkeys(others, "sequence")}
 
 
 def _places_in_files(module: Any) -> PlacesInFiles:
-    """Return a function that finds the module's tensors in files that this or an older release of `transformers` wrote.
-    The function uses the conversions that `transformers` has for the module's class, and raises ConfigError if a
-    conversion is not possible."""
+    """Return a function that finds the module's tensors in files of this or an older release of `transformers`. The
+    function uses the conversions of `transformers` for the module's class. It raises ConfigError if one of them
+    fails."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, dot_natural_key, rename_source_key
 
@@ -268,8 +262,7 @@ class _Conversion:
     """Names of the tensors in the folder, each with the converter's pattern that it matches."""
 
     def places(self, files: Mapping[str, FileTensor]) -> dict[str, Converted]:
-        """Return the place of each parameter that this conversion computes, by the parameter's name. A place has the
-        source tensors in the folder, the shape of the parameter, and the function that computes it. Raises ConfigError
+        """Return the place of each parameter that this conversion computes, by the parameter's name. Raises ConfigError
         if the tensors of the folder cannot be converted."""
         names = tuple(name for name, _ in self.sources)
         tensors = [
@@ -314,7 +307,7 @@ def in_published_format(module: Any, tensors: Mapping[str, Tensor]) -> dict[str,
     """Return tensors of a module with the names and layouts of published files, as `save_pretrained` writes them. Tied
     copies, and tensors that the class does not save, are omitted.
 
-    `tensors`: tensors by their name in the module. They must include all tensors that are converted together.
+    `tensors`: tensors by name in the module, among them all tensors that are converted together.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
