@@ -34,7 +34,7 @@ from titan_launch.models.host_values import HostValues
 from titan_launch.models.huggingface import module as huggingface
 from titan_launch.models.huggingface.config_json import read_json
 from titan_launch.models.init import load_weights
-from titan_launch.models.initializers import Initializer, ScaledValues, call_reset_parameters
+from titan_launch.models.initializers import Initializer, call_reset_parameters, scaled_values
 from titan_launch.models.lora import StackedLoRA, add_adapters
 from titan_launch.models.resnet.module import SPEC as RESNET
 from titan_launch.models.spec import AttentionHeads, ModelSpec, TensorStyle
@@ -190,9 +190,8 @@ def build_model(
 def values_of_width(config: ModelConfig, base_width: int, scales: WidthScales) -> Initializer:
     """Return the initializer of a decoder with muP: the values of the same model with the width `base_width`,
     multiplied by `scales`."""
-    args = resolve_args(config.name, config.flavor, config.args)
-    base = args.model_copy(update={"dim": base_width})
-    return ScaledValues(SPECS[config.name].initializer(base), scales)
+    base = resolve_args(config.name, config.flavor, config.args).model_copy(update={"dim": base_width})
+    return scaled_values(SPECS[config.name].initializer(base), scales)
 
 
 def _build_of_package(config: ModelConfig, seq_len: int) -> BuiltModel:

@@ -166,7 +166,9 @@ def _call(
         problem = "returns a compiled module; remove torch.compile, and set compile.enable = true"
     if problem is not None:
         raise config_error(("model", "name"), problem, config.name)
-    _check_shapes(module)
+    reason = "the parameter {} is lazy and has no shape; give its module the number of features"
+    if lazy := [name for name, parameter in module.named_parameters() if is_lazy(parameter)]:
+        raise ConfigError(Problem(("model", "name"), reason.format(name)) for name in lazy)
     scalars_as_vectors(module)
     return module
 
@@ -218,14 +220,6 @@ def _check_arguments(factory: Callable[..., Any], config: ModelConfig) -> None:
         unknown = [name for name in config.args if name not in signature.parameters]
         hint = did_you_mean(unknown[0], signature.parameters) if unknown else ""
         raise config_error(("model", "args"), f"{config.name}{signature}: {error}{hint}", config.args) from None
-
-
-def _check_shapes(module: nn.Module) -> None:
-    """Raise ConfigError for lazy parameters, which have no shape yet."""
-    reason = "the parameter {} is lazy and has no shape; give its module the number of features"
-    lazy = [name for name, parameter in module.named_parameters() if is_lazy(parameter)]
-    if lazy:
-        raise ConfigError(Problem(("model", "name"), reason.format(name)) for name in lazy)
 
 
 def _check_is_on_host(module: nn.Module) -> None:

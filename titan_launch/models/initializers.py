@@ -74,17 +74,15 @@ class InitTable:
             fill(tensor, module)
 
 
-class ScaledValues:
-    """An initializer that multiplies each parameter of another initializer by its scale (`WidthScales.of`)."""
+def scaled_values(values: Initializer, scales: WidthScales) -> Initializer:
+    """Return an initializer that multiplies each parameter of the initializer `values` by its scale."""
 
-    def __init__(self, values: Initializer, scales: WidthScales):
-        self._values, self._scales = values, scales
-
-    def __call__(self, module: nn.Module, path: str) -> None:
-        """Fill the module's tensors, and scale its parameters."""
-        self._values(module, path)
+    def fill(module: nn.Module, path: str) -> None:
+        values(module, path)
         for name, parameter in module.named_parameters(recurse=False):
-            parameter.mul_(self._scales.of(full_name(path, name)).std)
+            parameter.mul_(scales.of(full_name(path, name)).std)
+
+    return fill
 
 
 def call_reset_parameters(module: nn.Module, path: str) -> None:
@@ -125,7 +123,6 @@ def check_reset_parameters(model: nn.Module) -> None:
 
 
 def _lost_tensors(model: nn.Module) -> Iterator[Problem]:
-    """Yield a problem for each tensor in a plain attribute. Such a tensor would stay on the meta device."""
     for path, module in model.named_modules():
         names = [name for name, value in vars(module).items() if isinstance(value, Tensor) and value.is_meta]
         for name in names:

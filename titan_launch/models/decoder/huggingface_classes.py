@@ -47,7 +47,7 @@ class Family:
     """Name of the class in `transformers`."""
 
     features: tuple[Feature, ...]
-    fixed: Mapping[str, Any]
+    fixed: Mapping[str, Any] = field(default_factory=dict)
     """Arguments that are the same for every `config.json` of the class."""
 
     neutral: Mapping[str, Any] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class Family:
     """The class's default of `pad_token_id`."""
 
     classifier: str = ""
-    """Name of the class in `transformers` for classifiers and reward models; "" if it follows from `model_class`."""
+    """Name of the class in `transformers` for classifiers and reward models; "" if `class_of` can derive the name."""
 
     pads: bool = True
     """True if the class gives no gradient to the row of `pad_token_id` in the embedding."""
@@ -127,7 +127,6 @@ FAMILIES: dict[str, Family] = {
             *(*_SIZES_WITHOUT_HEADS, key_value_heads(None), _WIDTH, _EPS_6),
             *(head_dim(may_be_null=True, must_divide=True), _SILU, _ROPE, _UNTIED, _ATTENTION_BIAS, FEED_FORWARD_BIAS),
         ),
-        fixed={},
         neutral={"pretraining_tp": 1, "rope_interleaved": False},
         unused={"is_llama_config": "a mark of the SmolLM files"},
     ),
@@ -157,22 +156,14 @@ FAMILIES: dict[str, Family] = {
         "mistral",
         "MistralForCausalLM",
         (*_SIZES, head_dim(may_be_null=True), _SILU, _ROPE, _UNTIED, same("sliding_window", "sliding_window", 4096)),
-        fixed={},
     ),
     "mixtral": Family(
         "mixtral",
         "MixtralForCausalLM",
         (
-            *_SIZES_OF_EXPERTS,
-            _EPS_5,
-            head_dim(may_be_null=True),
-            _SILU,
-            rope(1e6, yarn_needs="head_dim"),
-            _UNTIED,
-            same("sliding_window", "sliding_window", None),
-            EXPERTS_OF_MIXTRAL,
+            *(*_SIZES_OF_EXPERTS, _EPS_5, head_dim(may_be_null=True), _SILU, rope(1e6, yarn_needs="head_dim"), _UNTIED),
+            *(same("sliding_window", "sliding_window", None), EXPERTS_OF_MIXTRAL),
         ),
-        fixed={},
         neutral={"router_jitter_noise": 0.0},
         unused=_AUXILIARY,
         aliases=_EXPERTS,
@@ -214,15 +205,9 @@ FAMILIES: dict[str, Family] = {
         "gpt2",
         "GPT2LMHeadModel",
         (
-            same("n_embd", "dim"),
-            same("n_layer", "n_layers"),
-            HEADS_OF_GPT2,
-            WIDTH_OF_GPT2,
-            same("vocab_size", "vocab_size"),
-            same("n_positions", "max_positions", 1024),
-            same("layer_norm_epsilon", "norm_eps", 1e-5),
-            activation("activation_function", "gelu_new"),
-            _TIED,
+            *(same("n_embd", "dim"), same("n_layer", "n_layers"), HEADS_OF_GPT2, WIDTH_OF_GPT2),
+            *(same("vocab_size", "vocab_size"), same("n_positions", "max_positions", 1024)),
+            *(same("layer_norm_epsilon", "norm_eps", 1e-5), activation("activation_function", "gelu_new"), _TIED),
         ),
         fixed={
             "norm": "layernorm",
@@ -259,14 +244,8 @@ FAMILIES: dict[str, Family] = {
         "gpt_oss",
         "GptOssForCausalLM",
         (
-            *_SIZES_OF_EXPERTS,
-            _EPS_5,
-            head_dim(64),
-            rope(150_000.0, YARN_OF_GPT_OSS),
-            _UNTIED,
-            attention_bias(True),
-            windows_by_pattern(2, 128),
-            EXPERTS_OF_GPT_OSS,
+            *(*_SIZES_OF_EXPERTS, _EPS_5, head_dim(64), rope(150_000.0, YARN_OF_GPT_OSS), _UNTIED),
+            *(attention_bias(True), windows_by_pattern(2, 128), EXPERTS_OF_GPT_OSS),
         ),
         fixed={"attention_sinks": True},
         neutral={"swiglu_alpha": 1.702},
@@ -286,7 +265,6 @@ FAMILIES: dict[str, Family] = {
             *(head_dim(), _SILU, rope(kinds=("default",)), _UNTIED),
             same("sliding_window", "sliding_window", None),
         ),
-        fixed={},
         neutral={"attention_bias": False},
         unused={"ignore_keys_at_rope_validation": "it only silences a warning of transformers"},
         pad_token=32000,
@@ -305,7 +283,6 @@ FAMILIES: dict[str, Family] = {
         "deepseek_v3",
         "DeepseekV3ForCausalLM",
         (*_SIZES, _SILU, _ROPE, _UNTIED, LATENT_ATTENTION, EXPERTS_OF_DEEPSEEK),
-        fixed={},
         neutral={
             "attention_bias": False,
             "rope_interleave": True,

@@ -158,9 +158,9 @@ _GPT2 = {
 }
 
 _EXPERTS, _SELECTION_BIAS = "layers.*.moe.experts", "layers.*.moe.selection_bias"
-_QWEN3_MOE = {**_LLAMA, "layers.*.moe.router": "layers.*.mlp.gate"}
 _MIXTRAL = {**_LLAMA, "layers.*.moe.router": "layers.*.block_sparse_moe.gate"}
 _GPT_OSS = {**_LLAMA, "layers.*.moe.router": "layers.*.mlp.router"}
+_QWEN3_MOE = {**_LLAMA, "layers.*.moe.router": "layers.*.mlp.gate"}
 _EXPERTS_OF_GPT_OSS = {
     f"{_EXPERTS}.w1": "layers.*.mlp.experts.gate_up_proj",
     f"{_EXPERTS}.w3": "layers.*.mlp.experts.gate_up_proj",
@@ -170,14 +170,13 @@ _EXPERTS_OF_GPT_OSS = {
     f"{_EXPERTS}.b2": "layers.*.mlp.experts.down_proj_bias",
 }
 _DEEPSEEK_V3 = {
-    **_LLAMA,
+    **_QWEN3_MOE,
     "layers.*.attention.wq_a": "layers.*.self_attn.q_a_proj",
     "layers.*.attention.q_norm": "layers.*.self_attn.q_a_layernorm",
     "layers.*.attention.wq_b": "layers.*.self_attn.q_b_proj",
     "layers.*.attention.wkv_a": "layers.*.self_attn.kv_a_proj_with_mqa",
     "layers.*.attention.kv_norm": "layers.*.self_attn.kv_a_layernorm",
     "layers.*.attention.wkv_b": "layers.*.self_attn.kv_b_proj",
-    "layers.*.moe.router": "layers.*.mlp.gate",
     "layers.*.moe.shared_experts.w1": "layers.*.mlp.shared_experts.gate_proj",
     "layers.*.moe.shared_experts.w3": "layers.*.mlp.shared_experts.up_proj",
     "layers.*.moe.shared_experts.w2": "layers.*.mlp.shared_experts.down_proj",

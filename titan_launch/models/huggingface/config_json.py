@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,6 @@ def own_config(config: Config) -> FolderConfig:
 
 
 def _unknown_name(model: ModelConfig) -> str:
-    """Return the error text for a model or flavor that does not exist."""
     if model.name in ARCHITECTURES:
         known = f"{model.name} has {', '.join(ARCHITECTURES[model.name].flavors)}"
         return f"its model.flavor is {as_text(model.flavor)}: unknown flavor; {known}"
@@ -218,7 +218,6 @@ def _keys(config: Config, keys_of: Mapping[str, tuple[str, ...]], arguments: Ite
 
 
 def _unknown(family: Family, key: str, value: Any) -> str:
-    """Return the error text for a key that is unknown for a class."""
     hint = did_you_mean(key, family.known_keys)
     reason = f"which is not a known key of {family.model_class}{hint}; remove the key if it has no effect"
     return f"{CONFIG_FILE} has {short_name(key)} = {as_text(value)}, {reason}"
@@ -325,10 +324,7 @@ def _differing(own: ModelArgs, other: ModelArgs) -> list[tuple[str, Any, Any]]:
 
 def _value(args: ModelArgs, key: str) -> Any:
     """Return the argument with a dotted key; None if its table is unset."""
-    value: Any = args
-    for name in key.split("."):
-        value = getattr(value, name, None)
-    return value
+    return reduce(lambda value, name: getattr(value, name, None), key.split("."), args)
 
 
 def _notes(family: Family, config: Config) -> list[str]:

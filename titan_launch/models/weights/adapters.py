@@ -106,7 +106,6 @@ class Target:
 
     @property
     def is_embedding(self) -> bool:
-        """True for an embedding."""
         return self.parts[0].adapter.is_embedding
 
     @property

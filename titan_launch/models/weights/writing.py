@@ -108,7 +108,6 @@ def write_json(path: Path, table: Mapping[str, Any]) -> None:
 
 
 def _divide(entries: Sequence[Entry], max_bytes: int | None) -> list[list[Entry]]:
-    """Return the entries of each file, in order."""
     files: list[list[Entry]] = [[]]
     size = 0
     for entry in entries:
