@@ -58,22 +58,19 @@ def take_inventory(
     first_path: dict[int, str] = {}
     first_owner: dict[int, str] = {}
     saved = model.state_dict().keys()
+    stacked = (Experts, StackedLoRA)  # the first axis of their parameters counts the experts
     modules = tuple(
         ModuleInfo(
             path=path,
             same_as=first if (first := first_path.setdefault(id(module), path)) != path else None,
             classes=_class_names(module),
             has_forward=has_forward(module),
-            parameters=_tensors(path, module._parameters.items(), first_owner, saved, isinstance(module, _STACKED)),
+            parameters=_tensors(path, module._parameters.items(), first_owner, saved, isinstance(module, stacked)),
             buffers=_tensors(path, module._buffers.items(), first_owner, saved),
         )
         for path, module in model.named_modules(remove_duplicate=False)
     )
     return Inventory(modules, blocks, head, embeddings, pipeline_order)
-
-
-_STACKED = (Experts, StackedLoRA)
-"""Classes of modules whose parameters are stacked: the first axis counts the experts."""
 
 
 def _class_names(module: nn.Module) -> tuple[str, ...]:

@@ -141,14 +141,11 @@ def attributes_digest(module: nn.Module) -> str:
     Numbers, texts, plain tensors, and containers or dataclasses of these count by value. Other attributes count by
     their class.
     """
-    attributes = [
-        (path, type(child).__qualname__, _plain({key: vars(child)[key] for key in vars(child).keys() - _OF_MODULES}))
-        for path, child in module.named_modules()
-    ]
-    return digest_of(attributes)
-
-
-_OF_MODULES = vars(nn.Module()).keys()
+    of_all = vars(nn.Module()).keys()
+    own = [(path, child, vars(child).keys() - of_all) for path, child in module.named_modules()]
+    return digest_of(
+        [(path, type(m).__qualname__, _plain({key: vars(m)[key] for key in keys})) for path, m, keys in own]
+    )
 
 
 def _plain(value: Any, depth: int = 4) -> Any:

@@ -216,14 +216,12 @@ def _find_targets(
     problems = []
     for index, entry in enumerate(entries):
         matched = _named(entry, everything, blocks)
-        found = {first[module]: module for path in matched if isinstance(module := everything[path], _ADAPTABLE)}
+        modules = (everything[path] for path in matched)
+        found = {first[module]: module for module in modules if isinstance(module, (nn.Linear, nn.Embedding, Experts))}
         reason = _why_ambiguous(entry, everything) or (None if found else _why_nothing(entry, matched, everything))
         targets |= found
         problems += [Problem((*_TARGETS, index), reason, entry)] if reason else []
     return targets, problems
-
-
-_ADAPTABLE = (nn.Linear, nn.Embedding, Experts)
 
 
 def _named(entry: str, modules: Mapping[str, nn.Module], blocks: Sequence[str]) -> list[str]:

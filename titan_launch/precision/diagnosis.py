@@ -34,7 +34,13 @@ def explain_dtypes(
     """
     if not isinstance(error, (RuntimeError, ValueError, AssertionError, AttributeError)):
         return None
-    problem = explain(Failure(error, model, plan, precision))
+    failure = Failure(error, model, plan, precision)
+    explain = next((_EXPLANATIONS[pattern] for pattern in _EXPLANATIONS if re.search(pattern, failure.text)), None)
+    text = failure.text.lower()
+    if explain is None and "type" in text:
+        floating = set(re.findall("bfloat16|half|float16|double|float64|float(?!ing|8)", text))
+        explain = clash if len(floating) > 1 else None
+    problem = None if explain is None else explain(failure)
     return None if problem is None else ConfigError([problem])
 
 
@@ -110,15 +116,6 @@ class Failure:
         value = UNSET if rule.param_dtype is None else rule.param_dtype
         also = "" if rule.cast_forward_inputs else ", and remove cast_forward_inputs = false"
         return (*unit.key, "param_dtype"), value, f"set {choice}{also}, so that inputs are cast"
-
-
-def explain(failure: Failure) -> Problem | None:
-    """Return the problem that caused an error; None for an unknown error."""
-    for pattern, explanation in _EXPLANATIONS.items():
-        if re.search(pattern, failure.text):
-            return explanation(failure)
-    floating = set(re.findall("bfloat16|half|float16|double|float64|float(?!ing|8)", failure.text.lower()))
-    return clash(failure) if "type" in failure.text.lower() and len(floating) > 1 else None
 
 
 def clash(failure: Failure) -> Problem | None:

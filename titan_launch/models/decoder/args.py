@@ -17,9 +17,6 @@ from titan_launch.models.decoder.expert_args import ExpertArgs
 
 Theta = Annotated[float, Field(gt=1, le=1e30)]
 NormKind = Literal["rmsnorm", "layernorm", "batchnorm"]
-NORMS_OF_TOKENS: tuple[NormKind, ...] = ("rmsnorm", "layernorm")
-"""The norms whose result for a token does not depend on other tokens."""
-
 Activation = Literal["silu", "gelu_tanh"]
 
 
@@ -261,7 +258,7 @@ class DecoderArgs(ModelArgs):
             yield ("n_kv_heads", "n_heads", "latent_attention"), f"{reason}, in which each head has keys of its own"
         for name, allowed, why in (
             ("positions", "rope", "which needs rotary embedding"),
-            ("norm", NORMS_OF_TOKENS, "which normalizes the latent of each token"),
+            ("norm", ("rmsnorm", "layernorm"), "which normalizes the latent of each token"),
             ("sliding_window", None, "whose layers attend to all earlier tokens"),
             ("attention_sinks", False, "which has no sinks"),
             ("qk_norm", False, "which normalizes latents, not heads"),
@@ -389,7 +386,7 @@ class DecoderArgs(ModelArgs):
 
     def _twin_layers(self, needs: TwinNeeds) -> dict[str, Any]:
         """Return the arguments for the fewest layers, at least two, that have every combination of window and experts
-        of this decoder's layers."""
+        of this decoder's layers; none if all layers are needed."""
 
         def kinds(args: DecoderArgs) -> set[tuple[bool, bool]]:
             return {(args.window_of(layer) is None, args.has_experts(layer)) for layer in range(args.n_layers)}

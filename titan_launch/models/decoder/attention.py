@@ -297,8 +297,8 @@ def _compiled_flex_attention() -> Callable[..., Any]:
     without compilation would store all scores."""
     import torch._dynamo.config as limits
 
-    # PyTorch compiles a function 8 times by default. All layers share this one: each window, soft cap, dtype, shape and
-    # grad mode is a variant.
+    # By default, PyTorch compiles a function at most 8 times. All layers share this function, and each window, soft
+    # cap, dtype, shape and grad mode is a variant.
     limits.recompile_limit = max(limits.recompile_limit, _VARIANTS)
     limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, _VARIANTS)
     # With this option, the graph is one operation for selective activation checkpointing, which saves its result.
@@ -366,5 +366,5 @@ def _listed(pairs: Tensor) -> tuple[Tensor, Tensor]:
 @lru_cache(maxsize=16)
 def _block_mask_of_length(num_tokens: int, window: int | None, device: torch.device) -> BlockMask:
     """Return a block mask that all layers with this window share."""
-    with torch.inference_mode(False):  # even if validation makes the mask: training uses it too
+    with torch.inference_mode(False):  # training may use a mask that validation has made
         return make_block_mask(num_tokens, window, None, device)

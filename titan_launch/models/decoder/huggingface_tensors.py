@@ -131,11 +131,8 @@ _GEMMA = {
 }
 _PHI3 = {
     **_LLAMA,
-    "layers.*.attention.wq": "layers.*.self_attn.qkv_proj",
-    "layers.*.attention.wk": "layers.*.self_attn.qkv_proj",
-    "layers.*.attention.wv": "layers.*.self_attn.qkv_proj",
-    "layers.*.feed_forward.w1": "layers.*.mlp.gate_up_proj",
-    "layers.*.feed_forward.w3": "layers.*.mlp.gate_up_proj",
+    **dict.fromkeys((f"layers.*.attention.{name}" for name in ("wq", "wk", "wv")), "layers.*.self_attn.qkv_proj"),
+    **dict.fromkeys((f"layers.*.feed_forward.{name}" for name in ("w1", "w3")), "layers.*.mlp.gate_up_proj"),
 }
 _OLMO2 = {
     **{own: theirs for own, theirs in _LLAMA.items() if own not in ("layers.*.attention_norm", "layers.*.ffn_norm")},
@@ -232,9 +229,6 @@ def is_selection_bias(name: str) -> bool:
     return matches(_SELECTION_BIAS, name)
 
 
-_ROTATED = ("wq", "wk", "q_norm", "k_norm")
-
-
 def pieces_of(
     model_type: str | None,
     shapes: Mapping[str, Shape],
@@ -266,7 +260,7 @@ def pieces_of(
         before = sharing[: sharing.index(pattern)] if sharing else []
         is_alternating, is_of_experts = theirs.endswith(names.alternating or ("?",)), module == _EXPERTS
         sizes = [shapes[other.replace("*", layer)][int(is_of_experts)] for other in before]
-        is_rotated = names.has_halves and module.rpartition(".")[2] in _ROTATED
+        is_rotated = names.has_halves and module.rpartition(".")[2] in ("wq", "wk", "q_norm", "k_norm")
         own_prefix = "" if _split(theirs)[0] in (LM_HEAD, SCORE) else prefix
         pieces[name] = Piece(
             tensor=own_prefix + (theirs.replace("*", layer, 1) if layer else theirs),

@@ -21,9 +21,6 @@ from titan_launch.distributed.collectives import all_reduced
 from titan_launch.models.decoder.expert_args import ExpertArgs
 from titan_launch.plan.experts import MIN_GROUPED_WIDTH, is_grouped
 
-_GATE_SLOPE = 1.702
-"""Factor in the sigmoid of GPT-OSS's activation, which approximates GELU."""
-
 
 class ContextGroup(NamedTuple):
     """The ranks that divide the tokens of every sequence (context parallelism)."""
@@ -71,7 +68,7 @@ def choose(logits: Tensor, args: ExpertArgs, selection_bias: Tensor | None = Non
 
 Compute = Callable[[Tensor, Tensor], Tensor]
 """A function of two tensors: rows that are sorted by expert (rows, dim), and the number of rows of each expert
-(experts). It returns the results of the experts (rows, dim)."""
+(experts). The function returns the results of the experts (rows, dim)."""
 
 
 class Experts(nn.Module):
@@ -132,7 +129,7 @@ class Experts(nn.Module):
             hidden = self.activation(gate) * up
         else:
             gate, up = gate.clamp(max=self.gate_limit), up.clamp(-self.gate_limit, self.gate_limit)
-            hidden = gate * torch.sigmoid(_GATE_SLOPE * gate) * (up + 1)
+            hidden = gate * torch.sigmoid(1.702 * gate) * (up + 1)  # GELU, approximated with a sigmoid
         return product(hidden, "w2", self.w2, self.b2)
 
 
@@ -143,8 +140,8 @@ def count_choices(chosen: Tensor, num_experts: int) -> Tensor:
 
 
 ExpertProduct = Callable[[Tensor, Tensor, "Tensor | None"], Tensor]
-"""A function of rows (rows, in), stacked matrices (experts, out, in) and biases (experts, out) or None. It multiplies
-each row by the matrix of its expert, and adds the bias of its expert."""
+"""A function of rows (rows, in), stacked matrices (experts, out, in) and biases (experts, out) or None. The function
+multiplies each row by the matrix of its expert, and adds the bias of its expert."""
 
 
 def expert_product(rows: Tensor, counts: Tensor, weights: Tensor) -> ExpertProduct:
@@ -152,7 +149,7 @@ def expert_product(rows: Tensor, counts: Tensor, weights: Tensor) -> ExpertProdu
 
     `rows`: (rows, in). `counts`: number of rows of each expert. `weights`: stacked matrices (experts, out, in) of the
     first product. `plan.experts.is_grouped` decides by their shape, the dtype and the device whether one kernel
-    computes all experts. If not, the host waits for the counts.
+    computes all experts. Otherwise, the host waits for the counts.
     """
     kind, (_, *widths) = rows.device.type, weights.shape
     if len(rows) and is_grouped(kind, str(rows.dtype).removeprefix("torch."), widths):
@@ -173,7 +170,8 @@ def grouped_product(counts: Tensor) -> ExpertProduct:
     ends = counts.cumsum(0).to(torch.int32)
 
     def product(rows: Tensor, weights: Tensor, bias: Tensor | None) -> Tensor:
-        if weights.is_cuda and torch.cuda.get_device_capability(weights.device)[0] >= _BLACKWELL:
+        # From Blackwell on, `F.grouped_mm` gives experts without rows a gradient that is not 0 (pytorch issue 172439).
+        if weights.is_cuda and torch.cuda.get_device_capability(weights.device)[0] >= 10:
             weights = _OfUsedExperts.apply(weights, counts)
         result = F.grouped_mm(rows, weights.mT, offs=ends)
         if bias is None:
@@ -181,11 +179,6 @@ def grouped_product(counts: Tensor) -> ExpertProduct:
         return result + _OfRows.apply(bias, counts, ends, len(rows))
 
     return product
-
-
-_BLACKWELL = 10
-"""Major number of the compute capability from which `F.grouped_mm` gives experts without rows a gradient that is not
-zero (pytorch issue 172439)."""
 
 
 class _OfUsedExperts(torch.autograd.Function):
@@ -317,8 +310,8 @@ class MixtureOfExperts(nn.Module):
     """Biases of the scores, which change the choice of experts: fp32 (experts). None without `selection_bias_rate`."""
 
     auxiliary_losses: Tensor
-    """Sum of the balance losses, and sum of the z-losses, since the last reset: fp32 (2). They are those of training on
-    this rank, times their weights and `loss_scale`. The sum over all ranks is the mean over the sequences."""
+    """Sum of the balance losses, and sum of the z-losses, in training on this rank since the last reset: fp32 (2). Each
+    loss is multiplied by its weight and `loss_scale`. The sum over all ranks is the mean over the sequences."""
 
     loss_scale: float | None = None
     """Factor of the auxiliary losses of a sequence; None for 1 / (sequences of the input). `parallel.expert_balance`

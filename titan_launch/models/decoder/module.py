@@ -156,7 +156,13 @@ def _init_table(
     """Return the table of initial values. `into_stream`: those of `wo` and `w2`, whose outputs are added to the
     residual stream, by layer."""
     norms = ("layers.*.*_norm", "layers.*.attention.*_norm", "norm")
-    norm_values = {**_NORM_VALUES, "weight": constant(0.0 if args.norm_unit_offset else 1.0)}
+    norm_values = {
+        "weight": constant(0.0 if args.norm_unit_offset else 1.0),
+        "bias": constant(0.0),
+        "running_mean": constant(0.0),
+        "running_var": constant(1.0),
+        "num_batches_tracked": constant(0),
+    }
     return InitTable(
         [
             ("*rope.*", from_reset_parameters),
@@ -190,13 +196,6 @@ def _init_table(
         ]
     )
 
-
-_NORM_VALUES = {
-    "bias": constant(0.0),
-    "running_mean": constant(0.0),
-    "running_var": constant(1.0),
-    "num_batches_tracked": constant(0),
-}
 
 TENSOR_PARALLEL: dict[str, TensorStyle] = {
     "tok_embeddings": "embedding",
@@ -250,6 +249,8 @@ def _spec(initial_values: Callable[[DecoderArgs], InitTable]) -> ModelSpec:
     )
 
 
-_OWN_VALUES = {"llama3": llama_values, "gpt2": gpt2_values}
-
-SPECS = {family: _spec(_OWN_VALUES.get(family, normal_values)) for family in FAMILIES}
+SPECS = {
+    **{family: _spec(normal_values) for family in FAMILIES},
+    "llama3": _spec(llama_values),
+    "gpt2": _spec(gpt2_values),
+}

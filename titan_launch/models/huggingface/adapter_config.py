@@ -34,11 +34,6 @@ from titan_launch.models.args import MOST_WIDTH
 from titan_launch.models.huggingface.config_json import read_json
 from titan_launch.models.huggingface.files import ADAPTER_CONFIG_FILE, WeightsError, as_text
 
-_INITIAL = (
-    "other initializations change the base or the training; for PiSSA, OLoRA and CorDA, "
-    "save_pretrained(..., path_initial_model_for_weight_conversion=...) of peft writes adapters of the original base"
-)
-
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "task_type": ("CAUSAL_LM", "FEATURE_EXTRACTION", None),
@@ -53,7 +48,10 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 """Keys, each with its supported values. With these values, an adapter is plain LoRA."""
 
-_REMEDIES = {"init_lora_weights": _INITIAL}
+_REMEDIES = {
+    "init_lora_weights": "other initializations change the base or the training; for PiSSA, OLoRA and CorDA, "
+    "save_pretrained(..., path_initial_model_for_weight_conversion=...) of peft writes adapters of the original base"
+}
 
 WITHOUT_EFFECT: Mapping[str, str] = {
     "base_model_name_or_path": "`model.weights` names the base",
@@ -135,8 +133,8 @@ class AdapterConfig(BaseModel):
     @field_validator("rank_pattern", "alpha_pattern", "target_modules", "exclude_modules", "layers_pattern")
     @classmethod
     def _compiles(cls, value: Any, info: ValidationInfo) -> Any:
-        """Raise ValueError if a regular expression is invalid or too long. The keys of `rank_pattern` and
-        `alpha_pattern`, the values of `layers_pattern`, and a string in place of a list of modules are such."""
+        """Raise ValueError for an invalid or too long regular expression: a key of `rank_pattern` or `alpha_pattern`, a
+        value of `layers_pattern`, or a string in place of a list of modules."""
         are_names = isinstance(value, frozenset)
         for pattern in [value] if isinstance(value, str) else [] if are_names else value or ():
             if len(pattern) > _MOST_PATTERN:

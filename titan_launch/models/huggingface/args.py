@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -104,17 +104,20 @@ def _values(path: KeyPath, value: Any) -> Iterator[tuple[KeyPath, Any]]:
 
 def missing_in_transformers(args: Mapping[str, Any]) -> str | None:
     """Return the error text if the library `transformers` is not installed, or does not list the `model_type`. Return
-    None if it lists the type, or if its list has an unexpected form. The library is not imported, which takes
-    seconds."""
+    None if the library lists the type, or if its list has an unexpected form. The library is not imported, because its
+    import takes seconds."""
     known, model_type = _model_types(), str(args["model_type"])
     if known is None:
         return not_installed("transformers")
-    if known and model_type not in known:
-        release = f"transformers {version('transformers')} has no such model_type"
-        if "auto_map" in args:
-            return f"{release}: its class is code in the folder (auto_map), which is never run"
-        return f"{release}{did_you_mean(model_type, known)}"
-    return None
+    return unknown_model_type(args, known) if known and model_type not in known else None
+
+
+def unknown_model_type(args: Mapping[str, Any], known: Iterable[str]) -> str:
+    """Return the error text for a `model_type` that is not among the types `known` to the installed `transformers`."""
+    release = f"transformers {version('transformers')} has no such model_type"
+    if "auto_map" in args:
+        return f"{release}: its class is code in the folder (auto_map), which is never run; use a class of transformers"
+    return f"{release}{did_you_mean(str(args.get('model_type')), known)}"
 
 
 @cache

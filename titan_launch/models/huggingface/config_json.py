@@ -12,12 +12,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from titan_launch.config.sections.model import HUGGINGFACE, ModelConfig
+from titan_launch.config.sections.model import ModelConfig
 from titan_launch.core import json_files
 from titan_launch.core.errors import did_you_mean, format_key, leaves
 from titan_launch.core.files import MIB, file_inside
 from titan_launch.core.terminal import short_name
-from titan_launch.models.architectures import ALL_IN_ARGS, ARCHITECTURES, resolve_args
+from titan_launch.models.architectures import ALL_IN_ARGS, ARCHITECTURES, resolve_args, unknown_flavor, unknown_model
 from titan_launch.models.args import ModelArgs
 from titan_launch.models.decoder.args import DecoderArgs
 from titan_launch.models.decoder.huggingface_classes import DROPOUT, FAMILIES, NEUTRAL, REFUSED, Family
@@ -87,7 +87,10 @@ def own_config(config: Config) -> FolderConfig:
         try:
             problems = list(resolve_args(model.name, model.flavor, model.args).problems())
         except KeyError:
-            raise WeightsError(_unknown_name(model)) from None
+            reason = f"its model.name is {as_text(model.name)}: {unknown_model(model.name)}"
+            if model.name in ARCHITECTURES:
+                reason = f"its model.flavor is {as_text(model.flavor)}: {unknown_flavor(model.name, model.flavor)}"
+            raise WeightsError(reason) from None
         except ValidationError as error:
             first = error.errors()[0]
             reason = f"{short_name(format_key(first['loc']))} = {as_text(first['input'])}: {first['msg']}"
@@ -95,15 +98,6 @@ def own_config(config: Config) -> FolderConfig:
         for _, reason in problems:
             raise WeightsError(f"{CONFIG_FILE} has an impossible value in model.args: {reason}")
     return found
-
-
-def _unknown_name(model: ModelConfig) -> str:
-    if model.name in ARCHITECTURES:
-        known = f"{model.name} has {', '.join(ARCHITECTURES[model.name].flavors)}"
-        return f"its model.flavor is {as_text(model.flavor)}: unknown flavor; {known}"
-    known = ", ".join(f'"{name}"' for name in (*ARCHITECTURES, HUGGINGFACE))
-    reason = f"unknown model; must be {known}, or package.module:factory for your own"
-    return f"its model.name is {as_text(model.name)}: {reason}{did_you_mean(model.name, ARCHITECTURES)}"
 
 
 def refuse_adapter(folder: Path) -> None:

@@ -21,7 +21,7 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
 )
 
-from titan_launch.core.errors import ConfigError, Problem, config_error, did_you_mean, listed
+from titan_launch.core.errors import ConfigError, Problem, config_error, listed
 from titan_launch.core.globs import matches
 from titan_launch.core.packages import install
 from titan_launch.core.patches import replaced, torchao_import_silenced
@@ -29,7 +29,7 @@ from titan_launch.core.terminal import short_name
 from titan_launch.models.decoder.huggingface_tensors import Piece
 from titan_launch.models.documents import separate_by_positions
 from titan_launch.models.factory import TooLargeError
-from titan_launch.models.huggingface.args import class_name, refused
+from titan_launch.models.huggingface.args import class_name, refused, unknown_model_type
 from titan_launch.models.spec import TensorStyle
 from titan_launch.models.weights.folder import FLOATS, Converted, FileTensor, Place, Places, PlacesInFiles
 
@@ -40,9 +40,6 @@ _STYLES: Mapping[str, TensorStyle] = {
     "replicated_with_grad_allreduce": "heads",
 }
 """The style of this package for each style of `transformers` that divides a module in the same way."""
-
-_GATHERED = ("colwise_gather_output", "colwise_rep")
-"""Styles of `transformers` that become `head` for the module that makes the logits."""
 
 
 def build(seq_len: int, /, **args: Any) -> nn.Module:
@@ -85,11 +82,7 @@ def _class_and_config(args: Mapping[str, Any]) -> tuple[Any, Any]:
         raise config_error(("model", "args", *path), reason, value)
     kind, name = args.get("model_type"), class_name(args)
     if kind not in CONFIG_MAPPING:
-        release = f"transformers {transformers.__version__} has no model_type {kind!r}"
-        if "auto_map" in args:
-            reason = f"{release}: its class is code in the folder (auto_map), which is never run"
-            raise config_error(("model", "args", "model_type"), f"{reason}; use a class of transformers", kind)
-        raise config_error(("model", "args", "model_type"), f"{release}{did_you_mean(str(kind), CONFIG_MAPPING)}", kind)
+        raise config_error(("model", "args", "model_type"), unknown_model_type(args, CONFIG_MAPPING), kind)
     known: list[str] = []
     for table in (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES):
         names = table.get(kind, ())
@@ -195,9 +188,9 @@ def _declare_tensor_parallel(module: Any) -> None:
         return
     output = module.get_output_embeddings()
     head = next((path for path, child in module.named_modules() if child is output), None)
-    styles = {
-        glob: "head" if style in _GATHERED and glob == head else _STYLES.get(style) for glob, style in plan.items()
-    }
+    styles = {glob: _STYLES.get(style) for glob, style in plan.items()}
+    if head is not None and plan.get(head) in ("colwise_gather_output", "colwise_rep"):
+        styles[head] = "head"
     unknown = [f"{glob} ({plan[glob]})" for glob, style in styles.items() if style is None]
     if unknown:
         reason = f"{name} divides modules in a way that is not supported: {listed(unknown, most=1)}; set 1"
@@ -222,7 +215,7 @@ def _places_in_files(module: Any) -> PlacesInFiles:
     def places(files: Mapping[str, FileTensor], own_names: Collection[str]) -> tuple[Places, Collection[str]]:
         renamings: list[Any] = []
         converters: list[Any] = []
-        for conversion in deepcopy(conversions):  # some of them have a state
+        for conversion in deepcopy(conversions):  # some conversions have a state
             (renamings if isinstance(conversion, WeightRenaming) else converters).append(conversion)
         by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
         known, found, ignored = dict.fromkeys(own_names, True), dict[str, Place](), set[str]()
@@ -240,7 +233,7 @@ def _places_in_files(module: Any) -> PlacesInFiles:
                 ignored.add(name)
         for conversion in converted.values():
             results = conversion.places(files)
-            if results.keys() <= known.keys():  # else its tensors are unexpected
+            if results.keys() <= known.keys():  # otherwise, the source tensors are unexpected
                 found |= results
         return found, ignored
 

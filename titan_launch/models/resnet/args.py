@@ -12,8 +12,6 @@ from titan_launch.config.sections.data import SampleUnit
 from titan_launch.config.sections.section import Array
 from titan_launch.models.args import MOST_LAYERS, Layers, ModelArgs, Pixels, TwinNeeds, Width
 
-BlockKind = Literal["basic", "bottleneck"]
-
 EXPANSION = {"basic": 1, "bottleneck": 4}
 """Output channels of a block, as a multiple of the width of its stage."""
 
@@ -23,7 +21,7 @@ class ResNetArgs(ModelArgs):
 
     unit: ClassVar[SampleUnit] = "images"
 
-    block: BlockKind
+    block: Literal["basic", "bottleneck"]
     """Kind of the residual blocks. `basic`: two 3x3 convolutions. `bottleneck`: 1x1, 3x3 and 1x1 convolutions; the last
     has four times the channels."""
 

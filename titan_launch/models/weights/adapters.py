@@ -206,7 +206,7 @@ def file_places(
     """
     if is_plain or model.name == HUGGINGFACE:
         return dict(shapes), pieces_of(None, shapes, None)
-    model_type = model_type_of(model.name)  # raises for models that are not decoders
+    model_type = model_type_of(model.name)  # raises WeightsError for other models than decoders
     args = cast(DecoderArgs, resolve_args(model.name, model.flavor, model.args))
     has_labels = args.num_labels is not None
     cut = {name: (rows or shapes[name][0], *shapes[name][1:]) for name in vocabulary_of(has_labels) if name in shapes}

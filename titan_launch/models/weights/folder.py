@@ -263,7 +263,8 @@ class Weights:
             whole = piece.convert(list(self.folder.read_each(piece.tensors, (), ())))
             return whole[tuple(slice(a, a + b) for a, b in zip(offsets, lengths, strict=True))].clone()
         if len(piece.tensors) == 1 and not self.folder.tensors[piece.tensors[0]].shape:
-            return self.folder.read(piece.tensor, (), ()).reshape(tuple(lengths))  # the model may have a vector of one
+            # The file may have a scalar where the model has a vector with one element.
+            return self.folder.read(piece.tensor, (), ()).reshape(tuple(lengths))
         if not piece.has_tensor_per_expert:
             (part,) = self._read_each(piece, piece.tensors, offsets, lengths)
             return part
@@ -415,15 +416,11 @@ def find_weights(
     return Weights(folder, pieces, copies)
 
 
-_MOST_ABSENT = 200_000
-"""If more tensors than this are missing, the error has their number in place of their names."""
-
-
 def _check_number(places: Collection[Place], folder: WeightsFolder) -> None:
-    """Raise ConfigError if a model has far more tensors than its folder, before a name is made for each tensor."""
+    """Raise ConfigError if a model has far more tensors than its folder. Fewer missing tensors are named later."""
     stacked = (place for place in places if isinstance(place, Piece) and place.has_tensor_per_expert)
     expected = len(places) + sum(place.num_experts or 0 for place in stacked)
-    if expected > len(folder.tensors) + _MOST_ABSENT:
+    if expected > len(folder.tensors) + 200_000:
         reason = f"its files have {len(folder.tensors):,} tensors, but a model with these layers and experts has"
         raise config_error(("model", "weights"), f"{reason} {expected:,}", str(folder.path))
 

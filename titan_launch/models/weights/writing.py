@@ -90,7 +90,8 @@ def write_tensors(
     total, free = sum(entry.num_bytes for entry in entries), shutil.disk_usage(folder).free
     if total > free:
         raise WeightsError(f"its tensors have {total / 1e9:,.1f} GB, but the disk of OUT has {free / 1e9:,.1f} GB free")
-    files = _divide(sorted(entries, key=lambda entry: -entry.dtype.itemsize), max_file_bytes)  # aligns all
+    # In descending order of their elements' sizes, all tensors are aligned.
+    files = _divide(sorted(entries, key=lambda entry: -entry.dtype.itemsize), max_file_bytes)
     names = [f"model-{index + 1:05}-of-{len(files):05}.safetensors" for index in range(len(files))]
     if len(files) == 1:
         names = [file]
@@ -201,10 +202,6 @@ def companions_of(folder: Path) -> Path | None:
     return None
 
 
-_MOST_COMPANION_BYTES = 256 * MIB
-"""Largest size of a copied file in bytes. The largest `tokenizer.json` files have about 35 MiB."""
-
-
 def copy_companions(source: Path, target: Path, names: Sequence[str] = (*MODEL_FILES, *TOKENIZER_FILES)) -> None:
     """Copy the files `names` from a Hugging Face folder to `target`, which is created. Files that the Hugging Face
     folder lacks are skipped. Raises WeightsError for a file that is not regular or is too large, and for a link that
@@ -213,7 +210,7 @@ def copy_companions(source: Path, target: Path, names: Sequence[str] = (*MODEL_F
     for name in names:
         if os.path.lexists(source / name):
             try:
-                content = read_regular(file_inside(source, name), _MOST_COMPANION_BYTES)
+                content = read_regular(file_inside(source, name), 256 * MIB)  # the largest files have about 35 MiB
             except OSError as error:
                 raise WeightsError(f"{name} cannot be copied: {error.strerror}") from None
             (target / name).write_bytes(content)
