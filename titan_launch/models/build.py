@@ -52,9 +52,7 @@ def take_inventory(
     pipeline_order: tuple[str, ...] = (),
 ) -> Inventory:
     """Return the table of the modules of a model that is not wrapped yet. The model may be on the meta device.
-
-    `blocks`, `head`, `embeddings` and `pipeline_order`: paths of modules, as in `BuiltModel`.
-    """
+    `blocks`, `head`, `embeddings` and `pipeline_order`: paths of modules, as in `BuiltModel`."""
     first_path: dict[int, str] = {}
     first_owner: dict[int, str] = {}
     saved = model.state_dict().keys()

@@ -28,10 +28,8 @@ _DTYPE = torch.int32
 
 
 def positions_in(documents: Tensor) -> Tensor:
-    """Return the position of each token in its document, from 0: int32 (batch, tokens).
-
-    `documents`: a number for each token (batch, tokens). A document begins where the number changes.
-    """
+    """Return the position of each token in its document, from 0: int32 (batch, tokens). `documents`: a number for each
+    token (batch, tokens). A document begins where the number changes."""
     index = torch.arange(documents.shape[1], dtype=_DTYPE, device=documents.device)
     starts = index[1:].where(documents[:, 1:] != documents[:, :-1], 0).cummax(-1).values
     return index - F.pad(starts, (1, 0))
@@ -91,10 +89,8 @@ def check_documents(model: nn.Module, seq_len: int, key: KeyPath, value: str) ->
 
 
 def _obstacle_in_transformers(model: Any, seq_len: int) -> str | None:
-    """Return the reason why a model does not separate documents by `position_ids`; None if it does.
-
-    A forward on the meta device shows whether all masks and learned positions are made from these positions.
-    """
+    """Return the reason why a model does not separate documents by `position_ids`; None if it does. A forward on the
+    meta device shows whether all masks and learned positions are made from these positions."""
     from transformers import masking_utils
 
     others = {*(getattr(model.config, "layer_types", None) or ())} - {"full_attention", "sliding_attention"}

@@ -26,9 +26,7 @@ from titan_launch.plan.types import full_name
 
 def allocate(model: nn.Module, device: torch.device, parameters_on_host: bool = False) -> None:
     """Move a model from the meta device to `device`, in place, without values. Shared parameters stay shared.
-
-    `parameters_on_host`: True to allocate the parameters on the host.
-    """
+    `parameters_on_host`: True to allocate the parameters on the host."""
     before = [(module, dict(module._parameters)) for module in model.modules()]
     model.to_empty(device="cpu" if parameters_on_host else device)
     allocated: dict[nn.Parameter, nn.Parameter | None] = {}
@@ -140,10 +138,8 @@ def _owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]]]:
 
 
 def _unsharded_twin(module: nn.Module, device: torch.device) -> nn.Module:
-    """Return a copy of `module` with its original class, and with unsharded, uninitialised tensors.
-
-    The copy shares its other attributes with `module`. The copy has no children, because those of `module` are sharded.
-    """
+    """Return a copy of `module` with its original class, and with unsharded, uninitialised tensors. The copy shares its
+    other attributes with `module`. The copy has no children, because those of `module` are sharded."""
     classes: Iterator[type[nn.Module]] = (cls for cls in type(module).__mro__ if issubclass(cls, nn.Module))
     cls = next(cls for cls in classes if not issubclass(cls, FSDPModule))  # `fully_shard` replaces the class
     twin = cls.__new__(cls)

@@ -104,10 +104,8 @@ def adapters_of(model: nn.Module) -> Iterator[Adapter]:
 
 @contextmanager
 def adapters_disabled(model: nn.Module) -> Iterator[None]:
-    """Let a model, wrapped or not, compute the same as without adapters until the end of the block.
-
-    The results of adapters are still computed, and multiplied by 0. So the same FSDP2 units run as in any forward.
-    """
+    """Let a model, wrapped or not, compute the same as without adapters until the end of the block. The results of
+    adapters are still computed, and multiplied by 0. So the same FSDP2 units run as in any forward."""
     adapters = [(module, module.scale) for module in model.modules() if isinstance(module, LoRA)]
     try:
         for adapter, _ in adapters:
@@ -160,9 +158,7 @@ def add_adapters(
 
 def attach(module: nn.Module, adapter: LoRA, product: type[nn.Module]) -> None:
     """Make an adapter a child of its target, `module`, and let the target add the adapter's result to its product.
-
-    `product`: the class whose forward computes the product: that of the target, or one of its base classes.
-    """
+    `product`: the class whose forward computes the product: that of the target, or one of its base classes."""
     cls: Any = type(module)
     of: Any = product
     module.__class__ = _adapted(cls, of)

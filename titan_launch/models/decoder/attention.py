@@ -62,11 +62,8 @@ class Documents:
     """
 
     def __init__(self, numbers: Tensor, windows: Iterable[int | None]):
-        """Build the block masks if the tokens are on CUDA.
-
-        `numbers`: the document of each token, a whole number (batch, tokens). `windows`: the sliding windows of all
-        layers; None for a layer without one.
-        """
+        """Build the block masks if the tokens are on CUDA. `numbers`: the document of each token, a whole number
+        (batch, tokens). `windows`: the sliding windows of all layers; None for a layer without one."""
         self.numbers = numbers
         self.positions = positions_in(numbers)
         """The position of each token in its document (batch, tokens)."""

@@ -409,12 +409,9 @@ WINDOWS_OF_QWEN3_MOE = Feature(
 # holds: the job sets them.
 
 
-def _in_table(argument: str, keys: Mapping[str, tuple[Any, ...]]) -> Feature:
-    """Return the feature of keys whose values are arguments in the table `argument`, such as `experts`.
-
-    `keys`: for each key, the argument in the table, and the class's default. A key without a default must be in
-    `config.json`.
-    """
+def _in_table(argument: str, **keys: tuple[Any, ...]) -> Feature:
+    """Return the feature of keys whose values are arguments in the table `argument`, such as `experts`. `keys`: for
+    each key, the argument in the table, and the class's default. A key without a default must be in `config.json`."""
 
     def read(config: Config) -> dict[str, Any]:
         return {argument: {own: _lookup(config, key, *default) for key, (own, *default) in keys.items()}}
@@ -431,13 +428,11 @@ def _in_table(argument: str, keys: Mapping[str, tuple[Any, ...]]) -> Feature:
 
 _QWEN3_MOE = _in_table(
     "experts",
-    {
-        "num_local_experts": ("num_experts",),
-        "num_experts_per_tok": ("top_k", 8),
-        "moe_intermediate_size": ("hidden_dim",),
-        "norm_topk_prob": ("normalize", False),
-        "mlp_only_layers": ("first_dense_layers", None),
-    },
+    num_local_experts=("num_experts",),
+    num_experts_per_tok=("top_k", 8),
+    moe_intermediate_size=("hidden_dim",),
+    norm_topk_prob=("normalize", False),
+    mlp_only_layers=("first_dense_layers", None),
 )
 
 
@@ -450,55 +445,49 @@ def _read_experts_of_qwen3(config: Config) -> dict[str, Any]:
 
 
 def _write_experts_of_qwen3(args: DecoderArgs) -> dict[str, Any]:
-    written = _QWEN3_MOE.write(args)
+    written = dict(_QWEN3_MOE.write(args))
     number = written.pop("num_local_experts")  # all releases of transformers read the name num_experts
     return {"num_experts": number, **written, "mlp_only_layers": list(range(written["mlp_only_layers"]))}
 
 
 EXPERTS_OF_QWEN3_MOE = Feature(_QWEN3_MOE.keys, _read_experts_of_qwen3, _write_experts_of_qwen3)
-_MIXTRAL = _in_table(
-    "experts",
-    {
-        "num_local_experts": ("num_experts",),
-        "num_experts_per_tok": ("top_k", 2),
-        "intermediate_size": ("hidden_dim",),
-    },
-)
-EXPERTS_OF_MIXTRAL = replace(
-    _MIXTRAL, read=lambda config: {**_MIXTRAL.read(config), "hidden_dim": config["intermediate_size"]}
-)
-_GPT_OSS = _in_table(
-    "experts",
-    {
-        "num_local_experts": ("num_experts",),
-        "num_experts_per_tok": ("top_k", 4),
-        "intermediate_size": ("hidden_dim",),
-        "swiglu_limit": ("gate_limit", 7.0),
-    },
-)
+
+
+def _experts_of_mixtral(top_k: int, **others: tuple[Any, ...]) -> Feature:
+    """Return the feature of experts whose width is also that of the feed-forward layer. `top_k`: the class's
+    default."""
+    experts = _in_table(
+        "experts",
+        num_local_experts=("num_experts",),
+        num_experts_per_tok=("top_k", top_k),
+        intermediate_size=("hidden_dim",),
+        **others,
+    )
+    return replace(experts, read=lambda config: {**experts.read(config), "hidden_dim": config["intermediate_size"]})
+
+
+EXPERTS_OF_MIXTRAL = _experts_of_mixtral(2)
+_GPT_OSS = _experts_of_mixtral(4, swiglu_limit=("gate_limit", 7.0))
 
 
 def _read_experts_of_gpt_oss(config: Config) -> dict[str, Any]:
-    experts = _GPT_OSS.read(config)["experts"]
-    if experts["gate_limit"] is None:
+    found = _GPT_OSS.read(config)
+    if found["experts"]["gate_limit"] is None:
         raise unsupported("swiglu_limit", None, "supported: numbers above 0")
-    experts |= {"router_bias": True, "expert_bias": True}
-    return {"hidden_dim": experts["hidden_dim"], "experts": experts}
+    return {**found, "experts": {**found["experts"], "router_bias": True, "expert_bias": True}}
 
 
 EXPERTS_OF_GPT_OSS = replace(_GPT_OSS, read=_read_experts_of_gpt_oss)
 _DEEPSEEK = _in_table(
     "experts",
-    {
-        "n_routed_experts": ("num_experts", 256),
-        "num_experts_per_tok": ("top_k", 8),
-        "moe_intermediate_size": ("hidden_dim", 2048),
-        "first_k_dense_replace": ("first_dense_layers", 3),
-        "norm_topk_prob": ("normalize", True),
-        "routed_scaling_factor": ("scale", 2.5),
-        "n_group": ("num_groups", 8),
-        "topk_group": ("top_k_groups", 4),
-    },
+    n_routed_experts=("num_experts", 256),
+    num_experts_per_tok=("top_k", 8),
+    moe_intermediate_size=("hidden_dim", 2048),
+    first_k_dense_replace=("first_dense_layers", 3),
+    norm_topk_prob=("normalize", True),
+    routed_scaling_factor=("scale", 2.5),
+    n_group=("num_groups", 8),
+    topk_group=("top_k_groups", 4),
 )
 
 
@@ -525,7 +514,7 @@ EXPERTS_OF_DEEPSEEK = Feature(
     _write_experts_of_deepseek,
 )
 _WIDTHS = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
-_LATENT = _in_table("latent_attention", {key: (key, default) for key, default in _WIDTHS.items()})
+_LATENT = _in_table("latent_attention", **{key: (key, default) for key, default in _WIDTHS.items()})
 
 
 def _read_latent_attention(config: Config) -> dict[str, Any]:

@@ -71,11 +71,8 @@ class RotaryEmbedding(nn.Module):
 
 
 def _rotated(pairs: Tensor, table: Tensor) -> Tensor:
-    """Return the rotated pairs, by one product of complex numbers.
-
-    In eager mode this function runs a seventh of the kernels that `_rotated_by_parts` runs. On a CPU, its kernels are
-    vectorized.
-    """
+    """Return the rotated pairs, by one product of complex numbers. In eager mode this function runs a seventh of the
+    kernels that `_rotated_by_parts` runs. On a CPU, its kernels are vectorized."""
     return torch.view_as_real(torch.view_as_complex(pairs) * torch.view_as_complex(table))
 
 
@@ -295,11 +292,8 @@ class LatentAttention(nn.Module):
 
 
 class BatchNorm(nn.BatchNorm1d):
-    """BatchNorm of each channel over all tokens of the microbatch. Evaluation uses the running statistics.
-
-    The input may be bf16 while parameters and statistics are fp32. The kernels then compute in fp32, and the output is
-    bf16.
-    """
+    """BatchNorm of each channel over all tokens of the microbatch. Evaluation uses the running statistics. The input
+    may be bf16 while parameters and statistics are fp32. The kernels then compute in fp32, and the output is bf16."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., dim) to the same shape; training needs at least two tokens."""

@@ -46,11 +46,8 @@ class Choice(NamedTuple):
 
 
 def choose(logits: Tensor, args: ExpertArgs, selection_bias: Tensor | None = None) -> Choice:
-    """Return the choice of each token, computed in fp32.
-
-    `logits`: (batch, tokens, experts). `selection_bias`: (experts); it changes which experts are chosen, but not their
-    weights.
-    """
+    """Return the choice of each token, computed in fp32. `logits`: (batch, tokens, experts). `selection_bias`:
+    (experts); it changes which experts are chosen, but not their weights."""
     logits = logits.float()
     scores = logits.softmax(-1) if args.score == "softmax" else logits.sigmoid()
     ranked = scores.detach() if selection_bias is None else scores.detach() + selection_bias
@@ -103,10 +100,8 @@ class Experts(nn.Module):
                     nn.init.uniform_(tensor, -bound, bound)
 
     def forward(self, x: Tensor, chosen: Tensor, counts: Tensor) -> Tensor:
-        """Return the outputs of the chosen experts, not weighted: (tokens, top_k, dim).
-
-        `x`: (tokens, dim). `chosen`: numbers of experts (tokens, top_k). `counts`: result of `count_choices`.
-        """
+        """Return the outputs of the chosen experts, not weighted: (tokens, top_k, dim). `x`: (tokens, dim). `chosen`:
+        numbers of experts (tokens, top_k). `counts`: result of `count_choices`."""
         order = chosen.flatten().argsort(stable=True)
         inverse = inverse_of(order).view(chosen.shape)
         rows = _Spread.apply(x, order, inverse)
@@ -158,10 +153,8 @@ def expert_product(rows: Tensor, counts: Tensor, weights: Tensor) -> ExpertProdu
 
 
 def counts_on_host(counts: Tensor, num_rows: int) -> list[int]:
-    """Return the number of rows of each expert as Python numbers. The host waits for the device if there are rows.
-
-    On the meta device, tensors have no values. All rows then count for the first expert, which changes no shape.
-    """
+    """Return the number of rows of each expert as Python numbers. The host waits for the device if there are rows. On
+    the meta device, tensors have no values. All rows then count for the first expert, which changes no shape."""
     return [num_rows, *[0] * (len(counts) - 1)] if counts.is_meta or not num_rows else counts.tolist()
 
 
@@ -260,10 +253,8 @@ class _Looped(torch.autograd.Function):
 
 
 class _Spread(torch.autograd.Function):
-    """Copy the row of each token once for each of its choices, sorted by expert: (tokens, dim) to (rows, dim).
-
-    `order`: result of `argsort` (rows). `inverse`: its inverse (tokens, top_k).
-    """
+    """Copy the row of each token once for each of its choices, sorted by expert: (tokens, dim) to (rows, dim). `order`:
+    result of `argsort` (rows). `inverse`: its inverse (tokens, top_k)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
@@ -404,9 +395,7 @@ def balance_losses(choice: Choice, group: ContextGroup | None = None) -> Tensor:
 
 def z_losses(logits: Tensor, group: ContextGroup | None = None) -> Tensor:
     """Return the z-loss of each sequence: the mean over tokens of the squared logsumexp of the logits, fp32 (batch).
-
-    With a context group, return this rank's part of the mean over the tokens of all ranks.
-    """
+    With a context group, return this rank's part of the mean over the tokens of all ranks."""
     losses = logits.float().logsumexp(-1).square().mean(-1)
     return losses if group is None else losses / group.size
 

@@ -145,10 +145,7 @@ _MOST_SHOWN = 10
 
 def arguments_of(config: Config) -> dict[str, Any]:
     """Return the `[model.args]` of a Hugging Face `config.json`, without arguments that have their default or no
-    effect.
-
-    Raises WeightsError for keys that are not supported, and for values that the model cannot have.
-    """
+    effect. Raises WeightsError for keys that are not supported, and for values that the model cannot have."""
     family = FAMILIES[config["model_type"]]
     problems = [f"{CONFIG_FILE} has {key}: {reason}" for key, reason in REFUSED.items() if config.get(key) is not None]
     known_keys = family.known_keys
@@ -316,7 +313,7 @@ def _differing(own: ModelArgs, other: ModelArgs) -> list[tuple[str, Any, Any]]:
     ]
 
 
-def _value(args: ModelArgs, key: str) -> Any:
+def _value(args: Any, key: str) -> Any:
     """Return the argument with a dotted key; None if its table is unset."""
     return reduce(lambda value, name: getattr(value, name, None), key.split("."), args)
 

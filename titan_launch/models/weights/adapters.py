@@ -215,11 +215,8 @@ def file_places(
 
 
 def targets_of(adapters: Sequence[Adapter], shapes: Mapping[str, Shape], pieces: Mapping[str, Piece]) -> list[Target]:
-    """Return the targets of `peft` for the adapters of a model.
-
-    `shapes` and `pieces`: shape and place of each weight in the files, as `file_places` returns them. Raises
-    WeightsError for an adapter that has no target in `peft`.
-    """
+    """Return the targets of `peft` for the adapters of a model. `shapes` and `pieces`: shape and place of each weight
+    in the files, as `file_places` returns them. Raises WeightsError for an adapter that has no target in `peft`."""
     whole = tensor_shapes(pieces, shapes)
     found: defaultdict[tuple[str, str | None], list[Part]] = defaultdict(list)
     sizes: dict[tuple[str, str | None], int] = {}
@@ -277,10 +274,8 @@ def names_of_base(pieces: Mapping[str, Piece]) -> tuple[set[str], set[str]]:
 def config_of(
     targets: Sequence[Target], config: LoRAConfig, pieces: Mapping[str, Piece], base: str | None
 ) -> dict[str, Any]:
-    """Return the content of `adapter_config.json`.
-
-    `pieces`: place of each weight of the model in the files. `base`: folder of the model without adapters.
-    """
+    """Return the content of `adapter_config.json`. `pieces`: place of each weight of the model in the files. `base`:
+    folder of the model without adapters."""
     modules, parameters = names_of_base(pieces)
     plain = {target.path for target in targets if target.parameter is None}
     stacked = {target.path for target in targets if target.parameter is not None}

@@ -82,10 +82,7 @@ class WeightsFolder:
 
     def __init__(self, path: str | Path, of_any_class: bool = False):
         """Read the folder's `config.json` and the headers of its files. Raises WeightsError if the folder cannot be
-        used.
-
-        `of_any_class`: True if the model is a class of `transformers` itself. `config.json` is then not read.
-        """
+        used. `of_any_class`: True if the model is a class of `transformers` itself. `config.json` is then not read."""
         self.path = Path(path)
         refuse_adapter(self.path)
         self.config = FolderConfig(HUGGINGFACE, ALL_IN_ARGS, {}, None, {}) if of_any_class else read_folder_config(path)
@@ -368,12 +365,9 @@ def find_weights(
     for first, others in copies.items():
         if not any(tensor in folder.tensors for tensor in pieces[first].tensors):
             pieces[first] = others.pop()
-    optional = {name for name, tensor in own.items() if not tensor.is_floating}  # counters of BatchNorm
-    pieces = {
-        name: piece
-        for name, piece in pieces.items()
-        if not (name in optional and piece.tensors[0] not in folder.tensors)
-    }
+    counters = {name for name, tensor in own.items() if not tensor.is_floating}  # of BatchNorm; files may lack them
+    absent = {name for name in counters & pieces.keys() if pieces[name].tensors[0] not in folder.tensors}
+    pieces = {name: piece for name, piece in pieces.items() if name not in absent}
     expected = tensor_shapes({name: piece for name, piece in pieces.items() if isinstance(piece, Piece)}, shapes)
     taken = {tensor for piece in chain(pieces.values(), *copies.values()) for tensor in piece.tensors}
     pieces = {name: piece for name, piece in pieces.items() if not any(matches(glob, name) for glob in excluded)}
