@@ -13,12 +13,13 @@ from typing import Any
 
 from torch import nn
 
+from titan_launch.plan.types import full_name
+
 
 class PassThrough(nn.Module):
-    """Replacement for a module that another stage holds. It returns its first input unchanged."""
+    """Replacement for a module that another stage holds. The forward returns the first input unchanged."""
 
     def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the first input."""
         return x
 
 
@@ -39,11 +40,8 @@ def cut(model: nn.Module, stages: Sequence[Collection[str]], others: Collection[
 
 def _view(module: nn.Module, kept: Collection[str], pipeline_order: Collection[str], path: str = "") -> nn.Module:
     """Return a copy of a module tree, in which pass-through modules replace the modules of `pipeline_order` that are
-    not `kept`.
-
-    `path`: the module's path in the model. A module that is kept, or has no modules of `pipeline_order`, is returned
-    itself.
-    """
+    not `kept`. A module that is kept, or has no modules of `pipeline_order`, is returned itself. `path`: the module's
+    path in the model."""
     if path in pipeline_order:
         return module if path in kept else PassThrough()
     if not any(other.startswith(f"{path}.") or not path for other in pipeline_order):
@@ -53,7 +51,7 @@ def _view(module: nn.Module, kept: Collection[str], pipeline_order: Collection[s
         if isinstance(value, dict) and "hook" in name:
             vars(view)[name] = value.copy()
     vars(view)["_modules"] = {
-        name: None if child is None else _view(child, kept, pipeline_order, f"{path}.{name}" if path else name)
+        name: None if child is None else _view(child, kept, pipeline_order, full_name(path, name))
         for name, child in module._modules.items()
     }
     return view
