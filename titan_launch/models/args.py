@@ -15,8 +15,8 @@ from titan_launch.config.sections.section import Section
 
 MOST_LAYERS, MOST_PARTS, MOST_WIDTH, MOST_TOKENS = 1000, 1 << 16, 1 << 20, 1 << 31
 """Limits of sizes, far above those of any model: the largest published models have about 130 layers, 512 experts, a
-width of 60,000, and a vocabulary of 260,000. Within the limits, a model is described in seconds, and the bytes of each
-tensor are less than 2^63."""
+width of 60,000, and a vocabulary of 260,000. Within the limits, the checks of a model take seconds, and each tensor has
+less than 2^63 bytes."""
 
 Layers = Annotated[int, Field(ge=1, le=MOST_LAYERS)]
 Parts = Annotated[int, Field(ge=1, le=MOST_PARTS)]

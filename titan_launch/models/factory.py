@@ -261,8 +261,8 @@ class _OutOfHostMemory(Exception):  # noqa: N818 - never leaves this module
 def _memory_limited(limit_bytes: int) -> Iterator[None]:
     """Raise _OutOfHostMemory as soon as the modules built in the block hold tensors of more than `limit_bytes`.
 
-    A tensor counts as soon as a module registers it. Free memory would show a tensor later, because `torch.empty` does
-    not write to the memory that it allocates.
+    A tensor counts as soon as a module registers it. The free memory of the host shows a tensor only later, because
+    `torch.empty` does not write to the memory that it allocates.
     """
     sizes: dict[int, int] = {}
 

@@ -115,8 +115,8 @@ def _is_filled(tensor: Tensor, before: Tensor, version: int) -> bool:
 
 
 def check_reset_parameters(model: nn.Module) -> None:
-    """Raise ConfigError on `model.name` if values would be lost on the meta device. That is so for the tensors of a
-    module without `reset_parameters`, and for a tensor that is a plain attribute."""
+    """Raise ConfigError on `model.name` if values would be lost on the meta device: those of a module without
+    `reset_parameters`, and those of a tensor that is a plain attribute."""
     problems = [*_without_reset_parameters(model), *_lost_tensors(model)]
     if problems:
         raise ConfigError(problems)

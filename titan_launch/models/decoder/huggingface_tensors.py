@@ -31,7 +31,8 @@ class Piece:
     """Number of output features of other parameters before the first of this one."""
 
     step: int = 1
-    """Step from one output feature of this parameter to the next. Above 1, those of other parameters lie between."""
+    """Distance from one output feature of this parameter to the next. If the distance is above 1, output features of
+    other parameters lie between."""
 
     is_transposed: bool = False
 

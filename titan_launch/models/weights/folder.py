@@ -226,8 +226,8 @@ class Weights:
     """The initial values of a model's parameters and saved buffers, in a folder."""
 
     def __init__(self, folder: WeightsFolder, pieces: Places, copies: Mapping[str, Sequence[Place]] | None = None):
-        """`pieces`: place in the folder of each tensor of the model. `copies`: further places of a parameter that
-        several modules of the model share, if the folder has the parameter more than once."""
+        """`pieces`: place in the folder of each tensor that gets its values from there. `copies`: further places of a
+        parameter that several modules of the model share, if the folder has the parameter more than once."""
         self.folder = folder
         self.pieces = pieces
         self.copies = copies or {}
@@ -411,7 +411,8 @@ def find_weights(
 
 
 def _check_number(places: Collection[Place], folder: WeightsFolder) -> None:
-    """Raise ConfigError if a model has far more tensors than its folder. Fewer missing tensors are named later."""
+    """Raise ConfigError if a model has over 200,000 tensors more than its folder. If fewer tensors are missing,
+    `find_weights` names them."""
     stacked = (place for place in places if isinstance(place, Piece) and place.has_tensor_per_expert)
     expected = len(places) + sum(place.num_experts or 0 for place in stacked)
     if expected > len(folder.tensors) + 200_000:
