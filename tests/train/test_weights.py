@@ -62,7 +62,7 @@ def whole_states(jobs: list[tuple[str, str]]) -> list[tuple[dict[str, Tensor], i
             assert len(headers_read) == 1
             headers_read.clear()
             weights = find_weights(run.config.model, run.job.plan.inventory)
-            states.append((full_state(run.model), load_weights(run.model, weights), weights.num_bytes))
+            states.append((full_state(run.model), load_weights(run.model, weights), weights.bytes_of(weights.pieces)))
     return states
 
 

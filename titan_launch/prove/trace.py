@@ -19,11 +19,11 @@ from torch.distributed.tensor import DTensor
 
 from titan_launch.distributed.torch_private import roots
 from titan_launch.metrics.memory import is_in_backward
+from titan_launch.models.blocks import PassThrough
 from titan_launch.models.build import SPECS
 from titan_launch.models.decoder.mixture_of_experts import Experts
 from titan_launch.models.parallel_plans import style_by_module
 from titan_launch.models.spec import TensorStyle
-from titan_launch.models.stages import PassThrough
 from titan_launch.parallel.context_parallel import sequence_part
 from titan_launch.prove.results import INPUT_GRADIENT, LOSS, OUTPUT, Departure, Event
 from titan_launch.train.run import Run
