@@ -39,7 +39,21 @@ class Loader:
 
     def __init__(self, data: Any, workers: Workers, **options: Any):
         """`data`, `options`: the data set and further arguments of torchdata's `StatefulDataLoader`."""
-        self._loader = _build_data_loader(data, workers, options)
+        with warnings.catch_warnings():
+            # torchdata 0.11 calls torch.set_vital, which torch 2.13 deprecates. The user cannot change that.
+            warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
+            self._loader = StatefulDataLoader(
+                data,
+                num_workers=workers.number,
+                pin_memory=workers.pin_memory,
+                persistent_workers=workers.number > 0,
+                # Fork shares the source's memory. Fork is not safe on macOS, and not the default from Python 3.14 on.
+                multiprocessing_context="fork" if workers.number and sys.platform == "linux" else None,
+                worker_init_fn=_ignore_stop_signals,
+                # With the default generator, starting an iteration would change the random numbers of dropout.
+                generator=torch.Generator(),
+                **options,
+            )
         # At exit, multiprocessing sends SIGTERM to its children and waits for them. Workers ignore SIGTERM, so this
         # call must end the workers first.
         atexit.register(self.close)
@@ -94,8 +108,7 @@ def build_train_loader(
     The next microbatch takes the next positions. So the samples of a step do not depend on the number of ranks or
     microbatches.
     """
-    reader, batches = _TrainReader(source, order), _TrainBatches(layout, dp_rank, start)
-    return _indexed_loader(reader, batches, workers)
+    return _indexed_loader(_TrainReader(source, order), _TrainBatches(layout, dp_rank, start), workers)
 
 
 def samples_of_step(order: Order, layout: Layout, position: int) -> list[list[list[int]]]:
@@ -132,8 +145,8 @@ class FetchedAhead:
     """An endless iterator over batches from worker processes. A thread unpacks the batches while the training loop
     computes.
 
-    Use this class only with worker processes. Without worker processes, the training loop itself must read the batches:
-    the code of a user's source or transform may set random generators, and the training loop uses the same generators.
+    Use this class only with worker processes. Without worker processes, the training loop itself must read the batches.
+    The code of a user's source or transform may set random generators, which the training loop also uses.
     """
 
     def __init__(self, batches: Iterable[Batch], num_ahead: int):
@@ -155,14 +168,10 @@ class FetchedAhead:
         return batch
 
     def close(self) -> None:
-        """Stop fetching. Wait for the batch that is being fetched, but at most 5 s, because its worker may wait for a
+        """Stop fetching. Wait at most 5 s for the batch that is being fetched, because its worker may wait for a
         disk."""
         self._thread.shutdown(wait=False, cancel_futures=True)
-        wait(self._ahead, timeout=_LONGEST_WAIT)
-
-
-_LONGEST_WAIT = 5.0
-"""Seconds to wait for a batch that is being fetched when a loader is closed."""
+        wait(self._ahead, timeout=5.0)
 
 
 def copied_ahead(batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]:
@@ -240,8 +249,7 @@ class BatchReader(Protocol):
     `__getitems__`."""
 
     def __getitems__(self, numbers: Sequence[int], /) -> Sample:
-        """Return the tensors of a batch. `numbers`: the item of the `batch_sampler`, such as positions or indices of
-        samples."""
+        """Return the tensors of a batch. `numbers`: positions or indices of its samples."""
 
 
 @dataclass(frozen=True)
@@ -271,8 +279,8 @@ class _ValidationReader:
 
 @dataclass(frozen=True)
 class _ErrorsAsBatches:
-    """A reader that returns a UserError in place of a batch. If the reader raised the error, PyTorch would add the
-    traceback of the worker to the text."""
+    """A reader that returns a UserError in place of a batch. If it raised the error, PyTorch would add the traceback of
+    the worker process to the error's text."""
 
     reader: BatchReader
 
@@ -377,24 +385,6 @@ def _indexed_loader(reader: BatchReader, batches: Iterable[Sequence[int]], worke
         collate_fn=_packed,
         snapshot_every_n_steps=None,  # its state is not used
     )
-
-
-def _build_data_loader(data: Any, workers: Workers, options: dict[str, Any]) -> Any:
-    with warnings.catch_warnings():
-        # torchdata 0.11 calls torch.set_vital, which torch 2.13 deprecates. The user cannot change that.
-        warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
-        return StatefulDataLoader(
-            data,
-            num_workers=workers.number,
-            pin_memory=workers.pin_memory,
-            persistent_workers=workers.number > 0,
-            # Fork shares the source's memory. Fork is not safe on macOS, and not the default from Python 3.14 on.
-            multiprocessing_context="fork" if workers.number and sys.platform == "linux" else None,
-            worker_init_fn=_ignore_stop_signals,
-            # With the default generator, starting an iteration would change the random numbers of dropout.
-            generator=torch.Generator(),
-            **options,
-        )
 
 
 def _ignore_stop_signals(worker_id: int) -> None:

@@ -104,6 +104,8 @@ class Header:
     """Number of skipped files or documents, by reason."""
 
     first_skipped: str = ""
+    """Name of the first skipped file or document."""
+
     has_pairs: bool = False
     """True if documents 2k and 2k + 1 of every shard are a pair: the chosen and the rejected answer to a prompt."""
 
@@ -111,20 +113,17 @@ class Header:
     """True if the last token of every document is a label of its answer: 1 for a desirable answer, else 0."""
 
     source: str = ""
-    """Digest of everything that decides the tokens, except for the tokenizer: keys of the section, `Corpus.identity`,
-    and the names, sizes and contents of the files."""
+    """Digest of everything that decides the tokens, except for the tokenizer (see `data.prepare`)."""
 
     format: str = FORMAT
     version: int = VERSION
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of all shards."""
         return sum(shard.num_tokens for shard in self.shards)
 
     @property
     def num_documents(self) -> int:
-        """Number of documents of all shards."""
         return sum(shard.num_documents for shard in self.shards)
 
 
@@ -270,8 +269,8 @@ class TokenStream:
     vocab_size: int
 
     identity: Sequence[Any]
-    """Values that identify the ends of the documents in keys of the cache: if an end changes, a value changes. JSON can
-    represent the values."""
+    """Values for the key of cached results that depend on the ends of the documents. If an end changes, a value
+    changes. JSON can represent the values."""
 
     starts: Sequence[int] = field(init=False)
     """For each shard, the number of tokens before it. The last entry is the number of all tokens."""
@@ -284,7 +283,6 @@ class TokenStream:
 
     @property
     def num_documents(self) -> int:
-        """Number of documents."""
         return sum(map(len, self.ends))
 
     def read(self, start: int, stop: int) -> Tokens:

@@ -9,7 +9,7 @@ from typing import Any
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.data import ChatData, single_sources
 from titan_launch.core.errors import ConfigError, KeyPath
-from titan_launch.data.corpora.chat_template import ChatTemplate, template_of
+from titan_launch.data.corpora.chat_template import ChatTemplate, load_template
 from titan_launch.data.tokenizers import Tokenizer
 from titan_launch.inference.saved_model import SavedModel
 from titan_launch.models.huggingface.files import WeightsError
@@ -43,7 +43,7 @@ def find_template(saved: SavedModel, tokenizer: Tokenizer, options: ChatOptions)
     data = data.model_copy(update={**changes, "template_args": {**data.template_args, **options.template_args}})
     is_of_run = options.template is None and data.template is not None
     try:
-        return template_of(data, tokenizer, ("data", "template") if is_of_run else OPTION, saved.companions)
+        return load_template(data, tokenizer, ("data", "template") if is_of_run else OPTION, saved.companions)
     except ConfigError as error:
         if not is_of_run:
             raise
@@ -68,7 +68,7 @@ def ends_of_answers(template: ChatTemplate | None, tokenizer: Tokenizer) -> tupl
     """Return (tokens, texts) that end an answer: the token with which the template ends the last answer of a chat or,
     if the end is not one token, its text. Both are empty if the template writes no end, or if there is no template.
     Raises ConfigError if the template cannot be used."""
-    end = "" if template is None else template.end_of_answer()
+    end = "" if template is None else str(template.call("end_of_answer"))
     tokens, _ = tokenizer.encode_chat(end)
     if len(tokens) == 1:
         return frozenset(tokens), ()

@@ -23,7 +23,7 @@ from titan_launch.core.commit import commit_of
 from titan_launch.core.errors import UserError, did_you_mean
 from titan_launch.core.patches import replaced
 from titan_launch.core.terminal import one_line, say
-from titan_launch.data.corpora.records import RecordError
+from titan_launch.data.chat_rendering import RecordError
 from titan_launch.inference.generation import Sampling, TextStream, generate_tokens, logits_of
 from titan_launch.inference.language_model import LanguageModel
 
@@ -74,7 +74,7 @@ class EvaluatedModel(TemplateLM):
 
     def chat_template(self, chat_template: bool | str = False) -> str:
         """Return the chat template; "" without one."""
-        return "" if self.model.template is None else self.model.template.text
+        return "" if self.model.template is None else self.model.template.renderer.text
 
     def apply_chat_template(self, chat_history: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> str:
         """Return the text of a chat. Raises UserError if the template refuses the chat.

@@ -18,9 +18,9 @@ from titan_launch.config.sections.tokenizer import TOKENIZER_FILE, TokenizerConf
 from titan_launch.core.errors import UserError, listed
 from titan_launch.core.import_string import refuse_imports_from
 from titan_launch.core.terminal import one_line
-from titan_launch.data.chat_rendering import Message
+from titan_launch.data.chat_rendering import Message, RecordError
 from titan_launch.data.corpora.chat_template import ChatTemplate
-from titan_launch.data.corpora.records import RecordError, utf8
+from titan_launch.data.corpora.records import utf8
 from titan_launch.data.tokenizers import Tokenizer, build_tokenizer, tokenizer_beside
 from titan_launch.inference.chat_format import ChatOptions, ends_of_answers, find_template
 from titan_launch.inference.saved_model import SavedModel, merged

@@ -8,9 +8,9 @@ import numpy as np
 
 from titan_launch.config.sections.data import ClassificationData
 from titan_launch.core.errors import did_you_mean, listed
+from titan_launch.data.chat_rendering import RecordError
 from titan_launch.data.corpora.interface import Document
 from titan_launch.data.corpora.jsonl import TokenizedLinesCorpus, value_of
-from titan_launch.data.corpora.records import RecordError
 from titan_launch.data.token_files import Encoded, Tokens
 
 
@@ -26,7 +26,6 @@ class ClassificationCorpus(TokenizedLinesCorpus):
         return [self.seq_len]
 
     def document(self, record: dict[str, Any], file: tuple[str, int]) -> Document:
-        """Return the tokens of a text and its label. Raises RecordError."""
         label = self._label(value_of(record, self.config.label, "label"))
         content = self.text_document(value_of(record, self.config.text, "text"), file, "text").content
         (tokens,) = self.tokenizer.encode_documents([content])
@@ -51,8 +50,9 @@ class ClassificationCorpus(TokenizedLinesCorpus):
 
 
 def scored(tokens: Tokens, label: int, longest: int, truncation: str) -> Encoded:
-    """Return a document whose only target is `label`, after its last token. `longest`: limit of its tokens, without the
-    label. With the truncation `left`, the last tokens are kept, else the first ones."""
+    """Return a document whose only target is `label`, after its last token. `longest`: limit of its number of tokens,
+    without the label. `truncation`: "left" keeps the last tokens of a longer document, any other value the first
+    ones."""
     kept = tokens[-longest:] if truncation == "left" else tokens[:longest]
     targets = np.zeros(len(kept) + 1, np.bool_)
     targets[-1] = True

@@ -24,12 +24,11 @@ class HuggingFaceCorpus(ColumnCorpus):
 
     @cached_property
     def files(self) -> list[File]:
-        """The Arrow files, which `datasets` maps into memory. Raises ConfigError for data that cannot be loaded."""
+        """The Arrow files, which `datasets` maps into memory."""
         paths = [Path(file["filename"]) for file in self._dataset.cache_files]
         return [File(path.name, path, file_state(path)) for path in paths]
 
     def parts(self) -> list[Part]:
-        """Return the parts. Each part is a range of rows of the split."""
         files, num_rows = tuple(self.files), len(self._dataset)
         num_bytes = sum(file.size for file in files)
         step = max(1, num_rows * self.part_bytes // max(1, num_bytes))
@@ -37,7 +36,6 @@ class HuggingFaceCorpus(ColumnCorpus):
         return [Part(files, num_bytes // len(starts), start, min(start + step, num_rows)) for start in starts]
 
     def documents(self, part: Part) -> Iterator[Document | Skipped]:
-        """Yield the documents of a part. Raises ConfigError for a row that stops the run."""
         rows = self._dataset.select(range(part.start, part.stop or 0))
         name = f"{self.config.subset or 'default'}/{self.config.hf_split}"
         file = (name, sum(file.size for file in self.files))

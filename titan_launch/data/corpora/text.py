@@ -18,8 +18,6 @@ class TextCorpus(FileCorpus):
     remedy = "convert files to UTF-8 without NUL bytes, or name text files"
 
     def documents(self, part: Part) -> Iterator[Document | Skipped]:
-        """Yield each text file of a part as a document, and each other file as skipped. Raises ConfigError for a file
-        that cannot be read, or that is larger than its limit after decompression."""
         for file in part.files:
             with self.opened(file) as stream:
                 limit = 10 * file.size + MOST_DOCUMENT

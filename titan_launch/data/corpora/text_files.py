@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
+from pathlib import Path
 from typing import Any, BinaryIO
 
 from titan_launch.config.paths import COMPRESSED, LinkError, describe_ends, expand_paths, files_left_out
@@ -25,8 +26,8 @@ MOST_RECORDS = 64 * MIB
 bytes."""
 
 LEAST_RECORD = 256
-"""Least number of bytes with which a line or row counts toward this limit (`most_of_records`). Otherwise a file could
-have any number of empty lines."""
+"""A line or row with fewer bytes counts as this number of bytes toward the limit of `most_of_records`. Otherwise a file
+could have any number of empty lines."""
 
 
 class FileCorpus(Corpus):
@@ -38,30 +39,29 @@ class FileCorpus(Corpus):
     def files(self) -> list[File]:
         """All files. Raises ConfigError if an entry of `path` matches no file, if records would be read as text, if a
         link leads out of a folder, or if folders are nested too deeply."""
+        found: list[tuple[str, Path]] = []
+        problem: str | None = None
         try:
             found = expand_paths(self.config.path, self.config.suffixes)
         except RecursionError:
-            reason = "has folders that are nested too deeply; name other files"
-            raise config_error((*self.key, "path"), reason, self.config.path) from None
+            problem = "has folders that are nested too deeply; name other files"
         except FileNotFoundError as error:
-            reason = f'no file is found at "{error.args[0]}"'
-            raise config_error((*self.key, "path"), reason, self.config.path) from None
+            problem = f'no file is found at "{error.args[0]}"'
         except LinkError as error:
-            raise config_error((*self.key, "path"), f"{error}, or name the target", self.config.path) from None
+            problem = f"{error}, or name the target"
         entries = (self.config.path,) if isinstance(self.config.path, str) else self.config.path
         for entry in entries if isinstance(self.config, TextData) else ():
             below = [name for name, path in found if path.is_relative_to(entry)] if os.path.isdir(entry) else [entry]
-            if misread := misread_as_text(entry, below):
-                raise config_error((*self.key, "path"), misread, self.config.path)
+            problem = problem or misread_as_text(entry, below)
+        if problem is not None:
+            raise config_error((*self.key, "path"), problem, self.config.path)
         return [File(name, path, file_state(path)) for name, path in found]
 
     @property
     def left_out(self) -> str:
-        """Text with the number of unread files in the folders of `path`, by suffix; "" if there are none."""
         return describe_ends(files_left_out(self.config.path, self.config.suffixes))
 
     def parts(self) -> list[Part]:
-        """Return the parts. Each part is a group of files."""
         return self.grouped(self.files)
 
     def grouped(self, files: Sequence[File]) -> list[Part]:
@@ -118,6 +118,5 @@ def is_compressed(file: File) -> bool:
 
 
 def most_of_records(file: File) -> int:
-    """Return how many bytes the lines or rows of a compressed file may have after decompression. Each line or row
-    counts as at least LEAST_RECORD bytes."""
+    """Return the limit of the bytes that the lines or rows of a compressed file have after decompression."""
     return 100 * file.size + MOST_RECORDS

@@ -17,9 +17,9 @@ import torch
 
 from titan_launch.config.sections.data import HuggingFaceData
 from titan_launch.core.errors import ConfigError, UserError, config_error, listed
+from titan_launch.data.chat_rendering import RecordError
 from titan_launch.data.corpora.huggingface import HuggingFaceCorpus, load_rows
 from titan_launch.data.corpora.interface import in_split
-from titan_launch.data.corpora.records import RecordError
 from titan_launch.data.sources.interface import Sample, SourceContext
 
 _log = logging.getLogger(__name__)
