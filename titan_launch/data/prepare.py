@@ -51,10 +51,6 @@ _BATCH = 1000
 _BATCH_BYTES = 1 << 20
 """Bytes of text at which a batch of documents ends. The package tokenizers needs about 500 bytes for each token."""
 
-_SAMPLE_BYTES = 1 << 20
-"""Size of a sample in bytes. To find out if cached digests are valid, up to 64 samples of the text are read. If the
-files have at most 64 pieces of this size, all text is read."""
-
 _LARGE_CORPUS = 1 << 26
 """Bytes of text above which a run tokenizes the text in several processes, which take a second to start."""
 
@@ -193,7 +189,7 @@ def _cached_digests(corpus: Corpus) -> list[str]:
     """
     places = [[str(file.path.resolve()), *file.state] for file in corpus.files]
     try:
-        sample = fingerprint_of_files([("", file.path) for file in corpus.files], _SAMPLE_BYTES)
+        sample = fingerprint_of_files([("", file.path) for file in corpus.files])
     except OSError as error:
         broken = next((file for file in corpus.files if str(file.path) == str(error.filename)), corpus.files[0])
         raise corpus.unopened(broken, error) from None
