@@ -76,7 +76,7 @@ class Packing:
 
 
 def cached_packing(stream: TokenStream, header: Header, seq_len: int) -> Packing:
-    """Return the packing of token files. The first process of a host computes the packing, and the cache keeps it.
+    """Return the packing of token files. The first process of a host computes the packing and writes it to the cache.
     Raises UserError if the cache cannot be written."""
     identity = [VERSION, seq_len, header.has_pairs, stream.identity]
     ends = stream.document_ends
@@ -142,8 +142,9 @@ def best_fit_decreasing(lengths: npt.NDArray[np.int32], capacity: int) -> npt.ND
     """Return the bin of each item, where a bin holds items whose lengths (1 to `capacity`) add up to `capacity` or
     less.
 
-    Items of equal length are placed together. A bin with free space f takes f // length of them, because after each
-    item this bin still has the least free space that suffices. So the time grows with the number of different lengths.
+    Items of equal length are placed together. A bin with free space f takes f // length of these items, because after
+    each item this bin still has the least free space that suffices. So the time grows with the number of different
+    lengths.
     """
     counts = np.bincount(lengths, minlength=capacity + 1)
     bin_of = np.empty(len(lengths), np.int32)  # the bin of each item, in the order of falling length

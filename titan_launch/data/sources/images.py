@@ -68,11 +68,9 @@ class ImageSource:
         return len(self._chosen)
 
     def describe(self) -> str:
-        """Return the amount of data as part of a log line."""
         return f"{len(self):,} images {tuple(self.shape)} of {self.num_classes:,} classes{self._images.note}"
 
     def details(self) -> Details:
-        """Return the shape of a sample, the stored bytes, the number of images of each class, and the skipped files."""
         counts = np.bincount(self._images.labels[self._chosen], minlength=self.num_classes).tolist()
         amounts = {
             "shape": " x ".join(map(str, self.shape)),

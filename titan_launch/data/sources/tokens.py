@@ -44,20 +44,13 @@ class TokenSource:
         return max(0, len(self._stream) - 1) // self._seq_len
 
     def describe(self) -> str:
-        """Return the amount of data as part of a log line."""
         return f"{self._description}, {_count(len(self), 'sample')} of {self._seq_len}{self._note}"
 
     def details(self) -> Details:
-        """Return the contents of the token files."""
         return token_details(self._header, self._stream)
 
     def fingerprint(self, seed: int) -> Fingerprint:
-        """Return the fingerprint of the tokens, the tokenizer, and the files. Skipped files do not count."""
-
-        def content(index: int) -> bytes:
-            return self._window(index).astype(np.int64).tobytes()
-
-        return self._stream.fingerprint(len(self), content, seed)
+        return self._stream.fingerprint(len(self), lambda i: self._window(i).astype(np.int64).tobytes(), seed)
 
     def __getitem__(self, index: int) -> Sample:
         """Return inputs and targets, both int64 `[seq_len]`. The targets are the inputs shifted by one position."""
