@@ -40,7 +40,6 @@ class ModelLoss(Loss):
         return {"labels": targets}
 
     def contract(self, unit: SampleUnit) -> str:
-        """Return the contract of a forward that returns its loss."""
         return model_loss_contract(unit)
 
     def select(self, outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -58,11 +57,9 @@ class ModelLoss(Loss):
     def sums(self, outputs: tuple[Tensor, Tensor | None], targets: Tensor) -> Tensor:
         """Return two sums over the valid targets, in fp32. `outputs`: loss and logits.
 
-        The first is the loss: a mean is multiplied by the number of valid targets. The second is 0 with gradients
-        enabled. Without gradients it is the number of correct predictions, or NaN without logits.
-
-        Raises ConfigError if `_check_shift` finds that the model shifts the targets by one token: they are shifted
-        already.
+        The first sum is the loss; if the model returns a mean, it is multiplied by the number of valid targets. The
+        second sum is 0 with gradients enabled. Without gradients, it is the number of correct predictions, or NaN if
+        there are no logits. Raises the ConfigError of `_check_shift`.
         """
         loss, logits = outputs
         if logits is not None and not are_logits(logits, targets):
@@ -79,11 +76,12 @@ class ModelLoss(Loss):
 
     @torch.no_grad()
     def _check_shift(self, loss: Tensor, logits: Tensor | None, targets: Tensor) -> None:
-        """Raise ConfigError if the loss is the cross-entropy of the targets shifted by one token.
+        """Raise ConfigError if the loss is the cross-entropy of the targets shifted by one token, because the data has
+        already shifted them.
 
-        The check computes the cross-entropy of the targets and of the shifted targets. If both are equal, the next
-        forward checks again; usually they differ in the first step. The host waits for the device. Without logits there
-        is no check.
+        The check compares the loss with the cross-entropies of the targets and of the shifted targets. If these two are
+        equal, the next forward checks again; usually they differ in the first step. The host waits for the device.
+        Without logits there is no check.
         """
         if logits is None:
             self._checks_shift = False
