@@ -52,6 +52,9 @@ class RecordError(Exception):
         super().__init__(reason, detail, key, on_error)
         self.reason, self.detail, self.key, self.on_error = reason, detail, key, on_error
 
+    def __str__(self) -> str:
+        return f"{self.reason} ({one_line(self.detail[:_LONGEST_DETAIL])})" if self.detail else self.reason
+
 
 class Span(NamedTuple):
     """A range of characters."""
@@ -398,6 +401,9 @@ def _shortened(error: Exception) -> str:
 
 
 _LONGEST_MESSAGE = 500
+
+_LONGEST_DETAIL = 600
+"""Limit of the characters of the detail in an error of a record. The detail may quote the record."""
 
 _LONGEST_END = 100
 """Limit of the characters of the text that ends an answer. During generation, each new token is compared with it."""

@@ -33,10 +33,10 @@ class ChatOptions:
 
 
 def find_template(saved: SavedModel, tokenizer: Tokenizer, options: ChatOptions) -> ChatTemplate:
-    """Return the chat template of a model. It is the first of these that exists: the template of the command line, the
-    one of the run's chat data, the one beside the tokenizer, and the one in the Hugging Face folder of the weights.
-    Raises WeightsError if the run has several chat formats. Raises WeightsError or ConfigError if there is no template,
-    or if the template cannot be used."""
+    """Return the chat template of a model: the first existing template among those of the command line, of the run's
+    chat data, of the tokenizer's folder, and of the Hugging Face folder of the weights. Raises WeightsError if the run
+    has several chat formats. Raises WeightsError or ConfigError if there is no template, or if the template cannot be
+    used."""
     data = template_section(saved.job, options.template is not None)
     given = {"template": options.template, "date": options.date}
     changes = {name: value for name, value in given.items() if value is not None}
@@ -55,13 +55,10 @@ def template_section(job: JobConfig, has_template: bool = False) -> ChatData:
     return the defaults. `has_template`: True if the user named a template. If False, raises WeightsError for a run with
     several chat formats."""
     sections = [source for source in single_sources(job.data).values() if isinstance(source, ChatData)]
-    if any(_format(section) != _format(sections[0]) for section in sections) and not has_template:
+    formats = [(section.template, section.template_args, section.date) for section in sections]
+    if any(each != formats[0] for each in formats) and not has_template:
         raise WeightsError("its sources of chats have several formats; choose the chat template with --template")
     return sections[0] if sections else ChatData(kind="chat", path="")
-
-
-def _format(data: ChatData) -> tuple[Any, ...]:
-    return data.template, data.template_args, data.date
 
 
 def ends_of_answers(template: ChatTemplate | None, tokenizer: Tokenizer) -> tuple[frozenset[int], tuple[str, ...]]:

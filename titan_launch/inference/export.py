@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from pathlib import Path
@@ -20,13 +20,7 @@ from titan_launch.data.tokenizers import build_tokenizer
 from titan_launch.inference.chat_format import ChatOptions, ends_of_answers, find_template, template_section
 from titan_launch.inference.language_model import tokenizer_of_model
 from titan_launch.inference.model_card import write_card
-from titan_launch.inference.saved_model import (
-    SavedModel,
-    adapters_of_saved,
-    averaged,
-    merged,
-    open_saved_model,
-)
+from titan_launch.inference.saved_model import SavedModel, adapters_of_saved, averaged, merged, open_saved_model
 from titan_launch.models.architectures import ARCHITECTURES, known_args, resolve_args
 from titan_launch.models.build import build_model
 from titan_launch.models.decoder.args import DecoderArgs
@@ -116,7 +110,13 @@ def export(run: Path, out: Path, options: ExportOptions) -> str:
     write = _write_plain if options.is_plain else _write_huggingface
     if options.is_adapter:
         write = _write_adapter
-    notes = list(_notes_on_mean(source, options))
+    notes = []
+    statistics = sum(name.endswith(".running_var") for name in source.entries)
+    if statistics and (options.average or options.soup):  # see `torch.optim.swa_utils.update_bn`
+        notes.append(
+            f"the running statistics of {statistics} BatchNorm layers are means, not those of the averaged weights; "
+            "a short run from this folder with optimizer.lr = 1e-30 computes these"
+        )
     with new_folder(out) as folder:
         num_tensors, num_bytes = write(source, folder, options)
         if write is _write_huggingface:
@@ -150,16 +150,6 @@ def _source(run: Path, options: ExportOptions) -> tuple[SavedModel, SavedModel]:
     return replace(saved, description=mean.description), mean
 
 
-def _notes_on_mean(source: SavedModel, options: ExportOptions) -> Iterator[str]:
-    """Yield a note if a mean of models has running statistics of BatchNorm (see `torch.optim.swa_utils.update_bn`)."""
-    statistics = sum(name.endswith(".running_var") for name in source.entries)
-    if statistics and (options.average or options.soup):
-        yield (
-            f"the running statistics of {statistics} BatchNorm layers are means, not those of the averaged weights; "
-            "a short run from this folder with optimizer.lr = 1e-30 computes these"
-        )
-
-
 def _write_plain(source: SavedModel, folder: Path, options: ExportOptions) -> tuple[int, int]:
     write_json(folder / CONFIG_FILE, source.record)
     if source.companions is not None:
@@ -182,12 +172,8 @@ def _write_huggingface(source: SavedModel, folder: Path, options: ExportOptions)
     config = config_of(model.name, args, _dtype_name(source), source.job.training.seq_len, original, labels)
     dtype_of = {tensor: entries[name].dtype for name, piece in pieces.items() for tensor in piece.tensors}
     files = [Entry(name, shape, dtype_of[name]) for name, shape in tensor_shapes(pieces, shapes).items()]
-    num_bytes = write_tensors(
-        folder,
-        files,
-        in_file_layout(pieces, source.read),
-        parse_size(options.max_shard_size),
-    )
+    read = in_file_layout(pieces, source.read)
+    num_bytes = write_tensors(folder, files, read, parse_size(options.max_shard_size))
     _copy_companions(source, folder)
     write_json(folder / CONFIG_FILE, config)
     _write_generation_config(folder, config)
@@ -272,10 +258,11 @@ def _write_adapter(source: SavedModel, folder: Path, options: ExportOptions) -> 
     if not adapters:
         raise WeightsError("it has no adapters ([lora] was not set); remove --adapter")
     own = {name for adapter in adapters for name in (adapter.a, adapter.b)}
-    if others := _other_trained(source, own):
+    weights = {name: entry.shape for name, entry in source.entries.items() if name not in own}
+    freezing = Freezing(source.job.training, has_adapters=True)
+    if others := [name for name in weights if freezing.trained_from([name], requires_grad=True) is not None]:
         reason = f"it trained {len(others)} parameters besides its adapters: {listed(others)}"
         raise WeightsError(f"{reason}; a folder of adapters would lack them: remove --adapter")
-    weights = {name: entry.shape for name, entry in source.entries.items() if name not in own}
     shapes, pieces = file_places(source.job.model, weights, _rows(source, options), options.is_plain)
     targets = targets_of(adapters, shapes, pieces)
     entries, parts = [], dict[str, tuple[Target, int]]()
@@ -297,17 +284,6 @@ def _write_adapter(source: SavedModel, folder: Path, options: ExportOptions) -> 
         base = str(source.base.resolve())
     write_json(folder / ADAPTER_CONFIG_FILE, adapter_config(targets, lora, pieces, base))
     return len(entries), num_bytes
-
-
-def _other_trained(source: SavedModel, own: Collection[str]) -> list[str]:
-    """Return the names of the parameters that a run trained besides its adapters. `own`: names of the adapters'
-    parameters."""
-    freezing = Freezing(source.job.training, has_adapters=True)
-    return [
-        name
-        for name in source.entries
-        if name not in own and freezing.trained_from([name], requires_grad=True) is not None
-    ]
 
 
 def _write_class(source: SavedModel, folder: Path, options: ExportOptions) -> tuple[int, int]:

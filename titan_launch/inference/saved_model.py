@@ -70,8 +70,8 @@ class SavedModel:
     """Sentences about keys of a Hugging Face `config.json` that have no effect here."""
 
     base: Path | None = None
-    """Folder of the weights with which the run began; None if there is none, or if it no longer exists. For a Hugging
-    Face folder: this folder itself."""
+    """Folder of the weights with which the run began; None without such a folder, or if it no longer exists. For a
+    Hugging Face folder: this folder itself."""
 
     manifest: Manifest | None = None
     """Manifest of the checkpoint; None if the folder is not a run folder."""
@@ -93,11 +93,9 @@ def open_saved_model(folder: Path, step: int | None = None, ema: bool = False, b
     """Open a run folder, a folder that `import` or `export` wrote, or a Hugging Face folder. No values are read.
 
     `step`: step of the run's checkpoint, by default that of `result_step`. `ema`: use the moving average of each
-    parameter that has one, instead of the parameter. `base`: folder of the parameters that the checkpoint omits. Its
-    default is the first that exists of `model.weights`, the path in the manifest, and `model.path`, or a local copy of
-    the URL among them. Adapters are
-    separate tensors in the result; `merged` adds them to the weights. Raises WeightsError, DamagedCheckpointError and
-    UserError.
+    parameter that has one, instead of the parameter. `base`: folder of the parameters that the checkpoint omits, by
+    default that of `_base_folder`. Adapters are separate tensors in the result; `merged` adds them to the weights.
+    Raises WeightsError, DamagedCheckpointError and UserError.
     """
     refuse_adapter(folder)
     record = read_json(folder / CONFIG_FILE)
@@ -148,11 +146,11 @@ def _checked(folder: Path, step: int) -> tuple[Path, Manifest]:
 
 
 def _base_folder(job: JobConfig, recorded: Base | None, given: Path | None) -> Path | None:
-    """Return the folder of the weights with which a run began: `given`, or the first that exists of `model.weights`,
-    the path in the manifest, and `model.path`. None if none exists.
+    """Return the folder of the weights with which a run began: `given` or, by default, the first existing folder among
+    `model.weights`, the path in the manifest, and `model.path`. None if no folder exists.
 
-    If the checkpoint omits parameters, and none of these exists, the folder is the local copy of the URL among them.
-    Raises WeightsError if this URL cannot be copied.
+    If no folder exists and the checkpoint omits parameters, a URL among these values is copied, and the local copy is
+    returned. Raises WeightsError if the URL cannot be copied.
     """
     if given is not None:
         return given
@@ -243,10 +241,8 @@ def _adapter_by_shape(saved: SavedModel, a: str) -> Adapter:
     weight, b = f"{module}.weight", f"{path}.b"
     rows, columns = saved.entries[weight].shape
     if rows == columns:
-        reason = (
-            "is square, so it may be of a linear layer or of an embedding, and the model's code is not run to find out"
-        )
-        raise WeightsError(f"{weight} {reason}; its adapter cannot be merged")
+        reason = "it may be of a linear layer or of an embedding, and the model's code is not run to find out"
+        raise WeightsError(f"{weight} is square, so {reason}; its adapter cannot be merged")
     rank, num_in = saved.entries[a].shape
     return Adapter(weight, a, b, rank, saved.job.lora.of(module).scale, is_embedding=num_in == rows)
 
@@ -313,24 +309,18 @@ def _check_structure(first: SavedModel, other: SavedModel) -> None:
     """Raise WeightsError if two models have different `model.name`, different arguments, or tensors of different names
     or shapes."""
     own, theirs = known_args(first.job.model), known_args(other.job.model)
+    shapes = [{name: tuple(entry.shape) for name, entry in model.entries.items()} for model in (first, other)]
     if first.job.model.name != other.job.model.name:
         problem = f"is {other.job.model.name}, not {first.job.model.name}"
     elif own != theirs:
         assert own is not None and theirs is not None, "the same model has arguments in both"
         names = [name for name in type(own).model_fields if getattr(own, name) != getattr(theirs, name)]
         problem = "has other arguments: " + ", ".join(f"{n} = {toml_value(getattr(theirs, n))}" for n in names)
-    elif different := sorted(
-        {name for name, entry in first.entries.items() if not _has(other, name, entry.shape)}
-        | (other.entries.keys() - first.entries)
-    ):
-        problem = f"has other names or shapes of tensors: {listed(different)}"
+    elif different := shapes[0].items() ^ shapes[1].items():
+        problem = f"has other names or shapes of tensors: {listed(sorted({name for name, _ in different}))}"
     else:
         return
     raise WeightsError(f"{other.description} {problem}; only models of the same structure have a mean")
-
-
-def _has(model: SavedModel, name: str, shape: Sequence[int]) -> bool:
-    return name in model.entries and tuple(model.entries[name].shape) == tuple(shape)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ BATCH_ROWS = 1000
 """Largest number of rows that are read at a time."""
 
 _SHOWN = 500
-"""Limit of the characters that an error quotes from a record, or from the names of columns."""
+"""Limit of the characters that an error quotes from the names of columns."""
 
 
 class RecordCorpus(Corpus):
@@ -39,10 +39,8 @@ class RecordCorpus(Corpus):
         it is "" and the key `on_error` is "stop". `where`: name of the record."""
         if (error.on_error or self.config.on_error) == "skip":
             return Skipped(error.reason, where)
-        detail = f" ({one_line(error.detail[:_SHOWN])})" if error.detail else ""
-        where = one_line(where)
         skip = f'{format_key((*self.key, error.key if error.on_error else "on_error"))} = "skip"'
-        reason = f"{where} is {error.reason}{detail}; correct this {self.unit}, or set {skip}"
+        reason = f"{one_line(where)} is {error}; correct this {self.unit}, or set {skip}"
         raise config_error((*self.key, error.key), reason, getattr(self.config, error.key))
 
 
