@@ -58,9 +58,9 @@ class Line:
     """True if a change is shown in percent, False if it is shown as a difference."""
 
     def changes(self) -> list[str]:
-        """Return the change of each run's figure from that of the first run, as text. "" for the first run, and if a
-        figure is missing or not finite."""
-        return ["", *(self._change(value) for value in self.values[1:])]
+        """Return the change from the first run's figure to each other run's figure, as text; "" if a figure is missing
+        or not finite."""
+        return [self._change(value) for value in self.values[1:]]
 
     def _change(self, value: float | None) -> str:
         first = self.values[0]
@@ -82,9 +82,9 @@ class Comparison:
         change the model or the result come first. The last entry is the number of ranks, if it differs."""
 
         self.axis = loss_axis(runs)
-        """The axis over which losses are compared (`loss_axis`): `step`, `tokens` or `images`."""
+        """The axis over which losses are compared: `step`, `tokens` or `images`."""
 
-        self.step = _last_common_step(runs)
+        self.step = max(set.intersection(*({step for step, _ in run.values(LOSS)} for run in runs)), default=None)
         """The last step for which all runs have reported a training loss; None if there is no such step."""
 
         self.lines = [line for line in _lines(self) if any(value is not None for value in line.values)]
@@ -113,7 +113,7 @@ class Comparison:
         rows = [[f"  {key}", *(_short(value) for value in values)] for key, values in self.keys.items()]
         keys = [f"{self._num_keys()}", *(aligned([["", *named], *rows]) if rows else [])]
         head = ["", *letters, *(f"{letter} against A" for letter in letters[1:])]
-        figures = aligned([head, *([line.name, *line.cells, *line.changes()[1:]] for line in self.lines)])
+        figures = aligned([head, *([line.name, *line.cells, *line.changes()] for line in self.lines)])
         only = [
             f"only in {letter}: {one_line(', '.join(self.only_in_some[name]))}"
             for letter, name in zip(letters, self.names, strict=True)
@@ -164,7 +164,7 @@ class Comparison:
             for name, run in zip(self.names, self.runs, strict=True)
         ]
         keys = [(key, *(_short(value, 200) for value in values)) for key, values in self.keys.items()]
-        figures = [(line.name, *line.cells, *line.changes()[1:]) for line in self.lines]
+        figures = [(line.name, *line.cells, *line.changes()) for line in self.lines]
         against = [f"{name} against {self.names[0]}" for name in self.names[1:]]
         tags = dict.fromkeys(tag for run in self.runs for tag in run.tags)
         speeds = dict.fromkeys(filter(None, map(speed_tag, self.runs)))
@@ -172,6 +172,7 @@ class Comparison:
         title = " and ".join(self.names)
         only = [(name, ", ".join(missing)) for name, missing in self.only_in_some.items()]
         head = ("key", *self.names)
+        reason = f"The runs differ in the {self.axis} per step, so their losses are compared over {self.axis}."
         return page(
             title,
             [
@@ -183,7 +184,7 @@ class Comparison:
                 ),
                 section("Runs", table(("run", "folder", "state", "step"), states)),
                 section("Figures", table(("figure", *self.names, *against), figures)),
-                section("Loss", self._axis_explained(), charts(self._loss_charts())),
+                section("Loss", paragraphs([] if self.axis == "step" else [reason]), charts(self._loss_charts())),
                 section("Speed", charts(line_chart(speed_unit(tag), self._curves(tag)) for tag in speeds)),
                 section("Where the time of a step goes", self._times()),
                 section("Metrics that only some runs have", table(("run", "metrics"), only)),
@@ -192,13 +193,6 @@ class Comparison:
                     charts(line_chart(tag, self._curves(tag), has_hover=False) for tag in tags if tag not in main),
                 ),
             ],
-        )
-
-    def _axis_explained(self) -> str:
-        if self.axis == "step":
-            return ""
-        return paragraphs(
-            [f"The runs differ in the {self.axis} per step, so their losses are compared over {self.axis}."]
         )
 
     def _loss_charts(self) -> Iterator[str]:
@@ -246,7 +240,7 @@ class Comparison:
         first = line.values[0]
         return [
             f"{name} is slower than {self.names[0]} by more than {percent:g} %: {shown}"
-            for name, value, shown in zip(self.names[1:], line.values[1:], line.changes()[1:], strict=True)
+            for name, value, shown in zip(self.names[1:], line.values[1:], line.changes(), strict=True)
             if value is None or first is None or not value >= first * (1 - percent / 100)
         ]
 
@@ -291,11 +285,6 @@ def _different_keys(runs: Sequence[RecordedRun]) -> Iterator[tuple[str, tuple[An
     ranks = tuple(run.num_ranks for run in runs)
     if len({*ranks}) > 1:
         yield "number of ranks", ranks
-
-
-def _last_common_step(runs: Sequence[RecordedRun]) -> int | None:
-    common = set.intersection(*({step for step, _ in run.values(LOSS)} for run in runs))
-    return max(common, default=None)
 
 
 def _lines(comparison: Comparison) -> Iterator[Line]:
