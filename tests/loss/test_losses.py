@@ -28,7 +28,7 @@ from titan_launch.config.sections.data import TextData
 from titan_launch.config.sections.loss import KTOConfig, ORPOConfig
 from titan_launch.core.errors import ConfigError
 from titan_launch.data.corpora.chat import UnpairedPreferenceCorpus
-from titan_launch.data.corpora.text import TextCorpus
+from titan_launch.data.corpora.text_files import TextCorpus
 from titan_launch.data.order import SampleOrder
 from titan_launch.data.prepare import prepare
 from titan_launch.data.sources import build_source

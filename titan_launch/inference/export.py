@@ -82,12 +82,11 @@ class ExportOptions:
     """Folder with the parameters that the checkpoint omits. None: the default of `open_saved_model`."""
 
     average: Mapping[int, float] = field(default_factory=dict)
-    """Checkpoints whose mean is written: their weights in the mean, by step. Empty: the checkpoint of `step` is
-    written."""
+    """Weights in the mean of checkpoints that is written, by step. Empty: the checkpoint of `step` is written."""
 
     soup: Mapping[Path, float] = field(default_factory=dict)
-    """Further models in the mean: their weights in the mean, by folder. The exported model has the weight 1, or the
-    weights in `average`."""
+    """Weights of further models in the mean, by folder. The exported model has the weight 1, or the weights in
+    `average`."""
 
 
 def export(run: Path, out: Path, options: ExportOptions) -> str:
@@ -99,13 +98,10 @@ def export(run: Path, out: Path, options: ExportOptions) -> str:
     """
     saved, source = _source(run, options)
     if options.dtype is not None:
-        dtype = getattr(torch, options.dtype)
-        entries = {
-            name: replace(entry, dtype=dtype)
-            if entry.dtype.is_floating_point and not is_selection_bias(name)
-            else entry
-            for name, entry in source.entries.items()
-        }
+        dtype, entries = getattr(torch, options.dtype), dict(source.entries)
+        for name, entry in source.entries.items():
+            if entry.dtype.is_floating_point and not is_selection_bias(name):
+                entries[name] = replace(entry, dtype=dtype)
         source = replace(source, entries=entries)
     write = _write_plain if options.is_plain else _write_huggingface
     if options.is_adapter:
@@ -121,8 +117,8 @@ def export(run: Path, out: Path, options: ExportOptions) -> str:
         num_tensors, num_bytes = write(source, folder, options)
         if write is _write_huggingface:
             notes += _write_chat_format(source, folder)
-        library = "transformers" if not options.is_plain else "titan_launch"
-        write_card(folder, saved, run, "peft" if options.is_adapter else library)
+        library = "peft" if options.is_adapter else "titan_launch" if options.is_plain else "transformers"
+        write_card(folder, saved, run, library)
     return f"wrote {num_tensors} tensors ({num_bytes / 1e6:,.1f} MB) of {source.description} to {out}" + "".join(
         f"\nnote: {note}" for note in notes
     )
@@ -181,8 +177,8 @@ def _write_huggingface(source: SavedModel, folder: Path, options: ExportOptions)
 
 
 def _copy_companions(source: SavedModel, folder: Path) -> None:
-    """Copy the Hugging Face files that came with the weights with which the run began: configuration and tokenizer. If
-    the run's own tokenizer has files, copy its files in place of the tokenizer that came with the weights."""
+    """Copy the Hugging Face configuration and tokenizer of the weights with which the run began. If the run's own
+    tokenizer has files, copy these files in place of the tokenizer of the weights."""
     names = MODEL_FILES if (own := _tokenizer_folder(source)) else (*MODEL_FILES, *TOKENIZER_FILES)
     if source.companions is not None:
         copy_companions(source.companions, folder, names)
@@ -252,8 +248,8 @@ def _rows(source: SavedModel, options: ExportOptions) -> int | None:
 
 def _write_adapter(source: SavedModel, folder: Path, options: ExportOptions) -> tuple[int, int]:
     """Write the adapters as a folder for `peft`, which applies them to the model with which the run began. Return the
-    number of tensors and of bytes. Raises WeightsError without adapters, and if the run trained other parameters,
-    too."""
+    number of tensors and of bytes. Raises WeightsError if there are no adapters, or if the run also trained other
+    parameters."""
     adapters, lora = adapters_of_saved(source), source.job.lora
     if not adapters:
         raise WeightsError("it has no adapters ([lora] was not set); remove --adapter")

@@ -47,8 +47,8 @@ class CrossEntropy(Loss):
         """The targets of the current forward. While they are None, the output layer returns logits."""
 
     def compute_in(self, head: nn.Module, dtypes: Sequence[torch.dtype] = ()) -> None:
-        """Change the forward of `head`, an `nn.Linear`, in place: within `given`, it returns the sums of the loss
-        instead of logits.
+        """Change the forward of `head`, an `nn.Linear`, in place: in a block of `given`, the layer returns the sums of
+        the loss instead of logits.
 
         The logits are the output of the layer. If the layer has the method `adjust_logits`, an elementwise function
         such as a soft cap, `adjust_logits` is applied to each chunk of logits. Then each chunk is cast to all `dtypes`,

@@ -16,9 +16,8 @@ from titan_launch.config.sections.data import ChatData, PreferenceData, Unpaired
 from titan_launch.core.errors import KeyPath, listed
 from titan_launch.data.chat_rendering import Message, RecordError, Span
 from titan_launch.data.corpora.chat_template import ChatTemplate, load_template
-from titan_launch.data.corpora.classification import scored
 from titan_launch.data.corpora.interface import Document
-from titan_launch.data.corpora.jsonl import TokenizedLinesCorpus
+from titan_launch.data.corpora.jsonl import TokenizedLinesCorpus, scored
 from titan_launch.data.corpora.records import utf8
 from titan_launch.data.token_files import Encoded, Tokens, token_dtype
 from titan_launch.data.tokenizers import Offsets, Tokenizer

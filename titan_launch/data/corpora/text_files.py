@@ -1,7 +1,8 @@
-"""Corpora of files: the files that `path` names, which may be compressed."""
+"""Corpora of files that `path` names, which may be compressed. In a corpus of text, each file is a document."""
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import os
 import zlib
@@ -16,7 +17,7 @@ from titan_launch.config.sections.data import FilesData, TextData, misread_as_te
 from titan_launch.core.errors import ConfigError, config_error
 from titan_launch.core.files import MIB, file_state, open_regular
 from titan_launch.core.packages import not_installed
-from titan_launch.data.corpora.interface import Corpus, File, Part
+from titan_launch.data.corpora.interface import Corpus, Document, File, Part, Skipped
 
 MOST_DOCUMENT = 256 * MIB
 """A decompressed document may have at most ten times the bytes of its file, plus this number of bytes."""
@@ -120,3 +121,33 @@ def is_compressed(file: File) -> bool:
 def most_of_records(file: File) -> int:
     """Return the limit of the bytes that the lines or rows of a compressed file have after decompression."""
     return 100 * file.size + MOST_RECORDS
+
+
+class TextCorpus(FileCorpus):
+    """The files that `path` names, as documents. Files that are not text are skipped."""
+
+    remedy = "convert files to UTF-8 without NUL bytes, or name text files"
+
+    def documents(self, part: Part) -> Iterator[Document | Skipped]:
+        for file in part.files:
+            with self.opened(file) as stream:
+                limit = 10 * file.size + MOST_DOCUMENT
+                content = stream.read(limit + 1 if is_compressed(file) else -1)
+            if is_compressed(file) and len(content) > limit:
+                raise self.expanded(file, limit)
+            if is_text(content):
+                yield Document(file.name, content, (file.name, file.size))
+            else:
+                yield Skipped("not UTF-8 text", file.name)
+
+
+def is_text(data: bytes) -> bool:
+    """Return True if the content of a file is valid UTF-8 without NUL bytes."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    try:
+        for start in range(0, len(data), MIB):  # decoding in chunks saves memory
+            decoder.decode(data[start : start + MIB])
+        decoder.decode(b"", final=True)
+    except UnicodeDecodeError:
+        return False
+    return b"\0" not in data
