@@ -142,6 +142,11 @@ def did_you_mean(word: str, candidates: Iterable[str]) -> str:
     return f'; did you mean "{one_line(near)}"?' if near else ""
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun: `1 rank`, `2 ranks`."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 def listed(names: Sequence[str], most: int = 3) -> str:
     """Return the first `most` names, and the number of the others: "a, b, c and 2 more". Control characters in names
     are escaped, and long names are cut."""

@@ -11,12 +11,13 @@ import atexit
 import itertools
 import sys
 import warnings
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
@@ -244,51 +245,45 @@ class _ValidationBatches:
                 yield [*indices, *[_PADDING] * (local - len(indices))]
 
 
-class BatchReader(Protocol):
-    """Interface of the data sets of torchdata's loader. The loader passes each item of its `batch_sampler` to
-    `__getitems__`."""
+class _Reader(ABC):
+    """A data set of torchdata's loader, which passes each item of its `batch_sampler` to `__getitems__`."""
 
-    def __getitems__(self, numbers: Sequence[int], /) -> Sample:
+    @abstractmethod
+    def read(self, numbers: Sequence[int], /) -> Sample:
         """Return the tensors of a batch. `numbers`: positions or indices of its samples."""
+
+    def __getitems__(self, numbers: Sequence[int]) -> Sample | UserError:
+        """Return a batch, or a UserError in its place. If this method raised the error, PyTorch would add the traceback
+        of the worker process to the error's text."""
+        try:
+            return self.read(numbers)
+        except UserError as error:
+            return UserError(str(error))  # a ConfigError cannot be pickled
 
 
 @dataclass(frozen=True)
-class _TrainReader:
+class _TrainReader(_Reader):
     """Reader of the samples at given positions of the stream. The workers compute the order."""
 
     source: SampleSource
     order: Order
 
-    def __getitems__(self, positions: Sequence[int]) -> Sample:
+    def read(self, positions: Sequence[int]) -> Sample:
         return read_batch(self.source, list(map(self.order, positions)), positions)
 
 
 @dataclass(frozen=True)
-class _ValidationReader:
+class _ValidationReader(_Reader):
     """Reader of samples by their indices, some of which are `_PADDING`."""
 
     source: SampleSource
 
-    def __getitems__(self, indices: Sequence[int]) -> Sample:
+    def read(self, indices: Sequence[int]) -> Sample:
         inputs, targets, *documents = read_batch(self.source, [max(index, 0) for index in indices])
         if _PADDING in indices:
             targets = targets.clone()
             targets[torch.tensor(indices) == _PADDING] = IGNORED_TARGET
         return inputs, targets, *documents
-
-
-@dataclass(frozen=True)
-class _ErrorsAsBatches:
-    """A reader that returns a UserError in place of a batch. If it raised the error, PyTorch would add the traceback of
-    the worker process to the error's text."""
-
-    reader: BatchReader
-
-    def __getitems__(self, numbers: Sequence[int]) -> Sample | UserError:
-        try:
-            return self.reader.__getitems__(numbers)
-        except UserError as error:
-            return UserError(str(error))  # a ConfigError cannot be pickled
 
 
 _SENT_BY_VALUE = 1 << 20
@@ -354,7 +349,7 @@ class _StreamPart(IterableDataset[Any]):
 
 
 class _ErrorsAsSamples:
-    """A reader of a stream that returns a UserError in place of a sample, for the same reason as `_ErrorsAsBatches`."""
+    """A reader of a stream that returns a UserError in place of a sample, for the same reason as `_Reader`."""
 
     def __init__(self, reader: Reader):
         self._reader = reader
@@ -375,11 +370,10 @@ def _stacked(samples: list[Sample | UserError]) -> _Packed | UserError:
     return error or _Packed(tuple(map(torch.stack, zip(*samples, strict=True))))
 
 
-def _indexed_loader(reader: BatchReader, batches: Iterable[Sequence[int]], workers: Workers) -> Loader:
-    """Return a loader of the batches that `reader` reads. `batches`: the argument of `reader.__getitems__` for each
-    batch."""
+def _indexed_loader(reader: _Reader, batches: Iterable[Sequence[int]], workers: Workers) -> Loader:
+    """Return a loader of the batches that `reader` reads. `batches`: the argument of `reader.read` for each batch."""
     return Loader(
-        _ErrorsAsBatches(reader),
+        reader,
         workers,
         batch_sampler=batches,
         collate_fn=_packed,

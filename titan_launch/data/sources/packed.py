@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from titan_launch.config.sections.data import IGNORED_TARGET
+from titan_launch.core.errors import counted
 from titan_launch.core.fingerprint import Fingerprint
 from titan_launch.data.packing import Packing
 from titan_launch.data.sources.interface import Details, Sample, bytes_of
@@ -40,7 +41,7 @@ class PackedSource:
         return len(self.packing.ends)
 
     def describe(self) -> str:
-        summary, size = self.packing.summary, f"{len(self):,} sample{'s' * (len(self) != 1)} of {self.packing.seq_len}"
+        summary, size = self.packing.summary, f"{counted(len(self), 'sample')} of {self.packing.seq_len}"
         cut = f"{summary.num_cut:,} of {summary.num_documents:,} documents cut"
         return f"{self._description}, {size}, {summary.padding:.2%} padding, {cut}{self._note}"
 
