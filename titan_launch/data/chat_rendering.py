@@ -39,7 +39,7 @@ _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 """Keys of a message for the thoughts before an answer. A template reads one of the first two keys."""
 
 _TEXTS = ("content", *_THOUGHTS, "arguments")
-"""Keys of a message, and of the functions that it calls, whose texts get marks."""
+"""Keys whose texts get marks, in a message and in its calls of functions."""
 
 
 class RecordError(Exception):
@@ -427,7 +427,7 @@ def _called(message: Message) -> list[str]:
 
 
 def _with_thoughts(message: Message) -> Message:
-    """Return a message that has its thoughts under both keys that templates read, as `transformers` passes them."""
+    """Return a message with its thoughts under both keys that templates read, as in `transformers`."""
     thoughts = next((message[key] for key in _THOUGHTS if message.get(key) is not None), None)
     return message if thoughts is None else {"thinking": thoughts, **message, "reasoning_content": thoughts}
 

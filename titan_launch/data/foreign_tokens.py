@@ -95,8 +95,8 @@ def open_foreign_tokens(config: TokensData, tokenizer: Tokenizer, key: KeyPath) 
     `config.path` names a file, the files `.bin` and `.idx` without their suffixes, or a glob. `key`: path of the
     section.
 
-    Raises ConfigError on a key below `key`, TokenFilesError for files that cannot be read, are damaged, or have ids
-    outside of the vocabulary, and UserError if the cache cannot be written.
+    Raises ConfigError on a key below `key`, and UserError if the cache cannot be written. Raises TokenFilesError for
+    files that cannot be read, are damaged, or have ids outside of the vocabulary.
     """
     files = [_recognized(path, config, key) for path in _paths(config, key)]
     folder, identity = _scanned(files, tokenizer.end_of_document)

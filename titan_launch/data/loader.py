@@ -316,7 +316,8 @@ def _packed(batch: Sample | UserError) -> _Packed | UserError:
 
 
 class StreamLoader(Loader):
-    """Iterable over the batches of one part of a stream. Its state is that of torchdata's loader: plain data."""
+    """Iterable over the batches of one part of a stream. Its state is the state of torchdata's loader, which JSON can
+    represent."""
 
     def __init__(self, source: StreamSource, part: int, parts: int, batch_size: int, workers: Workers):
         """`part`: number of the part, from 0 to `parts` - 1."""

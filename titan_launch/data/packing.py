@@ -139,8 +139,8 @@ def _pieces(document_ends: Indices, num_pairs: Indices, seq_len: int) -> tuple[I
 
 
 def best_fit_decreasing(lengths: npt.NDArray[np.int32], capacity: int) -> npt.NDArray[np.int32]:
-    """Return the bin of each item, where a bin holds items whose lengths (1 to `capacity`) add up to `capacity` or
-    less.
+    """Return the bin of each item. The lengths of the items in a bin, each from 1 to `capacity`, add up to at most
+    `capacity`.
 
     Items of equal length are placed together. A bin with free space f takes f // length of these items, because after
     each item this bin still has the least free space that suffices. So the time grows with the number of different

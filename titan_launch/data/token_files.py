@@ -328,8 +328,8 @@ class TokenStream:
 def open_token_files(folder: Path, header: Header) -> TokenStream:
     """Map the files of a folder into memory. Reads all ends of documents, but no tokens.
 
-    Raises TokenFilesError if a file is missing or does not have the size that the header says, if a document does not
-    end after the document before it, or if the last document does not end with its shard.
+    Raises TokenFilesError if a file is missing, or if its size does not agree with the header. Also raises
+    TokenFilesError if a document has no tokens, or if the last document does not end with its shard.
     """
     shards = [shard for shard in header.shards if shard.num_tokens]
     tokens = [map_file(folder / f"{shard.name}.tokens", header.dtype, shard.num_tokens) for shard in shards]

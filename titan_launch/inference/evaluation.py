@@ -177,7 +177,7 @@ def evaluate(
     chat: ChatForm | None = None,
 ) -> dict[str, Any]:
     """Return the results of the harness on some tasks. `limit`: number of documents per task; None: all. `num_fewshot`:
-    number of few-shot examples; None: that of the task. `include_path`: a folder with the user's own tasks, as YAML
+    number of few-shot examples; None: the task's own number. `include_path`: a folder with the user's own tasks, as YAML
     files. `chat`: only for a model with a chat template; None: documents are not chats.
 
     Raises UserError for unknown tasks, for tasks that generate more tokens than the model takes, and for documents that

@@ -197,7 +197,7 @@ def _tokenizer_folder(source: SavedModel) -> Path | None:
 
 
 def _write_generation_config(folder: Path, config: Mapping[str, Any]) -> None:
-    """If the folder has no `generation_config.json`, write the one that `transformers` would make from the model's
+    """If the folder has no `generation_config.json`, write the file that `transformers` would make from the model's
     config."""
     if not (folder / GENERATION_FILE).exists():
         ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if config.get(key)}
@@ -205,8 +205,8 @@ def _write_generation_config(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def _write_chat_format(source: SavedModel, folder: Path) -> Iterator[str]:
-    """For a run that trained on chats, write the chat template and the token that ends an answer to the files in which
-    `transformers` looks for them. Yield notes about parts of the chat format that the folder lacks."""
+    """For a run that trained on chats, write the chat template and the token that ends an answer to the files that
+    `transformers` reads. Yield notes about parts of the chat format that the folder lacks."""
     if not any(isinstance(data, ChatData) for data in single_sources(source.job.data).values()):
         return
     try:
@@ -230,9 +230,9 @@ def _write_chat_format(source: SavedModel, folder: Path) -> Iterator[str]:
 
 
 def _rows(source: SavedModel, options: ExportOptions) -> int | None:
-    """Return the number of rows that the exported embedding and output layer get: `options.vocab_size`, by default that
-    of the original `config.json`, but at most the model's `vocab_size`. None if the model has no argument `vocab_size`,
-    or if it is a class of `transformers`. Raises WeightsError for an invalid or too large number."""
+    """Return the number of rows of the exported embedding and output layer: `options.vocab_size`, by default the
+    `vocab_size` of the original `config.json`, but at most the `vocab_size` of the model. None if the model has no
+    argument `vocab_size`, or is a class of `transformers`. Raises WeightsError for an invalid or too large number."""
     model = source.job.model
     rows: int | None = getattr(known_args(model), "vocab_size", None)
     if rows is None or model.name == HUGGINGFACE:

@@ -92,10 +92,10 @@ class SavedModel:
 def open_saved_model(folder: Path, step: int | None = None, ema: bool = False, base: Path | None = None) -> SavedModel:
     """Open a run folder, a folder that `import` or `export` wrote, or a Hugging Face folder. No values are read.
 
-    `step`: step of the run's checkpoint, by default that of `result_step`. `ema`: use the moving average of each
+    `step`: step of the run's checkpoint, by default the result of `result_step`. `ema`: use the moving average of each
     parameter that has one, instead of the parameter. `base`: folder of the parameters that the checkpoint omits, by
-    default that of `_base_folder`. Adapters are separate tensors in the result; `merged` adds them to the weights.
-    Raises WeightsError, DamagedCheckpointError and UserError.
+    default the result of `_base_folder`. Adapters stay separate tensors; `merged` adds them to the weights. Raises
+    WeightsError, DamagedCheckpointError and UserError.
     """
     refuse_adapter(folder)
     record = read_json(folder / CONFIG_FILE)
@@ -332,8 +332,8 @@ class _FolderWeights:
 
     @classmethod
     def of(cls, job: JobConfig, folder: Path) -> _FolderWeights:
-        """Find the parameters of the job's model in a folder. The code of a user's own model is not run; the names in
-        the folder are then taken as those of the model. Raises WeightsError if the folder does not fit the model."""
+        """Find the parameters of the job's model in a folder. The code of a user's own model is not run: all tensors in
+        the folder count as its parameters. Raises WeightsError if the folder does not fit the model."""
         model = job.model.model_copy(update={"weights": str(folder)})
         try:
             files = open_weights(model)

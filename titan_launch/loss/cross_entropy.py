@@ -44,7 +44,7 @@ class CrossEntropy(Loss):
         self._kernels = Kernels.compiled(compiled)
         self._has_head = False
         self.targets: Tensor | None = None
-        """The targets of the current forward. While they are None, the output layer returns logits."""
+        """The targets of the current forward. If the value is None, the output layer returns logits."""
 
     def compute_in(self, head: nn.Module, dtypes: Sequence[torch.dtype] = ()) -> None:
         """Change the forward of `head`, an `nn.Linear`, in place: in a block of `given`, the layer returns the sums of
@@ -83,8 +83,8 @@ class CrossEntropy(Loss):
 
         With gradients enabled, the first sum is the loss: the cross-entropy, with label smoothing, plus the weighted
         z-loss. The second sum is the weighted z-loss alone. Backward runs through the first one only. Without
-        gradients, the first sum is the cross-entropy without label smoothing and z-loss, and the second sum is that of
-        `count_correct`.
+        gradients, the first sum is the cross-entropy without label smoothing and z-loss. The second sum is then the
+        number of correct predictions (`count_correct`).
 
         `outputs`: logits (..., classes), or the sums if the output layer computes them. `targets`: class indices (...).
         If no target is valid, the sums and the gradients are 0, and all ranks still run the same backward. Collective

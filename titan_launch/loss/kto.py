@@ -76,7 +76,7 @@ class Mismatched(NamedTuple):
     """int64 (batch, tokens). The tokens of the answers, and no labels."""
 
     documents: Tensor
-    """int32 (batch, tokens). A document has the number of the chat whose prompt it has."""
+    """int32 (batch, tokens). A mismatched chat has the document number of its prompt."""
 
 
 def mismatched(inputs: Tensor, answers: Answers) -> Mismatched:
@@ -188,9 +188,9 @@ class KTOLoss(Loss):
         self._prepared = answers, reference, baseline
 
     def sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return four sums over answers: the losses, the rewards with the sign of their labels, the number of answers
-        whose reward is on the right side of the baseline, and the baseline. Without gradients, return two sums: the
-        losses, and the number of answers on the right side."""
+        """Return four sums over answers: the losses, the rewards (negated for undesirable answers), the number of
+        answers whose reward is on the right side of the baseline, and the baseline. Without gradients, return the first
+        and the third sum."""
         self._check(outputs.shape, targets)
         assert self._prepared is not None, "prepare comes first"
         (answers, reference, baseline), self._prepared = self._prepared, None

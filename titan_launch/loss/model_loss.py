@@ -29,8 +29,8 @@ class ModelLoss(Loss):
         self._cross_entropy = CrossEntropy(LossConfig(chunks=8))
 
     def arguments(self, model: nn.Module, targets: Tensor) -> dict[str, Tensor]:
-        """Return the targets as `labels`. Return them also as `shift_labels` if the forward takes this argument by
-        name, or takes `**kwargs` in a model with a `loss_function`."""
+        """Return the targets as `labels`, and also as `shift_labels` if the forward takes this argument by name, or
+        takes `**kwargs` in a model with a `loss_function`."""
         parameters = inspect.signature(model.forward).parameters
         takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
         # The language models of `transformers` shift `labels` by one token, but use `shift_labels` unchanged. Most of

@@ -54,7 +54,7 @@ def simpo(log_probs: Tensor, settings: SimPOConfig) -> PairTerms:
 
 def orpo(log_probs: Tensor, settings: ORPOConfig) -> PairTerms:
     """Return the terms of odds-ratio preference optimization (Hong et al., arXiv:2403.07691, equations 6 and 7). The
-    rewards are those of TRL: `weight` times the log-probabilities."""
+    rewards are `weight` times the log-probabilities, as in the package TRL."""
     certain = log_probs.clamp(max=-1e-6)  # the odds of an answer with the probability 1 are infinite
     log_odds = certain - (-certain.expm1()).log()
     chosen, rejected = log_odds.unbind(-1)
@@ -144,7 +144,7 @@ PAIR_LOSSES: Mapping[str, PairLoss] = {
     "orpo": PairLoss(orpo, mean_log_prob),
     "reward": PairLoss(reward, score),
 }
-"""The losses of pairs by `loss.name`. `config.sections.loss.LOSSES` says which of them have a second model."""
+"""The losses of pairs by `loss.name`. `config.sections.loss.LOSSES` names the second models of losses."""
 
 
 class PreferenceLoss(Loss):

@@ -93,11 +93,12 @@ class Comparison:
         common = set.intersection(*(set(run.tags) for run in runs))
         found = {name: sorted({*run.tags} - common) for name, run in zip(self.names, runs, strict=True)}
         self.only_in_some = {name: tags for name, tags in found.items() if tags}
-        """Metrics that not all runs have, by the name of a run that has them."""
+        """For each run, by name: its metrics that at least one other run lacks. Runs without such metrics are
+        omitted."""
 
     def loss_differences(self, tag: str) -> dict[str, Points]:
-        """Return the loss `tag` of each other run minus that of the first run, over `axis`, by the name of the run.
-        Runs without a point in the range of the first run are omitted."""
+        """Return the difference of each other run's loss `tag` from the first run's loss, over `axis`, by the name of
+        the other run. Runs without a point in the range of the first run are omitted."""
         reference, *others = (loss_curve(run, tag, self.axis) for run in self.runs)
         found = zip(self.names[1:], others, strict=True)
         return {name: points for name, curve in found if (points := difference_of_curves(curve, reference))}

@@ -77,8 +77,7 @@ def part_colors(names: Collection[str]) -> dict[str, int]:
 
 
 def _part_tags(run: RecordedRun) -> dict[str, str]:
-    """Return the metric of each part of a step and of each pause, by the name of the part, in the order in which parts
-    are shown."""
+    """Return the metrics of the parts of a step and of the pauses, by name, in the order of the charts."""
     found = [tag for tag in run.tags if tag.startswith("time/") and tag.endswith("_s") and tag not in _NOT_PARTS]
     tags = {tag.removeprefix("time/").removesuffix("_s"): tag for tag in found}
     return {name: tags[name] for name in part_colors(tags)}

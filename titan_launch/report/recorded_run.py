@@ -201,7 +201,7 @@ Report = tuple[int, dict[str, float]]
 
 @dataclass(frozen=True)
 class Reports:
-    """The reports of a run. The numbers are in arrays, because a long run has tens of millions of them."""
+    """The reports of a run. Their numbers are in arrays, because a long run has tens of millions of numbers."""
 
     steps: Sequence[int]
     """The steps with a report, strictly increasing."""
@@ -361,8 +361,8 @@ class RecordedRun:
 
 
 def load_run(folder: Path) -> RecordedRun:
-    """Read a run folder. Raises UserError if the folder is not a run folder, if the run had a phantom GPU or ended
-    before its first step, or if a file is damaged."""
+    """Read a run folder. Raises UserError if the folder is not a run folder, or if a file is damaged. Also raises
+    UserError if the run had a phantom GPU, or has not begun its first step."""
     if not _is_run(folder):
         raise UserError(_no_run(folder))
     if is_marked(folder):

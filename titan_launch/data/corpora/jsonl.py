@@ -114,7 +114,7 @@ def _skip_line(stream: BinaryIO, limit: int) -> int:
 
 
 class TokenizedLinesCorpus(LinesCorpus):
-    """Lines whose documents are tokens from the start, because only some of these count as targets."""
+    """Lines that `document` tokenizes itself, because only some of the tokens count as targets."""
 
     has_targets = True
 

@@ -38,8 +38,8 @@ class FileCorpus(Corpus):
 
     @cached_property
     def files(self) -> list[File]:
-        """All files. Raises ConfigError if an entry of `path` matches no file, if records would be read as text, if a
-        link leads out of a folder, or if folders are nested too deeply."""
+        """All files. Raises ConfigError if an entry of `path` matches no file, or if records would be read as text.
+        Also raises ConfigError for a link that leads out of a folder, and for folders that are nested too deeply."""
         found: list[tuple[str, Path]] = []
         problem: str | None = None
         try:

@@ -44,7 +44,7 @@ _MOST_EXTENSION = 1 << 16
 """Limit of the bytes of a tar member that only has the name or other records of the next member."""
 
 _MOST_GLOBAL = 1 << 10
-"""Limit of the bytes of a tar member with records for all later members. tarfile copies the records to each of them."""
+"""Limit of the bytes of a tar member with records for all later members. tarfile copies the records to each member."""
 
 
 @dataclass
@@ -320,8 +320,9 @@ class _Member(tarfile.TarInfo):
     """A member of a tar file. The file may come from other people, so its headers are checked."""
 
     def _proc_member(self, tar: tarfile.TarFile) -> tarfile.TarInfo:
-        """Read the rest of a header. Raises _ImagesError for a header of many bytes, because tarfile reads it whole
-        into memory, and for a negative size, with which some releases of tarfile loop forever."""
+        """Read the rest of a header. Raises _ImagesError for a header of many bytes, because tarfile reads the whole
+        header into memory. Also raises _ImagesError for a negative size, because some releases of tarfile then loop
+        forever."""
         is_global = self.type == tarfile.XGLTYPE
         is_extension = self.type in (*_EXTENSIONS, tarfile.XGLTYPE)
         if is_extension and self.size > (_MOST_GLOBAL if is_global else _MOST_EXTENSION):
