@@ -141,7 +141,7 @@ class Renderer:
             detail = "the template changes or omits the text of the last message, which the answer continues"
             raise RecordError("refused by the chat template", detail, "template")
         text, rest = found.text[: found.marks[-1].position], found.text[found.marks[-1].position :]
-        return text if rest.startswith(" ") else text.rstrip()  # the template strips messages: it removed this space
+        return text if rest.startswith(" ") else text.rstrip()  # the template removed the space, so it strips messages
 
     def end_of_answer(self) -> str:
         """Return the text that the template writes at the end of the last answer of a chat: a special token or, without
@@ -165,7 +165,7 @@ class Renderer:
             _ = self._compiled
         except TemplateSyntaxError as error:
             return f"line {error.lineno}: {_shortened(error)}"
-        except (SyntaxError, RecursionError, OverflowError) as error:  # Python raises them for too deeply nested blocks
+        except (SyntaxError, RecursionError, OverflowError) as error:  # blocks are nested too deeply
             return _shortened(error)
         return ""
 
@@ -419,7 +419,6 @@ def _is_target(message: Message) -> bool:
 
 
 def _called(message: Message) -> list[str]:
-    """Return the names of the functions that a message calls."""
     calls = (call for call in message.get("tool_calls") or [] if isinstance(call, Mapping))
     functions = (call.get("function", call) for call in calls)
     names = (function.get("name") for function in functions if isinstance(function, Mapping))
@@ -461,7 +460,6 @@ def _with_marks_of(index: int, text: str, places: Sequence[str]) -> str:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Yield all strings in nested dicts and lists, including the keys."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):

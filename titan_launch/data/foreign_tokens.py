@@ -83,7 +83,6 @@ class _File:
     """The `.idx` file of Megatron-LM; None for other formats."""
 
     def map(self) -> Tokens:
-        """Return the tokens as a memory map."""
         dtype = np.dtype(self.dtype).newbyteorder("<")
         return np.asarray(np.memmap(self.path, dtype, mode="r", offset=self.start, shape=(self.num_tokens,)))
 
@@ -203,7 +202,7 @@ def _numpy_file(path: Path) -> _File | None:
         try:
             array: Any = map_npy(file, path.stat().st_size)
             start = array.offset
-        except Exception as error:  # NumPy raises many types for damaged headers
+        except Exception as error:  # NumPy raises many types of errors for damaged headers
             found = f"{path.name} is not a valid .npy file ({one_line(str(error)):.200})"
             raise TokenFilesError(f"is damaged: {found}; write it again") from None
     if array.ndim != 1 or array.dtype.kind not in "iu" or array.dtype.newbyteorder("<") != array.dtype:

@@ -378,7 +378,7 @@ def _indexed_loader(reader: _Reader, batches: Iterable[Sequence[int]], workers: 
         workers,
         batch_sampler=batches,
         collate_fn=_packed,
-        snapshot_every_n_steps=None,  # its state is not used
+        snapshot_every_n_steps=None,  # nothing reads the state of this loader
     )
 
 

@@ -109,7 +109,7 @@ def pack(document_ends: Indices, seq_len: int, has_pairs: bool = False) -> Packi
     num_samples = int(sample_of.max(initial=-1)) + 1
 
     first_pieces = np.zeros(num_samples, np.int64)
-    first_pieces[sample_of[::-1]] = np.arange(len(sample_of))[::-1]  # of equal indices, the last assignment counts
+    first_pieces[sample_of[::-1]] = np.arange(len(sample_of))[::-1]  # for equal indices, NumPy keeps the last value
     rank = np.empty(num_samples, np.int32)
     rank[np.argsort(first_pieces)] = np.arange(num_samples, dtype=np.int32)
     sample_of = rank[sample_of]

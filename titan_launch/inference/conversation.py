@@ -52,7 +52,6 @@ class Conversation:
         """The messages so far."""
 
     def reset(self) -> None:
-        """Begin a new conversation, with the same system message."""
         self.messages = self._first
 
     def answer(

@@ -56,7 +56,6 @@ class EvaluatedModel(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The end-of-document token."""
         return self.model.tokenizer.end_of_document
 
     @property
@@ -71,7 +70,6 @@ class EvaluatedModel(TemplateLM):
         return f"{self.model.tokenizer.digest} {self.chat_template()}"
 
     def chat_template(self, chat_template: bool | str = False) -> str:
-        """Return the chat template; "" without one."""
         return "" if self.model.template is None else self.model.template.renderer.text
 
     def apply_chat_template(self, chat_history: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> str:
@@ -177,8 +175,8 @@ def evaluate(
     chat: ChatForm | None = None,
 ) -> dict[str, Any]:
     """Return the results of the harness on some tasks. `limit`: number of documents per task; None: all. `num_fewshot`:
-    number of few-shot examples; None: the task's own number. `include_path`: a folder with the user's own tasks, as YAML
-    files. `chat`: only for a model with a chat template; None: documents are not chats.
+    number of few-shot examples; None: the task's own number. `include_path`: a folder with YAML files of the user's own
+    tasks. `chat`: only for a model with a chat template; None: documents are not chats.
 
     Raises UserError for unknown tasks, for tasks that generate more tokens than the model takes, and for documents that
     the chat template refuses.
@@ -221,5 +219,4 @@ def tables(results: Mapping[str, Any]) -> Iterator[str]:
 
 
 def as_json(results: Mapping[str, Any]) -> str:
-    """Return all results as JSON."""
     return json.dumps(results, indent=2, default=handle_non_serializable, ensure_ascii=False) + "\n"

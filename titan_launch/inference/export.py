@@ -304,7 +304,7 @@ def _published(module: Any, source: SavedModel) -> tuple[list[Entry], Callable[[
     Several tensors may be converted together from the same parameters. The function keeps the converted tensors until
     they are requested, so that each parameter is read once. Raises WeightsError if the class could not load such files.
     """
-    shapes = {name: attrgetter(name)(module).shape for name in source.entries}  # the shape of the class: () for scalars
+    shapes = {name: attrgetter(name)(module).shape for name in source.entries}  # as in the class: () for scalars
     dtypes = {name: entry.dtype for name, entry in source.entries.items()}
     whole = {name: torch.empty(shape, dtype=dtypes[name], device="meta") for name, shape in shapes.items()}
     files = [Entry(name, tuple(t.shape), t.dtype) for name, t in in_published_format(module, whole).items()]

@@ -82,7 +82,7 @@ class LanguageModel:
         assert self.template is not None
         try:
             text = self.template.prompt(messages)
-            utf8(text)  # raises
+            utf8(text)  # raises RecordError
         except RecordError as error:
             raise UserError(f"error: the conversation is {error}") from None
         tokens, _ = self.tokenizer.encode_chat(text)

@@ -352,7 +352,6 @@ class _FolderWeights:
         return cls(weights, entries)
 
     def read(self, name: str) -> Tensor:
-        """Return a whole parameter."""
         shape = self.entries[name].shape
         return self.weights.read(name, (0,) * len(shape), shape).contiguous()
 

@@ -95,9 +95,9 @@ def mismatched(inputs: Tensor, answers: Answers) -> Mismatched:
     of_prompt = (answers.first + 1 - start).where(exist, length)
     of_answer = length - of_prompt
 
-    # `giver` is the chat whose answer a chat gets, and `taker` the chat that gets the answer of a chat.
+    # For each chat: `giver` is the chat whose answer it gets, and `taker` is the chat that gets its answer.
     count = exist.sum(1, keepdim=True)
-    rank = exist.cumsum(1) - 1  # of each chat with an answer among these chats
+    rank = exist.cumsum(1) - 1  # index of each chat among the chats with an answer
     by_rank = own.new_zeros(batch, slots + 1).scatter(1, rank.where(exist, slots), own)
     giver = by_rank.gather(1, (rank - 1) % count.clamp(min=1)).where(exist, own)
     taker = torch.zeros_like(own).scatter(1, giver, own)
@@ -107,7 +107,7 @@ def mismatched(inputs: Tensor, answers: Answers) -> Mismatched:
     offset = places - start.gather(1, documents)
     in_prompt = offset < of_prompt.gather(1, documents)
     owner = documents.where(in_prompt, taker.gather(1, documents))
-    longer = of_prompt.gather(1, owner) - of_prompt.gather(1, documents)  # the prompt before an answer; 0 in prompts
+    longer = of_prompt.gather(1, owner) - of_prompt.gather(1, documents)  # 0 in prompts
     place = new_start.gather(1, owner) + offset + longer
 
     def moved(values: Tensor) -> Tensor:

@@ -20,8 +20,7 @@ class ModelLoss(Loss):
     """The loss that a model computes itself, converted to the sum over the valid targets of a microbatch."""
 
     def __init__(self, reduction: Literal["mean", "sum"], unit: SampleUnit, has_values: bool = True):
-        """`reduction`: value of `model.loss`. `has_values`: False for a trace, whose tensors have no values to
-        check."""
+        """`reduction`: value of `model.loss`. `has_values`: see `build_loss`."""
         super().__init__()
         self._reduction = reduction
         self._checks_shift = has_values and unit == "tokens"

@@ -133,7 +133,6 @@ def num_documents(tokens: int) -> int:
 
 
 def _in_pairs(values: Tensor) -> Tensor:
-    """Return values by document (batch, documents) as (batch, pairs, 2)."""
     return values.unflatten(1, (-1, 2))
 
 

@@ -50,7 +50,6 @@ class WeightsSource:
         return self._folder.fingerprint()
 
     def __len__(self) -> int:
-        """Return the number of tensors."""
         return len(self._folder.tensors)
 
 
@@ -79,7 +78,6 @@ class FrozenModel:
 
     @property
     def plan(self) -> ModelPlan:
-        """The plan by which the module was wrapped."""
         assert self.wrapping is not None, "assemble_model comes first"
         return self.wrapping
 

@@ -54,7 +54,7 @@ class FunctionLoss(Loss):
         function: Callable[[Tensor, Tensor], Tensor],
         has_values: bool = True,
     ):
-        """`name`: value of `loss.name`. `has_values`: False for a trace, whose tensors have no values to check."""
+        """`name`: value of `loss.name`. `has_values`: see `build_loss`."""
         super().__init__(check)
         self._name = name
         self._function, self._compiled = function, compiled(function)

@@ -111,7 +111,6 @@ class Column:
 
     @property
     def height(self) -> float:
-        """Sum of the parts."""
         return sum(self.parts.values())
 
 
@@ -174,7 +173,6 @@ def _describe(column: Column, unit: str, names: Mapping[str, int]) -> Iterator[s
 def _names_at_the_right(
     column: Column, names: Mapping[str, int], x: float, to_y: Callable[[float], float], top: float
 ) -> Iterator[str]:
-    """Yield a name beside each part of the last column that is high enough for text."""
     for name, low, high in _segments(column.parts, names):
         end, start = to_y(min(low, top)), to_y(min(high, top))
         if end - start >= 14:
@@ -366,7 +364,7 @@ def _parts(points: Points) -> Iterator[Points]:
 def _ticks(low: float, high: float, is_whole: bool = False, intervals: int = 4) -> list[float]:
     """Return round numbers that enclose an interval, with about `intervals` steps between them."""
     size = max(abs(low), abs(high))
-    if high - low <= 1e-12 * size:  # ticks between them could be equal
+    if high - low <= 1e-12 * size:  # otherwise neighboring ticks could be equal
         low, high = (low - 1, high + 1) if is_whole or not size else (low - size / 10, high + size / 10)
     raw = (high - low) / intervals
     power = 10.0 ** math.floor(math.log10(raw))

@@ -104,7 +104,6 @@ class Comparison:
         return {name: points for name, curve in found if (points := difference_of_curves(curve, reference))}
 
     def as_text(self) -> str:
-        """Return the comparison as text."""
         letters = [chr(ord("A") + index) for index in range(len(self.runs))]
         where = [
             f"{letter} = {one_line(str(run.folder))}: {run.state}, step {_progress(run)}"
@@ -138,7 +137,6 @@ class Comparison:
         return [f"{title}:", *lines] if lines else []
 
     def as_data(self) -> dict[str, Any]:
-        """Return the comparison as plain data."""
         return {
             "runs": [
                 {
@@ -159,7 +157,6 @@ class Comparison:
         }
 
     def as_page(self) -> str:
-        """Return the comparison as a page."""
         states = [
             (name, one_line(str(run.folder)), run.state, _progress(run))
             for name, run in zip(self.names, self.runs, strict=True)

@@ -156,8 +156,6 @@ class RecordedAudit:
     units: list[AuditedUnit]
 
 
-_UNITS = TypeAdapter(list[RecordedUnit])
-_AUDIT = TypeAdapter(RecordedAudit)
 _T = TypeVar("_T")
 
 
@@ -254,7 +252,6 @@ class RecordedRun:
 
     @property
     def total_steps(self) -> int:
-        """`training.steps`."""
         return int(self.config["training"]["steps"])
 
     @property
@@ -310,7 +307,7 @@ class RecordedRun:
     @cached_property
     def audit(self) -> RecordedAudit | None:
         """The content of `precision_audit.json`; None without that file. Raises UserError if the file is damaged."""
-        return _record(self.folder / AUDIT_FILE, _AUDIT)
+        return _record(self.folder / AUDIT_FILE, TypeAdapter(RecordedAudit))
 
     @cached_property
     def proof(self) -> Certificate | None:
@@ -320,7 +317,7 @@ class RecordedRun:
     @cached_property
     def units(self) -> list[RecordedUnit]:
         """The content of `units.json`; empty without that file. Raises UserError if the file is damaged."""
-        return _record(self.folder / UNITS_FILE, _UNITS) or []
+        return _record(self.folder / UNITS_FILE, TypeAdapter(list[RecordedUnit])) or []
 
     def values(self, tag: str) -> Series:
         """Return (step, value) of all reports with a metric."""
@@ -332,7 +329,6 @@ class RecordedRun:
 
     @property
     def tags(self) -> list[str]:
-        """All metrics of the run, in the order of their first report."""
         return list(self.reports.columns)
 
     @cached_property
@@ -566,7 +562,6 @@ class _Logs:
     bytes_left: int
 
     def start(self, number: int, folder: Path) -> Start:
-        """Return the start whose logs are in a folder."""
         logs = sorted(folder.glob("rank_*.log"), key=lambda path: (len(path.name), path.name))
         lines = self._lines(logs[0], _LOG_HEAD) if logs else []
         errors = [line for line in lines if line[1] == "ERROR"]

@@ -68,7 +68,7 @@ class ChatCorpus(TokenizedLinesCorpus):
         if not isinstance(tools, list | None):
             raise RecordError('without an array in "tools"')
         text, spans = self.template.render(messages, tools, train_on)
-        utf8(text)  # raises
+        utf8(text)  # raises RecordError
         tokens, offsets = self.tokenizer.encode_chat(text)
         return Encoded(np.array(tokens, token_dtype(self.tokenizer.vocab_size)), _within(offsets, spans))
 

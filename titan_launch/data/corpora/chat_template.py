@@ -21,15 +21,18 @@ from titan_launch.core.packages import install, not_installed
 from titan_launch.data.chat_rendering import Message, Renderer, Span
 from titan_launch.data.tokenizers import Tokenizer
 
-_CHATML = (
-    "{%- for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
-    "{%- if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
-    "{%- else %}{{ message['content'] + '<|im_end|>' }}{%- endif %}{{ '\\n' }}{%- endfor %}"
-    "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{%- endif %}"
-)
-
-TEMPLATES = {"chatml": _CHATML}
+TEMPLATES = {
+    "chatml": (
+        "{%- for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
+        "{%- if message['role'] == 'assistant' %}"
+        "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
+        "{%- else %}{{ message['content'] + '<|im_end|>' }}{%- endif %}{{ '\\n' }}{%- endfor %}"
+        "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{%- endif %}"
+    )
+}
 """Templates of this package, by the name that the key `template` gives."""
+
+_KNOWN = " or ".join(f'"{name}"' for name in TEMPLATES)
 
 _OLDEST_JINJA = (3, 1, 6)
 """Oldest release of jinja2 that may be used. Templates can leave the sandbox of earlier releases (CVE-2025-27516)."""
@@ -76,10 +79,9 @@ class ChatTemplate:
         try:
             return self._limited.call(method, *arguments, seconds=_SECONDS_PER_MESSAGE * num_messages)
         except CallError as error:
-            known = " or ".join(f'"{name}"' for name in TEMPLATES)
             reason = f"names a template that {error}" if error.is_stopped else f"cannot be used: {error}"
             value = UNSET if self.value is None else self.value
-            raise config_error(self.key, f"{reason}; set {known}, or another Jinja file", value) from None
+            raise config_error(self.key, f"{reason}; set {_KNOWN}, or another Jinja file", value) from None
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the fields. `_limited` is not among them, because it belongs to the helper of this process."""
@@ -139,8 +141,7 @@ def _read(path: Path, key: KeyPath, value: str | None) -> str:
         return read_regular(path, _MOST_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        known = " or ".join(f'"{name}"' for name in TEMPLATES)
-        raise config_error(key, f"cannot read {path}: {reason}; set {known}, or a Jinja file", value) from None
+        raise config_error(key, f"cannot read {path}: {reason}; set {_KNOWN}, or a Jinja file", value) from None
 
 
 def _content(value: Any) -> str:

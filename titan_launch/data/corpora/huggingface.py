@@ -55,7 +55,7 @@ def load_rows(config: HuggingFaceData, key: KeyPath, streaming: bool = False) ->
         import datasets  # optional, and slow to import
     except ImportError:
         raise config_error((*key, "kind"), not_installed("datasets"), config.kind) from None
-    datasets.disable_progress_bars()  # each rank would print one
+    datasets.disable_progress_bars()  # otherwise each rank prints a progress bar
     folder = Path(config.path)
     try:
         if any((folder / name).is_file() for name in ("state.json", "dataset_dict.json")):
@@ -83,7 +83,6 @@ def _saved(config: HuggingFaceData, key: KeyPath, found: Any) -> Any:
 
 
 def _why(config: HuggingFaceData, error: Exception) -> str:
-    """Return the reason why `datasets` cannot load the data, with a remedy."""
     message = " ".join(str(error).split()).rstrip(".")
     if Path(config.path).exists():
         return f"cannot be loaded: {message}; correct the folder, subset or hf_split"

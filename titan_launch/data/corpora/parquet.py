@@ -96,7 +96,7 @@ class ParquetCorpus(FileCorpus, ColumnCorpus):
                     yield table, stream
             except ConfigError:
                 raise
-            except Exception as error:  # pyarrow raises many types for damaged files
+            except Exception as error:  # pyarrow raises many types of errors for damaged files
                 found = one_line(str(error).partition("\n")[0] or type(error).__name__)
                 reason = f"it is not a valid Parquet file ({found:.300}); copy or write it again"
                 raise self.unreadable(file, reason) from None

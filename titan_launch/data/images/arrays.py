@@ -116,7 +116,7 @@ def open_npz(path: str, path_key: KeyPath) -> ArrayImages:
         raise config_error(path_key, reason, path) from None
     except ArrayFileError as error:
         raise config_error(path_key, f"{error}; write {remedy}", path) from None
-    except Exception:  # zipfile and NumPy raise many types for damaged files and other formats
+    except Exception:  # zipfile and NumPy raise many types of errors for damaged files and other formats
         reason = f"is not a valid .npz file of plain arrays; write {remedy}"
         raise config_error(path_key, reason, path) from None
     problem = next(_problems(arrays, remedy), None)

@@ -233,7 +233,7 @@ def open_shards(path: str, label_field: str | None, channels: int, path_key: Key
                 raise config_error(path_key, f"{one_line(name)} {error}", path) from None
             except OSError as error:
                 raise config_error(path_key, _why_unread(error, name), path) from None
-            except Exception as error:  # tarfile raises many types for damaged headers
+            except Exception as error:  # tarfile raises many types of errors for damaged headers
                 found = one_line(f"{error or type(error).__name__}")
                 reason = f"is truncated, or not an uncompressed tar file ({found:.200}); write or copy it again"
                 raise config_error(path_key, f"{one_line(name)} {reason}", path) from None

@@ -145,6 +145,6 @@ def _turned(image: Image) -> Image:
 
     try:
         change = _UPRIGHT.get(image.getexif().get(_ORIENTATION, 1))
-    except Exception:  # Pillow raises many types for damaged EXIF, which says nothing about the pixels
+    except Exception:  # Pillow raises many types of errors for damaged EXIF, which says nothing about the pixels
         change = None
     return image if change is None else image.transpose(Transpose[change])
