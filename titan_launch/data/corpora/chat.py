@@ -210,7 +210,7 @@ def chat_messages(record: Mapping[str, Any]) -> list[Message]:
 
 
 def _system(record: Mapping[str, Any]) -> list[Message]:
-    """Return the first message of a line with a string `system`, as a list; empty for any other line."""
+    """Return a list with the system message of a line; an empty list if the line has no string `system`."""
     text = record.get("system")
     return [{"role": "system", "content": text}] if isinstance(text, str) and text else []
 

@@ -73,7 +73,8 @@ class ChatTemplate:
 
     def call(self, method: str, *arguments: Any, num_messages: int = 0) -> Any:
         """Return the result of a method of the renderer. Raises RecordError if the renderer refuses the chat, and
-        ConfigError on the key of the template if the call fails for another reason or exceeds a limit."""
+        ConfigError on the key of the template if the call fails for another reason or exceeds a limit. `num_messages`:
+        number of messages of the chat. Each message allows the call more CPU time."""
         if self.is_trusted:
             return getattr(self.renderer, method)(*arguments)
         try:
@@ -98,8 +99,8 @@ def load_template(
     config: ChatData, tokenizer: Tokenizer, key: KeyPath, further_folder: Path | None = None
 ) -> ChatTemplate:
     """Return the template of chats, with the variables and the date that `config` sets. Without the key `template`,
-    return the template in the tokenizer's folder or, if that folder has none, the one in `further_folder`. `key`: path
-    of the key `template`. Raises ConfigError on `key`."""
+    return the template in the tokenizer's folder or, if that folder has no template, in `further_folder`. `key`: path of
+    the key `template`. Raises ConfigError on `key`."""
     today = date.fromisoformat(config.date)
     dated = {"date_string": today.strftime("%d %b %Y")} if dict(config.changed("date")) else {}
     folder, template = tokenizer.folder, config.template
