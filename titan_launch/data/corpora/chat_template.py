@@ -98,9 +98,9 @@ class ChatTemplate:
 def load_template(
     config: ChatData, tokenizer: Tokenizer, key: KeyPath, further_folder: Path | None = None
 ) -> ChatTemplate:
-    """Return the template of chats, with the variables and the date that `config` sets. Without the key `template`,
-    return the template in the tokenizer's folder or, if that folder has no template, in `further_folder`. `key`: path of
-    the key `template`. Raises ConfigError on `key`."""
+    """Return the template of chats, with the variables and the date that `config` sets. Without the key `template`, the
+    template is in the tokenizer's folder or, if that folder has none, in `further_folder`. `key`: path of the key
+    `template`. Raises ConfigError on `key`."""
     today = date.fromisoformat(config.date)
     dated = {"date_string": today.strftime("%d %b %Y")} if dict(config.changed("date")) else {}
     folder, template = tokenizer.folder, config.template

@@ -41,7 +41,7 @@ number of bytes."""
 
 
 class ArrayImages:
-    """Images `[N, channels, height, width]` and labels `[N]`, as the protocol `data.sources.images.Images`."""
+    """Images `[N, channels, height, width]` and labels `[N]`: an implementation of `data.sources.images.Images`."""
 
     def __init__(self, path: str, images: Pixels, labels: Labels):
         self.labels = labels

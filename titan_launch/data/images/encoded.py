@@ -98,7 +98,7 @@ class _Listing:
 
 
 class EncodedImages:
-    """Images that Pillow decodes, as the protocol `data.sources.images.Images`. Each read opens the file again, so
+    """Images that Pillow decodes: an implementation of `data.sources.images.Images`. Each read opens the file again, so
     processes share no open files."""
 
     def __init__(self, root: Path, index: Path, channels: int):
