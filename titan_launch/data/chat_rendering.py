@@ -231,9 +231,9 @@ class _Turns:
     """The assistant's turns in the text of a chat.
 
     Without `generation` blocks, a turn begins after the prompt for an answer: the text that `add_generation_prompt`
-    adds to a chat. To find the end of a turn, a chat that ends with this turn is rendered: both chats have the same
-    text at the end of the turn. Marks in the messages show where the text of each message is. Marks are used only where
-    they do not change the chat's text.
+    adds to a chat. To find the end of a turn, the chat up to this turn is rendered, too: both texts are the same at the
+    end of the turn. Marks in the messages show where the text of each message is. Marks that change the chat's text are
+    not used.
     """
 
     template: Renderer
@@ -315,9 +315,9 @@ class _Turns:
         """Return the end of a turn, after the special token that ends it. `start`: start of the turn.
 
         The text after the last message of the chat ends its turn. For any other message, the chat up to this message is
-        rendered twice: as it is, and with the prompt for the next answer, which is then removed. The text after the
-        message in one of the two renderings ends the turn, if `self.text` has the same text after the message. The
-        second rendering is needed because templates often end the last turn of a chat differently.
+        rendered twice: as it is, and with the prompt for the next answer, which is then removed. If `self.text` has the
+        same text after the message as one of the two renderings, this text ends the turn. The second rendering is
+        needed because templates often end the last turn of a chat differently.
         """
         own = max(self._positions_of(index), default=start)
         for end in map(self.template.closed, self._ends(index, start, own)):
@@ -485,10 +485,8 @@ def _without_marks(marked: str) -> Rendered:
 
 
 def _environment(today: date) -> Any:
-    """Return the sandbox of templates, with the functions, filters and tags of Hugging Face's templates.
-
-    `today`: the date of `strftime_now`.
-    """
+    """Return the sandbox of templates, with the functions, filters and tags of Hugging Face's templates. `today`: the
+    date of `strftime_now`."""
     from jinja2 import TemplateError, nodes
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError

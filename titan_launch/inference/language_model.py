@@ -223,11 +223,8 @@ def _allocate(model: nn.Module, device: torch.device, dtype: torch.dtype) -> Non
 @torch.no_grad()
 def _fill(built: BuiltModel, saved: SavedModel, device: torch.device) -> None:
     """Copy the saved tensors into a model after `_allocate`. Tensors that are not saved, such as tables of positions,
-    get their initial values.
-
-    Raises WeightsError if a parameter is not saved, or if the model has no tensor with the name and shape of a saved
-    one.
-    """
+    get their initial values. Raises WeightsError if a parameter is not saved, or if a saved tensor has no counterpart
+    of the same name and shape in the model."""
     tensors = {
         full_name(path, name): tensor
         for path, module in built.module.named_modules(remove_duplicate=False)

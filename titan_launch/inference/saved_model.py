@@ -169,11 +169,9 @@ def _base_folder(job: JobConfig, recorded: Base | None, given: Path | None) -> P
 
 
 def _with_base(saved: SavedModel) -> SavedModel:
-    """Return the model with the parameters that the checkpoint omits. They are read from the folder `saved.base`.
-
-    Raises WeightsError if this folder is missing, if its fingerprint is not the one that the manifest records, or if it
-    lacks a parameter.
-    """
+    """Return the model with the parameters that the checkpoint omits, which are read from the folder `saved.base`.
+    Raises WeightsError if this folder is missing, lacks a parameter, or has another fingerprint than the manifest
+    records."""
     base = None if saved.manifest is None else saved.manifest.base
     if base is None or not base.omitted:
         return saved

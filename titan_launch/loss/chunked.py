@@ -114,10 +114,8 @@ class _Running:
 def _add_classes(
     logits: Tensor, index: Tensor, largest: Tensor, sum_exp: Tensor, wanted: Tensor, logit_sum: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the fields of `_Running` after a chunk of logits (n, classes).
-
-    `index` (n, 1): the target's class, counted from the first class of the chunk. It may be outside of the chunk.
-    """
+    """Return the fields of `_Running` after a chunk of logits (n, classes). `index` (n, 1): the target's class, counted
+    from the first class of the chunk. The class may be outside of the chunk."""
     before, largest = largest, torch.maximum(largest, logits.amax(-1, keepdim=True)).float()
     exponentials = logits.to(torch.float32, copy=True).sub_(largest).exp_()
     sum_exp = sum_exp * (before - largest).exp() + exponentials.sum(-1, keepdim=True)

@@ -92,9 +92,7 @@ class ImageSource:
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         """Return a float32 image `[channels, height, width]` without augmentation, and its class, an int64 scalar.
-
-        Raises UserError if the image cannot be read, or if its shape differs from that of the first image.
-        """
+        Raises UserError if the image cannot be read, or if its shape differs from that of the first image."""
         if not 0 <= index < len(self):
             raise IndexError(index)
         images, labels = self.read_batch([index], None)
