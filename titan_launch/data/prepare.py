@@ -132,9 +132,6 @@ def chosen_documents(corpus: Corpus, part: Part, counts: Counts) -> Iterator[Doc
             yield document
 
 
-_TRAINING_BYTES = 1 << 30
-
-
 def training_texts(corpus: Corpus) -> Iterator[str]:
     """Yield the texts of documents, on which a tokenizer is trained. All texts together have at most about 1 GiB, and
     the limit is the same for each part. Raises ConfigError if the documents are not plain text."""
@@ -147,7 +144,7 @@ def training_texts(corpus: Corpus) -> Iterator[str]:
                 raise config_error((*corpus.key, "kind"), reason, corpus.config.kind)
             yield document.content.decode()
             size += len(document.content)
-            if size * len(parts) >= _TRAINING_BYTES:
+            if size * len(parts) >= 1 << 30:
                 break
 
 

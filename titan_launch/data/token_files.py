@@ -50,9 +50,6 @@ MOST_LISTED = 256 * MIB
 _MOST_ENTRIES = 5_000_000
 """Limit of the arrays and objects in a header."""
 
-_MOST_COUNT = 1 << 60
-"""Every count in a header, such as a number of tokens, is less than this number."""
-
 
 class TokenFilesError(Exception):
     """Error for token files that cannot be read. The message is a clause: `is truncated: ...; remedy`."""
@@ -233,7 +230,7 @@ def _check_types(header: Header) -> None:
 
 
 def _is_count(value: object) -> bool:
-    return type(value) is int and 0 <= value < _MOST_COUNT
+    return type(value) is int and 0 <= value < 1 << 60
 
 
 def check_ids(largest: int, file: str, vocab_size: int) -> None:

@@ -39,9 +39,6 @@ from titan_launch.models.weights.writing import Entry, companions_of
 from titan_launch.plan.freezing import ADAPTER
 from titan_launch.train.run_folder.folder import checkpoint_folder
 
-_OF_FROZEN = ("trainable", "frozen", "unfreeze")
-"""Keys of `[training]` that are removed when the adapters are added to the weights."""
-
 _LONGEST = 2048
 """Largest `training.seq_len` that the record of a Hugging Face folder gets, even if the model takes longer
 sequences."""
@@ -261,7 +258,8 @@ def merged(saved: SavedModel) -> SavedModel:
             saved.read(adapter.a), saved.read(adapter.b), adapter.scale, adapter.is_embedding
         )
 
-    training = {key: value for key, value in saved.record["training"].items() if key not in _OF_FROZEN}
+    of_freezing = ("trainable", "frozen", "unfreeze")  # the merged model has no adapters, which these keys may name
+    training = {key: value for key, value in saved.record["training"].items() if key not in of_freezing}
     record = {**{key: value for key, value in saved.record.items() if key != "lora"}, "training": training}
     return replace(
         saved,

@@ -33,12 +33,6 @@ from titan_launch.report.figures import (
 from titan_launch.report.page import charts, folded, page, paragraphs, section, table
 from titan_launch.report.recorded_run import RecordedRun
 
-_NAMES_OF_RUNS = (("job", "name"), ("job", "dump_folder"))
-"""Keys that usually differ between two runs, and are not compared."""
-
-_LONGEST_VALUE = 40
-"""Largest number of characters of a value in a line of text."""
-
 _MOST_KEYS = 20
 """Number of the keys that a page shows without a click."""
 
@@ -275,7 +269,7 @@ def _different_keys(runs: Sequence[RecordedRun]) -> Iterator[tuple[str, tuple[An
     changed: dict[KeyPath, dict[int, Any]] = {}
     for index, run in enumerate(runs[1:], start=1):
         for difference in differences(runs[0].config, run.config):
-            if difference.key not in _NAMES_OF_RUNS:
+            if difference.key not in (("job", "name"), ("job", "dump_folder")):  # they usually differ
                 found = changed.setdefault(difference.key, dict.fromkeys(range(len(runs)), difference.was))
                 found[index] = difference.now
     for key in sorted(changed, key=lambda key: (role_of(key) == "operation", format_key(key))):
@@ -323,6 +317,6 @@ def _median(name: str, tag: str, runs: Sequence[RecordedRun], pattern: str) -> L
     return Line(name, tuple(None if one is None else one.median for one in found), tuple(cells))
 
 
-def _short(value: Any, longest: int = _LONGEST_VALUE) -> str:
+def _short(value: Any, longest: int = 40) -> str:
     text = "unset" if value is None else toml_value(value)
     return text if len(text) <= longest else f"{text[: longest - 4]} ..."

@@ -98,15 +98,12 @@ class LinesCorpus(FileCorpus, RecordCorpus):
 
 _NO_END = 1 << 62
 
-_SKIPPED_BYTES = MIB
-"""Number of bytes that are read at a time when the rest of a line is skipped."""
-
 
 def _skip_line(stream: BinaryIO, limit: int) -> int:
     """Read a stream to the end of the current line, but at most about `limit` bytes. Return the number of bytes
     read."""
     size = 0
-    while size < limit and (found := stream.readline(_SKIPPED_BYTES)):
+    while size < limit and (found := stream.readline(MIB)):
         size += len(found)
         if found.endswith(b"\n"):
             break

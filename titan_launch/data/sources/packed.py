@@ -15,8 +15,6 @@ from titan_launch.data.packing import Packing
 from titan_launch.data.sources.interface import Details, Sample, bytes_of
 from titan_launch.data.token_files import Header, TokenStream
 
-_FIRST_TOKENS = 100_000
-
 
 class PackedSource:
     """A source of packed samples. A sample is a sequence of pieces of documents, with padding at the end.
@@ -100,5 +98,5 @@ def token_details(header: Header, stream: TokenStream, **amounts: Any) -> Detail
         **amounts,
     }
     lengths = np.diff(stream.document_ends(), prepend=0)
-    first_tokens = stream.read(0, min(len(stream), _FIRST_TOKENS))
+    first_tokens = stream.read(0, min(len(stream), 100_000))
     return Details({name: value for name, value in found.items() if value is not None}, lengths, first_tokens)
