@@ -82,10 +82,10 @@ class ExportOptions:
     """Folder with the parameters that the checkpoint omits. None: the default of `open_saved_model`."""
 
     average: Mapping[int, float] = field(default_factory=dict)
-    """Weights in the mean of checkpoints that is written, by step. Empty: the checkpoint of `step` is written."""
+    """Weight of each checkpoint in the mean, by step. Empty: the checkpoint of `step` is exported alone."""
 
     soup: Mapping[Path, float] = field(default_factory=dict)
-    """Weights of further models in the mean, by folder. The exported model has the weight 1, or the weights in
+    """Weight of each further model in the mean, by folder. The exported model has the weight 1, or the weights in
     `average`."""
 
 
