@@ -362,12 +362,12 @@ class _UnitPlanner:
 
     @cached_property
     def _phases(self) -> dict[str, _Phase]:
-        """The phase of each module with parameters, by path. Of several phases of a module's parameters, it is the phase
-        whose training begins first."""
+        """The phase of each module with parameters, by path. If the parameters of a module have several phases, this is
+        the phase whose training begins first."""
         return {
-            module.path: max((p.trained_from if p.requires_grad else None for p in module.parameters), key=_latest_first)
+            module.path: max([p.trained_from if p.requires_grad else None for p in own], key=_latest_first)
             for module in self.inventory.modules
-            if module.parameters and module.same_as is None
+            if (own := module.parameters) and module.same_as is None
         }
 
     @cached_property
