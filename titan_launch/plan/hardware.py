@@ -1,5 +1,4 @@
-"""The hardware that a plan assumes: memory, speeds and links of a device, and a table of known accelerators. No torch.
-"""
+"""The hardware that a plan assumes: memory, speeds and links of a device; and a table of accelerators. No torch."""
 
 from __future__ import annotations
 

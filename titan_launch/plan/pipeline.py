@@ -246,8 +246,7 @@ def stage_part(plan: ModelPlan, stage: Stage) -> ModelPlan:
 
 
 def parts_on_rank(plan: ModelPlan, rank: int) -> tuple[ModelPlan, ...]:
-    """Return the plans of the stages that a pipeline rank runs, in order; the whole plan without pipeline parallelism.
-    """
+    """Return the plans of the stages that a pipeline rank runs, in order; the whole plan if there are no stages."""
     if not plan.stages:
         return (plan,)
     return tuple(stage_part(plan, stage) for stage in plan.stages if stage.rank == rank)

@@ -22,7 +22,7 @@ class Row:
     """`float32`, or the dtypes of the job."""
 
     errors: Mapping[str, float]
-    """The largest relative difference of each kind of result: `loss`, `gradient`, `update`, and so on."""
+    """Largest relative difference of each kind of result: `loss`, `gradient`, `update`, and so on."""
 
     tolerances: Mapping[str, float]
     num_results: int
@@ -38,8 +38,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Finding:
-    """The first place where a run departs from the single process. If a run with one or two of its axes and modes shows
-    the difference, too, the fields from `result` to `how` describe the smallest such run."""
+    """The first place where a run departs from the single process. If runs with one or two of its axes and modes show
+    the difference, too, the fields from `result` to `how` describe the smallest of these runs."""
 
     run: str
     result: str
@@ -58,8 +58,8 @@ class Finding:
     """The results that depart at this place, in words: `its output departs by 1.6e-01`."""
 
     parts: tuple[str, ...]
-    """Names of the runs with a single axis or mode that show the difference. If there are none: names of the runs with
-    two axes or modes that show it."""
+    """Names of the runs with a single axis or mode that show the difference; if there are none, names of the runs with
+    two axes or modes that show the difference."""
 
     is_alone: bool = True
     """False if no run with a single axis or mode shows the difference."""
@@ -84,8 +84,8 @@ class Certificate:
     rows: tuple[Row, ...]
     findings: tuple[Finding, ...]
     problems: tuple[str, ...]
-    """Reasons why the layout cannot be proven: dead parameters, a model that is not deterministic. A difference is not
-    among them."""
+    """Reasons why the layout cannot be proven: parameters without a gradient, or a model that is not deterministic.
+    Differences are no such reasons."""
 
     unshrunk: tuple[str, ...]
     unproven: tuple[str, ...]
@@ -117,7 +117,7 @@ class Certificate:
         yield self.headline
         for finding in self.findings:
             yield ""
-            yield from describe_finding(finding)
+            yield from _describe_finding(finding)
         if self.problems:
             yield ""
             yield from self.problems
@@ -134,8 +134,7 @@ class Certificate:
         yield f"made in {self.seconds:.0f} s on {self.created} with {versions}; digest {self.digest}"
 
 
-def describe_finding(finding: Finding) -> Iterator[str]:
-    """Yield the lines about a difference."""
+def _describe_finding(finding: Finding) -> Iterator[str]:
     yield f"module: {finding.module} ({finding.how})"
     yield f"first result that differs: {finding.result} in step {finding.step}, by {finding.error:.1e} of its norm;"
     yield f"  its norm is {finding.ratio:.4g} times that of one process, the cosine is {finding.cosine:.4f}"

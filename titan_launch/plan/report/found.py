@@ -40,12 +40,11 @@ def _grid(layout: Layout) -> str:
 
 
 def format_result(result: Result, hardware: Hardware) -> str:
-    """Return text: the parts of the best job's step time, a table of the best jobs with its legend, and the number of
-    layouts that were planned. If no job fits, return a sentence that says so, and this number."""
+    """Return the parts of the best job's step time, a table of the best jobs with its legend, and the number of layouts
+    that were planned, as text."""
     best = result.best
     counts = f"{result.tried} of {result.families} layouts were planned; the others do not fit or are not faster."
-    refused = sum(result.refused.values())
-    if refused:
+    if refused := sum(result.refused.values()):
         most = max(result.refused, key=lambda reason: result.refused[reason])
         counts += f" {refused} more are not possible; the most frequent reason: {most}."
     if not best:
@@ -95,8 +94,8 @@ def describe_result(result: Result) -> dict[str, Any]:
 
 
 def overlay(base: JobConfig, config: JobConfig, extends: str) -> str:
-    """Return the keys in which `config` differs from `base`, as a job file that extends `extends`, the file of `base`.
-    Such a file cannot unset a key. If a key must be unset, return a complete job file."""
+    """Return a job file for `config` that extends `extends`, the file of `base`. A file cannot unset keys of the file
+    that it extends. If a key must be unset, return a complete job file."""
     lines = [f"extends = {toml_value(extends)}"]
     try:
         tables = list(_tables(base, config))
@@ -107,7 +106,7 @@ def overlay(base: JobConfig, config: JobConfig, extends: str) -> str:
 
 
 class _UnsetError(ValueError):
-    """Raised if `base` sets a key that the other job leaves unset."""
+    """`base` sets a key that the other job leaves unset."""
 
 
 def _tables(base: JobConfig, config: JobConfig) -> Iterator[tuple[str, list[str]]]:
