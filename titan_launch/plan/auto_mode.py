@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import ConfigError, Problem
-from titan_launch.plan.hardware import GIB, Hardware
+from titan_launch.plan.hardware import GIB, NO_LIMIT, Hardware
 from titan_launch.plan.job import is_auto, with_choice
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.report.modes import Comparison, Row, Subject, compare
@@ -56,11 +56,7 @@ def resolve(comparison: Comparison, hardware: Hardware) -> Resolution:
 def check_limit(config: JobConfig, hardware: Hardware) -> None:
     """Raise ConfigError if a mode of the job is `auto`, and no memory limit is known."""
     if is_auto(config) and hardware.memory_gib is None:
-        reason = (
-            "needs a memory limit, and none is known; set planner.device or planner.memory_gib (plan: --device, "
-            "--memory-gib)"
-        )
-        raise ConfigError([_problem_of_auto(config, reason)])
+        raise ConfigError([_problem_of_auto(config, NO_LIMIT)])
 
 
 def recommend(comparison: Comparison, hardware: Hardware) -> Resolution | None:

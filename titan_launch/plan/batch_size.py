@@ -10,7 +10,7 @@ from typing import Literal
 
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import ConfigError, KeyPath, config_error
-from titan_launch.plan.hardware import GIB, Hardware
+from titan_launch.plan.hardware import GIB, NO_LIMIT, Hardware
 from titan_launch.plan.layout import Layout, plan_layout
 from titan_launch.plan.report.modes import Comparison
 from titan_launch.plan.report.table import format_limit
@@ -55,11 +55,7 @@ def largest_batch(config: JobConfig, world_size: int, hardware: Hardware, predic
     modes. Raises ConfigError if no memory limit is known, if no size is possible, or if not even the smallest size
     fits."""
     if hardware.memory_gib is None:
-        reason = (
-            "needs a memory limit, and none is known; set planner.device or planner.memory_gib (plan: --device, "
-            "--memory-gib)"
-        )
-        raise config_error(KEY, reason, "auto", also=(("planner",),))
+        raise config_error(KEY, NO_LIMIT, "auto", also=(("planner",),))
     sizes, fitting, needed = possible_batch_sizes(config, world_size), 0, 0.0
     low, high = 0, len(sizes)  # a binary search: sizes[:low] fit, sizes[high:] do not
     while low < high:

@@ -50,6 +50,12 @@ _MARGIN, _MARGIN_GIB = 0.05, 0.5
 """Default margin below the memory limit: a fraction of the limit; on a GPU, at least the second number, in GiB."""
 
 
+NO_LIMIT = (
+    "needs a memory limit, and none is known; set planner.device or planner.memory_gib (plan: --device, --memory-gib)"
+)
+"""The reason of an error for a key that is `auto`, if `Hardware.memory_gib` is None."""
+
+
 @dataclass(frozen=True)
 class Hardware:
     """The hardware that a plan assumes. `report.table.format_assumptions` shows it."""

@@ -195,9 +195,10 @@ def _shard_degree(parallelism: ParallelismConfig, world_size: int) -> int:
     if shard != -1 and shard * product == world_size:
         return shard
     if shard != -1:
+        above_one = " and ".join(f"{name} ({degree})" for name, degree in others.items() if degree > 1)
         raise config_error(
             _key(_SHARD),
-            f"with {_format_degrees(others) or 'all other degrees at 1'} makes {shard * product} ranks, but this run "
+            f"with {above_one or 'all other degrees at 1'} makes {shard * product} ranks, but this run "
             f"has {world_size}; start {shard * product} processes, or set -1 to use all remaining ranks",
             shard,
             also=tuple(map(_key, others)),
@@ -220,10 +221,6 @@ def _does_not_divide(degrees: dict[str, int]) -> str:
     if len(above_one) == 1:
         return "does not divide"
     return f"with the other degrees makes {' x '.join(map(str, above_one))} = {prod(above_one)}, which does not divide"
-
-
-def _format_degrees(degrees: dict[str, int]) -> str:
-    return " and ".join(f"{name} ({degree})" for name, degree in degrees.items() if degree > 1)
 
 
 def _key(name: str) -> KeyPath:

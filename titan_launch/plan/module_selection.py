@@ -9,7 +9,6 @@ compiled module may be a unit itself: only its forward is compiled, and the unit
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from functools import cached_property
 from typing import Literal
 
 from titan_launch.config.job import JobConfig
@@ -28,6 +27,7 @@ from titan_launch.plan.types import (
     full_name,
     is_within,
     outermost,
+    outward,
     parent,
 )
 from titan_launch.plan.units.rule_assignment import BATCH_NORM_DEFAULT, is_mixture_of_experts, matched_modules
@@ -98,8 +98,7 @@ def compiled_modules(
         raise config_error(_ENABLE, reason, True, also=(("model", "blocks"),))
     tensor_degree = config.parallelism.tensor_parallel_degree
     outside = checkpointed if checkpoints_compiled(config.activation_checkpoint, tensor_degree) else ()
-    pieces = _Pieces(inventory, units, outside)
-    found = {block: list(pieces.of_block(block)) for block in outermost(inventory.blocks)}
+    found = _compilable(inventory, {path for unit in units for path in unit.modules} | set(outside))
     empty = [block for block, paths in found.items() if not paths]
     if empty:
         raise ConfigError([_nothing_left(empty, units, outside)])
@@ -131,47 +130,22 @@ def checkpoints_compiled(checkpointing: ActivationCheckpointConfig, tensor_degre
     return tensor_degree > 1 and selection(checkpointing) != "op"
 
 
-class _Pieces:
-    """The search for the parts of a block that can be compiled. A boundary is a module that cannot be inside of a
-    graph: a module of an FSDP2 unit, a module of experts (the numbers of their rows are known only in a step), or a
-    module of `outside`: these are checkpointed modules whose checkpoint must be around a graph."""
-
-    def __init__(self, inventory: Inventory, units: Sequence[Unit], outside: Collection[str]):
-        self._inventory = inventory
-        self._boundaries = {path for unit in units for path in unit.modules if path} | set(outside)
-
-    def of_block(self, path: str) -> Iterator[str]:
-        """Yield the path of the block, or the paths of the largest modules in it that have a forward and contain no
-        boundary. Skip single layers."""
-        if self._has_no_boundary_inside(path):
-            yield path
-        else:
-            yield from self._parts(path)
-
-    def _parts(self, path: str) -> Iterator[str]:
-        for child in self._children[path]:
-            if not self._has_no_boundary_inside(child):
-                yield from self._parts(child)
-            elif self._children[child]:
-                yield self._inventory.by_path[child].same_as or child
-
-    def _has_no_boundary_inside(self, path: str) -> bool:
-        return self._inventory.by_path[path].has_forward and not any(
-            module.has_experts or (module.same_as or module.path) in self._boundaries for module in self._inside(path)
-        )
-
-    def _inside(self, path: str) -> Iterator[ModuleInfo]:
-        for child in self._children[path]:
-            yield self._inventory.by_path[child]
-            yield from self._inside(child)
-
-    @cached_property
-    def _children(self) -> dict[str, list[str]]:
-        children: dict[str, list[str]] = {module.path: [] for module in self._inventory.modules}
-        for module in self._inventory.modules:
-            if module.path:
-                children[parent(module.path)].append(module.path)
-        return children
+def _compilable(inventory: Inventory, boundaries: Collection[str]) -> dict[str, list[str]]:
+    """Return the modules to compile in each outer block: the block itself, or else the largest modules in it that have
+    a forward and contain no module that cannot be inside of a graph. Single layers are not compiled. `boundaries`:
+    modules with hooks of FSDP2 or activation checkpointing, which must run outside of a graph."""
+    found: dict[str, list[str]] = {block: [] for block in outermost(inventory.blocks)}
+    around = {parent(module.path) for module in inventory.modules}
+    # The number of rows of an expert is known only in a step, so experts cannot be inside of a graph either.
+    outside = [m.path for m in inventory.modules if m.has_experts or (m.same_as or m.path) in boundaries]
+    divided = {path for inner in outside for path in outward(parent(inner))}
+    whole = [m.path for m in inventory.modules if m.has_forward and m.path not in divided and enclosing(m.path, found)]
+    for path in outermost(whole):
+        if path in found:
+            found[path].append(path)
+        elif path in around:
+            found[enclosing(path, found)].append(inventory.by_path[path].same_as or path)
+    return found
 
 
 def _nothing_left(blocks: Sequence[str], units: Sequence[Unit], outside: Collection[str]) -> Problem:

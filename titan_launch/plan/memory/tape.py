@@ -271,7 +271,13 @@ def with_blocks(tape: Tape, removed: Collection[str] = ()) -> Tape:
     """Return the tape of a model with all outer blocks except the `removed` ones. Each block that was not recorded gets
     a copy of the events of its stand-in (`Blocks.likes`)."""
     like = {path: model for part in tape.parts for path, model in part.likes.items() if path not in removed}
-    after = {path: own for part in tape.parts for path, own in _not_recorded_after(part).items()}
+    after = dict[str, list[str]]()  # for each recorded block, the blocks up to the next recorded block
+    for part in tape.parts:
+        for path in part.paths:
+            if path not in part.likes:
+                followers = after[path] = list[str]()
+            else:
+                followers.append(path)  # the first block of a kind is recorded
     visits, seen = _visits(tape), Counter[tuple[int, str, str]]()
     segments: list[Segment] = []
     for (microbatch, phase, block), run in groupby(tape.segments, lambda s: (s.microbatch, s.phase, s.module)):
@@ -293,17 +299,6 @@ def with_blocks(tape: Tape, removed: Collection[str] = ()) -> Tape:
         shapes=_of_blocks(tape.shapes, like, removed),
         reduced=_of_blocks(tape.reduced, like, removed),
     )
-
-
-def _not_recorded_after(part: Blocks) -> dict[str, list[str]]:
-    """Return, for each recorded block, the blocks without a recording between it and the next recorded block."""
-    found: dict[str, list[str]] = {}
-    for path in part.paths:
-        if path not in part.likes:
-            own = found[path] = list[str]()
-        else:
-            own.append(path)  # the first block of a kind is recorded
-    return found
 
 
 def _of_blocks(by_name: Mapping[str, T], like: Mapping[str, str], removed: Collection[str]) -> dict[str, T]:

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
+from titan_launch.plan.report.table import aligned
+
 Verdict = Literal["proven", "differs", "cannot be proven"]
 
 
@@ -144,15 +146,12 @@ def _describe_finding(finding: Finding) -> Iterator[str]:
 
 def _table(rows: Sequence[Row]) -> Iterator[str]:
     kinds = list(dict.fromkeys(kind for row in rows for kind in row.errors))
-    header = ["", *kinds, "results", "ranks", "dtype", "run"]
-    lines = [header]
+    lines = [["", *kinds, "results", "ranks", "dtype", "run"]]
     for row in rows:
         errors = [f"{row.errors[kind]:.0e}" if kind in row.errors else "" for kind in kinds]
         mark = "differs" if row.exceeded else "equal"
         lines.append([mark, *errors, str(row.num_results), str(row.ranks), row.precision, row.name])
-    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-    for line in lines:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+    yield from aligned(lines)
     limits = dict.fromkeys((row.precision, tuple(row.tolerances.items())) for row in rows)
     for precision, tolerances in limits:
         yield f"tolerances in {precision}: {', '.join(f'{kind} {value:.0e}' for kind, value in tolerances)}"

@@ -293,18 +293,14 @@ def _of_transformers(
     image, patch = args.get("image_size"), args.get("patch_size")
     if isinstance(image, int) and isinstance(patch, int) and image > 2 * patch and "depths" not in args:
         small["image_size"] = 2 * patch  # a model with stages would reduce it further
-    depth = next((key for key in args if re.fullmatch(_SIZES[0][0], key)), None)
-    for key in _LISTS:
-        if depth is not None and isinstance(args.get(key), list):
-            kinds = list(dict.fromkeys(args[key]))
-            small[depth] = max(small[depth], len(kinds), num_stages(config.parallelism))
+    depth, heads, kv_heads = (
+        next((key for key in args if re.fullmatch(pattern, key)), None) for pattern, _ in _SIZES[:3]
+    )
     if depth is not None:
-        small[depth] = min(args[depth], max(small[depth], num_stages(config.parallelism)))
-        for key in _LISTS:
-            if isinstance(args.get(key), list):
-                kinds = list(dict.fromkeys(args[key]))
-                small[key] = [kinds[index % len(kinds)] for index in range(small[depth])]
-    heads, kv_heads = (next((key for key in args if re.fullmatch(_SIZES[index][0], key)), None) for index in (1, 2))
+        kinds = {key: list(dict.fromkeys(args[key])) for key in _LISTS if isinstance(args.get(key), list)}
+        needed = max(small[depth], num_stages(config.parallelism), *map(len, kinds.values()))
+        small[depth] = min(args[depth], needed)
+        small |= {key: [own[index % len(own)] for index in range(small[depth])] for key, own in kinds.items()}
     if heads is not None and kv_heads is not None:
         ratio = min(2, args[heads] // args[kv_heads])
         small[kv_heads] = min(2, args[kv_heads])

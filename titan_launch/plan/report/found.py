@@ -9,7 +9,6 @@ from typing import Any
 from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.provenance import toml_value
 from titan_launch.plan.hardware import Hardware
-from titan_launch.plan.layout import Layout
 from titan_launch.plan.report.table import aligned, format_gib
 from titan_launch.plan.search import SEARCHED, Found, Result, value_of
 
@@ -20,7 +19,10 @@ _COLUMNS: tuple[tuple[str, Callable[[Found], str]], ...] = (
     ("CP", lambda job: str(job.layout.context)),
     ("PP", lambda job: str(job.layout.pipeline) + (f" {job.kind.schedule}" if job.kind.schedule else "")),
     ("EP", lambda job: str(job.layout.expert)),
-    ("replicas x shards", lambda job: _grid(job.layout)),
+    (
+        "replicas x shards",
+        lambda job: f"{job.layout.replicate} x {job.layout.shard}{' *' * job.layout.shards_optimizer}",
+    ),
     ("microbatches", lambda job: f"{job.layout.num_microbatches} of {job.layout.local_batch_size}"),
     ("checkpointing", lambda job: job.row.choice.activation_checkpoint_label),
     ("accumulation", lambda job: job.row.choice.accumulation_label),
@@ -33,10 +35,6 @@ _MEANINGS = {
     "replicas x shards": "*: the optimizer is sharded over the replicas",
     "microbatches": "microbatches of a step, and samples of each",
 }
-
-
-def _grid(layout: Layout) -> str:
-    return f"{layout.replicate} x {layout.shard}" + " *" * layout.shards_optimizer
 
 
 def format_result(result: Result, hardware: Hardware) -> str:

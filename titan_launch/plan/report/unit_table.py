@@ -215,8 +215,10 @@ def summary_of_job(config: JobConfig, plan: ModelPlan, layout: Layout) -> list[L
     optimizer, schedule = config.optimizer, config.lr_scheduler
     compiled = f"{config.compile.backend}, {len(plan.compiled)} modules" if config.compile.enable else ""
     kernels = ", ".join(f"{name} = {toml_value(value)}" for name, value in config.kernels.changed())
+    total, active = plan.inventory.num_parameters, active_parameters(config, plan)
+    of_experts = "" if active == total else f", {active:,} active for each token"
     lines = [
-        ("model", f"{model_name(config)}, {_parameters_of_model(config, plan)}"),
+        ("model", f"{model_name(config)}, {total:,} parameters{of_experts}"),
         ("trained", _trained(plan.inventory)),
         ("adapters", _adapters(config, plan.inventory)),
         ("blocks", _blocks(plan.inventory)),
@@ -247,11 +249,6 @@ def _early_stopping(config: ValidationConfig) -> str:
     enough = f" by more than {config.min_improvement:g}" if config.min_improvement else ""
     number = f"{config.patience} validation{'s' * (config.patience != 1)}"
     return f"after {number} in a row that do not improve the loss{enough}"
-
-
-def _parameters_of_model(config: JobConfig, plan: ModelPlan) -> str:
-    total, active = plan.inventory.num_parameters, active_parameters(config, plan)
-    return f"{total:,} parameters" + ("" if active == total else f", {active:,} active for each token")
 
 
 def _trained(inventory: Inventory) -> str:

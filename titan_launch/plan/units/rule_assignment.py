@@ -164,14 +164,16 @@ def matched_modules(inventory: Inventory, patterns: Sequence[str], key: KeyPath)
 
     Raises ConfigError with a problem for every glob that matches nothing. `key`: key of the list of globs.
     """
-    problems = list(_unused(inventory, patterns, key))
+    containers = [module.path for module in inventory.modules if module.path and not module.has_forward]
+    runnable = {m.path: m.same_as or m.path for m in inventory.modules if m.path and m.has_forward}
+    problems = [
+        Problem((*key, index), nothing_matched(pattern, list(runnable), containers), pattern)
+        for index, pattern in enumerate(patterns)
+        if not any(matches(pattern, path) for path in runnable)
+    ]
     if problems:
         raise ConfigError(problems)
-    matched = {
-        module.same_as or module.path
-        for module in inventory.modules
-        if module.path and module.has_forward and any(matches(pattern, module.path) for pattern in patterns)
-    }
+    matched = {first for path, first in runnable.items() if any(matches(pattern, path) for pattern in patterns)}
     return tuple(module.path for module in inventory.modules if module.path in matched)
 
 
@@ -201,11 +203,3 @@ def suggestion(glob: str, paths: Collection[str]) -> str:
             )
             return f"; {short_name(glob)} of transformers is {listed(list(names))} here"
     return did_you_mean(glob, paths)
-
-
-def _unused(inventory: Inventory, patterns: Sequence[str], key: KeyPath) -> Iterator[Problem]:
-    containers = [module.path for module in inventory.modules if module.path and not module.has_forward]
-    runnable = [module.path for module in inventory.modules if module.path and module.has_forward]
-    for index, pattern in enumerate(patterns):
-        if not any(matches(pattern, path) for path in runnable):
-            yield Problem((*key, index), nothing_matched(pattern, runnable, containers), pattern)
