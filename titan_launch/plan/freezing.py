@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from titan_launch.config.sections.training import TrainingConfig
 from titan_launch.core.errors import ConfigError, KeyPath, Problem
@@ -22,32 +22,32 @@ def is_adapter(name: str) -> bool:
     return ADAPTER in name.split(".")[-3:-1]
 
 
+@dataclass(frozen=True)
 class Freezing:
     """The decisions of `[training]` about frozen parameters. If the model has adapters, the parameters outside of the
     adapters are frozen, unless `training.trainable` or `training.unfreeze` names them."""
 
-    def __init__(self, training: TrainingConfig, has_adapters: bool = False):
-        self._training = training
-        self._has_adapters = has_adapters
+    training: TrainingConfig
+    has_adapters: bool = False
 
     def trained_from(self, names: Sequence[str], requires_grad: bool) -> int | None:
         """Return the number of steps after which a parameter is trained: 0 if it is always trained, None if never.
         `names`: all full names of the parameter. `requires_grad`: the parameter's own setting in the model."""
-        training = self._training
+        training = self.training
         steps = [row.after_step for row in training.unfreeze if _matches_any(row.match, names)]
         if steps:
             return min(steps)
-        if self._has_adapters and any(map(is_adapter, names)):
+        if self.has_adapters and any(map(is_adapter, names)):
             return 0
         if training.trainable is not None:
             return 0 if any(_matches_any(glob, names) for glob in training.trainable) else None
-        is_frozen = self._has_adapters or any(_matches_any(glob, names) for glob in training.frozen)
+        is_frozen = self.has_adapters or any(_matches_any(glob, names) for glob in training.frozen)
         return 0 if requires_grad and not is_frozen else None
 
     def check(self, parameters: Mapping[str, int | None]) -> None:
         """Raise ConfigError for globs that match no parameter, and if no parameter is trained in the first step.
         `parameters`: the results of `trained_from` by full name."""
-        training = self._training
+        training = self.training
         globs = dict[KeyPath, str]()
         globs |= {("training", "trainable", index): glob for index, glob in enumerate(training.trainable or ())}
         globs |= {("training", "frozen", index): glob for index, glob in enumerate(training.frozen)}
@@ -63,7 +63,7 @@ class Freezing:
             raise ConfigError(problems)
 
     def _nothing_trained(self) -> Problem:
-        training = self._training
+        training = self.training
         reason = "leaves no parameter to train in the first step; freeze fewer parameters"
         also: tuple[KeyPath, ...] = (("training", "unfreeze"),)
         if training.trainable is not None:

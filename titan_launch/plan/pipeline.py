@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 from functools import cache
@@ -21,12 +21,12 @@ from titan_launch.plan.types import (
     ModelPlan,
     ModuleInfo,
     Stage,
-    Unit,
     enclosing,
     full_name,
     outward,
     parent,
     with_parameters,
+    without_modules,
 )
 
 _DEGREE: KeyPath = ("parallelism", "pipeline_parallel_degree")
@@ -216,33 +216,27 @@ def stage_part(plan: ModelPlan, stage: Stage) -> ModelPlan:
     A unit with modules of several stages has a part on each of these stages. The root unit of the second and later
     stages does not cast its inputs, because these are activations within the undivided model.
     """
-    foreign = {path for other in plan.stages if other.index != stage.index for path in other.modules}
-    inventory, first = _without(plan.inventory, foreign)
-
-    def own(units: Sequence[Unit]) -> list[Unit]:
-        left = (replace(unit, modules=_own(unit.modules, foreign)) for unit in units)
-        return [unit for unit in left if unit.modules]
-
-    units = own(plan.units)
-    if stage.index:
-        root = units.pop()
-        units.append(replace(root, policy=replace(root.policy, cast_forward_inputs=False)))
-    counted, in_place_counted = with_parameters(inventory, units, own(plan.in_place))
-    return ModelPlan(
-        inventory=inventory,
-        units=counted,
-        in_place=in_place_counted,
-        buffer_dtypes={
-            full_name(module.path, buffer.name): plan.buffer_dtypes[full_name(first[module.path], buffer.name)]
-            for module in inventory.modules
-            for buffer in module.buffers
-            if buffer.is_floating and module.same_as is None
-        },
-        checkpointed=_own(plan.checkpointed, foreign),
-        compiled=_own(plan.compiled, foreign),
-        float8=_own(plan.float8, foreign),
-        loss_head=_own_or_none(plan.loss_head, foreign),
+    part = without_modules(
+        plan, {path for other in plan.stages if other.index != stage.index for path in other.modules}
     )
+    # A module with several parents has several paths. If its first path is on another stage, the next path becomes the
+    # first one.
+    modules, now_first = list[ModuleInfo](), dict[str, str]()
+    buffer_dtypes: dict[str, str] = {}
+    for module in part.inventory.modules:
+        before = module.same_as or module.path
+        owner = now_first.setdefault(before, module.path)
+        same_as = None if owner == module.path else owner
+        modules.append(module if same_as == module.same_as else replace(module, same_as=same_as))
+        if same_as is None:
+            floating = (buffer.name for buffer in module.buffers if buffer.is_floating)
+            buffer_dtypes |= {full_name(owner, name): plan.buffer_dtypes[full_name(before, name)] for name in floating}
+    inventory = replace(part.inventory, modules=tuple(modules))
+    *inner, root = part.units
+    if stage.index:
+        root = replace(root, policy=replace(root.policy, cast_forward_inputs=False))
+    units, in_place = with_parameters(inventory, [*inner, root], part.in_place)
+    return replace(part, inventory=inventory, units=units, in_place=in_place, buffer_dtypes=buffer_dtypes, stages=())
 
 
 def parts_on_rank(plan: ModelPlan, rank: int) -> tuple[ModelPlan, ...]:
@@ -262,43 +256,6 @@ def representative_ranks(plan: ModelPlan) -> list[int]:
     for stage in plan.stages:
         parameters[stage.rank] += stage.num_parameters
     return sorted({0, *(rank for rank, _ in parameters.most_common(1)), max(parameters, default=0)})
-
-
-def _without(inventory: Inventory, foreign: Collection[str]) -> tuple[Inventory, dict[str, str]]:
-    """Return the inventory without the `foreign` modules, and for each remaining path the first path of the same module
-    in the whole inventory. A module with several parents has several paths. If its first path is removed, its next path
-    becomes the first."""
-    modules: list[ModuleInfo] = []
-    first: dict[str, str] = {}
-    now_first: dict[str, str] = {}
-    for module in inventory.modules:
-        if _is_foreign(module.path, foreign):
-            continue
-        first[module.path] = module.same_as or module.path
-        owner = now_first.setdefault(first[module.path], module.path)
-        same_as = None if owner == module.path else owner
-        modules.append(module if same_as == module.same_as else replace(module, same_as=same_as))
-    left = Inventory(
-        modules=tuple(modules),
-        blocks=_own(inventory.blocks, foreign),
-        head=_own(inventory.head, foreign),
-        embeddings=_own(inventory.embeddings, foreign),
-        pipeline_order=_own(inventory.pipeline_order, foreign),
-        output_layer=_own_or_none(inventory.output_layer, foreign),
-    )
-    return left, first
-
-
-def _own(paths: Sequence[str], foreign: Collection[str]) -> tuple[str, ...]:
-    return tuple(path for path in paths if not _is_foreign(path, foreign))
-
-
-def _own_or_none(path: str | None, foreign: Collection[str]) -> str | None:
-    return None if path is None or _is_foreign(path, foreign) else path
-
-
-def _is_foreign(path: str, foreign: Collection[str]) -> bool:
-    return bool(enclosing(path, foreign))
 
 
 _HOLDS_ALL = ("GPipe", "LoopedBFS")

@@ -379,6 +379,45 @@ class ModelPlan:
         return modules
 
 
+def without_modules(plan: ModelPlan, removed: Collection[str]) -> ModelPlan:
+    """Return the plan without the `removed` modules and the modules inside of them. Units and stages keep their
+    `num_parameters`, and modules keep `same_as`."""
+
+    gone = frozenset(removed)
+
+    def remaining(path: str | None) -> str | None:
+        return None if path is None or enclosing(path, gone) else path
+
+    def left(paths: Sequence[str]) -> tuple[str, ...]:
+        return tuple(path for path in paths if not enclosing(path, gone))
+
+    def of_units(units: Sequence[Unit]) -> tuple[Unit, ...]:
+        smaller = (replace(unit, modules=left(unit.modules)) for unit in units)
+        return tuple(unit for unit in smaller if unit.modules)
+
+    inventory = plan.inventory
+    return replace(
+        plan,
+        inventory=replace(
+            inventory,
+            modules=tuple(module for module in inventory.modules if not enclosing(module.path, gone)),
+            blocks=left(inventory.blocks),
+            head=left(inventory.head),
+            embeddings=left(inventory.embeddings),
+            pipeline_order=left(inventory.pipeline_order),
+            output_layer=remaining(inventory.output_layer),
+        ),
+        units=of_units(plan.units),
+        buffer_dtypes={name: dtype for name, dtype in plan.buffer_dtypes.items() if not enclosing(name, gone)},
+        in_place=of_units(plan.in_place),
+        checkpointed=left(plan.checkpointed),
+        compiled=left(plan.compiled),
+        float8=left(plan.float8),
+        stages=tuple(replace(stage, modules=left(stage.modules)) for stage in plan.stages),
+        loss_head=remaining(plan.loss_head),
+    )
+
+
 def _by_module(inventory: Inventory, units: Sequence[Unit]) -> dict[str, Unit]:
     return {path: units[index] for path, index in unit_by_module(inventory, units).items()}
 

@@ -7,10 +7,19 @@ name the path of one block, and some decisions depend on the size of the model.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Hashable, Sequence
+from dataclasses import dataclass
 
-from titan_launch.plan.types import ModelPlan, ModuleInfo, Unit, enclosing, is_within, outermost, parent
+from titan_launch.plan.types import (
+    ModelPlan,
+    ModuleInfo,
+    Unit,
+    enclosing,
+    is_within,
+    outermost,
+    parent,
+    without_modules,
+)
 
 _DEPTHS = (4, 5, 6)
 """Numbers of periods of the repeated blocks in the shallower models: the shorter one, the longer one, and the one that
@@ -92,39 +101,14 @@ def _unit_signature(unit: Unit, block: str) -> Hashable:
 
 
 def without_blocks(plan: ModelPlan, removed: Collection[str]) -> ModelPlan:
-    """Return the plan without the `removed` blocks. Units and stages keep their `num_parameters`, with the removed
-    blocks. Raises ValueError if a removed block has the first occurrence of a shared module or parameter."""
-    gone = frozenset(removed)
-
-    def stays(path: str) -> bool:
-        return not enclosing(path, gone)
-
-    inventory = plan.inventory
-    modules = tuple(module for module in inventory.modules if stays(module.path))
-    shared = {m.same_as for m in modules} | {p.tied_to for m in modules for p in m.parameters}
-    if not all(stays(path) for path in shared if path is not None):
+    """Return the result of `without_modules`. Raises ValueError if a removed block has the first occurrence of a shared
+    module or parameter."""
+    left = without_modules(plan, removed)
+    shared = {m.same_as or "" for m in left.inventory.modules}
+    shared |= {p.tied_to or "" for m in left.inventory.modules for p in m.parameters}
+    if any(enclosing(path, removed) for path in shared):
         raise ValueError("a removed block shares a module or a parameter with the remaining model")
-
-    def remaining(units: Iterable[Unit]) -> tuple[Unit, ...]:
-        left = (replace(unit, modules=tuple(filter(stays, unit.modules))) for unit in units)
-        return tuple(unit for unit in left if unit.modules)
-
-    return ModelPlan(
-        replace(
-            inventory,
-            modules=modules,
-            blocks=tuple(filter(stays, inventory.blocks)),
-            pipeline_order=tuple(filter(stays, inventory.pipeline_order)),
-        ),
-        remaining(plan.units),
-        {name: dtype for name, dtype in plan.buffer_dtypes.items() if stays(name)},
-        in_place=remaining(plan.in_place),
-        checkpointed=tuple(filter(stays, plan.checkpointed)),
-        compiled=tuple(filter(stays, plan.compiled)),
-        float8=tuple(filter(stays, plan.float8)),
-        stages=tuple(replace(stage, modules=tuple(filter(stays, stage.modules))) for stage in plan.stages),
-        loss_head=plan.loss_head,  # outside of all blocks
-    )
+    return left
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from titan_launch.config.rules.parallelism import NO_EXPERTS, misfit_of_experts
@@ -105,29 +105,25 @@ def _kept(phases: Iterable[_Phase]) -> _Phase:
     return min(phases, key=_latest_first, default=None)
 
 
+@dataclass
 class _UnitPlanner:
     """Builder of the units of one model. Its result is not in wrapping order."""
 
-    def __init__(
-        self,
-        inventory: Inventory,
-        precision: PrecisionConfig,
-        resharding: Resharding,
-        assignments: RuleAssignments,
-        limits: UnitLimits,
-    ):
-        self.inventory = inventory
-        self.limits = limits
-        self.precision = precision
-        self.resharding = resharding
-        self.assignments = assignments
-        self.default = Policy(precision.param_dtype, precision.reduce_dtype)
-        divided = inventory.modules if limits.expert_parallel > 1 else ()
-        self.experts = [module.path for module in divided if module.has_experts and module.same_as is None]
+    inventory: Inventory
+    precision: PrecisionConfig
+    resharding: Resharding
+    assignments: RuleAssignments
+    limits: UnitLimits
+
+    _own_because: dict[str, str] = field(default_factory=dict)
+    """Reasons why rules are not carried out in place, by the name of the rule (`RuleAssignment.reason`)."""
+
+    @cached_property
+    def experts(self) -> list[str]:
         """Paths of the modules that expert parallelism divides. Each has its own unit, because FSDP2 shards the other
         parameters of its block over more ranks."""
-        self._own_because: dict[str, str] = {}
-        """Reasons why rules are not carried out in place, by the name of the rule (`RuleAssignment.reason`)."""
+        divided = self.inventory.modules if self.limits.expert_parallel > 1 else ()
+        return [module.path for module in divided if module.has_experts and module.same_as is None]
 
     def units(self) -> tuple[tuple[Unit, ...], tuple[Unit, ...]]:
         """Return the units, and the entries for `ModelPlan.in_place`. Raises ConfigError for a rule that must be in
@@ -407,7 +403,8 @@ class _UnitPlanner:
 
     def _unit(self, name: str, modules: Sequence[str], reshard: bool | None, reason: str) -> Unit:
         """Return a unit without a rule."""
-        return Unit(name, tuple(modules), self.default, reshard, self.precision.storage_dtype, reason)
+        policy = Policy(self.precision.param_dtype, self.precision.reduce_dtype)
+        return Unit(name, tuple(modules), policy, reshard, self.precision.storage_dtype, reason)
 
     def _ruled_unit(self, modules: Sequence[str], assignment: RuleAssignment, policy: Policy) -> Unit:
         reshard, storage = self._reshard(modules, assignment), self.assignments.storage_dtype(assignment)

@@ -32,15 +32,15 @@ class RuleAssignment:
     """Key of the rule in the job file; None for a default."""
 
 
+@dataclass(frozen=True)
 class RuleAssignments:
     """The precision rule of each module. A rule covers the modules that it matches, and all modules inside of these
     that no rule matches."""
 
-    def __init__(self, own: Mapping[str, RuleAssignment], precision: PrecisionConfig):
-        self.own = own
-        """Assignment of each module that a rule matches directly, by path. Of one rule, parents are before children.
-        """
-        self._precision = precision
+    own: Mapping[str, RuleAssignment]
+    """Assignment of each module that a rule matches directly, by path. Of one rule, parents are before children."""
+
+    precision: PrecisionConfig
 
     def governing(self, path: str) -> RuleAssignment | None:
         """Return the assignment of a module, or of the nearest enclosing module that has one; None if there is none."""
@@ -54,14 +54,14 @@ class RuleAssignments:
         """Return the dtype that a module computes in."""
         assignment = self.governing(path)
         if assignment is None:
-            return self._precision.param_dtype
+            return self.precision.param_dtype
         return assignment.rule.param_dtype or self.storage_dtype(assignment)
 
     def storage_dtype(self, assignment: RuleAssignment | None) -> str:
         """Return the storage dtype of parameters. `assignment`: the rule that covers the parameters; None if no rule
         covers them."""
         own = None if assignment is None else assignment.rule.storage_dtype
-        return own or self._precision.storage_dtype
+        return own or self.precision.storage_dtype
 
     def buffer_dtype(self, module: ModuleInfo) -> str | None:
         """Return the dtype that `[precision]` sets for a module's floating buffers; None if the buffers keep their
@@ -72,7 +72,7 @@ class RuleAssignments:
         assignment = self.of_buffers(module)
         own = None if assignment is None else assignment.rule.buffer_dtype
         follows_no_default = is_batch_norm(module) or is_mixture_of_experts(module)
-        return own or (None if follows_no_default else self._precision.buffer_dtype)
+        return own or (None if follows_no_default else self.precision.buffer_dtype)
 
     def of_buffers(self, module: ModuleInfo) -> RuleAssignment | None:
         """Return the assignment that sets the dtype of a module's floating buffers; None if there is none."""
