@@ -115,7 +115,7 @@ def test_check_lists_every_mistake_with_file_line_and_remedy(job: Path) -> None:
 
 def test_plan_shows_every_module_with_its_unit_and_the_line_of_its_rule(job: Path, tmp_path: Path) -> None:
     job.write_text(job.read_text() + '\n[[precision.rules]]\ntype = "RMSNorm"\nparam_dtype = "float32"\n')
-    overrides = "--precision.param_dtype=bfloat16", "--precision.placement=own_unit"
+    overrides = "--precision.param_dtype=bfloat16", "--precision.placement=own_unit", "--rows=own"
     text = run_loaded("plan", "--config", job, "--world-size", "4", "--verbose", *overrides)
     assert text.returncode == 0, text.stderr
     (line,) = [number for number, text in enumerate(job.read_text().splitlines(), 1) if "precision.rules" in text]

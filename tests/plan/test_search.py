@@ -86,7 +86,8 @@ OF_OPERATIONS = ("--planner.device=h100-80gb", "--job.device=cuda")
 """Times of operations and collectives, instead of a share of the peak."""
 GRIDS = [
     (6, 0.03, (1,), ()),
-    (4, 0.1, (1, 2, 4), OF_OPERATIONS),
+    (4, 0.1, (1, 2), (*OF_OPERATIONS, "--model.args.n_layers=2")),
+    pytest.param(4, 0.1, (1, 2, 4), OF_OPERATIONS, marks=pytest.mark.slow),
     pytest.param(4, 0.02, (1, 2, 4), (), marks=pytest.mark.slow),
     pytest.param(4, 0.017, (1, 2, 4), (), marks=pytest.mark.slow),
     pytest.param(6, 0.1, (1,), OF_OPERATIONS, marks=pytest.mark.slow),
