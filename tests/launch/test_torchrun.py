@@ -203,7 +203,7 @@ def processes_with(variable: str) -> list[int]:
 
 def left_of_killed_parent(parent: tuple[str, ...], job: Path, seconds: float, since_first_rank: bool) -> int:
     """Kill the parent of two ranks some seconds after its start, or after that of its first rank. Return the number of
-    processes that are alive 5 s later."""
+    processes that are still alive 60 s later, or 0 as soon as all have ended."""
     variable = f"KILLED_PARENT_{uuid.uuid4().hex}"
     command = [sys.executable, "-m", *parent, "--config", str(job), f"--job.name={variable}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(temporary_files(job.parent)), variable: "1"}
@@ -214,7 +214,7 @@ def left_of_killed_parent(parent: tuple[str, ...], job: Path, seconds: float, si
             time.sleep(0.01)
         time.sleep(seconds)
         process.kill()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while (left := processes_with(variable)) and time.monotonic() < deadline:
         time.sleep(0.05)
     for pid in left:

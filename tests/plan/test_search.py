@@ -238,7 +238,7 @@ def test_no_step_is_faster_than_its_bound(speeds: str, tmp_path: Path) -> None:
     search = Search(config, RANKS, hardware, HELD, subject_of)
     search._count_flops()
     checked = 0
-    for tensor, size in product((1, 2, 4), (1, 2, 4)):
+    for tensor, size in product((1, 2, 4), (1, 4)):
         values = {("parallelism", "tensor_parallel_degree"): tensor, ("training", "local_batch_size"): size}
         one = with_values(config, values)
         search._probes = {_axes(one): search._probed(one)}

@@ -29,7 +29,7 @@ from titan_launch.plan.proof.store import CERTIFICATE, digest_of, find, store
 from titan_launch.plan.proof.twin import twin_of
 from titan_launch.prove import main as prove_main
 from titan_launch.prove import weights
-from titan_launch.prove.main import prove
+from titan_launch.prove.main import Proof, prove
 
 
 def job(**sections: Any) -> JobConfig:
@@ -270,8 +270,11 @@ def test_values_of_a_folder_are_those_of_transformers(tmp_path: Path) -> None:
     assert proven.rows[-1].errors.keys() == {"logits", "gradient"}
     tampered = json.loads((tmp_path / "hf" / "config.json").read_text())
     (tmp_path / "hf" / "config.json").write_text(json.dumps({**tampered, "rms_norm_eps": 0.5}))
-    differs = prove(job(**sections, data={"kind": "synthetic", "vocab_size": 8}))
-    assert differs.verdict == "differs" and differs.findings[0].parts == ("model.weights",)
+    other = job(**sections, data={"kind": "synthetic", "vocab_size": 8})
+    proof = Proof(twin_of(other), tmp_path, lambda text: None)
+    proof.compare_weights(other)
+    (finding,) = proof.findings
+    assert finding.parts == ("model.weights",) and proof.rows[-1].exceeded
 
 
 def test_a_folder_in_the_own_format_is_not_compared_with_transformers(tmp_path: Path) -> None:
