@@ -230,8 +230,10 @@ def test_the_model_of_the_docs_trains(tmp_path: Path) -> None:
     assert status == 2 and error in reported
 
 
-def test_the_proof_of_the_docs_names_the_module_with_the_bug(tmp_path: Path) -> None:
-    """Run the page's commands about the user's model. The first prints the page's lines, up to digits of numbers."""
+@pytest.mark.parametrize("num_commands", rest_is_slow([1, 2]))
+def test_the_proof_of_the_docs_names_the_module_with_the_bug(num_commands: int, tmp_path: Path) -> None:
+    """Run the page's commands about the user's model. The first prints the page's lines, up to digits of numbers. The
+    second proves the model without the bug."""
     page = (REPO / "docs" / PROOF).read_text()
     found = re.findall(r"^```(\w*)\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE)
     (_, code), (_, job), (_, lines), (_, printed) = found[2:6]
@@ -242,8 +244,9 @@ def test_the_proof_of_the_docs_names_the_module_with_the_bug(tmp_path: Path) -> 
     assert status == 1
     finding = output.partition("\n\ntwin:")[0]
     assert re.sub(r"[\d.]+e-\d+|[\d.]+\d", "N", finding) == re.sub(r"[\d.]+e-\d+|[\d.]+\d", "N", printed.rstrip())
-    status, output, _ = run_command(right, tmp_path, timeout=300)
-    assert status == 0 and output.startswith("layout proven (")
+    if num_commands > 1:
+        status, output, _ = run_command(right, tmp_path, timeout=300)
+        assert status == 0 and output.startswith("layout proven (")
     others = [line for name, block in blocks("sh") if PROOF in name for line in block.splitlines()]
     for line in others:
         assert parse_arguments(shlex.split(line)[1:]).run

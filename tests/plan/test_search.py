@@ -89,7 +89,6 @@ GRIDS = [
     (4, 0.1, (1, 2), (*OF_OPERATIONS, "--model.args.n_layers=2")),
     pytest.param(4, 0.1, (1, 2, 4), OF_OPERATIONS, marks=pytest.mark.slow),
     pytest.param(4, 0.02, (1, 2, 4), (), marks=pytest.mark.slow),
-    pytest.param(4, 0.017, (1, 2, 4), (), marks=pytest.mark.slow),
     pytest.param(6, 0.1, (1,), OF_OPERATIONS, marks=pytest.mark.slow),
 ]
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.distributed import run_ranks
+from tests.distributed import run_command, run_ranks
 from tests.models.huggingface_folders import write_config
 from tests.models.parity import random_model
 from tests.train.jobs import run_job, tiny_job
@@ -233,6 +233,19 @@ def test_a_certificate_is_found_by_the_structure_of_the_job(tmp_path: Path) -> N
         find(named)
     file.write_text(certificate(digest_of(config)).dumps())
     assert find(named) == find(config)
+
+
+@pytest.mark.usefixtures("cache")
+def test_the_command_shows_the_certificate_of_the_cache(tmp_path: Path) -> None:
+    """The slow test of docs/how_to/prove.md makes a certificate with the command."""
+    path = tmp_path / "job.toml"
+    path.write_text('[data]\nkind = "synthetic"\n')
+    known = certificate(digest_of(load_job(str(path)).config))
+    store(known)
+    command, variables = ["prove", "--config=job.toml", "--out=proof.json"], {CACHE_VARIABLE: str(tmp_path / "cache")}
+    status, output, reported = run_command(command, tmp_path, environment=variables)
+    assert status == 0 and output.startswith("layout proven (shards 2)"), output + reported
+    assert parse_as(CERTIFICATE, (tmp_path / "proof.json").read_bytes()) == known
 
 
 @pytest.mark.usefixtures("cache")
