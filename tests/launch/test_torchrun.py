@@ -227,8 +227,8 @@ def left_of_killed_parent(parent: tuple[str, ...], job: Path, seconds: float, si
     ("instants", "since_first_rank"),
     [
         ((0.7, 0.0), True),
-        pytest.param([random.Random(5).uniform(0, 4) for _ in range(20)], False, marks=pytest.mark.slow),
-        pytest.param([random.Random(6).uniform(0, 4) for _ in range(20)], True, marks=pytest.mark.slow),
+        pytest.param([random.Random(5).uniform(0, 4) for _ in range(10)], False, marks=pytest.mark.slow),
+        pytest.param([random.Random(6).uniform(0, 4) for _ in range(10)], True, marks=pytest.mark.slow),
     ],
     ids=["some", "since start", "since the first rank"],
 )
