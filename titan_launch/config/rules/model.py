@@ -14,8 +14,15 @@ from pydantic import ValidationError
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.model import HUGGINGFACE
 from titan_launch.config.sections.section import is_import_string
-from titan_launch.core.errors import KeyPath, Problem, did_you_mean, format_key
-from titan_launch.models.architectures import ALL_IN_ARGS, ARCHITECTURES, known_args, resolve_args
+from titan_launch.core.errors import KeyPath, Problem, format_key
+from titan_launch.models.architectures import (
+    ALL_IN_ARGS,
+    ARCHITECTURES,
+    known_args,
+    resolve_args,
+    unknown_flavor,
+    unknown_model,
+)
 from titan_launch.models.huggingface import args as huggingface
 
 _NAME, _FLAVOR, _ARGS = ("model", "name"), ("model", "flavor"), ("model", "args")
@@ -28,18 +35,14 @@ def model_exists(config: JobConfig) -> Iterator[Problem]:
         if not is_import_string(name):
             yield Problem(_NAME, "must have the form package.module:factory for a model of your own", name)
     elif name not in (*ARCHITECTURES, HUGGINGFACE):
-        known = ", ".join(f'"{known}"' for known in (*ARCHITECTURES, HUGGINGFACE))
-        hint = did_you_mean(name, (*ARCHITECTURES, HUGGINGFACE))
-        yield Problem(_NAME, f"unknown model; must be {known}, or package.module:factory for your own{hint}", name)
+        yield Problem(_NAME, unknown_model(name), name)
 
 
 def flavor_exists(config: JobConfig) -> Iterator[Problem]:
     """Report a problem if `model.flavor` is neither a row of the model's size table nor `none`."""
     name, flavor = config.model.name, config.model.flavor
     if name in ARCHITECTURES and flavor not in (ALL_IN_ARGS, *ARCHITECTURES[name].flavors):
-        flavors = ARCHITECTURES[name].flavors
-        reason = f"unknown flavor; {name} has {', '.join(flavors)}{did_you_mean(flavor, flavors)}"
-        yield Problem(_FLAVOR, reason, flavor, also=(_NAME,))
+        yield Problem(_FLAVOR, unknown_flavor(name, flavor), flavor, also=(_NAME,))
 
 
 def other_models_have_no_flavor(config: JobConfig) -> Iterator[Problem]:
