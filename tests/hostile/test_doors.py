@@ -101,7 +101,7 @@ ALLOWED = {
     ("program", "core/process.py"): "forks of this process, which run its own functions",
     ("read", "core/process.py"): "marks in a temporary folder of this start, and pipes of forks",
     ("read", "metrics/sinks/jsonl.py"): "the run's own open file of reports",
-    ("read", "train/build.py"): "a log that is written",
+    ("read", "train/output.py"): "a log that is written",
     ("read", "train/run_folder/folder.py"): "the lock and the run folder itself; their kinds are checked before",
     ("read", "commands/generate.py"): "the prompt that the command line names, which may be a pipe",
     ("read", "core/limited_process.py"): "pipes to the helper process, and /proc",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import count, islice
 from typing import Any
 
@@ -25,9 +25,6 @@ from titan_launch.train.batches import RunData, build_data, with_steps
 
 _DRAWN_SAMPLES = 64
 """Largest number of samples from which the share of ignored targets is computed."""
-
-_CONFIG_KEYS = ("kind", "path", "split", "packing")
-"""Keys of a source that the report repeats."""
 
 
 def describe_data(config: JobConfig, layout: Layout, num_samples: int) -> dict[str, Any]:
@@ -54,21 +51,17 @@ def describe_data(config: JobConfig, layout: Layout, num_samples: int) -> dict[s
             "digest": tokenizer.digest,
         }
     report["sources"] = _training_sources(config, data, steps * layout.global_batch_size, tokenizer)
-    report["warnings"] = list(_warnings(report["sources"], steps)) if training.epochs is None else []
+    report["warnings"] = [
+        warning
+        for source in (report["sources"] if training.epochs is None else [])
+        if (warning := too_many_epochs(steps, source.get("epochs", 0), source.get("samples", 0), source["name"]))
+    ]  # a stream has no epochs
     if config.validation.data is not None and data.validation is not None:
         report["sources"] += _validation_sources(config.validation.data, data, data.validation, tokenizer)
     shown = min(num_samples, steps * layout.global_batch_size)
-    samples = _stream_samples(data.train, layout) if isinstance(data.train, StreamSource) else _samples(data)
+    samples = _samples(data, layout)
     report["samples"] = [{**place, **_contents(config, sample, tokenizer)} for place, sample in islice(samples, shown)]
     return report
-
-
-def _warnings(sources: Sequence[dict[str, Any]], steps: int) -> Iterator[str]:
-    """Yield a warning for each source of training data with too many epochs. A stream has no epochs."""
-    for source in sources:
-        warning = too_many_epochs(steps, source.get("epochs", 0), source.get("samples", 0), source["name"])
-        if warning is not None:
-            yield warning
 
 
 def _training_sources(config: JobConfig, data: RunData, consumed: int, tokenizer: Tokenizer) -> list[dict[str, Any]]:
@@ -100,7 +93,7 @@ def _validation_sources(
 
 
 def _source(section: DataSource, source: SampleSource, tokenizer: Tokenizer) -> dict[str, Any]:
-    keys = {key: getattr(section, key) for key in _CONFIG_KEYS if hasattr(section, key)}
+    keys = {key: getattr(section, key) for key in ("kind", "path", "split", "packing") if hasattr(section, key)}
     if isinstance(source, StreamSource):
         return {**keys, "contents": source.describe()}
     found = {**keys, "samples": len(source)}
@@ -147,21 +140,21 @@ def _ignored_share(source: SampleSource) -> float:
     return ignored / max(1, total)
 
 
-def _samples(data: RunData) -> Iterator[tuple[dict[str, Any], Sample]]:
+def _samples(data: RunData, layout: Layout) -> Iterator[tuple[dict[str, Any], Sample]]:
     """Yield (place, sample) for the training samples in the order of the run. The place has the position in this order,
-    the name of the source, and the index in that source."""
+    the name of the source, and the index in that source.
+
+    Of a stream, yield the samples that the first data-parallel rank reads. Their place has the position and the rank.
+    """
+    if isinstance(data.train, StreamSource):
+        for position, sample in enumerate(data.train.open_part(0, layout.data_parallel)):
+            yield {"position": position, "data_parallel_rank": 0}, sample
+        return
     for position in count():
         index = data.order(position)
         name, index_of_source = _locate(data.train, index)
         sample = tuple(column[0] for column in read_batch(data.train, [index], [position]))
         yield {"position": position, "source": name, "index": index_of_source}, sample
-
-
-def _stream_samples(source: StreamSource, layout: Layout) -> Iterator[tuple[dict[str, Any], Sample]]:
-    """Yield (place, sample) for the training samples that the first data-parallel rank reads from a stream. The place
-    has the position and the rank."""
-    for position, sample in enumerate(source.open_part(0, layout.data_parallel)):
-        yield {"position": position, "data_parallel_rank": 0}, sample
 
 
 def _contents(config: JobConfig, sample: Sample, tokenizer: Tokenizer) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-"""The call of a model, checks of its forward, and explanations of its errors. Each failed check is a ConfigError on
-`model.name`."""
+"""The call of a model, checks of its forward, and explanations of its errors. A failed check raises a ConfigError that
+names the key `model.name`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from titan_launch.models.lora import class_without_adapter
 
 def check_signature(model: nn.Module, unit: SampleUnit, has_own_loss: bool = False) -> None:
     """Raise ConfigError for a model without a forward, and for a forward that cannot be called with the inputs as the
-    only argument. With `has_own_loss`, the arguments are the inputs and `labels`. `unit` decides only the text of the
+    only argument. With `has_own_loss`, the arguments are the inputs and `labels`. `unit` only changes the text of the
     error."""
     contract = model_loss_contract(unit) if has_own_loss else logits_contract(unit)
     if not has_forward(model):
@@ -48,10 +48,7 @@ def check_signature(model: nn.Module, unit: SampleUnit, has_own_loss: bool = Fal
 
 def run_model(model: nn.Module, batch: Batch, loss: Loss) -> Any:
     """Run a model without pipeline stages, and return the outputs that `loss.sums` reads. `batch` is on the model's
-    device.
-
-    `explain_forward` explains errors. Call `loss.prepare` first.
-    """
+    device. Call `loss.prepare` first. `explain_forward` explains errors of this call."""
     with loss.given(batch.targets):
         arguments = document_arguments(model, batch.documents) | loss.arguments(model, batch.targets)
         return loss.select(model(batch.inputs, **arguments), batch.targets)
@@ -65,7 +62,7 @@ def explain_forward(error: BaseException) -> ConfigError | None:
     start = next(calls, None)
     if start is None or not isinstance(error, Exception):
         return None
-    # The inputs are read from the frame of the call. A reference elsewhere would keep them in memory for longer.
+    # The inputs are read from the frame of the call, because another reference would keep them in memory for longer.
     call = frames[start][0].f_locals
     inputs, loss = call["batch"].inputs, call["loss"]
     unit: SampleUnit = "images" if inputs.is_floating_point() else "tokens"
@@ -80,7 +77,10 @@ def find_output_layer(model: nn.Module, seq_len: int) -> str | None:
     """
     copied, ran = copy.deepcopy(model), list[tuple[str, Tensor]]()
     for path, module in copied.named_modules():
-        if isinstance(module, nn.Linear) and (_is_plain(module) or hasattr(module, "adjust_logits")):
+        if not isinstance(module, nn.Linear):
+            continue
+        is_plain = class_without_adapter(module).forward is nn.Linear.forward and "forward" not in vars(module)
+        if is_plain or hasattr(module, "adjust_logits"):
             module.register_forward_hook(lambda _, args, output, path=path: ran.append((path, output)))
     tokens = torch.zeros(1, seq_len, dtype=torch.int64, device="meta")
     try:
@@ -90,10 +90,6 @@ def find_output_layer(model: nn.Module, seq_len: int) -> str | None:
         return None
     found = next((path for path, output in ran if output is logits), None)
     return found if [path for path, _ in ran].count(found or "") == 1 else None
-
-
-def _is_plain(module: nn.Linear) -> bool:
-    return class_without_adapter(module).forward is nn.Linear.forward and "forward" not in vars(module)
 
 
 def check_embeddings(model: nn.Module, vocab_size: int) -> None:
@@ -140,16 +136,13 @@ def _explanation(
         return _missing_row(frames[-2][0], model, location)
     message = str(error).partition("\n")[0]
     failure = f"fails at {location} ({type(error).__name__}: {message})"
-    if isinstance(error, RuntimeError) and _OTHER_DEVICE.search(message):
+    if isinstance(error, RuntimeError) and re.search("same device|expected device", message):
         attribute = next(_plain_tensors(model, inputs.device), None)
         return None if attribute is None else forward_error(f"{failure}; {attribute}")
     text = linecache.getline(frame.f_code.co_filename, line)
     if _misuses_inputs(error, frame, text, inputs) or _misses_arguments(error, frame, text, model):
         return forward_error(failure, contract)
     return None
-
-
-_OTHER_DEVICE = re.compile("same device|expected device")
 
 
 def _plain_tensors(model: nn.Module, device: torch.device) -> Iterator[str]:
@@ -160,16 +153,13 @@ def _plain_tensors(model: nn.Module, device: torch.device) -> Iterator[str]:
         inside = list(value.values()) if isinstance(value, dict) else value
         values = inside if isinstance(inside, (list, tuple)) else [inside]
         other = next((each for each in values if isinstance(each, Tensor) and each.device != device), None)
-        if other is not None and name not in _TABLES:
+        if other is not None and name not in ("_parameters", "_buffers"):
             owner = f"{type(module).__name__} ({path or 'the model itself'})"
             yield (
                 f"{owner} holds a tensor on {other.device} in the plain attribute {name}, and the launcher moves only "
                 f"parameters and buffers to {device}; register it in __init__: "
                 f'self.register_buffer("{name}", ..., persistent=False)'
             )
-
-
-_TABLES = {"_parameters", "_buffers"}
 
 
 def _misuses_inputs(error: Exception, frame: FrameType, text: str, inputs: Tensor) -> bool:
@@ -183,10 +173,8 @@ def _misuses_inputs(error: Exception, frame: FrameType, text: str, inputs: Tenso
         return is_inputs(error.obj)
     by_name = re.search(r"\[\s*['\"]", text) is not None
     is_indexed = by_name and isinstance(error, (IndexError, TypeError, ValueError))
-    return (is_indexed or _UNPACKED.search(str(error)) is not None) and any(map(is_inputs, frame.f_locals.values()))
-
-
-_UNPACKED = re.compile("must be a mapping|values to unpack|dictionary update sequence")
+    is_unpacked = re.search("must be a mapping|values to unpack|dictionary update sequence", str(error)) is not None
+    return (is_indexed or is_unpacked) and any(map(is_inputs, frame.f_locals.values()))
 
 
 def _misses_arguments(error: Exception, frame: FrameType, text: str, model: nn.Module) -> bool:

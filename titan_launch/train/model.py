@@ -1,5 +1,5 @@
 """Construction of a model for a run, a trial, a trace or a dry run: build on the meta device, wrap, allocate the
-shards."""
+shards, build the optimizer."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import ConfigError, config_error, listed
@@ -23,6 +24,8 @@ from titan_launch.models.build import BuiltModel, build_model, values_of_width
 from titan_launch.models.factory import HostBuild
 from titan_launch.models.host_values import HostValues, attributes_digest, describe_tensors, digest_of
 from titan_launch.models.init import allocate, initialize
+from titan_launch.optim.registry import build_optimizer
+from titan_launch.optim.replica_shards import ReplicaShards
 from titan_launch.parallel.apply import parallelize
 from titan_launch.parallel.context_parallel import SequencePart, divide_buffers, ring_attention
 from titan_launch.parallel.pipeline import divide, pipeline_of
@@ -31,6 +34,7 @@ from titan_launch.plan.freezing import Freezing
 from titan_launch.plan.hardware import GIB, format_bytes, free_memory_gib
 from titan_launch.plan.job import plan_untrained
 from titan_launch.plan.mup import width_scales
+from titan_launch.plan.replica_shards import gradients_leave_early
 from titan_launch.plan.types import ModelPlan
 from titan_launch.train.forward import check_embeddings
 from titan_launch.train.mode_choice import inspect_model
@@ -289,3 +293,18 @@ def allocate_model(
     if model.sequence_part is not None:
         axes = model.built.context_parallel or {}
         divide_buffers(model.module, axes, model.sequence_part, config.training.seq_len)
+
+
+def build_model_optimizer(config: JobConfig, model: AssembledModel) -> Optimizer:
+    """Return the optimizer of an allocated model."""
+    replicas = build_replica_shards(config, model)
+    head, seed = model.built.head, config.training.seed
+    return build_optimizer(model.module, config.optimizer, head, seed, replicas, width_scales(config))
+
+
+def build_replica_shards(config: JobConfig, model: AssembledModel) -> ReplicaShards | None:
+    """Return the exchange of gradients and parameters between replicas; None if the optimizer is not sharded over
+    replicas."""
+    if model.mesh.layout.optimizer_replicas == 1:
+        return None
+    return ReplicaShards(model.module, model.plan, model.mesh, gradients_leave_early(config.training))

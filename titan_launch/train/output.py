@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
+from pathlib import Path
 
 from titan_launch.checkpoint.state import Progress
 from titan_launch.config.job import JobConfig
@@ -16,13 +16,18 @@ from titan_launch.config.loading.provenance import toml_value
 from titan_launch.config.sections.section import Section
 from titan_launch.core.errors import format_key
 from titan_launch.distributed.collectives import on_rank_0
+from titan_launch.distributed.process_group import Ranks
 from titan_launch.metrics.sinks import ConsoleSink, GuardedSink, RunDescription, Sink, SinkContext, open_sinks
 from titan_launch.metrics.tags import BEST_LOSS, WITHOUT_IMPROVEMENT
 from titan_launch.plan.report.unit_table import format_plan
 from titan_launch.plan.units.rule_assignment import is_batch_norm
+from titan_launch.train.health.flight_recorder import create_nccl_folder
+from titan_launch.train.health.watchdog import Watchdog
 from titan_launch.train.measure import MEASURED, PREDICTED
 from titan_launch.train.resolve_job import ResolvedJob
-from titan_launch.train.run_folder.folder import OpenRunFolder, run_id
+from titan_launch.train.run_folder.folder import OpenRunFolder, new_attempt_folder, prepare_run_folder, run_id
+from titan_launch.train.run_folder.logs import LogFile
+from titan_launch.train.run_folder.resume import advice_without_folder
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,7 @@ class RunOutput:
     rank 0."""
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Write metrics of a step to all sinks. Raises RunError if the run folder is gone (`OpenRunFolder.check`)."""
+        """Write metrics of a step to all sinks. Raises RunError if the run folder was deleted or moved."""
         self.folder.check()
         for sink in self.sinks:
             sink.write(step, scalars)
@@ -47,20 +52,41 @@ class RunOutput:
             self.console.clear()
 
 
+def open_run_folder(
+    job: ResolvedJob, ranks: Ranks, log_file: LogFile | None, watchdog: Watchdog, stack: ExitStack
+) -> OpenRunFolder:
+    """Prepare the run folder and a log folder for this attempt, and return the run folder. Collective.
+
+    Rank 0 prepares the folders while the other ranks wait. Then each rank opens its log file, and lets its watchdog
+    write to the run folder. The run folder is locked until `stack` is closed.
+    """
+    folder = job.requested.job.run_folder
+
+    def prepare() -> Path:
+        prepare_run_folder(folder, job.requested, job.attempt, stack)
+        return new_attempt_folder(folder)
+
+    logs = on_rank_0(prepare)
+    if log_file is not None:
+        log_file.open(logs / f"rank_{ranks.rank}.log")
+    watchdog.set_run_folder(folder)
+    if ranks.device.type == "cuda":
+        create_nccl_folder(folder)
+    return stack.enter_context(OpenRunFolder(folder, advice_without_folder(job.requested)))
+
+
 def build_output(
     job: ResolvedJob, folder: OpenRunFolder, progress: Progress, console: ConsoleSink | None, stack: ExitStack
 ) -> RunOutput:
-    """Open the sinks, which write the reports, on rank 0, and write the description of the run to them. Collective.
-    Closing `stack` closes the sinks.
-
-    Raises ConfigError if a sink cannot be opened.
-    """
+    """Open the sinks on rank 0, and write the description of the run to them. Collective. Closing `stack` closes the
+    sinks. Raises ConfigError if a sink cannot be opened."""
     sinks: list[Sink] = []
     logged = set[str]()
 
     def add(name: str, sink: Sink, fatal: tuple[type[Exception], ...] = ()) -> None:
-        sinks.append(GuardedSink(name, sink, logged, fatal))
-        stack.push(partial(_close, sinks[-1]))
+        guarded = GuardedSink(name, sink, logged, fatal)
+        sinks.append(guarded)
+        stack.push(lambda kind, *_: guarded.close(failed=kind is not None))
 
     def open_all() -> None:
         table = json.loads(dump_job(job.config))
@@ -69,7 +95,7 @@ def build_output(
             add(name, sink)
 
     if console is not None:
-        add("console", console, fatal=(BrokenPipeError,))  # the reader of a pipe has ended, as in `| head`
+        add("console", console, fatal=(BrokenPipeError,))  # the other end of a pipe is closed, as after `| head`
     on_rank_0(open_all)
     output = RunOutput(folder, tuple(sinks), console)
     if not sinks:
@@ -85,10 +111,6 @@ def build_output(
         for tag, text in texts.items():
             sink.text(tag, text)
     return output
-
-
-def _close(sink: Sink, kind: type[BaseException] | None, *_: object) -> None:
-    sink.close(failed=kind is not None)
 
 
 _NOT_SETTINGS = ("job", "metrics", "profiling", "planner", "comm")
@@ -119,7 +141,7 @@ def _settings(section: Section, prefix: str = "") -> Iterator[tuple[str, int | f
 
 
 def _later_metrics(job: ResolvedJob) -> Iterator[str]:
-    """Yield the tags that the run reports, but perhaps not in its first report."""
+    """Yield the tags that may be missing in the first report of the run and appear in a later one."""
     config = job.config
     if config.validation.freq:
         kinds = ["loss", "accuracy", *(["perplexity"] if config.data.unit == "tokens" else [])]

@@ -6,11 +6,10 @@ import hashlib
 import logging
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
 
 import torch
@@ -38,6 +37,8 @@ from titan_launch.core.fingerprint import Fingerprint
 from titan_launch.data.order import MixtureOrder, Order
 from titan_launch.distributed.collectives import on_all_ranks, on_rank_0, on_rank_0_slowly, warn
 from titan_launch.distributed.process_group import Ranks
+from titan_launch.models.lora import Adapter
+from titan_launch.optim.ema import WeightEMA
 from titan_launch.train.base_weights import RunBase
 from titan_launch.train.run_folder.attempt import Attempt
 from titan_launch.train.run_folder.folder import (
@@ -89,29 +90,43 @@ class Resumable:
     """The folder of `model.weights`."""
 
 
-def load_run(config: JobConfig, folder: Path, load: Load, run: Resumable, store: CheckpointStore | None) -> bool:
-    """Load the checkpoint with which a run starts, if any. Return False if there is none. Collective.
+def load_or_begin(
+    config: JobConfig,
+    attempt: Attempt,
+    run: Resumable,
+    store: CheckpointStore | None,
+    adapters: Sequence[Adapter],
+    ema: WeightEMA | None,
+) -> None:
+    """Load the checkpoint with which a run starts. If there is none, load the weights and the adapters that the job
+    names, if any. Collective.
 
-    `load`: result of `effective_load`. `store`: result of `open_store`. Raises ConfigError or UserError on all ranks in
-    two cases. The checkpoint is missing, damaged or of another model. The training data, or other files that this run
-    depends on, have changed since the checkpoint was saved, and `checkpoint.accept_changes` is false.
+    `config`: the job as requested (`ResolvedJob.requested`). `store`: result of `open_store`. `adapters`: those of the
+    whole model. Raises ConfigError or UserError on all ranks in two cases. The checkpoint is missing, damaged or of
+    another model. The training data, or other files that this run depends on, have changed since the checkpoint was
+    saved, and `checkpoint.accept_changes` is false.
     """
+    folder, selection = config.job.run_folder, Selection(config.checkpoint.exclude_from_loading)
+    load = on_rank_0(lambda: effective_load(folder, config, attempt))
     found = _own_checkpoint(folder, load, config.checkpoint.store, store) if config.checkpoint.enable else None
-    if found is not None and config.checkpoint.store is not None:
-        on_rank_0(lambda: check_earlier_run(folder, config, load))  # with the files of the store
     if found is not None:
-        selection = EVERYTHING if load == "latest" else _selected(config)
-        _resume(config, found, selection, run)
+        if config.checkpoint.store is not None:
+            on_rank_0(lambda: check_earlier_run(folder, config, load))  # again, with the files from the store
+        _resume(config, found, EVERYTHING if load == "latest" else selection, run)
         if isinstance(load, int):
             on_rank_0(lambda: supersede_later_checkpoints(folder, load))
     elif isinstance(load, str) and load not in ("latest", "none"):
-        _load(find_checkpoint(Path(load), ("checkpoint", "load")), run.state, _selected(config))
+        _load(find_checkpoint(Path(load), ("checkpoint", "load")), run.state, selection)
     elif config.checkpoint.initial_load_path is not None:
         path = find_result(Path(config.checkpoint.initial_load_path), ("checkpoint", "initial_load_path"))
-        _load(path, run.state, Selection(config.checkpoint.exclude_from_loading, only_weights=True))
+        _load(path, run.state, replace(selection, only_weights=True))
     else:
-        return False
-    return True
+        if config.model.weights is not None:
+            run.base.begin()
+        if config.lora.adapter is not None:
+            run.base.begin_adapters(adapters, config.lora)
+        if ema is not None:
+            ema.load_state_dict({})  # the average begins with these weights
 
 
 def open_store(config: JobConfig, attempt: Attempt) -> CheckpointStore | None:
@@ -143,9 +158,7 @@ def open_store(config: JobConfig, attempt: Attempt) -> CheckpointStore | None:
     return opened[0] if opened else None
 
 
-def open_checkpoints(
-    config: JobConfig, folder: Path, run: Resumable, ranks: Ranks, stack: ExitStack
-) -> CheckpointManager | None:
+def open_checkpoints(config: JobConfig, run: Resumable, ranks: Ranks, stack: ExitStack) -> CheckpointManager | None:
     """Return the manager that writes the run's checkpoints. Closing `stack` closes the manager. Collective.
 
     If the run saves no checkpoints, log a line that says so, and return None."""
@@ -162,14 +175,9 @@ def open_checkpoints(
         command=shlex.join(["titan-launch", *sys.argv[1:]]),
         commit=on_rank_0(lambda: commit_of(Path.cwd())),
     )
-    checkpoints = CheckpointManager(
-        checkpoint_folder(folder), config.checkpoint, run.state, run.progress, origin, ranks.device
-    )
-
-    def close(kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
-        checkpoints.close(after_error=kind is not None)
-
-    stack.push(close)
+    folder = checkpoint_folder(config.job.run_folder)
+    checkpoints = CheckpointManager(folder, config.checkpoint, run.state, run.progress, origin, ranks.device)
+    stack.push(lambda kind, *_: checkpoints.close(after_error=kind is not None))
     return checkpoints
 
 
@@ -233,7 +241,7 @@ def _resume(config: JobConfig, checkpoint: Path, selection: Selection, run: Resu
         reason = "the loss would change: restore the folder, or accept this with --checkpoint.accept_changes=true"
         raise config_error(second.key, f"the folder has {change}; {reason}", second.folder)
     sections = [section for section in sources if section.partition(".")[0] == "data"]
-    tokenizers = (_data_change(checkpoint, section, sources, _tokenizer_change) for section in sections)
+    tokenizers = (_data_change(checkpoint, section, sources, _compare_tokenizers) for section in sections)
     tokenizer_change = next(filter(None, tokenizers), "")
     if tokenizer_change and not config.checkpoint.accept_changes:
         raise config_error(
@@ -305,7 +313,7 @@ def _listed(counts: Iterable[int]) -> str:
     return " + ".join(f"{count:,}" for count in counts)
 
 
-def _tokenizer_change(before: Fingerprint, now: Fingerprint) -> str:
+def _compare_tokenizers(before: Fingerprint, now: Fingerprint) -> str:
     """Return a clause with the digests of two tokenizers; "" if the tokenizers are the same."""
     return f"digest {now.tokenizer} (before: {before.tokenizer})" if before.tokenizer != now.tokenizer else ""
 
@@ -331,10 +339,6 @@ def _data_change(
 
     change = next(filter(None, on_all_ranks(change_on_this_rank)), "")
     return change and f"changed since {checkpoint} was saved: {change}"
-
-
-def _selected(config: JobConfig) -> Selection:
-    return Selection(config.checkpoint.exclude_from_loading)
 
 
 def _load(checkpoint: Path, state: TrainingState, selection: Selection) -> None:
