@@ -1,5 +1,5 @@
-"""The folder of `model.weights` during a run. It has the values with which the run begins, and the values of the
-parameters that checkpoints omit."""
+"""The folder of `model.weights` during a run, which has the initial values of the run, and the values of the parameters
+that checkpoints omit."""
 
 from __future__ import annotations
 
@@ -125,13 +125,11 @@ class RunBase:
         self._omit(frozenset())
 
     def change_since(self, base: Base) -> str:
-        """Return a clause that says how the folder differs from the one in a manifest. Return "" if no rank finds a
+        """Return a clause that says how the folder differs from the folder of a manifest. Return "" if no rank finds a
         difference, or if the folder cannot be read. Collective."""
-
-        def change() -> str:
-            return "" if self._fingerprint is None else base.fingerprint.changed_to(self._fingerprint)
-
-        return next(filter(None, on_all_ranks(change)), "")
+        own = self._fingerprint
+        changes = on_all_ranks(lambda: "" if own is None else base.fingerprint.changed_to(own))
+        return next(filter(None, changes), "")
 
     def find(self, checkpoint: Path, base: Base, names: Collection[str]) -> Collection[str]:
         """Return the names in `names` for which the folder has values. See `checkpoint.state.BaseWeights`."""

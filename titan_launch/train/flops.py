@@ -51,7 +51,7 @@ from titan_launch.train.step import forward_backward
 _log = logging.getLogger(__name__)
 
 _SAMPLES = 2
-"""Number of samples of the counted microbatch. More than one, because BatchNorm needs several values in training."""
+"""Number of samples of the counted microbatch. BatchNorm needs more than one sample in training."""
 
 
 def flops_of_run(config: JobConfig, built: BuiltModel, plan: ModelPlan, data: RunData) -> int | None:
@@ -73,7 +73,7 @@ def flops_of_run(config: JobConfig, built: BuiltModel, plan: ModelPlan, data: Ru
 
 @contextmanager
 def unknown_if_it_fails() -> Iterator[None]:
-    """Suppress and log an error in the block. It means that the model does not run on the meta device. If the model
+    """Suppress and log an error in the block, which means that the model does not run on the meta device. If the model
     does not run at all, the run itself, or the recording for a plan, raises an error."""
     try:
         yield
@@ -87,8 +87,8 @@ def unknown_if_it_fails() -> Iterator[None]:
 
 
 def flops_of_job(config: JobConfig) -> Flops:
-    """Return the FLOPs of one sample of a job without `auto`. Raises the errors of `count_flops`, and ConfigError as a
-    run does."""
+    """Return the FLOPs of one sample of a job without `auto`. Raises the errors of `count_flops`, and the ConfigErrors
+    of a run that starts."""
     built = build_job_model(config)
     return count_flops(config, built, plan_precision(config, built), *sample_format(config))
 
@@ -136,8 +136,8 @@ def _blocks_by_kind(model: nn.Module, plan: ModelPlan) -> Iterator[list[str]]:
     """Yield a list of paths for each kind of outermost blocks, in order. Blocks of one kind run the same operations in
     forward and backward.
 
-    The kind of the first block depends on an assumption about the modules before it. A wrong assumption does no harm,
-    because the first block of each kind is counted by itself.
+    The kind of the first block is a guess, because it depends on the modules before the block. A wrong guess does no
+    harm, because the first block of each kind is counted by itself.
     """
     kinds: defaultdict[Hashable, list[str]] = defaultdict(list)
     for block, signature in zip(outermost(plan.inventory.blocks), block_signatures(plan), strict=True):
@@ -147,7 +147,7 @@ def _blocks_by_kind(model: nn.Module, plan: ModelPlan) -> Iterator[list[str]]:
 
 @contextmanager
 def _counted_kernels() -> Iterator[None]:
-    """Let attention and experts run as single operations until the end of the block, as on a GPU."""
+    """Let attention and experts run as single operations, as on a GPU, until the end of the block."""
     with ExitStack() as stack:
         stack.enter_context(loggers_silenced("titan_launch.loss.build"))
         stack.enter_context(warnings.catch_warnings())

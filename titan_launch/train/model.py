@@ -66,8 +66,8 @@ def build_on_all_ranks(config: JobConfig, ranks: Ranks) -> BuiltModel:
     """Build a job's model on each rank; collective. A user's own factory may give the model initial values.
 
     One rank of each host calls the factory on the CPU and keeps the values. The other ranks call the factory on the
-    meta device. If the factory fails on the meta device, or makes a module that differs from the one made on the CPU,
-    these ranks also call it on the CPU, one after another, and drop the values.
+    meta device. If the factory fails there, or makes another module than on the CPU, these ranks also call the factory
+    on the CPU, one after another, and drop the values.
 
     Raises ConfigError, on all ranks alike, as `build_model` does, and if a factory makes different modules on two
     ranks.
@@ -209,7 +209,7 @@ class AssembledModel:
     """The model, whose module was wrapped in place."""
 
     plan: ModelPlan
-    """The plan of the whole model, by which it was wrapped."""
+    """The plan of the whole model, according to which it was wrapped."""
 
     mesh: Mesh
     sequence_part: SequencePart | None
@@ -232,9 +232,8 @@ def assemble_model(
 
     Runs, trials, traces and dry runs all assemble their models here. Nothing is allocated: see `allocate_model`.
 
-    Raises ConfigError for a model whose pipeline stages do not run one after another, or not on the meta device. Raises
-    ConfigError for a second model that cannot be built. The first forward of a model raises ConfigError if an embedding
-    of token ids has too few rows.
+    Raises ConfigError if the pipeline stages do not run one after another on the meta device, or if the second model
+    cannot be built. The first forward of the model raises ConfigError if an embedding of token ids has too few rows.
     """
     module = shard_model(config, built, plan, mesh)
     pipeline = pipeline_of(module)

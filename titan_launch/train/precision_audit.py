@@ -32,7 +32,8 @@ _log = logging.getLogger(__name__)
 
 
 def is_audited(config: JobConfig) -> bool:
-    """Return True if `debug.audit_precision` enables the audit. By default it is on for custom and debug models."""
+    """Return the value of `debug.audit_precision`. By default the audit is on for a user's own models and for models of
+    the flavor "debug"."""
     by_default = not config.model.is_of_package or config.model.flavor == "debug"
     wanted = config.debug.audit_precision
     return by_default if wanted is None else wanted
@@ -45,8 +46,8 @@ class _Watched(NamedTuple):
     plan: ModelPlan
     observed: Observations
     other_choices: Callable[[], list[str]]
-    """Function from `choices_watched`. It returns a line for each mixture of experts that chose other experts in the
-    second forward, which activation checkpointing runs."""
+    """Function from `choices_watched` that returns a line for each mixture of experts that chose other experts in the
+    second forward of activation checkpointing."""
 
 
 class PrecisionAudit(Observer):
@@ -100,7 +101,7 @@ class PrecisionAudit(Observer):
                 f"{_ENDS} (all dtypes are in {folder / AUDIT_FILE}; usual causes are casts in the model's own forward "
                 "or hooks; debug.audit_precision = false disables the audit)"
             )
-            # After a UserError the run is not restarted: the audit would fail again.
+            # A UserError, because `launch` does not restart the run after this class: the audit would fail again.
             raise UserError("\n  ".join([reason, *differences]))
         if differences:  # on an untested release, differences do not end the run
             _log.warning(
@@ -121,8 +122,8 @@ class PrecisionAudit(Observer):
         self._hooks.close()
 
     def explain(self, error: BaseException) -> UserError | None:
-        """Return the UserError for experts that had another number of rows in the second forward of activation
-        checkpointing; None for a different error."""
+        """Return the UserError if a mixture of experts chose other experts in the second forward of activation
+        checkpointing, so that shapes differed. Return None for a different error."""
         if not isinstance(error, CheckpointError) or not (other_choices := _other_choices(self._watched)):
             return None
         return UserError("\n  ".join([_ENDS, *other_choices]))
@@ -134,7 +135,7 @@ def _other_choices(watched: Sequence[_Watched]) -> list[str]:
 
 
 def _log_views(watched: Sequence[_Watched]) -> None:
-    """Log the paths of the modules that return views, because FSDP2's warning names only a class. The model itself is
+    """Log the paths of the modules that return views, because FSDP2's warning names only a class. The root module is
     not listed."""
     paths = [
         path

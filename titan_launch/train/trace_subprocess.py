@@ -30,7 +30,7 @@ _RANK_VARIABLES = ("TORCHELASTIC_", "GROUP_", "ROLE_", "MASTER_", "RANK", "LOCAL
 
 
 class TraceProcess:
-    """A process that runs `titan-launch plan` beside the run, with low priority. Without a trial, the process has one
+    """A process that runs `titan-launch plan` beside the run, with low priority. Without a trial, the process uses one
     thread and no GPU."""
 
     def __init__(
@@ -62,7 +62,7 @@ class TraceProcess:
             stdout=self._output,
             stderr=self._errors,
             env=_environment(None if trial is None else trial[1]),
-            start_new_session=True,  # signals to the run's process group do not reach it
+            start_new_session=True,  # signals to the run's process group do not reach the planner
         )
         stack.callback(self._end)
 
@@ -80,13 +80,16 @@ class TraceProcess:
         status = self._process.wait()
         if status == 0:
             self._output.seek(0)
-            return _last_json_object(self._output.read())
+            lines = self._output.read().splitlines()
+            start = max(index for index, line in enumerate(lines) if line == "{")  # after the prints of user modules
+            plan: dict[str, Any] = json.loads("\n".join(lines[start:]))
+            return plan
         self._errors.seek(0)
         message = _error(self._errors.read())
         if status < 0 or not message:
             message = f"{message}\n{_describe_end(status)}".lstrip()
         if status == BAD_INPUT:  # the message is complete
-            message = message.replace(f"{self._job}: ", "")  # the user has no such file
+            message = message.replace(f"{self._job}: ", "")  # the user does not know this temporary file
             key, _, reason = message.partition(": ")
             if reason.startswith(FORWARD):
                 raise config_error(tuple(key.split(".")), reason)
@@ -119,18 +122,10 @@ def _describe_end(status: int) -> str:
 
 
 def _error(text: str) -> str:
-    """Return the error message at the end of `text`. If `text` has none, or if the message belongs to a traceback,
-    return all of `text`. Lines before an error message say what was recorded."""
+    """Return the error message at the end of `text`, without the log lines before the message. If `text` has no
+    message, or if the message belongs to a traceback, return all of `text`."""
     _, prefix, error = f"\n{text}".partition("\nerror: ")
     return (error if prefix and not error.startswith(UNEXPECTED) else text).strip()
-
-
-def _last_json_object(text: str) -> dict[str, Any]:
-    """Return the JSON object at the end of `text`. Modules of the user may have printed other lines before."""
-    lines = text.splitlines()
-    start = max(index for index, line in enumerate(lines) if line == "{")
-    plan: dict[str, Any] = json.loads("\n".join(lines[start:]))
-    return plan
 
 
 def with_hardware(config: JobConfig, hardware: Hardware) -> JobConfig:
@@ -159,10 +154,9 @@ def with_hardware(config: JobConfig, hardware: Hardware) -> JobConfig:
 
 def _environment(device: torch.device | None) -> dict[str, str]:
     """Return the environment variables of the planner's process: those of this process without the variables of a rank.
-    Only the GPU of a trial is visible. `AGENT_PID` makes the planner end when this process ends. `device`: device of
-    the trial; None without a trial."""
+    Only the GPU of a trial is visible. `device`: device of the trial; None without a trial."""
     own = {name: value for name, value in os.environ.items() if not name.startswith(_RANK_VARIABLES)}
-    own[AGENT_PID] = str(os.getpid())
+    own[AGENT_PID] = str(os.getpid())  # makes the planner end when this process ends
     if device is None:
         return {**own, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
