@@ -48,7 +48,7 @@ from titan_launch.train.run import Run, build_meter, log_job, log_run
 from titan_launch.train.run_folder.attempt import this_attempt
 from titan_launch.train.run_folder.folder import checkpoint_folder
 from titan_launch.train.run_folder.logs import LogFile
-from titan_launch.train.run_folder.records import record_proof, record_run, record_units
+from titan_launch.train.run_folder.records import UNITS_FILE, record_proof, record_run, record_table
 from titan_launch.train.run_folder.resume import ConsumedSamples, Resumable, load_or_begin, open_checkpoints, open_store
 from titan_launch.train.step import build_step
 
@@ -58,13 +58,13 @@ class Surroundings:
     """Objects of a rank's process that its run uses."""
 
     locate_key: KeyLocator = format_key
-    """Function that returns the file and line of a key. The default returns only the key."""
+    """Function that returns the file and line of a key, as text. The default returns only the key."""
 
     stop: StopRequest | None = None
     """The signals that this process received. The run reads them after every step."""
 
     log_file: LogFile | None = None
-    """The log of this rank. Its file is opened in the run folder, as soon as the folder exists."""
+    """The log of this rank. The run opens its file as soon as the run folder exists."""
 
     watchdog: Watchdog | None = None
     quiet: bool = False
@@ -74,8 +74,8 @@ class Surroundings:
 def build_run(config: JobConfig, ranks: Ranks, stack: ExitStack, process: Surroundings | None = None) -> Run:
     """Build everything that training needs. Collective. Closing `stack` closes all parts of the run.
 
-    Checks that need no memory run first: division of ranks, model, precision rules, data. Then memory is allocated.
-    Files are written last.
+    First come the checks that need no memory: division of ranks, model, precision rules, data. Then memory is
+    allocated. Files are written last.
     """
     process = process or Surroundings()
     watchdog = process.watchdog or Watchdog(config.comm, ranks)
@@ -131,7 +131,8 @@ def build_run(config: JobConfig, ranks: Ranks, stack: ExitStack, process: Surrou
     job = resolve_steps(job, data, progress)
     config = job.config
     on_rank_0(lambda: record_run(folder.path, job.requested, job.attempt, stack))
-    on_rank_0(lambda: record_units(folder.path, describe_units(job.plan, job.layout, process.locate_key)))
+    units = describe_units(job.plan, job.layout, process.locate_key)
+    on_rank_0(lambda: record_table(folder.path / UNITS_FILE, units))
     on_rank_0(lambda: record_proof(folder.path, certificate))
     memory_check = MemoryCheck(config, job.layout, job.hardware, stack) if ranks.is_rank_0 else None
     log_run(job, ranks.device, memory_check, data, folder.path, certificate)

@@ -21,7 +21,7 @@ from titan_launch.metrics.sinks import ConsoleSink, GuardedSink, RunDescription,
 from titan_launch.metrics.tags import BEST_LOSS, WITHOUT_IMPROVEMENT
 from titan_launch.plan.report.unit_table import format_plan
 from titan_launch.plan.units.rule_assignment import is_batch_norm
-from titan_launch.train.health.flight_recorder import create_nccl_folder
+from titan_launch.train.health.flight_recorder import FOLDER as FLIGHT_RECORDER
 from titan_launch.train.health.watchdog import Watchdog
 from titan_launch.train.measure import MEASURED, PREDICTED
 from titan_launch.train.resolve_job import ResolvedJob
@@ -71,7 +71,7 @@ def open_run_folder(
         log_file.open(logs / f"rank_{ranks.rank}.log")
     watchdog.set_run_folder(folder)
     if ranks.device.type == "cuda":
-        create_nccl_folder(folder)
+        (folder / FLIGHT_RECORDER).mkdir(exist_ok=True)  # NCCL writes its records to this folder
     return stack.enter_context(OpenRunFolder(folder, advice_without_folder(job.requested)))
 
 

@@ -26,7 +26,7 @@ from titan_launch.precision.audit import compare, merge_audits
 from titan_launch.precision.observation import Observations, look_at_storage, observe
 from titan_launch.train.output import RunOutput
 from titan_launch.train.resolve_job import ResolvedJob
-from titan_launch.train.run_folder.records import AUDIT_FILE, record_audit
+from titan_launch.train.run_folder.records import AUDIT_FILE, record_table
 
 _log = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class PrecisionAudit(Observer):
         # All ranks get the same list, so they all stop if one rank has found a difference.
         differences = list(dict.fromkeys(chain.from_iterable(on_all_ranks(lambda: own))))
         folder = self._output.folder.path
-        on_rank_0(lambda: record_audit(folder, {"differences": differences, **audit.as_data()}))
+        on_rank_0(lambda: record_table(folder / AUDIT_FILE, {"differences": differences, **audit.as_data()}))
         for sink in self._output.sinks:
             sink.text("precision_audit", audit.as_markdown())
         _log_views(self._watched)

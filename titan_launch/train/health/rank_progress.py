@@ -22,16 +22,17 @@ class ProgressPoint:
     """The progress of a rank: its step, its phase, and the start of the phase."""
 
     sequence: int
-    """Number of phases entered. All ranks enter the same phases, so the ranks with the lowest number are behind."""
+    """Number of phases that the rank has entered. All ranks enter the same phases, so the ranks with the lowest number
+    are behind."""
 
     step: int
     phase: str
     since: float
-    """Start of the phase by this rank's monotonic clock, in seconds. Not published, so it is 0 in the points that
-    `ProgressBoard.read` returns."""
+    """Start of the phase by this rank's monotonic clock, in seconds. The store does not have this number, so it is 0 in
+    the points that `ProgressBoard.read` returns."""
 
     limit_s: float
-    """Seconds after which the phase counts as hanging; 0 disables hang detection. Not published, like `since`."""
+    """Seconds after which the phase counts as hanging; 0 disables hang detection. Like `since`, not in the store."""
 
     collectives: int = 0
     """Number of collectives started, set only for a hanging rank."""
@@ -50,7 +51,7 @@ class ProgressBoard:
 
     def __init__(self, ranks: Ranks):
         self.rank, self._world_size = ranks.rank, ranks.world_size
-        # A client of a store blocks other threads while it waits, so this thread uses its own client.
+        # While a client of the store waits, it blocks all threads that use it. So each board has a client of its own.
         self._store = default_store().clone()  # type: ignore[attr-defined]
         self._store.set_timeout(timedelta(seconds=STORE_TIMEOUT_S))
 
@@ -90,8 +91,7 @@ class ProgressBoard:
 
 
 def ranks_behind(board: ProgressBoard, now: ProgressPoint) -> str:
-    """Publish this rank's progress, and return a sentence that names the ranks that are behind. `now`: progress of this
-    rank."""
+    """Publish `now`, the progress of this rank, and return a sentence that names the ranks that are behind."""
     own = with_collectives(now)
     board.publish(own)
     points = board.read()

@@ -46,8 +46,8 @@ class SkippedSteps:
 
     steps: tuple[SkippedStep, ...]
     last: SkippedStep | None
-    """The skipped step at which the run must stop or go back to a checkpoint, or None. No parameter was updated after
-    this step."""
+    """The skipped step at which the run must stop or go back to a checkpoint, or None. After this step, no parameter
+    was updated."""
 
 
 class StepGuard:
@@ -56,9 +56,9 @@ class StepGuard:
     skip = guard.check(loss_sum, grad_norm)        # every step; does not wait for the device
     skipped = guard.pop_skipped_steps(step)        # at reports; waits for the device
 
-    All ranks must decide the same, else their parameters would diverge. Under HSDP the gradient norm is reduced within
-    a replica only. So one all-reduce over all ranks sums the loss and a non-finite flag, and computes the mean of the
-    norms.
+    All ranks must decide the same, because otherwise their parameters would diverge. Under HSDP the gradient norm is
+    reduced within a replica only. So one all-reduce over all ranks sums the loss and a non-finite flag, and computes
+    the mean of the norms.
     """
 
     def __init__(self, config: DebugConfig, device: torch.device):
@@ -81,8 +81,8 @@ class StepGuard:
         self._ages = torch.arange(MAX_WINDOW, 0, -1, device=device)
         self._no_limits = torch.full((2,), math.inf, dtype=torch.float64, device=device)
         self._records: list[Tensor] = []
-        """Values of every step since the last call of `pop_skipped_steps`: reason, this rank's loss, whether the
-        run must stop or go back, loss and norm over all ranks, and their limits."""
+        """Values of every step since the last call of `pop_skipped_steps`: reason, this rank's loss, 1 if the run must
+        stop or go back (else 0), loss and norm over all ranks, and their limits."""
 
     @torch.no_grad()
     def check(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
@@ -110,7 +110,9 @@ class StepGuard:
         self._stopped = self._stopped | is_last
         skip = is_bad | self._stopped
         if self._sigma is not None:
-            self._remember(values, ~skip)
+            shifted = torch.cat([self._history[:, 1:], values[:, None]], dim=1)
+            self._history = torch.where(skip, self._history, shifted)
+            self._filled = (self._filled + ~skip).clamp(max=MAX_WINDOW)
         return skip.float()
 
     def _limits(self) -> Tensor:
@@ -126,11 +128,6 @@ class StepGuard:
         limits = (mean + self._sigma * variance.sqrt()).squeeze(1)
         return torch.where(filled >= (self._window + 1) // 2, limits, self._no_limits)
 
-    def _remember(self, values: Tensor, is_trained: Tensor) -> None:
-        shifted = torch.cat([self._history[:, 1:], values[:, None]], dim=1)
-        self._history = torch.where(is_trained, shifted, self._history)
-        self._filled = (self._filled + is_trained).clamp(max=MAX_WINDOW)
-
     def pop_skipped_steps(self, step: int) -> SkippedSteps:
         """Return the steps skipped since the last call. Steps after `SkippedSteps.last` are not included. `step`: the
         last finished step. Waits for the device."""
@@ -143,16 +140,14 @@ class StepGuard:
             code, own_loss, is_last, loss, grad_norm, loss_limit, grad_norm_limit = row
             if int(code) not in _REASONS:
                 continue
-            skipped_step = SkippedStep(
-                number, _REASONS[int(code)], loss, grad_norm, loss_limit, grad_norm_limit, own_loss
-            )
-            steps.append(skipped_step)
-            last = skipped_step if is_last else last
+            reason = _REASONS[int(code)]
+            steps.append(SkippedStep(number, reason, loss, grad_norm, loss_limit, grad_norm_limit, own_loss))
+            last = steps[-1] if is_last else last
         return SkippedSteps(tuple(steps), last)
 
     def reset_skips(self) -> None:
-        """After the run has gone back to a checkpoint, drop the records, reset the count of skipped steps, and let the
-        following steps train."""
+        """Drop the records, reset the count of skipped steps, and let the following steps train. Call this method after
+        the run has gone back to a checkpoint."""
         self._records.clear()
         self._skips = torch.zeros_like(self._skips)
         self._stopped = torch.zeros_like(self._stopped)

@@ -48,11 +48,17 @@ _log = logging.getLogger(__name__)
 LOCK_FILE = "lock"
 """File that is locked while a run writes to the folder. Its modification time is the start time of the run."""
 
-_DIAGNOSES = ("profiling", "skipped_steps", "hangs", "flight_recorder", "flight_recorder_gloo")
-_FOLDERS = ("checkpoints", "logs", "tb", "wandb", *_DIAGNOSES)
-_RECORDS = (CONFIG_FILE, LAUNCH_FILE, METRICS_FILE, ROLLED_BACK_FILE, UNITS_FILE, AUDIT_FILE, PROOF_FILE)
-_FILES = (*_RECORDS, LOCK_FILE, WITHOUT_VALUES_FILE)
-"""Names of all files that a run writes in its folder. `_FOLDERS` has the names of the folders."""
+_FOLDERS = (
+    *("checkpoints", "logs", "tb", "wandb"),
+    *("profiling", "skipped_steps", "hangs", "flight_recorder", "flight_recorder_gloo"),
+)
+"""Names of all folders in a run folder."""
+
+_FILES = (
+    *(CONFIG_FILE, LAUNCH_FILE, METRICS_FILE, ROLLED_BACK_FILE, UNITS_FILE, AUDIT_FILE, PROOF_FILE),
+    *(LOCK_FILE, WITHOUT_VALUES_FILE),
+)
+"""Names of all files in a run folder."""
 
 Load = int | str
 """The checkpoint to load: `"latest"`, `"none"`, the step of a checkpoint in the run folder, or the path of another
@@ -66,9 +72,9 @@ def prepare_run_folder(folder: Path, config: JobConfig, attempt: Attempt, stack:
     lost. A restart of the same launch keeps its folder. The folder is locked until `stack` is closed or the process
     ends.
 
-    Raises ConfigError if the folder cannot be written, is not a run folder, or is in use by another launch. Raises
-    ConfigError if `checkpoint.load` is a step without a complete checkpoint, or a path although the folder has
-    checkpoints. Raises the errors of `check_earlier_run`.
+    Raises ConfigError if the folder cannot be written, is not a run folder, or is in use by another launch. Also raises
+    ConfigError if `checkpoint.load` is a step without a complete checkpoint, or is a path and the folder has
+    checkpoints. Raises the errors of `check_earlier_run`, too.
     """
     try:
         _prepare(folder, config, attempt, stack)
@@ -82,10 +88,12 @@ def prepare_run_folder(folder: Path, config: JobConfig, attempt: Attempt, stack:
 def check_earlier_run(folder: Path, config: JobConfig, load: Load) -> None:
     """Raise ConfigError if the earlier run in the folder prevents this run from starting.
 
-    There are five cases. The checkpoints that this run would resume are of another experiment. The earlier run's
-    config.json is damaged. One of the two runs has a phantom GPU, and the other has none. The checkpoint, weights or
-    adapter to load are in a folder that will be moved away. An entry of the folder has the wrong kind, for example a
-    FIFO.
+    There are five cases:
+    - The checkpoints that this run would resume are of another experiment.
+    - The earlier run's config.json is damaged.
+    - One of the two runs has a phantom GPU, and the other has none.
+    - The checkpoint, weights or adapter to load are in the folder, which will be moved away.
+    - An entry of the folder has the wrong kind, for example a FIFO.
 
     `config`: job with its global batch size resolved. `load`: the checkpoint to load. This function only reads files.
     """
@@ -136,8 +144,9 @@ def recorded_modes(folder: Path, config: JobConfig, attempt: Attempt) -> Choice 
 def supersede_later_checkpoints(folder: Path, step: int) -> None:
     """Move the checkpoints of later steps, and a copy of all reports, to `checkpoints/superseded-K/`, on one rank.
 
-    Call this function after the run has loaded the checkpoint of `step`. If it is interrupted, a second call completes
-    the move, and nothing is lost."""
+    Call this function after the run has loaded the checkpoint of `step`. After an interruption, a second call completes
+    the move, and nothing is lost.
+    """
     checkpoints = checkpoint_folder(folder)
     later = [other for other in checkpoint_steps(checkpoints) if other > step]
     if not later:
@@ -167,10 +176,7 @@ def new_attempt_folder(folder: Path) -> Path:
 class OpenRunFolder:
     """The run folder during a run, with a check that the folder was neither deleted nor moved.
 
-    with OpenRunFolder(folder, advice) as run_folder:
-        run_folder.check()
-
-    If the block ends with an OSError and the folder is gone, RunError is raised instead.
+    If a `with` block of this object ends with an OSError and the folder is gone, RunError is raised instead.
     """
 
     def __init__(self, folder: Path, advice: str):
@@ -179,9 +185,7 @@ class OpenRunFolder:
         self._advice = advice
 
     def __enter__(self) -> OpenRunFolder:
-        self._descriptor = os.open(
-            self.path, os.O_RDONLY
-        )  # while the folder is open, no new folder gets its inode number
+        self._descriptor = os.open(self.path, os.O_RDONLY)  # an open folder keeps its inode number for itself
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
@@ -192,8 +196,8 @@ class OpenRunFolder:
             os.close(self._descriptor)
 
     def check(self) -> None:
-        """Raise RunError if the run folder was deleted, moved or replaced. Later checkpoints would be lost, or written
-        to another folder."""
+        """Raise RunError if the run folder was deleted, moved or replaced, because later checkpoints would be lost, or
+        written to another folder."""
         try:
             if os.path.samestat(os.fstat(self._descriptor), os.stat(self.path)):
                 return
@@ -231,19 +235,22 @@ def _prepare(folder: Path, config: JobConfig, attempt: Attempt, stack: ExitStack
         _check_path_goes_with_folder(folder, config, load)
         if not _has_begun(folder):
             os.utime(folder / LOCK_FILE)  # start time of this run, which `_move_aside` reads
-        elif not (resumes(folder, config, load) or _restarts_without_checkpoint(folder, config, attempt)):
-            _move_aside(folder)
-            folder.mkdir()
-            _lock(folder, config, stack)
-            return
+        elif not resumes(folder, config, load):
+            # A restart of a launch that has no checkpoint yet keeps the folder.
+            if checkpoint_steps(checkpoint_folder(folder)) or not _is_restart(folder, config, attempt):
+                _move_aside(folder)
+                folder.mkdir()
+                _lock(folder, config, stack)
+                return
         stack.push(lock.pop_all())
 
 
 def _check_is_a_run(folder: Path, config: JobConfig) -> None:
     """Raise ConfigError if a folder is not a run folder.
 
-    If a user deletes a run folder during the run, the run creates a few files again. Such a folder counts as a run
-    folder: it may lack config.json and lock, but all its names are those of a run's files."""
+    If a user deletes a run folder during the run, the run creates a few files again. Such a folder may lack config.json
+    and lock. It counts as a run folder, because all its files have names of a run's files.
+    """
     has_others = any(entry.name.removesuffix(".tmp") not in (*_FOLDERS, *_FILES) for entry in folder.iterdir())
     if has_others and not any((folder / name).exists() for name in (CONFIG_FILE, LOCK_FILE)):
         reason = f"{folder} exists and is not a run folder (it has no {CONFIG_FILE}); choose another name"
@@ -251,23 +258,19 @@ def _check_is_a_run(folder: Path, config: JobConfig) -> None:
 
 
 def _check_kinds(folder: Path, config: JobConfig) -> None:
-    """Raise ConfigError if the path of a file of the run is not a regular file, or the path of a folder of the run is
-    not a folder.
-
-    A symbolic link in place of a file is an error, because the run would write to the target of the link."""
+    """Raise ConfigError if an entry with the name of a run's file is not a regular file, or an entry with the name of a
+    run's folder is not a folder."""
     for path in (folder / name for name in (*_FOLDERS, *_FILES)):
-        is_folder = path.name in _FOLDERS
-        has_right_kind = path.is_dir() if is_folder else path.is_file() and not path.is_symlink()
+        kind = "folder" if path.name in _FOLDERS else "regular file"
+        # The run would write to the target of a link that is in place of a file.
+        has_right_kind = path.is_dir() if kind == "folder" else path.is_file() and not path.is_symlink()
         if os.path.lexists(path) and not has_right_kind:
-            reason = (
-                f"{path} is not a {'folder' if is_folder else 'regular file'}; move it away, or choose another name"
-            )
+            reason = f"{path} is not a {kind}; move it away, or choose another name"
             raise config_error(("job", "name"), reason, config.job.name)
 
 
 def _has_begun(folder: Path) -> bool:
-    """Return True if the folder holds a recorded configuration or checkpoints. A run that ended before `record_run` has
-    neither."""
+    """Return True if the folder has a `config.json` or checkpoints. Before `record_run`, a run has neither."""
     return (folder / CONFIG_FILE).exists() or bool(checkpoint_steps(checkpoint_folder(folder)))
 
 
@@ -275,12 +278,6 @@ def _is_restart(folder: Path, config: JobConfig, attempt: Attempt) -> bool:
     """Return True if this attempt is a restart of the last launch that wrote to the folder."""
     launch = recorded_launch(folder, config)
     return launch is not None and attempt.continues(launch)
-
-
-def _restarts_without_checkpoint(folder: Path, config: JobConfig, attempt: Attempt) -> bool:
-    """Return True if this attempt is a restart of the same launch, and there is no checkpoint yet. Then the folder is
-    kept, although no checkpoint is resumed."""
-    return _is_restart(folder, config, attempt) and not checkpoint_steps(checkpoint_folder(folder))
 
 
 def resumes(folder: Path, config: JobConfig, load: Load) -> bool:
@@ -301,8 +298,8 @@ def _check_step_is_there(folder: Path, load: Load) -> None:
 
 
 def _check_loads_from_elsewhere(folder: Path, config: JobConfig, load: Load) -> None:
-    """Raise ConfigError if a new run would load a checkpoint, weights or an adapter from the earlier run's folder,
-    which is moved away."""
+    """Raise ConfigError if a new run would load a checkpoint, weights or an adapter from the earlier run's folder. The
+    new run moves this folder away."""
     paths: dict[KeyPath, str | None] = {
         ("checkpoint", "load"): str(load) if _is_path(load) else None,
         ("checkpoint", "initial_load_path"): config.checkpoint.initial_load_path,
@@ -355,7 +352,7 @@ def _is_other_model(changed: Sequence[Difference]) -> bool:
 
 def _check_no_launch_is_between_attempts(folder: Path, config: JobConfig, attempt: Attempt) -> None:
     """Raise ConfigError if another launch is about to restart its ranks in the folder. Between two attempts a launch
-    does not hold the lock."""
+    does not lock the folder."""
     launch = recorded_launch(folder, config)
     agent = None if launch is None or attempt.continues(launch) else launch.agent_alive_here()
     if agent is not None:
@@ -372,9 +369,7 @@ def _lock(folder: Path, config: JobConfig, stack: ExitStack) -> None:
     descriptor = os.open(folder / LOCK_FILE, os.O_CREAT | os.O_RDWR, 0o644)
     stack.callback(os.close, descriptor)
     try:
-        fcntl.lockf(
-            descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB
-        )  # data workers do not inherit this lock, unlike a lock of flock
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # data workers would inherit a lock of `flock`
     except (BlockingIOError, PermissionError):
         raise _in_use_error(folder, config) from None
     if not os.path.samestat(os.fstat(descriptor), os.stat(folder / LOCK_FILE)):

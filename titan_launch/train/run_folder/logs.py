@@ -31,8 +31,8 @@ class _Lines(logging.Formatter):
 class LogFile(logging.Handler):
     """Log file of a rank: all messages of the launcher and all warnings of Python, with time and level.
 
-    Messages before `open` are stored, and `open` writes them. Every line is flushed, so a killed process loses none. If
-    the disk is full, lines are missing in the file; the console is not affected.
+    Messages before `open` are stored, and `open` writes them. Every line is flushed, so a killed process loses none. On
+    a full disk the file lacks lines, but the console does not.
     """
 
     def __init__(self) -> None:

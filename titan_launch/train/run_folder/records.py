@@ -53,8 +53,8 @@ def record_run(folder: Path, config: JobConfig, attempt: Attempt, stack: ExitSta
     `--config`. Log the keys whose values differ from the previous `config.json`.
 
     Call this function after the checkpoint or the weights have been loaded. From then on, a restart of this launch
-    loads the newest checkpoint instead of `checkpoint.load` (see `effective_load`). When `stack` is closed without an
-    error, or because a signal stops the run, the launch is recorded as ended.
+    loads the newest checkpoint instead of `checkpoint.load` (see `effective_load`). The launch is recorded as ended
+    when `stack` is closed without an error, or after a signal has stopped the run.
     """
     before = recorded_table(folder, config)
     replace_text(folder / LAUNCH_FILE, launch_of(attempt, has_ended=False).to_json())
@@ -70,9 +70,9 @@ def record_run(folder: Path, config: JobConfig, attempt: Attempt, stack: ExitSta
     stack.push(end)
 
 
-def record_units(folder: Path, units: list[dict[str, Any]]) -> None:
-    """Write the unit table of `titan_launch.plan.report.unit_table.describe_units`."""
-    replace_text(folder / UNITS_FILE, json.dumps(units, indent=2) + "\n")
+def record_table(path: Path, table: Any) -> None:
+    """Write a value that JSON can represent to a file of the run folder."""
+    replace_text(path, json.dumps(table, indent=2) + "\n")
 
 
 def record_proof(folder: Path, certificate: Certificate | None) -> None:
@@ -81,11 +81,6 @@ def record_proof(folder: Path, certificate: Certificate | None) -> None:
         (folder / PROOF_FILE).unlink(missing_ok=True)
     else:
         replace_text(folder / PROOF_FILE, certificate.dumps())
-
-
-def record_audit(folder: Path, audit: dict[str, Any]) -> None:
-    """Write the planned and observed dtypes of `titan_launch.precision.audit`."""
-    replace_text(folder / AUDIT_FILE, json.dumps(audit, indent=2) + "\n")
 
 
 def describe_difference(difference: Difference) -> str:
@@ -102,8 +97,8 @@ def table_of(config: JobConfig) -> dict[str, Any]:
 
 def recorded_table(folder: Path, config: JobConfig) -> dict[str, Any] | None:
     """Return the configuration in the `config.json` of a run folder; None without that file. A key that the file lacks
-    gets its default. If the file is no valid job any more, for example because a key was removed, its content is
-    returned unchanged.
+    gets its default. If the file is no longer a valid job, for example because this version has fewer keys, its content
+    is returned unchanged.
 
     Raises ConfigError if the file cannot be read, or is not a configuration.
     """
@@ -115,7 +110,7 @@ def recorded_table(folder: Path, config: JobConfig) -> dict[str, Any] | None:
             return None
     try:
         return table_of(JobConfig.model_validate(saved))
-    except ValidationError:  # for example, it has keys that no longer exist
+    except ValidationError:
         return saved
 
 
@@ -132,7 +127,7 @@ def recorded_launch(folder: Path, config: JobConfig) -> Launch | None:
 
 @contextmanager
 def damage_explained(path: Path, remedy: str, config: JobConfig) -> Iterator[None]:
-    """Raise ConfigError in place of an error of the block, which reads the file `path` of the run folder and parses it.
+    """Raise ConfigError in place of an error of the block, which reads and parses `path`, a file of the run folder.
     `remedy`: clause that says what the user can do."""
     try:
         yield

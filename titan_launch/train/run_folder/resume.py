@@ -60,7 +60,7 @@ SAME_COMMAND = "run the same command again"
 
 
 class Source(Protocol):
-    """Files that a run reads."""
+    """Files that a run reads, or another source of samples."""
 
     def fingerprint(self, seed: int) -> Fingerprint | None:
         """Return the fingerprint of the files; None if there are none. `seed` selects the samples that are hashed."""
@@ -133,8 +133,8 @@ def open_store(config: JobConfig, attempt: Attempt) -> CheckpointStore | None:
     """Return the copies of the run's checkpoints in `checkpoint.store`. Return None on other ranks than rank 0, and
     without this key. Collective.
 
-    Raises ConfigError on all ranks if the store cannot be used, or if the run would overwrite copies: it does not
-    resume from the newest checkpoint, but the store has checkpoints of later steps.
+    Raises ConfigError on all ranks if the store cannot be used, or if the run would overwrite copies: the store has
+    checkpoints of later steps, and the run does not resume from the newest checkpoint.
     """
     opened: list[CheckpointStore] = []
 
@@ -161,7 +161,8 @@ def open_store(config: JobConfig, attempt: Attempt) -> CheckpointStore | None:
 def open_checkpoints(config: JobConfig, run: Resumable, ranks: Ranks, stack: ExitStack) -> CheckpointManager | None:
     """Return the manager that writes the run's checkpoints. Closing `stack` closes the manager. Collective.
 
-    If the run saves no checkpoints, log a line that says so, and return None."""
+    If the run saves no checkpoints, log a line that says so, and return None.
+    """
     if not config.checkpoint.enable and not config.checkpoint.save_last:
         _log.info("checkpoints: none will be saved (checkpoint.enable and checkpoint.save_last are false)")
         return None
@@ -282,8 +283,8 @@ def _changed_data(config: JobConfig, section: str, change: str) -> Problem:
 
 
 class ConsumedSamples:
-    """The number of samples that a run has consumed, for each data source. Checkpoints save these numbers. A resume
-    compares them, so that a run with other weights of a mixture neither repeats nor omits samples of a source."""
+    """The number of samples that a run has consumed, for each data source. Checkpoints save these numbers, and a resume
+    compares them. So a run with other weights of a mixture neither repeats nor omits samples of a source."""
 
     def __init__(self, order: Order, progress: Progress):
         """`progress`: a part of the same training state that is loaded before this part."""
@@ -326,18 +327,18 @@ def _data_change(
 ) -> str:
     """Return a clause that describes how the data of a section has changed since a checkpoint was saved. Collective.
 
-    Return "" if no rank finds a change. Also return "" if the checkpoint or this job has no data for the section.
-    `compare`: function of the saved and the present fingerprint that returns the clause, or "" if they are equal.
+    Return "" if no rank finds a change, or if the checkpoint or this job has no data for the section. `compare`:
+    function of the saved and the present fingerprint that returns the clause, or "" if they are equal.
     """
     before = read_manifest(checkpoint).data.get(section)
     if before is None or section not in sources:
         return ""
 
-    def change_on_this_rank() -> str:
+    def own_change() -> str:
         now = sources[section].fingerprint(before.seed)
         return "" if now is None else compare(before, now)
 
-    change = next(filter(None, on_all_ranks(change_on_this_rank)), "")
+    change = next(filter(None, on_all_ranks(own_change)), "")
     return change and f"changed since {checkpoint} was saved: {change}"
 
 
