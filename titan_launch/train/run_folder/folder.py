@@ -233,15 +233,15 @@ def _prepare(folder: Path, config: JobConfig, attempt: Attempt, stack: ExitStack
         _check_step_is_there(folder, load)
         check_earlier_run(folder, config, load)
         _check_path_goes_with_folder(folder, config, load)
+        # A restart of the same launch keeps the folder, also if there is no checkpoint yet.
+        begins_again = _is_restart(folder, config, attempt) and not checkpoint_steps(checkpoint_folder(folder))
         if not _has_begun(folder):
             os.utime(folder / LOCK_FILE)  # start time of this run, which `_move_aside` reads
-        elif not resumes(folder, config, load):
-            # A restart of a launch that has no checkpoint yet keeps the folder.
-            if checkpoint_steps(checkpoint_folder(folder)) or not _is_restart(folder, config, attempt):
-                _move_aside(folder)
-                folder.mkdir()
-                _lock(folder, config, stack)
-                return
+        elif not (resumes(folder, config, load) or begins_again):
+            _move_aside(folder)
+            folder.mkdir()
+            _lock(folder, config, stack)
+            return
         stack.push(lock.pop_all())
 
 
