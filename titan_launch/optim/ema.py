@@ -20,8 +20,8 @@ from titan_launch.optim.shards import in_float32
 
 def update_weight(config: EMAConfig, step: int) -> float:
     """Return the weight of the parameters in the average after a step: 0 if the step is between updates, and 1 for
-    updates up to `ema.start_step`, which copy the parameters. The number of updates follows from the step, so a resume
-    needs no state."""
+    updates up to `ema.start_step`, which copy the parameters. The weight depends only on the step, so a resume needs no
+    state."""
     assert config.decay is not None
     if step % config.every_steps:
         return 0.0
@@ -33,8 +33,8 @@ def update_weight(config: EMAConfig, step: int) -> float:
 
 class WeightEMA(Observer):
     """A moving average of the trainable parameters: for each parameter a float32 DTensor, sharded like the parameter. A
-    shared parameter has one average. If the optimizer is sharded over replicas, each average is a plain tensor instead,
-    for this replica's chunk of the parameter. Only in this case does a method communicate: `in_model` all-gathers the
+    shared parameter has one average. If the optimizer is sharded over replicas, each average is a plain tensor instead:
+    that of this replica's chunk of the parameter. Only then a method communicates: `in_model` all-gathers the
     chunks."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, config: EMAConfig):

@@ -129,7 +129,7 @@ def _class_names(module: nn.Module) -> list[str]:
 
 
 def _num_axes(parameter: nn.Parameter, module: nn.Module) -> int:
-    """Return the number of axes of a parameter; for a stacked parameter of experts, that of one expert's part."""
+    """Return the number of axes of a parameter; for the stacked parameters of experts, that of one expert's part."""
     return parameter.ndim - _has_experts(module)
 
 
@@ -145,9 +145,10 @@ def _stacked(model: nn.Module) -> set[nn.Parameter]:
 def check_stacks(model: nn.Module, config: OptimizerConfig, head: Collection[str], layout: Layout) -> None:
     """Raise ConfigError if an algorithm for matrices (Muon) would update experts whose matrices are divided.
 
-    Three features can divide the matrix of an expert. Tensor parallelism always does. FSDP2 may do so if the number of
-    experts is not a multiple of the number of its shards (see `sharded_dim`). A sharded optimizer may do so if there
-    are more replicas than experts on a rank (see `is_within_matrix`). `model`: the whole model, before it is divided.
+    Three features can divide the matrix of an expert. Tensor parallelism always divides it. FSDP2 may divide it if the
+    number of experts is not a multiple of the number of shards (see `sharded_dim`). A sharded optimizer may divide it
+    if there are more replicas than experts on a rank (see `is_within_matrix`). `model`: the whole model, before it is
+    divided over ranks.
     """
     stacked, shards = _stacked(model), layout.parameter_shards // layout.expert
     for group in group_parameters(model, config, head):

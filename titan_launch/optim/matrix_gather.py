@@ -39,7 +39,7 @@ class MatrixGather:
     """Number of replicas over which the optimizer is sharded."""
 
     ranks: dist.ProcessGroup | None = None
-    """The ranks that have the shards of a matrix, in the order (replica, rank along FSDP2's axis). None: the ranks
+    """The ranks that have the shards of a matrix, in the order (replica, rank along FSDP2's axis). None for the ranks
     along FSDP2's axis."""
 
     @property

@@ -91,7 +91,7 @@ class _Place(NamedTuple):
 class _ExchangedUnit:
     """The trained parameters of an FSDP2 unit, which are exchanged together, and the state of their exchange.
 
-    A gradient has left when its reduce-scatter between the replicas has started.
+    A gradient "has left" when its reduce-scatter between the replicas has started.
     """
 
     places: list[_Place]
@@ -103,7 +103,7 @@ class _ExchangedUnit:
     """The parameters whose gradients FSDP2 has reduced in the last backward, and which have not left yet."""
 
     left: list[_Place] = field(default_factory=list)
-    """The places whose gradients have left."""
+    """The places of parameters whose gradients have left."""
 
     row: Tensor | None = None
     """This replica's chunks of all gradients that have arrived, summed over the replicas, in the storage dtype. None
@@ -186,8 +186,8 @@ class ReplicaShards:
     def _reduced(self, unit: _ExchangedUnit, parameter: Tensor) -> None:
         """Start the exchange of a unit when FSDP2 has reduced its last gradient.
 
-        FSDP2 calls this hook in the stream of its reduction. Tensors are made, read and freed in the order of that
-        stream, as FSDP2's own gradients are. FSDP2 makes the compute stream wait for that stream.
+        FSDP2 calls this hook in the CUDA stream of its reduction, and later makes the compute stream wait for that
+        stream. Tensors are made, read and freed in the order of that stream, like FSDP2's own gradients.
         """
         if not self._is_last:
             return
@@ -199,11 +199,10 @@ class ReplicaShards:
 
     @torch.no_grad()
     def reduce_gradients(self) -> None:
-        """Sum all gradients over the replicas: exchange those that have not left during the last backward, and wait for
-        those that have.
+        """Sum all gradients over the replicas: exchange the gradients that have not left during the last backward, and
+        wait for the others.
 
-        Every gradient is then a DTensor with the shape of the parameter, whose local tensor has this replica's chunk
-        only.
+        Every gradient is then a DTensor with the shape of the parameter. Its local tensor is only this replica's chunk.
         """
         for unit in self._units:
             self.start(unit)
@@ -233,9 +232,12 @@ class ReplicaShards:
             return
         self._finish()
         sent = torch.zeros(self.replicas, unit.width, dtype=unit.reduce_dtype, device=self._device)
-        _copy_gradients(places, sent)
         for place in places:
-            place.parameter.grad = None  # all of them are views of one tensor
+            assert place.parameter.grad is not None
+            for rows, flat in place.pairs(sent, local_tensor(place.parameter.grad)):
+                rows.copy_(flat)
+        for place in places:
+            place.parameter.grad = None  # frees the one tensor of which all of them are views
         received = torch.empty(unit.width, dtype=unit.reduce_dtype, device=self._device)
         self._report(REDUCE_SCATTER, received, sent)
         work = reduce_scatter_single(received, sent.view(-1), group=self.group, async_op=True)
@@ -315,10 +317,3 @@ def trained_by_unit(model: nn.Module, plan: ModelPlan) -> Mapping[Unit, list[nn.
                 seen.add(parameter)
                 found.setdefault(plan.sharded_by[path], []).append(parameter)
     return found
-
-
-def _copy_gradients(places: list[_Place], buffer: Tensor) -> None:
-    for place in places:
-        assert place.parameter.grad is not None
-        for rows, flat in place.pairs(buffer, local_tensor(place.parameter.grad)):
-            rows.copy_(flat)

@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the step, so a resumed run needs no scheduler state."""
+"""The learning rate as a pure function of the step. So a resumed run needs no scheduler state."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 from torch.optim import Optimizer
 
-from titan_launch.config.sections.training import Constant, Cosine, Linear, SchedulerConfig, WarmupStableDecay
+from titan_launch.config.sections.training import Constant, SchedulerConfig, WarmupStableDecay
 
 
 def lr_factor(config: SchedulerConfig, step: int, total_steps: int) -> float:
@@ -23,7 +23,8 @@ def lr_factor(config: SchedulerConfig, step: int, total_steps: int) -> float:
     if isinstance(config, Constant) or step <= last_at_peak:
         return 1.0
     done = (step - last_at_peak) / (total_steps + 1 - last_at_peak)
-    return config.min_lr_factor + (1 - config.min_lr_factor) * _fall(_shape(config), min(done, 1.0))
+    shape = config.decay_type if isinstance(config, WarmupStableDecay) else config.kind
+    return config.min_lr_factor + (1 - config.min_lr_factor) * _fall(shape, min(done, 1.0))
 
 
 def describe_clipping(config: SchedulerConfig, total_steps: int) -> str | None:
@@ -54,10 +55,6 @@ def _clipped_phases(config: SchedulerConfig, total_steps: int) -> tuple[int, int
     warmup, decay = _phases(config, total_steps)
     warmup = min(warmup, total_steps)
     return warmup, min(decay, total_steps - warmup)
-
-
-def _shape(config: WarmupStableDecay | Cosine | Linear) -> str:
-    return config.decay_type if isinstance(config, WarmupStableDecay) else config.kind
 
 
 def _fall(shape: str, done: float) -> float:
