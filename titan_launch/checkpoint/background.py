@@ -26,8 +26,8 @@ class Background(ABC):
     def write(self, request: WriteRequest, state: State) -> Future[Written]:
         """Begin a save, and return its future. The future has the same outcome on all ranks. Collective.
 
-        The previous save must have ended. After this function returns, the caller may change the tensors of `state`. If
-        the writer of any rank has died or is broken (see `_note_outcome`), all ranks first start new writers. Raises
+        The previous save must have ended. When this method returns, the caller may change the tensors of `state`. If
+        the writer of any rank has died or is broken (see `_note_outcome`), all ranks start new writers first. Raises
         OSError on all ranks if a rank has no memory for the copy.
         """
         if any(on_all_ranks(lambda: self._is_broken or self._has_died())):

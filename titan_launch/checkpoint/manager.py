@@ -29,8 +29,6 @@ from titan_launch.distributed.collectives import on_rank_0_slowly, warn
 
 _log = logging.getLogger(__name__)
 
-_VERSIONS = {"torch": torch.__version__, "titan_launch": __version__}
-
 _SECONDS_AFTER_AN_ERROR = 60
 """Maximum time that `close` waits for a save in flight, and for copies, when the run ends in an error."""
 
@@ -87,16 +85,16 @@ class CheckpointManager:
         self._failed_saves = 0
 
     def copy_to(self, store: CheckpointStore | None) -> None:
-        """From now on, also copy complete checkpoints to `store`, in the background. Begin with those that have no
-        copy. Other ranks than rank 0 have no store."""
+        """From now on, also copy complete checkpoints to `store`, in the background. Begin with the present checkpoints
+        that have no copy. `store`: None on other ranks than rank 0, and without copies."""
         self._store = store
         self._copy_newest()
 
     def get_ready(self) -> None:
         """Import the writer and reserve its memory, so that this work does not delay the first save. Collective. If a
-        rank has too little memory, a warning is logged.
+        rank has too little memory, log a warning.
 
-        Call this method after the first step, when the optimizer state is complete.
+        Call this method after the first step, because the optimizer state is complete then.
         """
         try:
             self._background.get_ready(lambda: shards_of(self._state.state_dict()))
@@ -112,15 +110,16 @@ class CheckpointManager:
         """Begin a checkpoint of the last finished step. Collective. `validation_loss`: validation loss of that step, or
         None if the run did not validate after that step.
 
-        Waits until the previous save has ended, and until training may change the state.
+        Wait until the previous save has ended, and until training may change the state.
         """
         start = time.perf_counter()
         self._finish_pending()
+        versions = {"torch": torch.__version__, "titan_launch": __version__}
         manifest = Manifest(
             step=self._progress.step,
             validation_loss=validation_loss,
             base=None if self._state.base is None else self._state.base.record,
-            versions=_VERSIONS | ({VERSION_KEY: "1"} if is_phantom() else {}),
+            versions=versions | ({VERSION_KEY: "1"} if is_phantom() else {}),
             files={},
             **vars(self._origin),
         )
@@ -147,8 +146,8 @@ class CheckpointManager:
         return self._pending is not None
 
     def finish(self, copies: bool = True) -> None:
-        """Wait for the save in flight and, with `copies`, until the checkpoints are in `checkpoint.store`. Collective
-        with this key. Raises RunError when the last save or a copy has failed."""
+        """Wait for the save in flight. With `copies`, also wait until the checkpoints are in `checkpoint.store`. This
+        second wait is collective. Raises RunError if the last save or a copy has failed."""
         start = time.perf_counter()
         self._finish_pending()
         self._stall_s += time.perf_counter() - start

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from pydantic import Field, TypeAdapter
 
 from titan_launch.core import phantom
-from titan_launch.core.files import open_regular, read_regular, replace_text
+from titan_launch.core.files import MIB, open_regular, read_regular, replace_text
 from titan_launch.core.fingerprint import Fingerprint
 from titan_launch.core.json_files import MOST_BYTES, JsonError, parse_as
 from titan_launch.core.terminal import one_line
@@ -22,7 +22,6 @@ MANIFEST_FILE = "manifest.json"
 """Name of the manifest's file. The file is written last: a checkpoint without a manifest is not complete."""
 
 _STEP = re.compile(r"step-(0|[1-9][0-9]{0,14})")
-_CHUNK_BYTES = 1 << 22
 
 
 class DamagedCheckpointError(Exception):
@@ -137,9 +136,9 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 def read_manifest(folder: Path) -> Manifest:
     """Return the manifest of a checkpoint's folder. Raises DamagedCheckpointError for a missing or invalid manifest.
 
-    Also raises this error if the name of the folder has another step than the manifest (such a folder is a copy), if
-    it names a file outside of the folder, or if a run on a phantom GPU saved the checkpoint and this process has no
-    phantom GPU.
+    A manifest is also invalid if it names a file outside of the folder, or if the name of the folder has another step,
+    because such a folder is a copy. In a process without a phantom GPU, the checkpoint of a run on a phantom GPU is
+    invalid, too.
     """
     try:
         content = read_regular(folder / MANIFEST_FILE, MOST_BYTES)
@@ -172,12 +171,6 @@ def check(folder: Path, share: slice = slice(None)) -> Manifest:
     OSError if the size of a file cannot be read.
     """
     manifest = read_manifest(folder)
-    _check_sizes(folder, manifest)
-    _check_contents(folder, manifest, sorted(manifest.files)[share])
-    return manifest
-
-
-def _check_sizes(folder: Path, manifest: Manifest) -> None:
     for name, record in manifest.files.items():
         path = folder / name
         if not path.is_file():
@@ -185,23 +178,21 @@ def _check_sizes(folder: Path, manifest: Manifest) -> None:
         size = path.stat().st_size
         if size != record.bytes:
             raise DamagedCheckpointError(f"{name} has {size:,} bytes instead of {record.bytes:,}")
-
-
-def _check_contents(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
-    for name in names:
+    for name in sorted(manifest.files)[share]:
         try:
             found = record_of(folder / name)
         except OSError as error:
             raise DamagedCheckpointError(f"{name} cannot be read: {error.strerror}") from None
         if found != manifest.files[name]:
             raise DamagedCheckpointError(f"{name} does not match its checksum")
+    return manifest
 
 
 def record_of(path: Path) -> FileRecord:
     """Read a file and return its size and checksum."""
     size, checksum = 0, 0
     with open_regular(path) as file:
-        while chunk := file.read(_CHUNK_BYTES):
+        while chunk := file.read(4 * MIB):
             size += len(chunk)
             checksum = zlib.crc32(chunk, checksum)
     return FileRecord(size, f"{checksum:08x}")

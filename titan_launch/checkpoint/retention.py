@@ -59,12 +59,12 @@ class WriteRequest:
 
     retention: Retention
     creates_folder: bool = True
-    """True until a save of this process has succeeded: the save creates the folder if it does not exist. False in later
-    saves: a missing folder means that the run folder was deleted, moved or replaced, so the save fails."""
+    """True if the save creates a missing folder. False after the first successful save of this process: a missing
+    folder then means that the run folder was deleted, moved or replaced, so the save fails."""
 
     step_in_copy: int | None = None
-    """Step of a checkpoint that rank 0 copies to `checkpoint.store` when the save begins. This save does not delete it.
-    None on the other ranks."""
+    """Step of the checkpoint that rank 0 copies to `checkpoint.store` when the save begins, which must not delete this
+    checkpoint. None without such a copy, and on the other ranks."""
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,8 @@ def tidy(
     problem.
 
     If a link or folder cannot be changed, this function continues with the other links and folders. A folder whose
-    manifest cannot be read stays. `newest`: the step that was just saved. It is never deleted, and neither is
-    `step_in_copy`.
+    manifest cannot be read stays. The checkpoints of `newest`, the step that was just saved, and of `step_in_copy` are
+    never deleted.
     """
     losses = validation_losses(folder)
     links: dict[str, int | None] = {LATEST: newest}
@@ -130,8 +130,8 @@ def _noted(notes: list[str], failure: str) -> Iterator[None]:
 def point(folder: Path, link: str, step: int | None) -> Path | None:
     """Point a link to a step's folder. Remove the link if `step` is None. The replacement is atomic.
 
-    A copy that follows links (`cp -rL`) leaves a folder in place of the link. Such a folder is renamed first, and its
-    new path is returned. Otherwise None is returned.
+    A copy of the run folder that follows links (`cp -rL`) has a folder in place of the link. Rename such a folder
+    first, and return its new path. Otherwise return None.
     """
     path = folder / link
     aside = None

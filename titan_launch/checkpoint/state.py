@@ -97,7 +97,7 @@ class ModelAndOptimizer:
         if not self._optimizer.state:  # get_state_dict would create optimizer state, as if a step had been done
             return {"model": get_model_state_dict(self._model), "optimizer": {}}
         model, optimizer = get_state_dict(self._model, self._optimizer)
-        # optimizer.state is keyed by the sharded parameters. get_state_dict has resharded the parameters that a forward
+        # The keys of optimizer.state are sharded parameters. get_state_dict has resharded the parameters that a forward
         # left unsharded, so `named_parameters` now returns the sharded ones.
         updated = {name for name, parameter in self._model.named_parameters() if parameter in self._optimizer.state}
         return {"model": model, "optimizer": {name: _states(optimizer)[name] for name in updated}}
@@ -160,8 +160,8 @@ class LocalStatistics(Part, Protocol):
 
     A checkpoint always has the pooled statistics, which are equal on all ranks. If only `checkpoint.interval_minutes`
     or a signal is the reason for a checkpoint, each rank continues with its own statistics after the save. Such a
-    checkpoint also has the own statistics of each rank, under a key for each rank. A run on the same number of ranks
-    resumes with its ranks' own statistics, as if there had been no checkpoint.
+    checkpoint also has each rank's own statistics, under a key for each rank. A run on the same number of ranks resumes
+    with them, as if there had been no checkpoint.
     """
 
     def targets(self) -> Values:
@@ -207,10 +207,10 @@ class TrainingState:
         pipeline: dist.ProcessGroup | None = None,
         base: BaseWeights | None = None,
     ):
-        """`parts`: further parts by name in a checkpoint, in the order in which they are loaded, after the weights. The
-        value is None for a part that this run does not have. `pipeline`: process group of the ranks that hold the
-        pipeline stages of the model; None without pipeline parallelism. `base`: the folder with the values of
-        parameters that checkpoints omit. If it is None, checkpoints omit nothing."""
+        """`parts`: further parts by name, in the order in which they are loaded after the weights. The value is None
+        for a part that this run does not have. `pipeline`: process group of the ranks that hold the pipeline stages of
+        the model; None without pipeline parallelism. `base`: the folder with the values of parameters that checkpoints
+        omit. With None, checkpoints omit nothing."""
         self._pipeline = pipeline
         self.base = base
         self.weights = weights
