@@ -91,7 +91,6 @@ ALLOWED = {
     ("library", "recipes/facts.py"): "pyarrow, for the columns of a Parquet file",
     ("toml", "config/loading/toml_positions.py"): "a quoted key of a job file that was read",
     # Files that this process or its parent has just written.
-    ("json", "train/output.py"): "the job of this process as a table",
     ("json", "train/run_folder/records.py"): "the job of this process as a table",
     ("json", "train/trace_subprocess.py"): "output of a process that this process has started",
     ("read", "checkpoint/writer.py"): "the index that DCP has just written",

@@ -317,19 +317,14 @@ def read_chunk(folder: Path, chunk: Chunk, dtype: torch.dtype) -> Tensor:
 
 def read_weights(folder: Path, ema: bool = False) -> Iterator[tuple[str, Tensor]]:
     """Yield (name in the model, tensor) for every parameter and buffer of a valid checkpoint. The tensors are unsharded
-    and on the host.
-
-    `ema`: see `model_tensors`. Raises the errors of `model_tensors` and `read_tensor`.
-    """
+    and on the host. `ema`: see `model_tensors`. Raises the errors of `model_tensors` and `read_tensor`."""
     for name, tensor in model_tensors(folder, ema).items():
         yield name, read_tensor(folder, tensor)
 
 
 def _content_of(record: bytes) -> memoryview | None:
-    """Return the bytes of the tensor in a record of `torch.save`, or None for an invalid record.
-
-    A record is a zip file. The bytes of the tensor are its only entry below `data/`, and are not compressed.
-    """
+    """Return the bytes of the tensor in a record of `torch.save`, or None for an invalid record. A record is a zip
+    file. The bytes of the tensor are its only entry below `data/`, and are not compressed."""
     try:
         with zipfile.ZipFile(io.BytesIO(record)) as archive:
             (entry,) = (entry for entry in archive.infolist() if "/data/" in entry.filename)

@@ -191,7 +191,9 @@ def load_state(checkpoint: Path, state: TrainingState, selection: Selection) -> 
     try:
         _load(checkpoint, state, selection)
     except (CheckpointException, DamagedCheckpointError, OSError) as error:
-        raise UserError(f"the checkpoint {checkpoint} cannot be loaded: {_cause(error)}") from error
+        cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+        reason = str(cause) if isinstance(cause, DamagedCheckpointError) else f"{type(cause).__name__}: {cause}"
+        raise UserError(f"the checkpoint {checkpoint} cannot be loaded: {reason}") from error
 
 
 def _load(checkpoint: Path, state: TrainingState, selection: Selection) -> None:
@@ -350,10 +352,3 @@ def _differences(own: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple[i
     ):
         if names:
             yield f"{len(names)} {title}: {listed(names, most=8)}"
-
-
-def _cause(error: BaseException) -> str:
-    from torch.distributed.checkpoint.api import CheckpointException
-
-    cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
-    return str(cause) if isinstance(cause, DamagedCheckpointError) else f"{type(cause).__name__}: {cause}"

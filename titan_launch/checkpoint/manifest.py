@@ -128,7 +128,7 @@ def complete_steps(folder: Path) -> list[int]:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write the manifest into a checkpoint's folder, durably."""
-    file = _ManifestFile(manifest, _crc32(_content(manifest)))
+    file = _ManifestFile(manifest, _checksum(manifest))
     text = json.dumps(asdict(file), indent=1, sort_keys=True)
     replace_text(folder / MANIFEST_FILE, text + "\n")
 
@@ -149,7 +149,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise DamagedCheckpointError(f"{MANIFEST_FILE} cannot be read: {error.strerror}") from None
     except JsonError:
         raise DamagedCheckpointError(f"{MANIFEST_FILE} is damaged") from None
-    if _crc32(_content(file.manifest)) != file.crc32:
+    if _checksum(file.manifest) != file.crc32:
         raise DamagedCheckpointError(f"{MANIFEST_FILE} does not match its checksum")
     for name in (folder.name, folder.resolve().name):  # `latest` is a link to a step's folder
         if step_of(name) not in (None, file.manifest.step):
@@ -198,9 +198,6 @@ def record_of(path: Path) -> FileRecord:
     return FileRecord(size, f"{checksum:08x}")
 
 
-def _content(manifest: Manifest) -> bytes:
-    return json.dumps(asdict(manifest), indent=1, sort_keys=True).encode()
-
-
-def _crc32(content: bytes) -> str:
+def _checksum(manifest: Manifest) -> str:
+    content = json.dumps(asdict(manifest), indent=1, sort_keys=True).encode()
     return f"{zlib.crc32(content):08x}"

@@ -35,10 +35,7 @@ class Retention:
 
     def expendable(self, losses: Mapping[int, float | None]) -> list[int]:
         """Return the steps whose checkpoints are to be deleted. The newest checkpoint is always kept. If `latest` is 0,
-        all checkpoints are kept.
-
-        `losses`: validation loss of every checkpoint, by step.
-        """
+        all checkpoints are kept. `losses`: validation loss of every checkpoint, by step."""
         steps = sorted(losses, reverse=True)
         if not self.latest:
             return []

@@ -80,10 +80,8 @@ class Progress:
 
 
 class ModelAndOptimizer:
-    """Sharded parameters, buffers and optimizer state by full name, so that any mesh can load them.
-
-    The optimizer's settings (weight decay, betas, groups) come from the job file and are not part of the state.
-    """
+    """Sharded parameters, buffers and optimizer state by full name, so that any mesh can load them. The optimizer's
+    settings (weight decay, betas, groups) come from the job file and are not part of the state."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer):
         self._model = model

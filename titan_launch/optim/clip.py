@@ -1,7 +1,5 @@
 """Gradient norm and clipping. Each rank computes with its shards, and the ranks exchange only scalars.
-
-`torch.nn.utils.clip_grad_norm_` gives the same result, but it dispatches several operations for every DTensor.
-"""
+`torch.nn.utils.clip_grad_norm_` gives the same result, but it dispatches several operations for every DTensor."""
 
 from __future__ import annotations
 

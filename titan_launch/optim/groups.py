@@ -43,7 +43,7 @@ def group_parameters(
     shared parameter has several paths, but only one group. `head`: paths of the modules that run last. `scales`: how
     the settings of a parameter depend on the width of the model.
     """
-    undecayed, inner = _undecayed(model), _inner_matrices(model, head)
+    undecayed, inner = _undecayed_and_inner(model, head)
     groups: dict[str, Group] = {}
     for parameter, names in trainable_paths(model).items():
         index = first_match(config.param_groups, names)
@@ -113,24 +113,24 @@ def trainable_paths(model: nn.Module) -> dict[nn.Parameter, list[str]]:
     return paths
 
 
-def _undecayed(model: nn.Module) -> set[nn.Parameter]:
-    """Return the parameters that have no weight decay by default (see `is_undecayed`). If an embedding and the output
-    layer share a weight, the weight is among these parameters."""
-    return {
-        parameter
-        for module in model.modules()
-        for name, parameter in module._parameters.items()
-        if parameter is not None and is_undecayed(name, _num_axes(parameter, module), _class_names(module))
-    }
+def _undecayed_and_inner(model: nn.Module, head: Collection[str]) -> tuple[set[nn.Parameter], set[nn.Parameter]]:
+    """Return the parameters that have no weight decay by default (`is_undecayed`), and those that an algorithm for
+    matrices updates by default (`is_inner_matrix`).
 
-
-def _class_names(module: nn.Module) -> list[str]:
-    return [cls.__name__ for cls in type(module).__mro__]
-
-
-def _num_axes(parameter: nn.Parameter, module: nn.Module) -> int:
-    """Return the number of axes of a parameter; for the stacked parameters of experts, that of one expert's part."""
-    return parameter.ndim - _has_experts(module)
+    A shared parameter has no weight decay if `is_undecayed` is True for any module that has the parameter. It is an
+    inner matrix if `is_inner_matrix` is True for all of these modules.
+    """
+    undecayed, inner, others = set[nn.Parameter](), set[nn.Parameter](), set[nn.Parameter]()
+    for path, module in model.named_modules(remove_duplicate=False):
+        classes = [cls.__name__ for cls in type(module).__mro__]
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            num_axes = parameter.ndim - _has_experts(module)  # of one expert's part
+            if is_undecayed(name, num_axes, classes):
+                undecayed.add(parameter)
+            (inner if is_inner_matrix(name, num_axes, classes, path, head) else others).add(parameter)
+    return undecayed, inner - others
 
 
 def _has_experts(module: nn.Module) -> bool:
@@ -177,19 +177,6 @@ def check_stacks(model: nn.Module, config: OptimizerConfig, head: Collection[str
             )
             also: tuple[KeyPath, ...] = (("parallelism", "expert_parallel_degree"), ("optimizer", "param_groups"))
             raise ConfigError([Problem(("optimizer", "name"), reason, config.name, also=also)])
-
-
-def _inner_matrices(model: nn.Module, head: Collection[str]) -> set[nn.Parameter]:
-    """Return the parameters that an algorithm for matrices updates by default (see `is_inner_matrix`). A shared
-    parameter is among them only if `is_inner_matrix` is True for every module that has the parameter."""
-    found: set[nn.Parameter] = set()
-    others: set[nn.Parameter] = set()
-    for path, module in model.named_modules(remove_duplicate=False):
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                is_inner = is_inner_matrix(name, _num_axes(parameter, module), _class_names(module), path, head)
-                (found if is_inner else others).add(parameter)
-    return found - others
 
 
 def _unused(

@@ -75,10 +75,8 @@ class MatrixGather:
         return self._gather_tensor_parallel(stack, shapes[mine])
 
     def scatter(self, full: Tensor | None, shapes: Sequence[torch.Size]) -> list[Tensor]:
-        """Return this rank's shards of all matrices of a batch. Collective.
-
-        `full`: the stack that this rank has computed; None on a rank without a stack. `shapes`: as for `gather`.
-        """
+        """Return this rank's shards of all matrices of a batch. Collective. `full`: the stack that this rank has
+        computed; None on a rank without a stack. `shapes`: as for `gather`."""
         if self.mesh is None or self._axis is None or self.size == 1:
             assert full is not None
             return list(self._tensor_parallel_part(full).unbind())

@@ -89,10 +89,8 @@ class _Place(NamedTuple):
 
 @dataclass(eq=False)
 class _ExchangedUnit:
-    """The trained parameters of an FSDP2 unit, which are exchanged together, and the state of their exchange.
-
-    A gradient "has left" when its reduce-scatter between the replicas has started.
-    """
+    """The trained parameters of an FSDP2 unit, which are exchanged together, and the state of their exchange. A
+    gradient "has left" when its reduce-scatter between the replicas has started."""
 
     places: list[_Place]
     width: int

@@ -113,10 +113,8 @@ def mask_gradients(shards: Sequence[LocalShard], found_inf: Tensor | None) -> No
 
 
 def applied_or_skipped(found_inf: Tensor | None, device: torch.device) -> Tensor:
-    """Return 0 if the step is skipped (`found_inf` is not 0), and 1 if it is not (`found_inf` is 0 or None).
-
-    The result is a float64 scalar on `device`. The product of a tensor and such a scalar keeps the tensor's dtype.
-    """
+    """Return 0 if the step is skipped (`found_inf` is not 0), and 1 if it is not (`found_inf` is 0 or None). The result
+    is a float64 scalar on `device`. The product of a tensor and such a scalar keeps the tensor's dtype."""
     if found_inf is None:
         return torch.ones((), dtype=torch.float64, device=device)
     return (found_inf.to(device) == 0).double()
@@ -186,10 +184,8 @@ _GOLDEN = -1640531527  # 2^32 divided by the golden ratio, as an int32: its mult
 
 @dataclass(frozen=True)
 class Draw:
-    """The random numbers of a tensor at a step.
-
-    They depend only on seed, name, step and element. So a resumed run, or another sharding, draws the same numbers.
-    """
+    """The random numbers of a tensor at a step. They depend only on seed, name, step and element. So a resumed run, or
+    another sharding, draws the same numbers."""
 
     seed: int
     name: str

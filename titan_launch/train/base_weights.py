@@ -60,27 +60,24 @@ class RunBase:
         path = Path(config.adapter)
 
         def load() -> None:
-            folder = AdapterFolder(path)
-            if self._folder is not None:
-                folder.ignore_copies(self._folder)
-            pieces, targets = self._targets(adapters, folder)
-            folder.check(targets, pieces, config, None if self._fingerprint is None else self._fingerprint.digest)
-            if shared := [target.path for target in targets if folder.shares_a(target)]:
-                message = "adapters: in %s, several modules of this package share one A; each trains its own copy"
-                _log.info(message, listed(shared))
-            own = dict(self._model.named_parameters())
-            for target in targets:
-                if any(part.adapter.a in own for part in target.parts):
-                    for name, values in folder.read(target):
-                        copy_whole(own[name], values)
-
-        def load_or_explain() -> None:
             try:
-                load()
+                folder = AdapterFolder(path)
+                if self._folder is not None:
+                    folder.ignore_copies(self._folder)
+                pieces, targets = self._targets(adapters, folder)
+                folder.check(targets, pieces, config, None if self._fingerprint is None else self._fingerprint.digest)
+                if shared := [target.path for target in targets if folder.shares_a(target)]:
+                    message = "adapters: in %s, several modules of this package share one A; each trains its own copy"
+                    _log.info(message, listed(shared))
+                own = dict(self._model.named_parameters())
+                for target in targets:
+                    if any(part.adapter.a in own for part in target.parts):
+                        for name, values in folder.read(target):
+                            copy_whole(own[name], values)
             except WeightsError as error:
                 raise config_error(("lora", "adapter"), str(error), config.adapter) from None
 
-        on_all_ranks(load_or_explain)
+        on_all_ranks(load)
         _log.info("adapters: from %s", path)
 
     def _targets(
@@ -117,10 +114,8 @@ class RunBase:
         return Base(folder, self._fingerprint, len(names), num_bytes)
 
     def begin(self) -> None:
-        """Copy the weights into the model; collective. Each rank reads its own parts.
-
-        Raises ConfigError, on all ranks alike, if the folder cannot be read, or does not hold the model's tensors.
-        """
+        """Copy the weights into the model; collective. Each rank reads its own parts. Raises ConfigError, on all ranks
+        alike, if the folder cannot be read, or does not hold the model's tensors."""
         self._copy(None)
         self._omit(frozenset())
 

@@ -38,11 +38,7 @@ from titan_launch.train.stream_batches import StreamBatches
 
 
 class TrainBatches:
-    """An endless iterator over this rank's microbatches, whose position in the data can be moved.
-
-    for microbatch in batches: ...
-    batches.move_to(position)
-    """
+    """An endless iterator over this rank's microbatches. `move_to` changes its position in the data."""
 
     def __init__(self, build: Callable[[int], Loader], position: int, num_ahead: int):
         """`build` returns a loader that begins at a position. The position is counted in samples over all ranks.

@@ -32,7 +32,7 @@ from titan_launch.train.batches import (
     build_train_batches,
     build_validation_batches,
 )
-from titan_launch.train.early_stopping import build_early_stopping
+from titan_launch.train.early_stopping import EarlyStopping
 from titan_launch.train.flops import flops_of_run
 from titan_launch.train.health.coordination import StepCoordinator, StopRequest
 from titan_launch.train.health.watchdog import Watchdog
@@ -110,7 +110,10 @@ def build_run(config: JobConfig, ranks: Ranks, stack: ExitStack, process: Surrou
     step = build_step(config, model, optimizer, ranks.device, data.num_classes, timeline)
     stream = build_stream_batches(config, data, job.layout, ranks, stack)
     base = RunBase(model.module, config, job.plan.inventory)
-    early_stopping = build_early_stopping(config.validation, checkpoint_folder(folder.path), progress)
+    early_stopping: EarlyStopping | None = None
+    if (patience := config.validation.patience) is not None:
+        improvement = config.validation.min_improvement
+        early_stopping = EarlyStopping(patience, improvement, checkpoint_folder(folder.path), progress)
     parts: dict[str, Part | None] = {
         "progress": progress,
         "consumed": ConsumedSamples(data.order, progress),

@@ -29,9 +29,7 @@ _DRAWN_SAMPLES = 64
 
 def describe_data(config: JobConfig, layout: Layout, num_samples: int) -> dict[str, Any]:
     """Return the data of a job as a value that JSON can represent, with the first `num_samples` samples of the run.
-
-    Raises ConfigError as `build_data` and `with_steps` do.
-    """
+    Raises ConfigError as `build_data` and `with_steps` do."""
     data = build_data(config, layout, None)
     training = with_steps(config, data, layout.global_batch_size).training
     tokenizer, steps = data.tokenizer, training.total_steps
@@ -50,46 +48,33 @@ def describe_data(config: JobConfig, layout: Layout, num_samples: int) -> dict[s
             "vocab_size": tokenizer.vocab_size,
             "digest": tokenizer.digest,
         }
-    report["sources"] = _training_sources(config, data, steps * layout.global_batch_size, tokenizer)
+    report["sources"] = list(_sources("data", config.data, data.train, tokenizer))
+    for described, source in zip(report["sources"], single_sources(data.train).values(), strict=True):
+        consumed = steps * layout.global_batch_size
+        if isinstance(data.order, MixtureOrder):
+            described["share"], described["epochs"] = data.order.progress(consumed)[described["name"]]
+        elif not isinstance(source, StreamSource):
+            described["epochs"] = consumed / len(source)
     report["warnings"] = [
         warning
         for source in (report["sources"] if training.epochs is None else [])
         if (warning := too_many_epochs(steps, source.get("epochs", 0), source.get("samples", 0), source["name"]))
     ]  # a stream has no epochs
     if config.validation.data is not None and data.validation is not None:
-        report["sources"] += _validation_sources(config.validation.data, data, data.validation, tokenizer)
+        for described in _sources("validation.data", config.validation.data, data.validation, tokenizer):
+            used = len(data.validation_parts[described["name"]])
+            report["sources"].append({**described, "validated_samples": used})
     shown = min(num_samples, steps * layout.global_batch_size)
     samples = _samples(data, layout)
     report["samples"] = [{**place, **_contents(config, sample, tokenizer)} for place, sample in islice(samples, shown)]
     return report
 
 
-def _training_sources(config: JobConfig, data: RunData, consumed: int, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    found = []
-    sections = single_sections(config.data)
-    for name, source in single_sources(data.train).items():
-        described = {"section": "data", "name": name, **_source(sections[name], source, tokenizer)}
-        if isinstance(data.order, MixtureOrder):
-            described["share"], described["epochs"] = data.order.progress(consumed)[name]
-        elif not isinstance(source, StreamSource):
-            described["epochs"] = consumed / len(source)
-        found.append(described)
-    return found
-
-
-def _validation_sources(
-    section: DataSource, data: RunData, validation: SampleSource, tokenizer: Tokenizer
-) -> list[dict[str, Any]]:
-    sections = single_sections(section)
-    return [
-        {
-            "section": "validation.data",
-            "name": name,
-            **_source(sections[name], source, tokenizer),
-            "validated_samples": len(data.validation_parts[name]),
-        }
-        for name, source in single_sources(validation).items()
-    ]
+def _sources(section: str, config: DataSource, source: SampleSource, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
+    """Yield the description of each source of a section of the job file, `data` or `validation.data`."""
+    sections = single_sections(config)
+    for name, single in single_sources(source).items():
+        yield {"section": section, "name": name, **_source(sections[name], single, tokenizer)}
 
 
 def _source(section: DataSource, source: SampleSource, tokenizer: Tokenizer) -> dict[str, Any]:

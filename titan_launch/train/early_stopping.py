@@ -9,17 +9,13 @@ import torch
 
 from titan_launch.checkpoint.retention import best_steps, validation_losses
 from titan_launch.checkpoint.state import Progress, Values
-from titan_launch.config.sections.data import ValidationConfig
 from titan_launch.distributed.collectives import on_rank_0
 from titan_launch.metrics.tags import BEST_LOSS, WITHOUT_IMPROVEMENT
 
 
 class EarlyStopping:
-    """The lowest validation loss of a run, and the number of validations in a row without an improvement.
-
-    A part of the training state. All ranks have the same numbers and decide the same, because a validation all-reduces
-    its loss.
-    """
+    """The lowest validation loss of a run, and the number of validations in a row without an improvement. A part of the
+    training state. All ranks have the same numbers and decide the same, because a validation all-reduces its loss."""
 
     def __init__(self, patience: int, min_improvement: float, folder: Path, progress: Progress):
         """`patience`, `min_improvement`: keys of `[validation]`. `folder`: folder of the run's checkpoints. `progress`:
@@ -104,11 +100,3 @@ class EarlyStopping:
             raise ValueError(f"the state of early stopping is invalid: {lowest}")
         self._best_loss, self._best_step, self._improved_loss = best, step, improved
         self._without_improvement, self._has_ended = number, bool(has_ended)
-
-
-def build_early_stopping(config: ValidationConfig, folder: Path, progress: Progress) -> EarlyStopping | None:
-    """Return the early stopping of a run; None without `validation.patience`. The other arguments are those of
-    `EarlyStopping`."""
-    if config.patience is None:
-        return None
-    return EarlyStopping(config.patience, config.min_improvement, folder, progress)

@@ -179,9 +179,7 @@ def _misuses_inputs(error: Exception, frame: FrameType, text: str, inputs: Tenso
 
 def _misses_arguments(error: Exception, frame: FrameType, text: str, model: nn.Module) -> bool:
     """Return True if the line that failed, `text`, uses an argument of the model's forward that the call did not pass.
-
-    The forward declares such an argument as optional, or reads it from `**kwargs`.
-    """
+    The forward declares such an argument as optional, or reads it from `**kwargs`."""
     code, names = frame.f_code, frame.f_code.co_varnames
     if code.co_name != "forward" or frame.f_locals.get(names[0]) is not model:
         return False

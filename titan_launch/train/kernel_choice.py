@@ -1,7 +1,5 @@
-"""The choice of a run's CUDA kernels, made once before anything is allocated, and logged.
-
-On a CPU the switch `cpu.switch` chooses the kernel of attention, unless `kernels.attention` names one.
-"""
+"""The choice of a run's CUDA kernels, made once before anything is allocated, and logged. On a CPU the switch
+`cpu.switch` chooses the kernel of attention, unless `kernels.attention` names one."""
 
 from __future__ import annotations
 
@@ -75,9 +73,7 @@ def use_kernels(
         )
     set_precision(kernels)
     order = priority(torch.cuda.get_device_capability(device))
-    unsafe = unsafe_cudnn(torch.backends.cudnn.version())
-    if unsafe is not None:
-        order = without_cudnn(kernels.attention, order, unsafe)
+    order = without_unsafe_cudnn(kernels.attention, order, torch.backends.cudnn.version())
 
     def obstacle(dtype: str, pads_values: bool) -> Obstacle:
         return _check_on(device, built, layout, dtype, config.training.seq_len, pads_values)
@@ -168,22 +164,18 @@ def set_precision(kernels: KernelsConfig) -> None:
     )
 
 
-def unsafe_cudnn(version: int | None) -> str | None:
-    """Return the reason why a version of cuDNN must not compute attention; None if the version may be used.
+def without_unsafe_cudnn(wanted: str, order: tuple[str, ...], version: int | None) -> tuple[str, ...]:
+    """Return `order` without cuDNN if this version of cuDNN must not compute attention. If `wanted` is "auto", log the
+    reason. Raises ConfigError if `wanted` is "cudnn".
 
     `version`: as `torch.backends.cudnn.version()` returns it; None without cuDNN.
     """
     if version is None or version >= _SAFE_CUDNN:
-        return None
-    return (
+        return order
+    unsafe = (
         f"cuDNN {_dotted(version)} is older than {_dotted(_SAFE_CUDNN)}, and accesses memory wrongly where the length "
         "of a sequence is not a multiple of 128 (pytorch issue 169849)"
     )
-
-
-def without_cudnn(wanted: str, order: Sequence[str], unsafe: str) -> tuple[str, ...]:
-    """Return `order` without cuDNN. `unsafe`: the reason, which is logged if `wanted` is "auto". Raises ConfigError if
-    `wanted` is "cudnn"."""
     if wanted == "cudnn":
         reason = f'cannot be used: {unsafe}; install cuDNN {_dotted(_SAFE_CUDNN)} or later, or set "auto"'
         raise config_error(("kernels", "attention"), reason, wanted)
@@ -211,10 +203,8 @@ Obstacle = Callable[[str], str | None]
 
 
 def choose(wanted: str, order: Sequence[str], obstacle: Obstacle) -> list[str]:
-    """Return the name of the backend to use, then a reason for each faster backend that cannot be used.
-
-    `order`: names of the backends, fastest first. Raise ConfigError if the wanted backend cannot be used.
-    """
+    """Return the name of the backend to use, then a reason for each faster backend that cannot be used. `order`: names
+    of the backends, fastest first. Raise ConfigError if the wanted backend cannot be used."""
     if wanted != "auto":
         reason = obstacle(wanted)
         if reason is not None:

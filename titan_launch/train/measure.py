@@ -213,10 +213,7 @@ class StepMeasurements(Observer):
 
     def end_window(self, step: int, only_training: bool) -> None:
         """Begin the measurements for the next report, after the report of `step`. Drop the traffic since the last
-        `take_metrics`.
-
-        `only_training`: True if neither a validation nor a checkpoint follows before the next step.
-        """
+        `take_metrics`. `only_training`: True if neither a validation nor a checkpoint follows before the next step."""
         if self._traffic is not None:
             self._traffic.take()
         self._steps, self._window_start, self._only_training = 0, step + 1, only_training

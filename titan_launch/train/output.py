@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -27,6 +26,7 @@ from titan_launch.train.measure import MEASURED, PREDICTED
 from titan_launch.train.resolve_job import ResolvedJob
 from titan_launch.train.run_folder.folder import OpenRunFolder, new_attempt_folder, prepare_run_folder, run_id
 from titan_launch.train.run_folder.logs import LogFile
+from titan_launch.train.run_folder.records import table_of
 from titan_launch.train.run_folder.resume import advice_without_folder
 
 
@@ -89,8 +89,8 @@ def build_output(
         stack.push(lambda kind, *_: guarded.close(failed=kind is not None))
 
     def open_all() -> None:
-        table = json.loads(dump_job(job.config))
-        context = SinkContext(job.config.job.name, folder.path, run_id(folder.path), progress.step, table)
+        name, table = job.config.job.name, table_of(job.config)
+        context = SinkContext(name, folder.path, run_id(folder.path), progress.step, table)
         for name, sink in open_sinks(job.config.metrics, context):
             add(name, sink)
 

@@ -185,19 +185,15 @@ class TrainStep:
         return StepResult(loss_sum, parts, items_local, num_items, num_targets, grad_norm, is_skipped)
 
     def parameters_changed(self) -> None:
-        """Update the values that depend on parameters, such as float8 scales. The host does not wait for the device.
-
-        A step calls this method after its update. Call the method after any other change of parameters.
-        """
+        """Update the values that depend on parameters, such as float8 scales. The host does not wait for the device. A
+        step calls this method after its update. Call the method after any other change of parameters."""
         if self._update.after is not None:
             self._update.after()
 
 
 class _Counts:
     """The numbers of items and of valid targets of a step (`Loss.counts`): this rank's, and the sums over all ranks.
-
-    The sum is an asynchronous all-reduce. Without pipeline stages it overlaps with the first forward.
-    """
+    The sum is an asynchronous all-reduce. Without pipeline stages it overlaps with the first forward."""
 
     def __init__(
         self, loss: Loss, microbatches: Iterable[Batch], device: torch.device, group: dist.ProcessGroup | None

@@ -72,11 +72,8 @@ class TraceProcess:
         return self._process.poll() is None
 
     def result(self) -> dict[str, Any]:
-        """Wait for the process, and return the plan as `plan --json` prints it.
-
-        Raises UserError for bad input, ConfigError for an error of the model's forward, and RunError if the process
-        failed.
-        """
+        """Wait for the process, and return the plan as `plan --json` prints it. Raises UserError for bad input,
+        ConfigError for an error of the model's forward, and RunError if the process failed."""
         status = self._process.wait()
         if status == 0:
             self._output.seek(0)
@@ -132,24 +129,17 @@ def with_hardware(config: JobConfig, hardware: Hardware) -> JobConfig:
     """Return the job with the hardware of this run in its section `[planner]`, in `job.device` and in
     `metrics.peak_tflops_per_device`."""
     known = hardware.device if hardware.kernels == "cuda" and find_device(hardware.device or "") else None
-    planner = config.planner.model_copy(
-        update={
-            "device": known,
-            "memory_gib": hardware.memory_gib,
-            "intra_node_gb_per_s": hardware.intra_node_gb_per_s,
-            "inter_node_gb_per_s": hardware.inter_node_gb_per_s,
-            "overhead_gib": hardware.overhead_gib,
-            "fragmentation": hardware.fragmentation,
-            "margin_gib": hardware.margin_gib,
-        }
+    keys = (
+        *("memory_gib", "intra_node_gb_per_s", "inter_node_gb_per_s"),
+        *("overhead_gib", "fragmentation", "margin_gib"),
     )
-    return config.model_copy(
-        update={
-            "job": config.job.model_copy(update={"device": hardware.kernels}),
-            "metrics": config.metrics.model_copy(update={"peak_tflops_per_device": hardware.peak_tflops}),
-            "planner": planner,
-        }
-    )
+    planner = {"device": known, **{key: getattr(hardware, key) for key in keys}}
+    sections = {
+        "job": config.job.model_copy(update={"device": hardware.kernels}),
+        "metrics": config.metrics.model_copy(update={"peak_tflops_per_device": hardware.peak_tflops}),
+        "planner": config.planner.model_copy(update=planner),
+    }
+    return config.model_copy(update=sections)
 
 
 def _environment(device: torch.device | None) -> dict[str, str]:

@@ -161,9 +161,7 @@ def _load(content: bytes) -> Any:
 
 def configure_flight_recorder(run_folder: Path, size: int) -> None:
     """Record the last `size` collectives, and let NCCL write them to the run folder after a timeout. 0 disables both.
-
-    PyTorch reads these settings when the first process group is created, so call this function before that.
-    """
+    PyTorch reads these settings when the first process group is created, so call this function before that."""
     os.environ["TORCH_FR_BUFFER_SIZE"] = str(size)
     os.environ["TORCH_FR_DUMP_TEMP_FILE"] = str(record_path(run_folder, FOLDER, "").absolute())
     os.environ[DUMPS_FLIGHT_RECORDS_BY] = "1" if size else "0"

@@ -158,9 +158,7 @@ class StepGuard:
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Restore a saved state. If the job does not detect spikes, drop the saved history, which would not be updated.
-
-        Raises ValueError for invalid counts.
-        """
+        Raises ValueError for invalid counts."""
         if any(int(state[name]) < 0 for name in ("filled", "skips") if name in state):
             raise ValueError("a negative number of steps in the guard's state")
         for name, own in (("history", self._history), ("filled", self._filled), ("skips", self._skips)):

@@ -89,11 +89,6 @@ def parse_launch(text: bytes) -> Launch:
     return parse_as(_LAUNCH, text)
 
 
-def launch_of(attempt: Attempt, has_ended: bool) -> Launch:
-    """Return the launch to which an attempt belongs."""
-    return Launch(attempt.agents, attempt.slurm_job, has_ended)
-
-
 def this_attempt(environment: Mapping[str, str] = os.environ) -> Attempt:
     """Return the attempt to which this process belongs, equal on all ranks. Collective."""
     from titan_launch.distributed.collectives import on_all_ranks  # the rest of this module does not need torch

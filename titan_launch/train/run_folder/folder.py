@@ -1,7 +1,5 @@
 """The run folder, which holds all files of a run: creation, lock, and handling of an earlier run in the same folder.
-
-This module does not import torch: the command line calls `check_earlier_run` before it imports torch.
-"""
+This module does not import torch: the command line calls `check_earlier_run` before it imports torch."""
 
 from __future__ import annotations
 
@@ -174,10 +172,8 @@ def new_attempt_folder(folder: Path) -> Path:
 
 
 class OpenRunFolder:
-    """The run folder during a run, with a check that the folder was neither deleted nor moved.
-
-    If a `with` block of this object ends with an OSError and the folder is gone, RunError is raised instead.
-    """
+    """The run folder during a run, with a check that the folder was neither deleted nor moved. If a `with` block of
+    this object ends with an OSError and the folder is gone, RunError is raised instead."""
 
     def __init__(self, folder: Path, advice: str):
         """`advice`: what to do when the folder is gone."""

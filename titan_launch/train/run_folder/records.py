@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -22,7 +23,7 @@ from titan_launch.core.files import read_regular, replace_text
 from titan_launch.core.json_files import MOST_BYTES, JsonError, parse_as, reason_of
 from titan_launch.core.signals import RESTART_STATUS
 from titan_launch.plan.proof.certificate import Certificate
-from titan_launch.train.run_folder.attempt import Attempt, Launch, launch_of, parse_launch
+from titan_launch.train.run_folder.attempt import Attempt, Launch, parse_launch
 
 _log = logging.getLogger(__name__)
 
@@ -57,7 +58,8 @@ def record_run(folder: Path, config: JobConfig, attempt: Attempt, stack: ExitSta
     when `stack` is closed without an error, or after a signal has stopped the run.
     """
     before = recorded_table(folder, config)
-    replace_text(folder / LAUNCH_FILE, launch_of(attempt, has_ended=False).to_json())
+    launch = Launch(attempt.agents, attempt.slurm_job, has_ended=False)
+    replace_text(folder / LAUNCH_FILE, launch.to_json())
     for difference in [] if before is None else differences(before, table_of(config)):
         _log.info("changed since the run began: %s", describe_difference(difference))
     replace_text(folder / CONFIG_FILE, dump_job(config))
@@ -65,7 +67,7 @@ def record_run(folder: Path, config: JobConfig, attempt: Attempt, stack: ExitSta
     def end(_: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
         if error is None or (isinstance(error, Stopped) and error.status != RESTART_STATUS):
             with suppress(OSError):  # a full disk must not fail a finished run
-                replace_text(folder / LAUNCH_FILE, launch_of(attempt, has_ended=True).to_json())
+                replace_text(folder / LAUNCH_FILE, replace(launch, has_ended=True).to_json())
 
     stack.push(end)
 

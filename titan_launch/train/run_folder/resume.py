@@ -159,10 +159,8 @@ def open_store(config: JobConfig, attempt: Attempt) -> CheckpointStore | None:
 
 
 def open_checkpoints(config: JobConfig, run: Resumable, ranks: Ranks, stack: ExitStack) -> CheckpointManager | None:
-    """Return the manager that writes the run's checkpoints. Closing `stack` closes the manager. Collective.
-
-    If the run saves no checkpoints, log a line that says so, and return None.
-    """
+    """Return the manager that writes the run's checkpoints. Closing `stack` closes the manager. Collective. If the run
+    saves no checkpoints, log a line that says so, and return None."""
     if not config.checkpoint.enable and not config.checkpoint.save_last:
         _log.info("checkpoints: none will be saved (checkpoint.enable and checkpoint.save_last are false)")
         return None
