@@ -66,7 +66,7 @@ class Background(ABC):
 
 
 def build_background(mode: AsyncMode, device: torch.device) -> Background:
-    """Create the writer for a value of `checkpoint.async_mode`. Collective."""
+    """Return the writer for a value of `checkpoint.async_mode`. Collective."""
     if mode == "process":
         return InProcess(device)
     return InThread(device) if mode == "thread" else Inline()
@@ -124,7 +124,7 @@ class InProcess(Background):
     """A writer that writes a copy of the state in a second process of each rank. The copy is in shared memory.
 
     The writer processes have their own process group, so the training process only makes the copy. Creating this object
-    starts the writer process in the background. The operating system ends the writer process together with the training
+    starts the writer process in the background. When the training process ends, the operating system kills the writer
     process.
     """
 
@@ -139,7 +139,7 @@ class InProcess(Background):
         self._writer = WriterProcess()
 
     def get_ready(self, make_state: Callable[[], State]) -> None:
-        """Reserve the memory of the copy. The import of DCP is left to the writer process."""
+        """Reserve the memory of the copy. Only the writer process imports DCP."""
         _reserve(make_state(), self._arena)
 
     def _has_died(self) -> bool:

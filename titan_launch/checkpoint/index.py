@@ -53,8 +53,7 @@ Count = Annotated[int, Field(ge=0, lt=2**62)]
 """A number of elements or bytes."""
 
 _HAS_ENDED = "early_stopping.has_ended"
-"""Name of a tensor that is 1 in the checkpoint with which early stopping ended the run (module
-`train.early_stopping`)."""
+"""Name of a tensor that is 1 in the checkpoint at which early stopping ended the run (`train.early_stopping`)."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +104,8 @@ value takes up to 500 bytes of memory."""
 
 
 def index_of(metadata: Metadata, places: Mapping[MetadataIndex, Any]) -> Index:
-    """Return the index of the tensors that DCP has written. `places`: position of each part, from DCP's writer."""
+    """Return the index of the tensors that DCP has written. `places`: file, offset and length of each part, from DCP's
+    writer."""
     return {
         name: IndexedTensor(
             dtype=str(entry.properties.dtype).removeprefix("torch."),
@@ -311,7 +311,7 @@ def read_chunk(folder: Path, chunk: Chunk, dtype: torch.dtype) -> Tensor:
     if not num_elements:
         return torch.empty(chunk.sizes, dtype=dtype)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The given buffer is not writable")  # the tensor is only read
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")  # nothing writes to the tensor
         return torch.frombuffer(content, dtype=dtype, count=num_elements).view(chunk.sizes)
 
 

@@ -246,7 +246,7 @@ def _load(checkpoint: Path, state: TrainingState, selection: Selection) -> None:
 
 
 def _omitted(checkpoint: Path, state: TrainingState, missing: Collection[str], selection: Selection) -> Collection[str]:
-    """Return the names in `missing` that the checkpoint omits on purpose, except those that `selection` excludes. The
+    """Return the names in `missing` that the checkpoint omits on purpose, without those that `selection` excludes. The
     values of these tensors are in the folder that the checkpoint's manifest names. Collective.
 
     `missing`: names of all tensors that the checkpoint lacks. Raises ConfigError if `model.weights` does not name the
@@ -269,7 +269,7 @@ def _has_local_statistics(state: TrainingState, saved: Mapping[str, Any]) -> boo
 
 
 def _takes(selection: Selection, part: str, key: str) -> bool:
-    """Return True if the value `key` of a part of the training state is loaded."""
+    """Return True if the value `key` of the part `part` of the training state is loaded."""
     if part == "ema":
         return selection.takes("ema") and selection.takes_tensor(key)
     is_position = part in ("consumed", "stream") or (part == "progress" and key in ("samples_seen", "samples_skipped"))
@@ -287,7 +287,7 @@ def _log_ema(state: TrainingState, saved: Mapping[str, Any], selection: Selectio
 
 
 def _below(prefix: str, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries whose keys begin with `prefix` and a dot. Their new keys lack this beginning."""
+    """Return the entries whose keys begin with `prefix` and a dot, under keys without this beginning."""
     return {key[len(prefix) + 1 :]: value for key, value in saved.items() if key.startswith(f"{prefix}.")}
 
 

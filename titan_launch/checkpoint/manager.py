@@ -30,7 +30,7 @@ from titan_launch.distributed.collectives import on_rank_0_slowly, warn
 _log = logging.getLogger(__name__)
 
 _SECONDS_AFTER_AN_ERROR = 60
-"""Maximum time that `close` waits for a save in flight, and for copies, when the run ends in an error."""
+"""Longest time that `close` waits for a save in flight, and for copies, after an error of the run."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Origin:
 
 
 class CheckpointManager:
-    """Saves checkpoints to `step-N` folders, and loads them again.
+    """The checkpoints of a run, in `step-N` folders: saves them, and loads them again.
 
     A folder `step-N` is complete as soon as it exists, and is never written again. At most one save is in flight. After
     a failed save a warning is logged, older checkpoints stay, and training continues. If the last save of the run
@@ -110,7 +110,7 @@ class CheckpointManager:
         """Begin a checkpoint of the last finished step. Collective. `validation_loss`: validation loss of that step, or
         None if the run did not validate after that step.
 
-        Wait until the previous save has ended, and until training may change the state.
+        This method waits for the previous save, and until training may change the state.
         """
         start = time.perf_counter()
         self._finish_pending()
@@ -140,7 +140,7 @@ class CheckpointManager:
         self.poll()
 
     def poll(self) -> bool:
-        """Report a save that has ended. Return True if a save is in flight on this rank. Does not wait."""
+        """Log the result of a save that has ended. Return True if a save is in flight on this rank. Does not wait."""
         if self._pending is not None and self._pending.done():
             self._finish_pending()
         return self._pending is not None
@@ -190,7 +190,7 @@ class CheckpointManager:
 
     def close(self, *, after_error: bool = False) -> None:
         """Wait for the save in flight and for copies in flight, then end the writer. A failure is only logged.
-        `after_error`: wait for at most a minute for each of both."""
+        `after_error`: True waits at most a minute for the save, and at most a minute for the copies."""
         if self._pending is not None:
             try:
                 self._pending.exception(_SECONDS_AFTER_AN_ERROR if after_error else None)

@@ -45,7 +45,7 @@ class Base:
     """Absolute path of the folder when the checkpoint was saved."""
 
     fingerprint: Fingerprint
-    """Fingerprint of the folder's files. Its seed is 0, whatever the seed of the run."""
+    """Fingerprint of the folder's files. The seed of this fingerprint is always 0."""
 
     omitted: int
     """Number of parameters that the checkpoint omits, because they are never trained and the folder has their
@@ -122,12 +122,12 @@ def checkpoint_steps(folder: Path) -> list[int]:
 
 
 def complete_steps(folder: Path) -> list[int]:
-    """Return the steps whose folder has a manifest, the newest first."""
+    """Return the steps whose folder has a manifest, newest first."""
     return [step for step in checkpoint_steps(folder) if (folder / checkpoint_name(step) / MANIFEST_FILE).exists()]
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write the manifest into a checkpoint's folder, durably."""
+    """Write the manifest into a checkpoint's folder, and sync the file and the folder."""
     file = _ManifestFile(manifest, _checksum(manifest))
     text = json.dumps(asdict(file), indent=1, sort_keys=True)
     replace_text(folder / MANIFEST_FILE, text + "\n")

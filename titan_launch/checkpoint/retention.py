@@ -21,13 +21,14 @@ LATEST, BEST = "latest", "best"
 """Names of the links to the newest checkpoint, and to the checkpoint with the lowest validation loss."""
 
 TEMPORARY = ".tmp"
-"""Suffix of the name of a folder that is being written or deleted, and of a new link before it replaces the old one."""
+"""Suffix of the names of folders that are being written or deleted, and of a new link that has not replaced the old
+link yet."""
 
 
 @dataclass(frozen=True)
 class Retention:
-    """The settings `keep_latest`, `keep_every` and `keep_best` of `[checkpoint]`, which decide the checkpoints to
-    keep."""
+    """The settings `keep_latest`, `keep_every` and `keep_best` of `[checkpoint]`. They decide which checkpoints are
+    kept."""
 
     latest: int
     every: int
@@ -46,7 +47,7 @@ class Retention:
 
 @dataclass(frozen=True)
 class WriteRequest:
-    """Folder, manifest and retention of a save. Equal on all ranks, except for `step_in_copy`."""
+    """The request for a save, equal on all ranks except for `step_in_copy`."""
 
     folder: Path
     """Folder of all checkpoints of the run, on a file system that all ranks share."""
@@ -60,8 +61,8 @@ class WriteRequest:
     folder then means that the run folder was deleted, moved or replaced, so the save fails."""
 
     step_in_copy: int | None = None
-    """Step of the checkpoint that rank 0 copies to `checkpoint.store` when the save begins, which must not delete this
-    checkpoint. None without such a copy, and on the other ranks."""
+    """Step of the checkpoint that rank 0 is copying to `checkpoint.store` when the save begins. The save must not
+    delete this checkpoint. None if there is no such checkpoint, and on the other ranks."""
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ def page_locked(memory: Tensor, device: torch.device) -> Iterator[None]:
     """Page-lock host memory until the end of the block, by registering it with CUDA. Do nothing if the device is a CPU.
 
     `memory` may be shared memory of any size. (PyTorch's own allocator of pinned memory rounds sizes up to a power of
-    two.) If CUDA refuses, log the failure. Copies to the memory are then slower.
+    two.) If CUDA cannot page-lock the memory, log a warning. Copies to the memory are then slower.
     """
     portable = 1  # cudaHostRegisterPortable: the memory counts as page-locked in the CUDA contexts of all devices
     is_locked = device.type == "cuda" and _succeeds(
@@ -53,7 +53,9 @@ def _succeeds(call: Callable[[Any], Any], device: torch.device, failure: str) ->
     """
 
     def checked() -> None:
-        with torch.cuda.device(device):  # a new thread starts on GPU 0, where all ranks of a host would open a context
+        with torch.cuda.device(
+            device
+        ):  # by default a new thread uses GPU 0, where all ranks of a host would open a context
             torch.cuda.check_error(call(torch.cuda.cudart()))
 
     with ThreadPoolExecutor(1) as thread:
@@ -66,7 +68,7 @@ def _succeeds(call: Callable[[Any], Any], device: torch.device, failure: str) ->
 
 
 _ALIGNMENT = 64  # bytes; more than any dtype needs
-_SHARED_MEMORY = Path("/dev/shm")  # the folder exists on Linux; other systems have no such limit
+_SHARED_MEMORY = Path("/dev/shm")  # exists on Linux; other systems do not limit shared memory in this way
 
 State = dict[str, Any]
 """Nested dicts. Each leaf is a `Shard`, or a tensor that is equal on all ranks that have its key. After `lay_out`, a
@@ -107,7 +109,8 @@ def hash_of_names(state: State) -> str:
 
 
 def leaves(state: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values of nested dicts in order, by full name: the keys joined by dots, after `prefix`."""
+    """Return the values of nested dicts in order, by full name. A full name is `prefix` and the keys, joined by
+    dots."""
     found: dict[str, Any] = {}
     for name, value in state.items():
         if isinstance(value, Mapping):

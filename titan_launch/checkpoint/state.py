@@ -17,9 +17,9 @@ from titan_launch.distributed.collectives import on_all_ranks
 from titan_launch.distributed.random_state import RandomState, random_key
 
 Values = dict[str, Tensor]
-"""A flat dict of tensors: DTensors, or plain tensors. A plain tensor is equal on all ranks that have it under the same
-full name. The values of the optimizer and of the moving average of the weights may also be `Shard`s. A `Shard` is this
-rank's part of a tensor."""
+"""A flat dict of tensors: DTensors, or plain tensors. All ranks that have a plain tensor of the same full name have
+equal values. The values of the optimizer and of the moving average of the weights may also be `Shard`s. A `Shard` is
+this rank's part of a tensor."""
 
 
 class Part(Protocol):
@@ -118,7 +118,7 @@ class ModelAndOptimizer:
         }
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the unsharded shape of every parameter and buffer that this rank has a shard of, by name."""
+        """Return the unsharded shape of every parameter and buffer of which this rank has a shard, by name."""
         from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
         model = get_model_state_dict(self._model)
@@ -159,7 +159,7 @@ class LocalStatistics(Part, Protocol):
     A checkpoint always has the pooled statistics, which are equal on all ranks. If only `checkpoint.interval_minutes`
     or a signal is the reason for a checkpoint, each rank continues with its own statistics after the save. Such a
     checkpoint also has each rank's own statistics, under a key for each rank. A run on the same number of ranks resumes
-    with them, as if there had been no checkpoint.
+    with each rank's own statistics, as if there had been no checkpoint.
     """
 
     def targets(self) -> Values:
@@ -167,8 +167,8 @@ class LocalStatistics(Part, Protocol):
 
 
 class BaseWeights(Protocol):
-    """The folder of `model.weights`. It has the values of parameters that checkpoints omit, because they are never
-    trained."""
+    """The folder of `model.weights`. Checkpoints omit parameters that are never trained, because this folder has their
+    values."""
 
     @property
     def omitted(self) -> Collection[str]:

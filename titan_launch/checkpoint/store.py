@@ -35,7 +35,7 @@ _KEY: KeyPath = ("checkpoint", "store")
 class CheckpointStore:
     """The copies of a run's checkpoints, below `STORE/NAME/step-N/`, and the thread that makes them.
 
-    A copy counts if it has its manifest, which is the last object that is written and the first that is deleted. A
+    A copy is complete if it has its manifest, which is the last object to be written and the first to be deleted. A
     checkpoint is copied once, unless its copy was damaged.
     """
 
@@ -51,7 +51,7 @@ class CheckpointStore:
         self._retention = Retention(config.keep_latest, config.keep_every, config.keep_best)
         self._waiting = Retention(min(config.keep_latest, 1), config.keep_every, config.keep_best)
         self._losses: dict[int, float | None] = {}
-        self._damaged: set[int] = set()  # on the disk
+        self._damaged: set[int] = set()  # steps of damaged checkpoints in the run folder
         self.step_in_copy: int | None = None
         """Step of the checkpoint that the thread copies at present, or next."""
         self._failure = ""
@@ -165,8 +165,10 @@ class CheckpointStore:
                     self._delete_expendable(step)
                 except (StoreError, OSError) as error:
                     _log.warning("old checkpoints in %s could not be deleted: %s", self.url, error)
-        except Exception as error:  # also unforeseen ones of fsspec: training goes on
-            if step is None or step in complete_steps(self._folder):  # otherwise it was deleted, which is no failure
+        except Exception as error:  # of any class, because training must go on
+            if step is None or step in complete_steps(
+                self._folder
+            ):  # otherwise the checkpoint was deleted, which is no failure
                 name = "the checkpoints" if step is None else checkpoint_name(step)
                 self._failure = f"{name} could not be copied to {self.url}: {error}"
                 _log.warning("%s; the next save tries again", self._failure)

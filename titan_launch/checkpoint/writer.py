@@ -35,11 +35,11 @@ _SHARED = "put job.dump_folder on a shared file system"
 
 
 def write_checkpoint(request: WriteRequest, state: State, group: dist.ProcessGroup | None) -> Written:
-    """Write the folder of a step, and return the result. Collective over `group`, a group for CPU tensors.
+    """Write the checkpoint of a step, and return the result. Collective over `group`, a process group for CPU tensors.
 
-    Raises the same error on all ranks: an OSError (no space, no permission, or a file that reads back differently) or a
-    RuntimeError. After an error, the temporary folder is removed, and all valid checkpoints stay. If a rank dies, the
-    temporary folder stays until the next save.
+    Raises the same error on all ranks: an OSError (no space, no permission, or a file whose content is not what was
+    written) or a RuntimeError. After an error, the temporary folder is removed, and all valid checkpoints stay. If a
+    rank dies, the temporary folder stays until the next save.
     """
     start = time.perf_counter()
     temporary = request.folder / f"{checkpoint_name(request.manifest.step)}{TEMPORARY}"
@@ -81,7 +81,7 @@ def _write_files(temporary: Path, state: State, group: dist.ProcessGroup | None)
     try:
         dcp.save(state, storage_writer=writer, planner=planner, process_group=group)
     except dcp.api.CheckpointException as error:
-        cause = next(iter(error.failures.values()))[0]  # of one failed rank, without DCP's tracebacks
+        cause = next(iter(error.failures.values()))[0]  # the error of one failed rank, without DCP's tracebacks
         raise cause if isinstance(cause, OSError) else RuntimeError(f"{type(cause).__name__}: {cause}") from error
     records: dict[str, FileRecord] = {}
     for of_rank in on_all_ranks(lambda: _read_back(temporary, files.records), group):
@@ -106,7 +106,7 @@ def _complete(request: WriteRequest, temporary: Path, records: dict[str, FileRec
         raise OSError(f"{temporary / missing[0]} {reason}")
     write_manifest(temporary, replace(request.manifest, files=records))  # also syncs the folder
     final = request.folder / checkpoint_name(request.manifest.step)
-    if final.exists():  # an earlier checkpoint of this step, from which the run did not resume, because it is damaged
+    if final.exists():  # a damaged checkpoint of this step, from which the run has not resumed
         set_aside(final)
     temporary.rename(final)
     sync_folder(request.folder)

@@ -26,8 +26,7 @@ from titan_launch.distributed.collectives import on_rank_0
 from titan_launch.distributed.torch_private import set_timeout
 
 COLLECTIVE_TIMEOUT = timedelta(hours=1)
-"""Timeout of a collective during a save. In a collective, all ranks wait until the slowest rank has written its
-files."""
+"""Timeout of a collective during a save, in which all ranks wait until the slowest rank has written its files."""
 
 _PATIENCE = 2 * COLLECTIVE_TIMEOUT
 """Time for a save after which the writer process is killed."""
@@ -65,7 +64,7 @@ class WriterProcess:
         try:
             self._connection.send(order)
             if not self._connection.poll(_PATIENCE.total_seconds()):
-                self.process.kill()  # the process is stopped, or its file system does not answer
+                self.process.kill()  # the process does not run, or its file system does not answer
             answer = self._connection.recv()
         except (EOFError, OSError):
             self.process.join(5)

@@ -26,8 +26,8 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float, *others:
     parameter of any rank has a gradient. `others`: process groups of ranks whose gradients are also part of the norm:
     pipeline stages, or replicas over which the optimizer is sharded. A group of None is ignored.
 
-    The gradients are DTensors, or all of them are plain tensors. With expert parallelism, the DTensors are on two
-    meshes of the same ranks.
+    The gradients are all DTensors, or all plain tensors. With expert parallelism, the DTensors are on two meshes of the
+    same ranks.
 
     Collective over the ranks that share the shards, and over `others`. The host does not wait for the device. If the
     norm is not finite and `max_norm` is not 0, the gradients become 0 or NaN, and the caller must skip the step.
@@ -76,7 +76,7 @@ def _square_on_mesh(mesh: DeviceMesh, gradients: Sequence[DTensor]) -> Tensor:
     squares = []
     for where, norm in norms.items():
         copies = math.prod(mesh.size(axis) for axis in axes if not divided[where][axis])
-        squares.append(norm.double().square() / copies)  # the all-reduce adds every copy
+        squares.append(norm.double().square() / copies)  # the all-reduce adds the squares of all copies
     square = torch.stack(squares).sum()
     for axis in axes:
         dist.all_reduce(square, group=mesh.get_group(axis))

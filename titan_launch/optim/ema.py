@@ -34,7 +34,7 @@ def update_weight(config: EMAConfig, step: int) -> float:
 class WeightEMA(Observer):
     """A moving average of the trainable parameters: for each parameter a float32 DTensor, sharded like the parameter. A
     shared parameter has one average. If the optimizer is sharded over replicas, each average is a plain tensor instead:
-    that of this replica's chunk of the parameter. Only then a method communicates: `in_model` all-gathers the
+    that of this replica's chunk of the parameter. Only in that case, a method communicates: `in_model` all-gathers the
     chunks."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, config: EMAConfig):
@@ -65,7 +65,7 @@ class WeightEMA(Observer):
         for parameter, average in self._averages.items():
             local, (source,) = local_tensor(average), in_float32([self._source(parameter)])
             applied = applied.to(local.device)
-            # One tensor at a time: `_foreach_lerp_` with a weight on the device is such a loop, too.
+            # One tensor at a time, because `_foreach_lerp_` with a weight on the device is such a loop, too.
             local.lerp_(source, applied)
 
     @contextmanager
@@ -73,7 +73,7 @@ class WeightEMA(Observer):
         """Give the parameters the values of the average until the end of the block.
 
         The parameters must be sharded, as they are between steps. `parameters_changed` is called after each of the two
-        changes of the parameters. Copies of the parameters are kept until the end of the block. They need no more
+        changes of the parameters. Copies of the parameters are kept until the end of the block. The copies need no more
         memory than the gradients, which do not exist between steps. Collective over the replicas if the optimizer is
         sharded over them.
         """
@@ -121,7 +121,7 @@ class WeightEMA(Observer):
         return self._own(parameter) if master is None else local_tensor(master)
 
     def _own(self, parameter: nn.Parameter) -> Tensor:
-        """Return the part of a parameter of which this rank has the average."""
+        """Return this rank's part of a parameter, for which the rank has the average."""
         local = local_tensor(parameter).detach()
         return local if self._replicas is None else self._replicas.of(parameter, local)
 

@@ -31,7 +31,7 @@ class Group(NamedTuple):
     name: str
     settings: GroupSettings
     parameters: dict[str, nn.Parameter]
-    """Parameters by path. A shared parameter has its first path."""
+    """Parameters by path. A shared parameter is listed under its first path."""
 
 
 def group_parameters(
@@ -59,7 +59,7 @@ def check_param_groups(model: nn.Module, config: OptimizerConfig, head: Collecti
 
     Four problems are possible. An entry of `[[optimizer.param_groups]]` applies to no parameter. An entry gives an
     algorithm for matrices (Muon) to a parameter that is not a matrix. `optimizer.name` is an algorithm for matrices,
-    but the model has no matrix for it. `optimizer.name` is an algorithm for matrices, but the output layer is unknown.
+    and the model has no matrix for it, or the output layer is unknown.
     """
     paths = trainable_paths(model)
     decisions = {parameter: first_match(config.param_groups, names) for parameter, names in paths.items()}
@@ -117,8 +117,8 @@ def _undecayed_and_inner(model: nn.Module, head: Collection[str]) -> tuple[set[n
     """Return the parameters that have no weight decay by default (`is_undecayed`), and those that an algorithm for
     matrices updates by default (`is_inner_matrix`).
 
-    A shared parameter has no weight decay if `is_undecayed` is True for any module that has the parameter. It is an
-    inner matrix if `is_inner_matrix` is True for all of these modules.
+    A shared parameter has no weight decay if `is_undecayed` is True for any module that has the parameter. Such an
+    algorithm updates it if `is_inner_matrix` is True for all of these modules.
     """
     undecayed, inner, others = set[nn.Parameter](), set[nn.Parameter](), set[nn.Parameter]()
     for path, module in model.named_modules(remove_duplicate=False):
@@ -126,7 +126,7 @@ def _undecayed_and_inner(model: nn.Module, head: Collection[str]) -> tuple[set[n
         for name, parameter in module._parameters.items():
             if parameter is None:
                 continue
-            num_axes = parameter.ndim - _has_experts(module)  # of one expert's part
+            num_axes = parameter.ndim - _has_experts(module)  # for stacked parameters, of one expert's part
             if is_undecayed(name, num_axes, classes):
                 undecayed.add(parameter)
             (inner if is_inner_matrix(name, num_axes, classes, path, head) else others).add(parameter)

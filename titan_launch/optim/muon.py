@@ -35,11 +35,11 @@ class Matrix(NamedTuple):
 
 
 def update_muon(groups: Sequence[ShardGroup], config: OptimizerConfig, applied: Tensor) -> None:
-    """Update all groups. Collective over the ranks that share the matrices; `groups` must have the same order on all
+    """Update all groups. Collective over the ranks that share the matrices. `groups` must have the same order on all
     ranks.
 
-    `applied`: a scalar on the device: 1, or 0 for a skipped step. The gradients of a skipped step must be 0. The host
-    does not wait for the device, except with CPU offload.
+    `applied`: a scalar on the device that is 1, or 0 for a skipped step, whose gradients must be 0. The host does not
+    wait for the device, except with CPU offload.
     """
     for group in groups:
         count_step(group.shards, applied)
@@ -83,16 +83,17 @@ def orthogonalized(matrices: Tensor, steps: int) -> Tensor:
     """Return the matrices in bfloat16, with singular values close to 1, after `steps` Newton-Schulz iterations.
     `matrices` is one matrix (rows, columns), or a stack (matrices, rows, columns).
 
-    First each matrix is divided by its Frobenius norm. Each iteration applies a quintic polynomial, computed from the
-    smaller of the two products of the matrix with its transpose. `matrices` may be overwritten.
+    First each matrix is divided by its Frobenius norm. Each iteration applies a quintic polynomial to the singular
+    values. It multiplies the matrix by its transpose on the side that gives the smaller product. `matrices` may be
+    overwritten.
     """
     a, b, c = _COEFFICIENTS
     given = matrices.bfloat16()
     is_tall = given.shape[-2] > given.shape[-1]
     x = given.mT if is_tall else given
     x.div_(x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7))
-    # All steps use the same four buffers. All are row-major: otherwise the last bits of a stack's results would differ
-    # from those of a single matrix.
+    # All steps use the same four buffers. They are row-major, because otherwise the last bits of a stack's results would
+    # differ from those of a single matrix.
     results = x.new_empty(x.shape), given.reshape(x.shape)
     gram = x.new_empty(*x.shape[:-1], x.shape[-2])
     polynomial = torch.empty_like(gram)

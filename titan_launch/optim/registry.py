@@ -26,9 +26,9 @@ from titan_launch.plan.param_groups import is_mixed
 class MixedOptimizer(Optimizer):
     """An optimizer in which each group has its own algorithm.
 
-    If `is_mixed` is True, this package updates all groups. Moments, parameters or master weights of different dtypes
-    need this, and stochastic rounding. Otherwise PyTorch updates a group if PyTorch implements the group's algorithm,
-    and this package updates the other groups.
+    If `is_mixed` is True, this package updates all groups. This is needed for moments, parameters or master weights of
+    different dtypes, and for stochastic rounding. Otherwise PyTorch updates a group if PyTorch implements the group's
+    algorithm, and this package updates the other groups.
 
     The state of a parameter is `step`, the tensors that the algorithm names (with 8 bits: their codes and scales), and
     optionally `master`. All except `step` are DTensors like the parameter. With `replicas` they are plain tensors: the
@@ -106,7 +106,8 @@ class MixedOptimizer(Optimizer):
         return self.replicas.shard_of(parameter, value, size)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state with its own dtypes. (PyTorch's method would cast it to the dtypes of the parameters.)"""
+        """Load a state, and keep its dtypes. (PyTorch's method would cast the state to the dtypes of the
+        parameters.)"""
         super().load_state_dict({**state_dict, "state": {}})
         given, own = (
             list(chain.from_iterable(group["params"] for group in groups))

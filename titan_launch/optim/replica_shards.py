@@ -3,7 +3,7 @@
     gradients of this replica's samples -> reduce-scatter -> gradients of all samples, of this replica's chunks
     -> clipping and update of the chunks -> all-gather -> parameters
 
-FSDP2 knows the ranks of one replica only. The exchange between replicas uses public collectives, once per step and
+FSDP2 uses only the ranks of one replica. The exchange between replicas uses public collectives, once per step and
 unit. The reduce-scatter of a unit starts during the step's last backward, as soon as FSDP2 has reduced the unit's
 gradients, and overlaps with the rest of backward. With CPU offload, it starts after backward. Optimizer state exists
 for the chunks only. A chunk is a box of the whole tensor, so a checkpoint does not depend on the number of replicas,
@@ -73,11 +73,11 @@ class _Place(NamedTuple):
     """First element in a row."""
 
     size: int
-    """Elements of the first replica's chunk, which is the largest."""
+    """Number of elements of the first replica's chunk, which is the largest chunk."""
 
     def pairs(self, buffer: Tensor, shard: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield pairs of views with equal shapes, of a buffer (replicas, row) and of a local shard: one pair for all
-        chunks of full size, and another if a smaller one follows."""
+        """Yield pairs of views with equal shapes: one of a buffer (replicas, row), and one of a local shard. The first
+        pair is for all chunks of full size. A second pair is for a smaller chunk, if there is one."""
         flat = shard.view(-1)
         if not len(flat):
             return
@@ -94,18 +94,18 @@ class _ExchangedUnit:
 
     places: list[_Place]
     width: int
-    """Elements of a row of the buffers."""
+    """Number of elements of a row of the buffers."""
 
     reduce_dtype: torch.dtype
     seen: set[nn.Parameter] = field(default_factory=set)
-    """The parameters whose gradients FSDP2 has reduced in the last backward, and which have not left yet."""
+    """The parameters whose gradients FSDP2 has reduced in the last backward, and whose gradients have not left yet."""
 
     left: list[_Place] = field(default_factory=list)
     """The places of parameters whose gradients have left."""
 
     row: Tensor | None = None
-    """This replica's chunks of all gradients that have arrived, summed over the replicas, in the storage dtype. None
-    before the first ones arrive."""
+    """This replica's chunks of all gradients whose reduce-scatter is done, summed over the replicas, in the storage
+    dtype. None before the first reduce-scatter is done."""
 
 
 class _Exchange(NamedTuple):
@@ -127,12 +127,13 @@ class ReplicaShards:
     """
 
     def __init__(self, model: nn.Module, plan: ModelPlan, mesh: Mesh, leave_early: bool):
-        """`model`: wrapped by FSDP2. `plan`: the plan of the whole model. `mesh` has replicas. `leave_early`: True if
-        the exchange of gradients starts during the last backward (`plan.replica_shards.gradients_leave_early`)."""
+        """`model`: a model that FSDP2 has wrapped. `plan`: the plan of the whole model. `mesh`: a mesh with replicas.
+        `leave_early`: True if the exchange of gradients starts during the last backward
+        (`plan.replica_shards.gradients_leave_early`)."""
         assert mesh.replicate is not None, "a sharded optimizer has replicas"
         self.replicas = mesh.replicate.size()
         self.group = mesh.replicate.get_group()
-        """The ranks of all replicas that have the same local shards."""
+        """Process group of the ranks that have the same local shards, one rank of each replica."""
 
         self.ranks_of_matrices = mesh.data_group or dist.group.WORLD
         """The ranks of all replicas that share the parameters, in the order (replica, shard)."""

@@ -127,7 +127,8 @@ def count_step(shards: Sequence[LocalShard], applied: Tensor) -> None:
 
 
 def in_float32(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the tensors in float32. A tensor in float32 is returned itself, and others are copied."""
+    """Return the tensors in float32. A tensor that is already in float32 is returned itself, and other tensors are
+    copied."""
     results = [t if t.dtype == torch.float32 else torch.empty_like(t, dtype=torch.float32) for t in tensors]
     _copy(results, tensors)
     return results
@@ -170,16 +171,17 @@ def store(shards: Sequence[LocalShard], name: str, values: Sequence[Tensor]) -> 
 
 
 def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy each source to its target, unless both are the same tensor. Tensors of equal dtypes share one operation."""
+    """Copy each source to its target, unless both are the same tensor. One operation copies all pairs of equal
+    dtypes."""
     pairs = [pair for pair in zip(targets, sources, strict=True) if pair[0] is not pair[1]]
     for same in alike(pairs, lambda pair: (pair[0].dtype, pair[1].dtype)):
         torch._foreach_copy_([target for target, _ in same], [source for _, source in same])
 
 
 _DROPPED_BITS = 16
-"""Number of bits by which a float32 is longer than a bfloat16: the last bits of the mantissa."""
+"""Number of bits of a float32 that a bfloat16 lacks: the last bits of the mantissa."""
 
-_GOLDEN = -1640531527  # 2^32 divided by the golden ratio, as an int32: its multiples are far apart
+_GOLDEN = -1640531527  # 2^32 divided by the golden ratio, as an int32; multiples of this number are far apart
 
 
 @dataclass(frozen=True)
@@ -249,7 +251,9 @@ def round_stochastically(draws: Sequence[Draw], targets: Sequence[Tensor], value
     """
     added = random_bits(draws)
     flat = joined(values)
-    flat.view(torch.int32).add_(added).bitwise_and_(-(1 << _DROPPED_BITS))  # a larger integer is farther from zero
+    flat.view(torch.int32).add_(added).bitwise_and_(
+        -(1 << _DROPPED_BITS)
+    )  # as an integer, a float grows away from zero
     del added
     torch._foreach_copy_(list(targets), divided(flat.bfloat16(), [target.shape for target in targets]))
 

@@ -83,8 +83,8 @@ class RunBase:
     def _targets(
         self, adapters: Sequence[Adapter], folder: AdapterFolder
     ) -> tuple[Mapping[str, Piece], Sequence[Target]]:
-        """Return the place of each weight in files, and the targets of `peft`. Both have the names that the adapter
-        folder uses: those of this package, or those of `transformers`."""
+        """Return the place of each weight in files, and the modules that `peft` adapts. Their names are those in the
+        adapter folder: the names of this package, or of `transformers`."""
         adapted = {name for adapter in adapters for name in (adapter.a, adapter.b)}
         shapes = {
             full_name(module.path, tensor.name): tensor.shape
@@ -146,7 +146,7 @@ class RunBase:
     def read(self, missing: Collection[str]) -> None:
         """Read the parameters `missing` from the folder. See `checkpoint.state.BaseWeights`."""
         if self._has_begun and self.omitted.issuperset(missing):
-            return  # a return to an earlier checkpoint of this run: parameters that are never trained have not changed
+            return  # after a rollback: parameters that are never trained have not changed
         read = {self._first_names[name] for name in missing}
         if read:
             self._copy(read)
@@ -167,8 +167,8 @@ class RunBase:
         _log.info(message, self._config.weights, source.model_type or source.name, format_bytes(loaded), seconds)
 
     def _omit(self, differing: Collection[str]) -> None:
-        """Let later checkpoints omit the parameters that are never trained, except for those in `differing`, whose
-        values are not those in the folder."""
+        """Let later checkpoints omit the parameters that are never trained. Exceptions are the parameters in
+        `differing`, whose values differ from those in the folder."""
         self._has_begun = True
         self.omitted = frozenset(name for name in self._held if self._first_names[name] not in differing)
         if self.omitted and self.record is not None:
@@ -177,8 +177,8 @@ class RunBase:
 
     @cached_property
     def _weights(self) -> Weights:
-        """The tensors in the folder, assigned to those of the model. Raises ConfigError if the folder cannot be read,
-        or does not hold the model's tensors."""
+        """The tensors in the folder, by the tensors of the model that they are for. Raises ConfigError if the folder
+        cannot be read, or does not hold the model's tensors."""
         return find_weights(self._config, self._inventory, getattr(self._model, "places_in_files", None), self._folder)
 
     @cached_property

@@ -98,7 +98,7 @@ class RunBatches:
 
 @dataclass(frozen=True)
 class RunData:
-    """The data sources of a run. A sample of tokens is a whole sequence, also with context parallelism."""
+    """The data sources of a run. A sample of text is a whole sequence of tokens, even with context parallelism."""
 
     train: SampleSource
     order: Order
@@ -188,7 +188,7 @@ def with_steps(config: JobConfig, data: RunData, global_batch_size: int, progres
     """Return the job with `training.steps` computed from `training.epochs`, rounded up. A job without epochs is
     unchanged.
 
-    `progress`: progress of a resumed run. Its finished steps may have had another batch size than the later ones.
+    `progress`: progress of a resumed run. The steps after a resume may have another batch size than the finished steps.
     Raises ConfigError for a stream, which has no epochs, and for keys that do not fit the number of steps.
     """
     epochs, progress = config.training.epochs, progress or Progress()
@@ -217,8 +217,8 @@ def build_order(data: DataSource, source: SampleSource, seed: int, global_batch_
 
 
 def _check_answers(config: JobConfig, data: RunData) -> None:
-    """Raise ConfigError if the loss and a source do not fit. The loss may read pairs of answers, or answers with a
-    label, and a source may have them. Either both do so, or neither."""
+    """Raise ConfigError if the loss reads pairs of answers, or answers with a label, and a source has none. Also raise
+    it if a source has them, and the loss does not read them."""
     flags = {PAIRS: "has_pairs", RATED: "has_ratings"}  # attributes of token files
     for (section, source), (kind, flag) in product(data.sources.items(), flags.items()):
         wanted = config.loss.kind.data_kind == kind

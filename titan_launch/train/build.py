@@ -79,11 +79,13 @@ def build_run(config: JobConfig, ranks: Ranks, stack: ExitStack, process: Surrou
     """
     process = process or Surroundings()
     watchdog = process.watchdog or Watchdog(config.comm, ranks)
-    certificate = on_rank_0(partial(find, config))  # for the job as written, before modes replace `auto`
+    certificate = on_rank_0(partial(find, config))  # of the job as written, before modes replace `auto`
     job, built = resolve_job(config, ranks, this_attempt())
     config = job.config
     log_job(job, process.locate_key)
-    on_rank_0(lambda: bool(import_sinks(config.metrics)))  # a missing package is an error before memory is allocated
+    on_rank_0(
+        lambda: bool(import_sinks(config.metrics))
+    )  # raises an error for a missing package before memory is allocated
     store = open_store(job.requested, job.attempt)
     refusals = use_kernels(config, built, job.plan, job.layout, ranks.device, stack)
     stack.enter_context(cache_folder(config.compile))

@@ -1,13 +1,13 @@
 """The floating-point operations (FLOPs) of a job for one sample.
 
 Forward and backward run on the meta device, whose tensors have shapes and no values, and the operations that run are
-counted. So no FLOPs count for the gradient of a frozen parameter, and operations that activation checkpointing runs
-twice count twice, except in `flops_of_run`. Each multiplication and each addition of matrix products, convolutions and
-attention counts as one FLOP. Other operations do not count.
+counted. So the gradients of frozen parameters cost no FLOPs. Operations that activation checkpointing runs twice count
+twice, except in `flops_of_run`. Each multiplication and each addition of matrix products, convolutions and attention
+counts as one FLOP. Other operations do not count.
 
-The conventions are those of PaLM (arXiv:2204.02311, appendix B) and TorchTitan, so MFUs can be compared. Attention
-counts every pair of tokens, although causal attention needs only half of the pairs, and separate documents need even
-fewer. In a layer with a sliding window, each token counts as many pairs as the window has tokens. The backward of
+The conventions are those of PaLM (arXiv:2204.02311, appendix B) and TorchTitan, so MFUs can be compared. All pairs of
+tokens count in attention, although causal attention needs only half of the pairs, and separate documents need even
+fewer. In a layer with a sliding window, the pairs of each token are as many as the window has tokens. The backward of
 attention counts as two forwards.
 """
 
@@ -99,12 +99,12 @@ def count_flops(
     """Return the FLOPs of one sample, summed over all ranks that share the sample. The forward of the loss's second
     model counts too. Raises an error of any class if the model does not run without values.
 
-    If more than two blocks of a model of this package are of one kind, not all of them run. The model runs once with
-    the first block of each kind, and then once more for each kind, with a second block of this kind. The difference
-    counts for each further block of this kind.
+    If a model of this package has more than two blocks of one kind, not all of them run. The model first runs with one
+    block of each kind. Then it runs once more for each kind, with a second block of this kind. The difference counts
+    for each further block of this kind.
 
     `built`: the job's model on the meta device, which is changed in place. `input_shape`: shape of one input. Kernels,
-    parallelism and dtypes do not matter.
+    parallelism and dtypes do not change the result.
     """
     meta = torch.device("meta")
     config = config.model_copy(update={"compile": CompileConfig()})

@@ -70,10 +70,11 @@ def explain_forward(error: BaseException) -> ConfigError | None:
 
 
 def find_output_layer(model: nn.Module, seq_len: int) -> str | None:
-    """Return the path of the `nn.Linear` whose unchanged output is the logits of a model of token ids.
+    """Return the path of the output layer of a model of token ids: the `nn.Linear` whose unchanged output is the
+    logits.
 
-    `model` is on the meta device and not wrapped. A copy of it runs one sequence. Return None if there is no such
-    layer, if it runs more than once, or if the model does not run on the meta device.
+    `model` is on the meta device and not wrapped. A copy of the model runs one sequence. Return None if there is no
+    such layer, if it runs more than once, or if the model does not run on the meta device.
     """
     copied, ran = copy.deepcopy(model), list[tuple[str, Tensor]]()
     for path, module in copied.named_modules():
@@ -96,7 +97,7 @@ def check_embeddings(model: nn.Module, vocab_size: int) -> None:
     """Make the first forward of a model raise ConfigError if an `nn.Embedding` of the token ids has fewer than
     `vocab_size` rows.
 
-    The check does not read the ids, so it does not wait for the device and works on tensors without values.
+    The check does not read the ids. So the host does not wait for the device, and the model may run on the meta device.
     """
     model_inputs: list[Any] = []
     handles: list[RemovableHandle] = []
@@ -125,8 +126,9 @@ def check_embeddings(model: nn.Module, vocab_size: int) -> None:
 def _explanation(
     error: Exception, frames: list[tuple[FrameType, int]], model: nn.Module, inputs: Tensor, contract: str
 ) -> ConfigError | None:
-    """Return the ConfigError that replaces an error in a forward: wrong use of its arguments, an embedding with too few
-    rows, or a tensor on another device that is a plain attribute of a module. Return None for any other error."""
+    """Return the ConfigError that replaces an error in a forward; None for an error with an unknown cause. Three causes
+    are known: wrong use of the arguments, an embedding with too few rows, and a tensor on another device that is a
+    plain attribute of a module."""
     user_frames = [(frame, line) for frame, line in frames if is_user_file(frame.f_code.co_filename)]
     if isinstance(error, ConfigError) or not user_frames:
         return None
@@ -163,7 +165,7 @@ def _plain_tensors(model: nn.Module, device: torch.device) -> Iterator[str]:
 
 
 def _misuses_inputs(error: Exception, frame: FrameType, text: str, inputs: Tensor) -> bool:
-    """Return True if the line that failed, `text`, uses the inputs as a dict, a tuple or an object."""
+    """Return True if the failed line of code, `text`, uses the inputs as a dict, a tuple or an object."""
 
     def is_inputs(value: Any) -> bool:  # also a copy of the inputs in another dtype
         is_alike = isinstance(value, Tensor) and value.shape == inputs.shape
@@ -178,8 +180,8 @@ def _misuses_inputs(error: Exception, frame: FrameType, text: str, inputs: Tenso
 
 
 def _misses_arguments(error: Exception, frame: FrameType, text: str, model: nn.Module) -> bool:
-    """Return True if the line that failed, `text`, uses an argument of the model's forward that the call did not pass.
-    The forward declares such an argument as optional, or reads it from `**kwargs`."""
+    """Return True if the failed line of code, `text`, uses an argument of the model's forward that the call did not
+    pass. Such an argument is optional, or is read from `**kwargs`."""
     code, names = frame.f_code, frame.f_code.co_varnames
     if code.co_name != "forward" or frame.f_locals.get(names[0]) is not model:
         return False
@@ -192,8 +194,8 @@ def _misses_arguments(error: Exception, frame: FrameType, text: str, model: nn.M
 
 
 def _missing_row(frame: FrameType, model: nn.Module, location: str) -> ConfigError | None:
-    """Return the error of an `nn.Embedding` for an index that none of its rows has; None if another module failed.
-    `frame`: frame of the failed module's forward."""
+    """Return the error for an `nn.Embedding` that has no row for an index; None if another module failed. `frame`:
+    frame of the failed module's forward."""
     module, indices = frame.f_locals.get("self"), frame.f_locals.get("input")
     if not isinstance(module, nn.Embedding) or not isinstance(indices, Tensor):
         return None

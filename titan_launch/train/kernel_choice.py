@@ -42,7 +42,7 @@ BACKENDS = {
 """PyTorch's backends by the values of `kernels.attention`."""
 
 _SAFE_CUDNN = 91501
-"""The oldest version of cuDNN that may compute attention: 9.15.1, as `torch.backends.cudnn.version()` returns it."""
+"""The oldest version of cuDNN that may compute attention: 9.15.1, in the format of `torch.backends.cudnn.version()`."""
 
 
 def use_kernels(
@@ -84,8 +84,8 @@ def use_kernels(
     chosen = [name for name, *_ in found.values()]
     if kernels.attention != "auto":
         stack.enter_context(sdpa_kernel(BACKENDS[kernels.attention]))
-    else:  # PyTorch follows the order in every call, also for models whose attention is not known
-        # Faster backends than the chosen ones were refused, and could fail in the run.
+    else:  # PyTorch tries the backends in this order in every call, also in models whose attention is unknown
+        # Backends that are faster than the chosen ones have refused a call, and could fail in the run.
         tried = order[min(map(order.index, chosen), default=0) :]
         if built.attention is None:  # this model may pass masks, with which cuDNN's gradients can be NaN (issue 196678)
             tried = tuple(name for name in tried if name != "cudnn")
@@ -97,7 +97,7 @@ def use_planned_kernels(
     config: JobConfig, built: BuiltModel, plan: ModelPlan, layout: Layout, capability: tuple[int, int]
 ) -> None:
     """Decide for a plan whether attention pads its values, as `use_kernels` would on a GPU of this compute capability.
-    Instead of calls of attention, `plan.attention_kernels.takes` says which backends are usable. If `takes` refuses the
+    `plan.attention_kernels.takes` decides which backends are usable, without calls of attention. If `takes` refuses the
     backend that `kernels.attention` names, values are padded."""
 
     def obstacle(dtype: str, pads_values: bool) -> Obstacle:
@@ -168,7 +168,7 @@ def without_unsafe_cudnn(wanted: str, order: tuple[str, ...], version: int | Non
     """Return `order` without cuDNN if this version of cuDNN must not compute attention. If `wanted` is "auto", log the
     reason. Raises ConfigError if `wanted` is "cudnn".
 
-    `version`: as `torch.backends.cudnn.version()` returns it; None without cuDNN.
+    `version`: result of `torch.backends.cudnn.version()`; None without cuDNN.
     """
     if version is None or version >= _SAFE_CUDNN:
         return order
@@ -203,8 +203,8 @@ Obstacle = Callable[[str], str | None]
 
 
 def choose(wanted: str, order: Sequence[str], obstacle: Obstacle) -> list[str]:
-    """Return the name of the backend to use, then a reason for each faster backend that cannot be used. `order`: names
-    of the backends, fastest first. Raise ConfigError if the wanted backend cannot be used."""
+    """Return a list: the name of the backend to use, then a reason for each faster backend that cannot be used.
+    `order`: names of the backends, fastest first. Raises ConfigError if the wanted backend cannot be used."""
     if wanted != "auto":
         reason = obstacle(wanted)
         if reason is not None:

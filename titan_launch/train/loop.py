@@ -72,9 +72,10 @@ class Due:
     ends the run earlier, no validation is due. The scheduler soon kills the run, and the checkpoint needs that time."""
 
     save: bool
-    """Save a checkpoint. With `checkpoint.enable`: due every `checkpoint.interval` steps or `interval_minutes`, after
-    the last step, and if a signal ends the run. Without `checkpoint.enable`, but with `checkpoint.save_last`: due after
-    the last step, and if a signal ends the run without a restart. See also `is_saved`."""
+    """Save a checkpoint. With `checkpoint.enable`: due every `checkpoint.interval` steps, every
+    `checkpoint.interval_minutes`, after the last step, and if a signal ends the run. Without `checkpoint.enable`, but
+    with `checkpoint.save_last`: due after the last step, and if a signal ends the run without a restart. See also
+    `is_saved`."""
 
     pool: bool
     """Pool BatchNorm's running statistics over ranks. Due before a validation or a checkpoint, because both need equal
@@ -116,8 +117,8 @@ def due_now(run: Run) -> Due:
 
 
 def is_saved(run: Run, due: Due) -> bool:
-    """Return True if a checkpoint of the run's last finished step must be saved. It is due, or early stopping needs a
-    checkpoint of the validated step. Call this function after `report`."""
+    """Return True if a checkpoint of the run's last finished step must be saved: because it is due, or because early
+    stopping needs it after a validation. Call this function after `report`."""
     return due.save or (due.validate and run.early_stopping is not None and run.early_stopping.needs_checkpoint)
 
 
@@ -128,7 +129,7 @@ def fit(run: Run) -> None:
     if reason := nothing_to_do(run):
         _log.info("%s", reason)
         if run.checkpoints is not None:
-            run.checkpoints.finish()  # the last copy of the run may have failed
+            run.checkpoints.finish()  # copies the last checkpoint to `checkpoint.store`, if that has failed before
         return
     if clipping := describe_clipping(run.config.lr_scheduler, last):
         _log.info("%s", clipping)
@@ -153,7 +154,9 @@ def fit(run: Run) -> None:
     run.watchdog.enter("ending", run.progress.step, is_slow=True)
     if run.checkpoints is not None:
         with run.observers.meter.paused("checkpoint"):
-            run.checkpoints.finish(copies=run.control.stop_signal != RESTART_SIGNAL)  # the next start copies
+            run.checkpoints.finish(
+                copies=run.control.stop_signal != RESTART_SIGNAL
+            )  # before a restart, the next start copies
     if pauses := run.observers.meter.late_pauses():
         run.output.write(run.progress.step, pauses)
     run.output.clear_progress()
@@ -161,7 +164,7 @@ def fit(run: Run) -> None:
 
 
 def nothing_to_do(run: Run) -> str:
-    """Return a message that says why a run has no step to train, and which key to increase; "" if it has steps.
+    """Return a message that says why a run has no step left to train, and which key to increase; "" if there are steps.
     Collective if early stopping has ended the run."""
     step, last, key = run.progress.step, run.config.training.total_steps, format_key(run.config.training.length_key)
     if has_ended_early(run):
@@ -250,7 +253,7 @@ def train_one_step(run: Run, *more: Observer) -> StepResult:
 
 
 def unfreeze(run: Run) -> None:
-    """Begin to train the parameters that `training.unfreeze` has kept frozen until the run's last finished step."""
+    """Begin to train the parameters that `training.unfreeze` keeps frozen up to the run's last finished step."""
     num_unfrozen = run.unfreezing.apply(run.progress.step)
     if num_unfrozen:
         run.output.clear_progress()
@@ -258,7 +261,7 @@ def unfreeze(run: Run) -> None:
 
 
 def end_warm_up(run: Run) -> None:
-    """Prepare for checkpoints and set the timeouts of regular steps, once all ranks have done the slow first steps."""
+    """Prepare for checkpoints and set the timeouts of regular steps. Call this function after the slow first steps."""
     if run.checkpoints is not None and run.config.checkpoint.enable:
         run.checkpoints.get_ready()
     set_timeouts(run.config.comm.timeout_seconds)
@@ -274,8 +277,8 @@ def report(run: Run, result: StepResult, due: Due) -> dict[str, float]:
     """Write the metrics of the step, and of all steps since the last report, to all sinks. Return the metrics by tag.
     Collective.
 
-    First pool BatchNorm's running statistics and validate, if these are due. The host waits for the device. A metric
-    that is not combined over ranks has this rank's value.
+    Before that, pool BatchNorm's running statistics and validate, if these are due. The host waits for the device. A
+    metric that is not combined over ranks has this rank's value.
     """
     step = run.progress.step
     meter, measurements = run.observers.meter, run.observers.measurements
@@ -381,7 +384,7 @@ def validation_scalars(run: Run) -> dict[str, float]:
 
 
 def compared_loss(scalars: Mapping[str, float]) -> float | None:
-    """Return the loss of a validation that `checkpoint.keep_best` and `validation.patience` compare; None without a
+    """Return the validation loss that `checkpoint.keep_best` and `validation.patience` compare; None without a
     validation."""
     return scalars.get("validation/loss", scalars.get("validation/ema_loss"))
 

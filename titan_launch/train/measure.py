@@ -130,8 +130,8 @@ class MemoryCheck:
 
 
 STEADY_STEP = 3
-"""Step of this process, counted from 1, in which memory is measured on a CPU. The optimizer state is complete before
-this step."""
+"""Number of the step of this process (from 1) in which memory is measured on a CPU. The optimizer state is complete
+before this step."""
 
 
 def hold_frozen(memory: LiveMemory, loss: Loss) -> None:

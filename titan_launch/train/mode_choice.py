@@ -76,11 +76,9 @@ Decision = tuple[Choice, str]
 
 
 def hardware_of_run(config: JobConfig, ranks: Ranks) -> Hardware:
-    """Return the planner's assumptions about the devices of this run; collective.
-
-    On GPUs, the memory limit is the memory of the smallest device. On CPUs, it is this rank's part of the memory of its
-    host, or the limit of this process (`ulimit`) if that is lower. Keys of `[planner]` may set another limit.
-    """
+    """Return the planner's assumptions about the devices of this run. Collective. On GPUs, the memory limit is the
+    memory of the smallest device. On CPUs, the memory limit is this rank's part of the host's memory, or the limit of
+    this process (`ulimit`) if that is lower. Keys of `[planner]` may set another limit."""
     if ranks.device.type != "cuda":
         return hardware_of(config, ranks.on_host, kernels="cpu")
     properties = torch.cuda.get_device_properties(ranks.device)
@@ -135,8 +133,8 @@ def resolve_auto_modes(
     """Return the job with modes in place of `auto`, and the reason for these modes. Collective.
 
     If the job has no `auto`, return the same job and None. A resumed run keeps the modes that it began with, if the job
-    still allows them. Otherwise rank 0 chooses the modes for all ranks. Raises UserError on all ranks if the job fits
-    into memory with no choice of modes. Nothing is written or allocated before this error.
+    still allows them. Otherwise rank 0 chooses the modes for all ranks. Raises UserError on all ranks if no choice of
+    modes fits into memory. Nothing is written or allocated before this error.
     """
     if not is_auto(config):
         return config, None

@@ -141,8 +141,8 @@ class _Identity:
         return cls(owner, (digest_of(tensors), attributes_digest(built.module)), digest_of(values) if values else "")
 
     def differs_from(self, first: _Identity) -> bool:
-        """Return True if this rank and rank 0 would not train the same model. Differences of attributes that are not
-        tensors do not count. `first`: the digests of rank 0."""
+        """Return True if this rank and rank 0 would train different models. Attributes that are not tensors are not
+        compared. `first`: the digests of rank 0."""
         assert self.digests is not None and first.digests is not None
         return self.digests[0] != first.digests[0] or (self.values or first.values) != first.values
 
@@ -203,7 +203,7 @@ class SampleFormat(Protocol):
 
 @dataclass(frozen=True)
 class AssembledModel:
-    """A model that is wrapped for this rank, with its plan and mesh."""
+    """A model that is wrapped for this rank, its plan and its mesh."""
 
     built: BuiltModel
     """The model, whose module was wrapped in place."""
@@ -280,7 +280,7 @@ def allocate_model(
     `initial_values` is False. With `training.enable_cpu_offload`, the shards of parameters are in host memory.
 
     With context parallelism, also cut the model's buffers that extend along the sequence to this rank's rows, and use
-    ring attention until `stack` is closed. `attention_device`: the device whose ring attention is used, by default
+    ring attention until `stack` is closed. `attention_device`: device for which ring attention is chosen; by default
     `device`. Raises ConfigError if PyTorch has no ring attention for that device.
     """
     if model.mesh.context is not None:

@@ -1,4 +1,4 @@
-"""The list of everything that watches the steps of a run, in order."""
+"""The list of the objects that watch the steps of a run, in order."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from titan_launch.train.profiling import StepProfiler
 
 @dataclass(frozen=True)
 class Observers:
-    """The observers of a run; None for those that the job does not have.
+    """The observers of a run. An observer that the job does not need is None.
 
     `before_step` and `before_update` are called from the first observer of this class to the last. `after_step` and
-    `abandon_step` are called from the last to the first. So an observer also measures what the observers below it do.
-    The guard that decides whether to skip a step is not an observer, because it changes the step (`TrainStep`).
+    `abandon_step` are called from the last to the first. So an observer also measures the work of the observers below
+    it. The guard that decides whether to skip a step is not an observer, because it changes the step (`TrainStep`).
     """
 
     # The progress bar shows a step after all other observers have seen it.
@@ -64,7 +64,7 @@ class Observers:
 def build_learned(
     config: JobConfig, plan: ModelPlan, model: nn.Module, ranks: Ranks, stack: ExitStack, replicas: int
 ) -> Learned | None:
-    """Return the measurements of the modules that `metrics.modules` names; None if it names none. `replicas`: see
+    """Return the measurements of the modules that `metrics.modules` names; None if the key is empty. `replicas`: see
     `Learned`. Raises ConfigError for a glob that matches no module."""
     if not config.metrics.modules:
         return None

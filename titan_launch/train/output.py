@@ -37,7 +37,7 @@ class RunOutput:
     folder: OpenRunFolder
     sinks: tuple[Sink, ...]
     console: ConsoleSink | None
-    """The sink that writes to the terminal. It is also one of `sinks`. None with `--quiet`, and on all ranks except
+    """The sink that writes to the terminal, which is also one of `sinks`. None with `--quiet`, and on all ranks except
     rank 0."""
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
@@ -120,7 +120,7 @@ _LONGEST_SETTING = 100
 
 
 def settings_of(config: JobConfig) -> dict[str, int | float | str]:
-    """Return the values with which runs are compared, by key. A long value is cut, and a checksum follows."""
+    """Return the values by which runs are compared, by key. A long value is cut, and its checksum is appended."""
     return {key: value for key, value in _settings(config) if key.partition(".")[0] not in _NOT_SETTINGS}
 
 
@@ -135,7 +135,7 @@ def _settings(section: Section, prefix: str = "") -> Iterator[tuple[str, int | f
             continue
         value = table.get(name, "unset")
         text = toml_value(value)
-        if len(text) > _LONGEST_SETTING:  # two different values must not get equal texts
+        if len(text) > _LONGEST_SETTING:  # the checksum keeps the texts of different values different
             value = f"{text[: _LONGEST_SETTING - 13]} ... {zlib.crc32(text.encode()):08x}"
         yield f"{prefix}{name}", value if type(value) in (int, float, str) else text
 

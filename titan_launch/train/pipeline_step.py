@@ -180,7 +180,7 @@ class PipelinedStep:
         """Compute the gradients of all microbatches. Return this rank's part of the step's sums (`Loss.sums`): zeros if
         the last stage is on another rank. `num_items` returns the number of the step's items over all ranks.
 
-        Raises the errors of stages unchanged, and ConfigError as `schedule_for` does. After an error in the schedule,
+        Raises the errors of stages unchanged, and the ConfigError of `schedule_for`. After an error in the schedule,
         messages to other ranks may be pending, so a further call raises RunError.
         """
         if self._is_abandoned:
@@ -265,7 +265,9 @@ class _Losses:
         """Return a microbatch's part of the step's loss, a scalar."""
         means = means_of_step(self._loss.sums(outputs, targets), self._num_items)
         self.sums.append(means.detach())
-        return means[0].clone()  # a split backward detaches the loss in place, which a view does not allow
+        return means[
+            0
+        ].clone()  # a copy, because a split backward detaches the loss in place, which a view does not allow
 
 
 @contextmanager

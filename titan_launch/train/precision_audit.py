@@ -78,8 +78,9 @@ class PrecisionAudit(Observer):
         """Compare the observed dtypes and collectives of the step with the plan, and write the result to the run
         folder. Collective.
 
-        Raises UserError on all ranks if they differ, or if activation checkpointing chose other experts in its second
-        forward. On an untested release of PyTorch, log a warning instead.
+        Raises UserError on all ranks if the observations differ from the plan, or if a mixture of experts chose other
+        experts in the second forward of activation checkpointing. On an untested release of PyTorch, log a warning
+        instead.
         """
         if not self._watched:
             return
@@ -118,7 +119,7 @@ class PrecisionAudit(Observer):
         self._watched.clear()
 
     def abandon_step(self, error: BaseException) -> None:
-        """Remove all hooks. Keep their observations, with which `explain` explains the error."""
+        """Remove all hooks. Keep their observations, because `explain` needs them."""
         self._hooks.close()
 
     def explain(self, error: BaseException) -> UserError | None:

@@ -50,8 +50,8 @@ class StepProfiler(Observer):
         self._was_signalled = True
 
     def before_step(self, step: WatchedStep) -> None:
-        """Profile the step if the signal has arrived. Also profile a step of the window `profiling.start_step` and
-        `profiling.num_steps`, if this rank is in `profiling.ranks`."""
+        """Profile the step in two cases: SIGNAL has arrived, or this rank is in `profiling.ranks` and the step is one
+        of `profiling.num_steps` steps from `profiling.start_step` on."""
         first, config = self._config.start_step, self._config
         is_planned = first is not None and first <= step.number < first + config.num_steps
         is_planned &= self._ranks.rank in config.ranks

@@ -49,7 +49,7 @@ class Update:
     """Largest norm of the gradient after clipping. 0 disables clipping."""
 
     after: Callable[[], None] | None = None
-    """A function that runs after every change of parameters; see `TrainStep.parameters_changed`."""
+    """A function to call after every change of parameters (see `TrainStep.parameters_changed`)."""
 
 
 class MicrobatchesInTurn:
@@ -92,7 +92,7 @@ class MicrobatchesInTurn:
 
 class TrainStep:
     """One optimizer step: count the items of the loss, run forward and backward for all microbatches, clip gradients,
-    decide whether to skip the update, update."""
+    decide whether to skip the update, and update."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class TrainStep:
         self.loss = loss
         self._timeline = gradients.timeline
         self.statistics = RunningStatistics(model)
-        """BatchNorm's running statistics, and the copy of them that a step can restore."""
+        """BatchNorm's running statistics, and a copy from before the step, which an abandoned step restores."""
 
         self.experts = ExpertBalance(model, mesh.data_group, device)
         """The loads and the selection biases of mixtures of experts."""
@@ -143,7 +143,7 @@ class TrainStep:
                 self._timeline.begin("communication")
                 self._replicas.reduce_gradients()
             self._timeline.begin(OTHER)
-            # Ranks that share matrices (tensor parallelism) compute the same loss, so each takes an equal part of it.
+            # The ranks of a tensor-parallel group compute the same loss, so each rank takes an equal part of the loss.
             total, *others = (sums / self._mesh.layout.tensor).unbind()
             parts = dict(zip(self.loss.tags, others, strict=False))
             loss_sum = total - parts[Z_LOSS] if Z_LOSS in parts else total
@@ -153,7 +153,7 @@ class TrainStep:
             self._timeline.begin("optimizer")
             replicas = None if self._replicas is None else self._replicas.group
             grad_norm = clip_grad_norm(self._parameters, self._update.max_norm, self._mesh.pipeline_group, replicas)
-            grad_norm = grad_norm.to(self.device, non_blocking=True)  # CPU offload keeps the norm on the host
+            grad_norm = grad_norm.to(self.device, non_blocking=True)  # with CPU offload, the norm is on the host
             self._timeline.begin(OTHER)
             is_skipped = self.guard.check(loss_sum, grad_norm)
         except BaseException:
@@ -174,7 +174,7 @@ class TrainStep:
             self.statistics.restore_if(is_skipped)
             self.experts.end_step(is_skipped)
             self.parameters_changed()
-        finally:  # after an interrupt the next step must not add to these gradients and loads
+        finally:  # also after an interrupt: the next step must not add to these gradients and loads
             self.optimizer.zero_grad()
             self.experts.reset()
 
@@ -193,7 +193,7 @@ class TrainStep:
 
 class _Counts:
     """The numbers of items and of valid targets of a step (`Loss.counts`): this rank's, and the sums over all ranks.
-    The sum is an asynchronous all-reduce. Without pipeline stages it overlaps with the first forward."""
+    The sum is an asynchronous all-reduce, which overlaps with the first forward if there are no pipeline stages."""
 
     def __init__(
         self, loss: Loss, microbatches: Iterable[Batch], device: torch.device, group: dist.ProcessGroup | None
@@ -205,8 +205,7 @@ class _Counts:
         self._sum = dist.all_reduce(self._total, group=group, async_op=True)
 
     def total(self) -> Tensor:
-        """Return the sums over all ranks on the device: items and valid targets. The host does not wait for them on
-        CUDA."""
+        """Return the sums over all ranks on the device: items and valid targets. On CUDA the host does not wait."""
         if self._sum is not None:
             self._sum.wait()
             self._sum = None
@@ -230,7 +229,7 @@ def forward_backward(
     `num_items` returns the number of the step's items over all ranks, and is called after the forward. `timeline`
     counts the time of forward and backward.
 
-    When this function returns, inputs, outputs and loss are freed. The next microbatch then allocates its own.
+    When this function returns, inputs, outputs and loss are freed, before the next microbatch allocates its own.
     """
     microbatch = microbatch.to(device)
     timeline.begin("forward")

@@ -23,7 +23,7 @@ from titan_launch.loss.outputs import FORWARD
 from titan_launch.plan.hardware import Hardware, find_device
 
 OUT_OF_MEMORY = "out of memory"
-"""The first words of the error of a trial whose memory does not suffice."""
+"""The first words of the error of a trial that ran out of memory."""
 
 _RANK_VARIABLES = ("TORCHELASTIC_", "GROUP_", "ROLE_", "MASTER_", "RANK", "LOCAL_", "WORLD_SIZE")
 """Prefixes of the environment variables that torchrun sets for a rank."""
@@ -78,7 +78,9 @@ class TraceProcess:
         if status == 0:
             self._output.seek(0)
             lines = self._output.read().splitlines()
-            start = max(index for index, line in enumerate(lines) if line == "{")  # after the prints of user modules
+            start = max(
+                index for index, line in enumerate(lines) if line == "{"
+            )  # modules of the user may have printed lines before
             plan: dict[str, Any] = json.loads("\n".join(lines[start:]))
             return plan
         self._errors.seek(0)

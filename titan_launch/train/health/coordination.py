@@ -65,7 +65,9 @@ class StopRequest:
             self.signal = number
             if number == RESTART_SIGNAL:
                 _log.info("a new host joined: all ranks will restart after this step")
-            elif number != signal.SIGTERM or not is_announced():  # SIGTERM after another rank's failure is not logged
+            elif (
+                number != signal.SIGTERM or not is_announced()
+            ):  # after the failure of another rank, SIGTERM is not logged
                 end = "after this step" if self._is_built.is_set() else "when it is built, before its next step"
                 second = f"a second signal, {SAME_REQUEST_S:g} s later or more, ends it at once"
                 _log.info("%s: the run ends %s; %s", name, end, second)
@@ -79,11 +81,8 @@ class StopRequest:
 
 
 class StepCoordinator:
-    """The decisions whether to stop and whether to save a checkpoint, equal on all ranks.
-
-    They take one all-reduce of two integers after every step. The integers are in a CPU tensor, and gloo reduces them,
-    so the host does not wait for the device.
-    """
+    """The decisions whether to stop and whether to save a checkpoint, equal on all ranks. After every step, gloo
+    all-reduces two integers in a CPU tensor, so the host does not wait for the device."""
 
     def __init__(self, stop: StopRequest, interval_minutes: float | None, clock: Callable[[], float] = time.monotonic):
         """`interval_minutes`: minutes between two checkpoints; None disables checkpoints by time."""

@@ -23,10 +23,11 @@ from titan_launch.core.torch_release import DUMPS_FLIGHT_RECORDS_BY
 from titan_launch.distributed.torch_private import flight_record, flight_record_entries, process_groups
 
 FOLDER = "flight_recorder"
-"""Name of the folder with NCCL's records, in the run folder. In a run on CPUs, it has gloo's records."""
+"""Name of the folder in the run folder that has NCCL's records, or gloo's records in a run on CPUs."""
 
 GLOO_FOLDER = "flight_recorder_gloo"
-"""Name of the folder with gloo's records in a run with NCCL. `torchfrtrace` cannot compare both backends at once."""
+"""Name of the folder in the run folder that has gloo's records in a run with NCCL. It is a folder of its own, because
+`torchfrtrace` cannot compare both backends at once."""
 
 _PREFIX = "rank_"
 
@@ -77,7 +78,8 @@ def record_path(run_folder: Path, folder: str, rank: int | str) -> Path:
 
 def unfinished_collectives(run_folder: Path, since: float) -> Iterator[str]:
     """Yield a description of the first unfinished collective of every rank, without duplicates. A description names the
-    ranks that started the collective and, except for a send or receive, the ranks that did not.
+    ranks that started the collective, and the ranks that did not start it. For a send or receive, it names only the
+    ranks that started it.
 
     `since`: start time of the ranks, in seconds since the epoch. Older records are ignored.
     """
@@ -185,8 +187,8 @@ def dump_flight_recorder(run_folder: Path) -> None:
 def collectives_started() -> int:
     """Return the number of collectives that this rank has started; 0 without a flight recorder.
 
-    Collectives of the groups in `UNWATCHED_GROUPS` do not count. At the same point of a run, ranks that are in the same
-    kinds of groups have equal numbers.
+    Collectives of the groups in `UNWATCHED_GROUPS` do not count. At the same point of a run, two ranks have equal
+    numbers if they are in the same kinds of groups.
     """
     last: dict[tuple[str, str], int] = {}
     for backend in ("gloo", "nccl") if _has_nccl() else ("gloo",):  # in a group with both backends, both count
@@ -202,8 +204,8 @@ def _has_nccl() -> bool:
 
 
 def _gloo_record() -> bytes:
-    """Return gloo's record. Add the ranks of each group, which gloo does not record, but a comparison of all ranks'
-    records needs."""
+    """Return gloo's record with the ranks of each group. Gloo does not record these ranks, but `torchfrtrace` needs
+    them."""
     trace = pickle.loads(flight_record("gloo"))  # safe, because this process has just made the record
     trace["pg_config"] = {
         group.group_name: {

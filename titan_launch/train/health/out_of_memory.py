@@ -24,8 +24,8 @@ _CPU_ALLOCATION = re.compile(r"can't allocate memory: you tried to allocate (\d+
 
 
 def explain_out_of_memory(error: BaseException, run: Run) -> RunError | None:
-    """Return the RunError with a report for an out-of-memory error; None for a different error. The report runs the
-    planner. If the job records allocations, a snapshot of GPU memory is also written."""
+    """Return the RunError for an out-of-memory error; None for a different error. Its text is the result of `report`.
+    If the job records allocations, also write a snapshot of GPU memory."""
     if not isinstance(error, RuntimeError) or not is_out_of_memory(error):
         return None
     if isinstance(error, torch.OutOfMemoryError):
@@ -40,7 +40,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def report(run: Run, error: BaseException) -> str:
     """Return the report: the failed allocation with phase and module, the memory in use, the planned peak by category,
-    and up to three changes as TOML. If the planner fails, its error replaces the plan and the changes."""
+    and up to three changes as TOML. The planner runs in another process. If the planner fails, its error replaces the
+    plan and the changes."""
     where = f"{_allocation(error)} {_where(run, error)}".rstrip()
     lines = [f"out of memory on rank {run.ranks.rank} in step {run.progress.step + 1}: {where}", _held(run)]
     try:

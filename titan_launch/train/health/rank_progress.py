@@ -28,18 +28,19 @@ class ProgressPoint:
     step: int
     phase: str
     since: float
-    """Start of the phase by this rank's monotonic clock, in seconds. The store does not have this number, so it is 0 in
-    the points that `ProgressBoard.read` returns."""
+    """Start of the phase by this rank's monotonic clock, in seconds. This number is not published, so it is 0 in the
+    results of `ProgressBoard.read`."""
 
     limit_s: float
-    """Seconds after which the phase counts as hanging; 0 disables hang detection. Like `since`, not in the store."""
+    """Seconds after which the phase counts as hanging; 0 disables hang detection. Like `since`, this number is not
+    published."""
 
     collectives: int = 0
     """Number of collectives started, set only for a hanging rank."""
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Sort key: ranks that are behind have a lower value."""
+        """The progress as a sort key. Ranks that are behind have a lower value."""
         return self.sequence, self.collectives
 
     def __str__(self) -> str:
@@ -56,14 +57,14 @@ class ProgressBoard:
         self._store.set_timeout(timedelta(seconds=STORE_TIMEOUT_S))
 
     def publish(self, point: ProgressPoint) -> None:
-        """Publish this rank's progress. If the store is gone, this method does nothing: the loss of the store ends
-        the run."""
+        """Publish this rank's progress. If the store is gone, do nothing, because the run then ends anyway."""
         fields = [point.sequence, point.step, point.phase, point.collectives]
         with suppress(RuntimeError):
             self._store.set(self._key(self.rank), json.dumps(fields))
 
     def read(self) -> list[ProgressPoint | None] | None:
-        """Return the last progress of each rank (None if the rank never published), or None if the store is gone."""
+        """Return the last progress of each rank, or None if the store is gone. The progress of a rank that has never
+        published is None."""
         try:
             return [self._read(rank) for rank in range(self._world_size)]
         except RuntimeError:

@@ -72,8 +72,8 @@ def _stop_or_go_back(run: Run, skipped: SkippedStep, what: str, recorded: str) -
 
 
 def _go_back(run: Run, reason: str) -> None:
-    """Load the newest checkpoint and continue from it, with the data that follows the current step. Collective. Raises
-    RunError if there is no checkpoint. `reason`: clause that says why the run goes back."""
+    """Load the newest checkpoint and continue from it, but with the data that follows the current step. Collective.
+    Raises RunError if there is no checkpoint. `reason`: clause that says why the run goes back."""
     assert run.checkpoints is not None, "config.rules demands checkpoint.enable for debug.on_repeated_skips"
     progress = run.progress
     position, rollbacks = progress.data_position, progress.rollbacks
@@ -88,7 +88,7 @@ def _go_back(run: Run, reason: str) -> None:
         progress.rollbacks = rollbacks + 1
         run.step.parameters_changed()
         run.step.guard.reset_skips()
-        if isinstance(run.batches.train, TrainBatches):  # a stream cannot go back, so it continues anyway
+        if isinstance(run.batches.train, TrainBatches):  # a stream has not gone back, so it continues anyway
             run.batches.train.move_to(position)
     for sink in run.output.sinks:
         sink.rewind(progress.step)

@@ -67,7 +67,7 @@ class StepGuard:
         self._sigma = config.spike_sigma
         self._window = config.spike_window
         self._history = torch.zeros(2, MAX_WINDOW, dtype=torch.float64, device=device)
-        """Loss and gradient norm of the last steps that were not skipped, newest last."""
+        """Loss and gradient norm of the last steps that were not skipped, the newest last."""
 
         self._filled = torch.zeros((), dtype=torch.int64, device=device)
         """Number of steps in the history. The history is filled from its end."""
@@ -157,8 +157,8 @@ class StepGuard:
         return {"history": self._history.clone(), "filled": self._filled.clone(), "skips": self._skips.clone()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Restore a saved state. If the job does not detect spikes, drop the saved history, which would not be updated.
-        Raises ValueError for invalid counts."""
+        """Restore a saved state. If the job does not detect spikes, drop the saved history, because it would not be
+        updated. Raises ValueError for invalid counts."""
         if any(int(state[name]) < 0 for name in ("filled", "skips") if name in state):
             raise ValueError("a negative number of steps in the guard's state")
         for name, own in (("history", self._history), ("filled", self._filled), ("skips", self._skips)):

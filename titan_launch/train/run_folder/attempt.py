@@ -65,7 +65,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Launch:
-    """The last launch that wrote to a run folder, as recorded there."""
+    """The last launch that wrote to a run folder, as `launch.json` records it."""
 
     agents: tuple[AgentProcess, ...]
     slurm_job: str | None
@@ -107,7 +107,7 @@ def attempt_name(number: int) -> str:
 
 
 def next_attempt(logs: Path) -> int:
-    """Return the next free number of an attempt in a folder of logs, which need not exist. The first is 1."""
+    """Return the next free number of an attempt in a folder of logs, which need not exist. The first number is 1."""
     return max(attempt_numbers(logs), default=0) + 1
 
 

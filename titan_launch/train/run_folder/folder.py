@@ -72,7 +72,7 @@ def prepare_run_folder(folder: Path, config: JobConfig, attempt: Attempt, stack:
 
     Raises ConfigError if the folder cannot be written, is not a run folder, or is in use by another launch. Also raises
     ConfigError if `checkpoint.load` is a step without a complete checkpoint, or is a path and the folder has
-    checkpoints. Raises the errors of `check_earlier_run`, too.
+    checkpoints. Raises the errors of `check_earlier_run`.
     """
     try:
         _prepare(folder, config, attempt, stack)
@@ -115,7 +115,8 @@ def check_earlier_run(folder: Path, config: JobConfig, load: Load) -> None:
 
 
 def effective_load(folder: Path, config: JobConfig, attempt: Attempt) -> Load:
-    """Return the checkpoint that this attempt loads: `checkpoint.load`, or for a restart of the same launch `"latest"`.
+    """Return the checkpoint that this attempt loads: `"latest"` for a restart of the same launch, otherwise
+    `checkpoint.load`.
 
     If `checkpoint.load` is the path of another run's checkpoint, and this run has no checkpoint yet, a restart loads
     that path again. Call this function on one rank, before `record_run`.
@@ -156,7 +157,7 @@ def supersede_later_checkpoints(folder: Path, step: int) -> None:
     point(checkpoints, LATEST, step)
     if (checkpoints / BEST).is_symlink() and os.readlink(checkpoints / BEST) in map(checkpoint_name, later):
         (checkpoints / BEST).unlink()  # the next save links the best remaining checkpoint
-    for other in later:  # newest first: after an interruption, no gap is between the remaining steps
+    for other in later:  # newest first, so that an interruption leaves no gap between the remaining steps
         (checkpoints / checkpoint_name(other)).rename(aside / checkpoint_name(other))
     sync_folder(aside)
     sync_folder(checkpoints)
@@ -181,7 +182,9 @@ class OpenRunFolder:
         self._advice = advice
 
     def __enter__(self) -> OpenRunFolder:
-        self._descriptor = os.open(self.path, os.O_RDONLY)  # an open folder keeps its inode number for itself
+        self._descriptor = os.open(
+            self.path, os.O_RDONLY
+        )  # while the folder is open, no other folder can get its inode number
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
@@ -205,9 +208,8 @@ class OpenRunFolder:
 
 
 def run_id(folder: Path) -> str:
-    """Return eight hexadecimal digits that tell a run from all others. They stay the same when the run resumes.
-
-    `folder`: run folder, which is locked."""
+    """Return eight hexadecimal digits that differ for every run, and stay the same when a run resumes. `folder`: run
+    folder, which is locked."""
     started = (folder / LOCK_FILE).stat().st_mtime_ns
     return hashlib.sha256(f"{folder.resolve()} {started}".encode()).hexdigest()[:8]
 
@@ -245,7 +247,7 @@ def _check_is_a_run(folder: Path, config: JobConfig) -> None:
     """Raise ConfigError if a folder is not a run folder.
 
     If a user deletes a run folder during the run, the run creates a few files again. Such a folder may lack config.json
-    and lock. It counts as a run folder, because all its files have names of a run's files.
+    and lock. This folder counts as a run folder, because all its files have names of a run's files.
     """
     has_others = any(entry.name.removesuffix(".tmp") not in (*_FOLDERS, *_FILES) for entry in folder.iterdir())
     if has_others and not any((folder / name).exists() for name in (CONFIG_FILE, LOCK_FILE)):
@@ -279,7 +281,7 @@ def _is_restart(folder: Path, config: JobConfig, attempt: Attempt) -> bool:
 def resumes(folder: Path, config: JobConfig, load: Load) -> bool:
     """Return True if the run resumes from a checkpoint in its own folder."""
     possible = config.checkpoint.enable and load != "none" and not _is_path(load)
-    return possible and bool(checkpoint_steps(checkpoint_folder(folder)))  # also if they are damaged
+    return possible and bool(checkpoint_steps(checkpoint_folder(folder)))  # damaged checkpoints count, too
 
 
 def _is_path(load: Load) -> bool:
@@ -369,7 +371,7 @@ def _lock(folder: Path, config: JobConfig, stack: ExitStack) -> None:
     except (BlockingIOError, PermissionError):
         raise _in_use_error(folder, config) from None
     if not os.path.samestat(os.fstat(descriptor), os.stat(folder / LOCK_FILE)):
-        raise _in_use_error(folder, config)  # another run has moved the folder away meanwhile
+        raise _in_use_error(folder, config)  # another run has just moved the folder away
 
 
 def _in_use_error(folder: Path, config: JobConfig) -> ConfigError:

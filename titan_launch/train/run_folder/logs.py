@@ -18,8 +18,8 @@ _PACKAGE = logging.getLogger("titan_launch")
 
 
 class _Lines(logging.Formatter):
-    """A formatter that escapes control characters and file names that are not UTF-8, and indents all lines of a message
-    after its first. Tracebacks are not indented."""
+    """A formatter that escapes control characters and file names that are not UTF-8. It indents all lines of a message
+    except the first. Tracebacks are not indented."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
         return marked(as_message(super().formatMessage(record)))
@@ -75,8 +75,8 @@ class LogFile(logging.Handler):
 
 @contextmanager
 def rank_log() -> Iterator[LogFile]:
-    """Send all messages of this process to a log file during the block, and also the error that ends the block. Yield
-    the handler, whose file is not yet open.
+    """Send all messages of this process, and the error that ends the block, to a log file during the block. Yield the
+    handler, whose file is not yet open.
 
     The error does not go to the console: `titan_launch.core.process` prints it once for all ranks.
     """
@@ -84,7 +84,7 @@ def rank_log() -> Iterator[LogFile]:
     level, propagate, raising = _PACKAGE.level, _PACKAGE.propagate, logging.raiseExceptions
     _PACKAGE.setLevel(logging.DEBUG)
     _PACKAGE.propagate = False
-    logging.raiseExceptions = False  # a closed pipe is reported once, by the next line on the console
+    logging.raiseExceptions = False  # of a closed pipe, only the next line on the console raises an error
     _PACKAGE.addHandler(file)
     try:
         with _warnings_logged_to(file):

@@ -34,7 +34,7 @@ LAUNCH_FILE = "launch.json"
 """Last launch that wrote to the folder."""
 
 ROLLED_BACK_FILE = "metrics.rolled_back.jsonl"
-"""Metrics of reports that a return to a checkpoint has undone."""
+"""Metrics of steps that a rollback to a checkpoint has undone."""
 
 AUDIT_FILE = "precision_audit.json"
 """Planned and observed dtypes of the first step."""
@@ -46,7 +46,7 @@ UNITS_FILE = "units.json"
 """Table of the FSDP2 units."""
 
 _SECTIONS = TypeAdapter(dict[str, dict[str, Any]])
-"""Type of a recorded configuration: tables by section. Every version of the launcher writes this type."""
+"""Type of `config.json` in every version of the launcher: tables by section."""
 
 
 def record_run(folder: Path, config: JobConfig, attempt: Attempt, stack: ExitStack) -> None:

@@ -53,7 +53,7 @@ from titan_launch.train.run_folder.records import CONFIG_FILE
 _log = logging.getLogger(__name__)
 
 NOTHING_SAVED = "nothing was saved (checkpoint.enable and checkpoint.save_last are false)"
-"""Clause of messages about a run without checkpoints."""
+"""Clause for messages about a run without checkpoints."""
 
 SAME_COMMAND = "run the same command again"
 """Advice for a run that resumes without further options."""
@@ -102,9 +102,9 @@ def load_or_begin(
     names, if any. Collective.
 
     `config`: the job as requested (`ResolvedJob.requested`). `store`: result of `open_store`. `adapters`: those of the
-    whole model. Raises ConfigError or UserError on all ranks in two cases. The checkpoint is missing, damaged or of
-    another model. The training data, or other files that this run depends on, have changed since the checkpoint was
-    saved, and `checkpoint.accept_changes` is false.
+    whole model. Raises ConfigError or UserError on all ranks if the checkpoint is missing, damaged or of another model.
+    Without `checkpoint.accept_changes`, also raises ConfigError if the training data, or other files that this run
+    depends on, have changed since the checkpoint was saved.
     """
     folder, selection = config.job.run_folder, Selection(config.checkpoint.exclude_from_loading)
     load = on_rank_0(lambda: effective_load(folder, config, attempt))
@@ -198,7 +198,7 @@ def _own_checkpoint(folder: Path, load: Load, url: str | None, store: Checkpoint
     """Return the checkpoint of the run folder that `load` selects; None if `load` is a path or `"none"`, or if the
     folder has no checkpoint. Collective.
 
-    For `"latest"`, damaged checkpoints that are newer than the result are renamed, and a newer one of `store` is
+    For `"latest"`, damaged checkpoints that are newer than the result are renamed, and a newer checkpoint in `store` is
     downloaded. Raises UserError if all checkpoints are damaged, and ConfigError if `load` is a step whose checkpoint
     cannot be loaded.
     """
