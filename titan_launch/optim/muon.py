@@ -92,8 +92,8 @@ def orthogonalized(matrices: Tensor, steps: int) -> Tensor:
     is_tall = given.shape[-2] > given.shape[-1]
     x = given.mT if is_tall else given
     x.div_(x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7))
-    # All steps use the same four buffers. They are row-major, because otherwise the last bits of a stack's results would
-    # differ from those of a single matrix.
+    # All steps use the same four buffers. They are row-major, because otherwise the last bits of the results of a stack
+    # would differ from those of a single matrix.
     results = x.new_empty(x.shape), given.reshape(x.shape)
     gram = x.new_empty(*x.shape[:-1], x.shape[-2])
     polynomial = torch.empty_like(gram)

@@ -251,9 +251,8 @@ def round_stochastically(draws: Sequence[Draw], targets: Sequence[Tensor], value
     """
     added = random_bits(draws)
     flat = joined(values)
-    flat.view(torch.int32).add_(added).bitwise_and_(
-        -(1 << _DROPPED_BITS)
-    )  # as an integer, a float grows away from zero
+    # A carry from the dropped bits into the kept bits rounds away from zero.
+    flat.view(torch.int32).add_(added).bitwise_and_(-(1 << _DROPPED_BITS))
     del added
     torch._foreach_copy_(list(targets), divided(flat.bfloat16(), [target.shape for target in targets]))
 
