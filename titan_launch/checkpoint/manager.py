@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from titan_launch import __version__
 from titan_launch.checkpoint.background import build_background
 from titan_launch.checkpoint.loading import EVERYTHING, load_state, newest_valid
-from titan_launch.checkpoint.manifest import Manifest, checkpoint_name, complete_steps
+from titan_launch.checkpoint.manifest import Manifest, Origin, checkpoint_name, complete_steps
 from titan_launch.checkpoint.retention import Retention, WriteRequest, Written
 from titan_launch.checkpoint.snapshot import shards_of
 from titan_launch.checkpoint.state import Progress, TrainingState
 from titan_launch.checkpoint.store import CheckpointStore
 from titan_launch.config.sections.checkpoint import CheckpointConfig
 from titan_launch.core.errors import RunError
-from titan_launch.core.fingerprint import Fingerprint
 from titan_launch.core.phantom import VERSION_KEY, is_phantom
 from titan_launch.distributed.collectives import on_rank_0_slowly, warn
 
@@ -31,19 +27,6 @@ _log = logging.getLogger(__name__)
 
 _SECONDS_AFTER_AN_ERROR = 60
 """Longest time that `close` waits for a save in flight, and for copies, after an error of the run."""
-
-
-@dataclass(frozen=True)
-class Origin:
-    """Facts about a run that the manifest of every checkpoint records. `Manifest` describes the fields."""
-
-    world_size: int
-    config_digest: str
-    gradient_accumulation: Mapping[str, Any]
-    activation_checkpoint: Mapping[str, Any]
-    data: Mapping[str, Fingerprint]
-    command: str
-    commit: str | None
 
 
 class CheckpointManager:

@@ -56,10 +56,9 @@ class Base:
 
 
 @dataclass(frozen=True)
-class Manifest:
-    """Facts about a checkpoint and about the run that saved it."""
+class Origin:
+    """Facts about the run that saved a checkpoint."""
 
-    step: int
     world_size: int
     config_digest: str
     """SHA-256 of the run's resolved configuration."""
@@ -74,18 +73,24 @@ class Manifest:
     """Fingerprints of the files that the run reads, by section: `data` (for a mixture `data.sources.0` and so on),
     `validation.data`, and the key of the loss that names a second model."""
 
-    base: Base | None
-    """The folder of `model.weights`. None if `model.weights` is not set, or if the folder cannot be read."""
-
-    versions: Mapping[str, str]
-    """Versions of torch and of the launcher, and `phantom.VERSION_KEY` if the run had a phantom GPU."""
-
     command: str
     """Command line that started the run."""
 
     commit: str | None
     """Commit of the git checkout in which the run started; it ends in `-dirty` if files had changed. None without a
     checkout."""
+
+
+@dataclass(frozen=True)
+class Manifest(Origin):
+    """Facts about a checkpoint and about the run that saved it."""
+
+    step: int
+    base: Base | None
+    """The folder of `model.weights`. None if `model.weights` is not set, or if the folder cannot be read."""
+
+    versions: Mapping[str, str]
+    """Versions of torch and of the launcher, and `phantom.VERSION_KEY` if the run had a phantom GPU."""
 
     validation_loss: float | None
     """Validation loss of this step. None if the run did not validate after this step."""

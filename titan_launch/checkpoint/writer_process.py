@@ -72,7 +72,7 @@ class WriterProcess:
             raise RuntimeError(f"the process that writes checkpoints has died (exit code {code})") from None
         if isinstance(answer, Written):
             return answer
-        raise answer.error()
+        raise answer
 
     def kill(self) -> None:
         """Kill the process, also during a save."""
@@ -98,17 +98,6 @@ class WriterAddress:
     port: int
     parent: int
     """Process id of the training process."""
-
-
-@dataclass(frozen=True)
-class _Failure:
-    """The answer of a writer process to a failed order, instead of `Written`."""
-
-    is_os_error: bool
-    text: str
-
-    def error(self) -> Exception:
-        return OSError(self.text) if self.is_os_error else RuntimeError(self.text)
 
 
 def _meeting_point() -> tuple[str, int, dist.Store | None]:
@@ -158,10 +147,10 @@ def serve(connection: Connection, address: WriterAddress) -> None:
                     _join(address)
                 connection.send(write(order.request, in_memory(order.slots, memory), None))
             except OSError as error:
-                connection.send(_Failure(True, str(error)))
+                connection.send(OSError(str(error)))
             except Exception as error:
                 text = str(error) if isinstance(error, RuntimeError) else traceback.format_exc()
-                connection.send(_Failure(False, text))
+                connection.send(RuntimeError(text))
     os._exit(0)  # see titan_launch.core.process.exit_process
 
 

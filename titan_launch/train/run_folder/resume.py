@@ -24,8 +24,8 @@ from titan_launch.checkpoint.loading import (
     load_state,
     newest_valid,
 )
-from titan_launch.checkpoint.manager import CheckpointManager, Origin
-from titan_launch.checkpoint.manifest import checkpoint_name, read_manifest
+from titan_launch.checkpoint.manager import CheckpointManager
+from titan_launch.checkpoint.manifest import Origin, checkpoint_name, read_manifest
 from titan_launch.checkpoint.state import Progress, TrainingState, Values
 from titan_launch.checkpoint.store import CheckpointStore
 from titan_launch.config.job import JobConfig
