@@ -136,13 +136,13 @@ def fit(run: Run) -> None:
     with scheduled_garbage_collection(run.config.training.gc_freq) as collect_garbage:
         run.control.agree()  # a signal may have arrived while the run was built
         while run.progress.step < last and not run.control.stop_signal and not has_ended_early(run):
-            result = train_one_step(run)
+            train_one_step(run)
             run.watchdog.enter("agreeing and reporting", run.progress.step)
             run.control.agree()
             due = due_now(run)
             if looks_for_skipped_steps(run, due) and act_on_skipped_steps(run):
                 continue  # the run has gone back to a checkpoint
-            scalars = report(run, result, due) if due.report else {}
+            scalars = report(run, due) if due.report else {}
             if is_saved(run, due):
                 save(run, compared_loss(scalars))
             elif run.checkpoints is not None:
@@ -273,7 +273,7 @@ def current_lr_factor(run: Run, step: int) -> float:
     return lr_factor(run.config.lr_scheduler, step, run.config.training.total_steps)
 
 
-def report(run: Run, result: StepResult, due: Due) -> dict[str, float]:
+def report(run: Run, due: Due) -> dict[str, float]:
     """Write the metrics of the step, and of all steps since the last report, to all sinks. Return the metrics by tag.
     Collective.
 
