@@ -100,7 +100,10 @@ class WeightEMA(Observer):
     def state_dict(self) -> dict[str, Any]:
         """Return the averages by the full names of the parameters. The average of a shared parameter appears under all
         its names. The average of a chunk is a `Shard`."""
-        return {name: self._placed(parameter) for parameter, names in self._names.items() for name in names}
+        averages: dict[nn.Parameter, Tensor | Shard] = {**self._averages}
+        if self._replicas is not None:
+            averages = {p: self._replicas.shard_of(p, chunk, tuple(p.shape)) for p, chunk in self._averages.items()}
+        return {name: averages[parameter] for parameter, names in self._names.items() for name in names}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -110,10 +113,6 @@ class WeightEMA(Observer):
             loaded = (state[name] for name in self._names[parameter] if name in state)
             value = next(loaded, self._source(parameter))
             local_tensor(average).copy_(value.local if isinstance(value, Shard) else local_tensor(value))
-
-    def _placed(self, parameter: nn.Parameter) -> Tensor | Shard:
-        average, replicas = self._averages[parameter], self._replicas
-        return average if replicas is None else replicas.shard_of(parameter, average, tuple(parameter.shape))
 
     def _source(self, parameter: nn.Parameter) -> Tensor:
         """Return this rank's values of a parameter: those of its master if there is one."""

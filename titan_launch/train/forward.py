@@ -64,9 +64,23 @@ def explain_forward(error: BaseException) -> ConfigError | None:
         return None
     # The inputs are read from the frame of the call, because another reference would keep them in memory for longer.
     call = frames[start][0].f_locals
-    inputs, loss = call["batch"].inputs, call["loss"]
-    unit: SampleUnit = "images" if inputs.is_floating_point() else "tokens"
-    return _explanation(error, frames[start:], call["model"], inputs, loss.contract(unit))
+    model, inputs, loss = call["model"], call["batch"].inputs, call["loss"]
+    user_frames = [(frame, line) for frame, line in frames[start:] if is_user_file(frame.f_code.co_filename)]
+    if isinstance(error, ConfigError) or not user_frames:
+        return None
+    frame, line = user_frames[-1]
+    location = f"{frame.f_code.co_filename}:{line}"
+    if str(error) == "index out of range in self":
+        return _missing_row(frames[-2][0], model, location)
+    message = str(error).partition("\n")[0]
+    failure = f"fails at {location} ({type(error).__name__}: {message})"
+    if isinstance(error, RuntimeError) and re.search("same device|expected device", message):
+        attribute = next(_plain_tensors(model, inputs.device), None)
+        return None if attribute is None else forward_error(f"{failure}; {attribute}")
+    text = linecache.getline(frame.f_code.co_filename, line)
+    if _misuses_inputs(error, frame, text, inputs) or _misses_arguments(error, frame, text, model):
+        return forward_error(failure, loss.contract("images" if inputs.is_floating_point() else "tokens"))
+    return None
 
 
 def find_output_layer(model: nn.Module, seq_len: int) -> str | None:
@@ -121,30 +135,6 @@ def check_embeddings(model: nn.Module, vocab_size: int) -> None:
         for path, module in root.named_modules():
             if isinstance(module, nn.Embedding) and class_without_adapter(module).forward is nn.Embedding.forward:
                 handles.append(module.register_forward_pre_hook(partial(compare, path), prepend=True))
-
-
-def _explanation(
-    error: Exception, frames: list[tuple[FrameType, int]], model: nn.Module, inputs: Tensor, contract: str
-) -> ConfigError | None:
-    """Return the ConfigError that replaces an error in a forward; None for an error with an unknown cause. Three causes
-    are known: wrong use of the arguments, an embedding with too few rows, and a tensor on another device that is a
-    plain attribute of a module."""
-    user_frames = [(frame, line) for frame, line in frames if is_user_file(frame.f_code.co_filename)]
-    if isinstance(error, ConfigError) or not user_frames:
-        return None
-    frame, line = user_frames[-1]
-    location = f"{frame.f_code.co_filename}:{line}"
-    if str(error) == "index out of range in self":
-        return _missing_row(frames[-2][0], model, location)
-    message = str(error).partition("\n")[0]
-    failure = f"fails at {location} ({type(error).__name__}: {message})"
-    if isinstance(error, RuntimeError) and re.search("same device|expected device", message):
-        attribute = next(_plain_tensors(model, inputs.device), None)
-        return None if attribute is None else forward_error(f"{failure}; {attribute}")
-    text = linecache.getline(frame.f_code.co_filename, line)
-    if _misuses_inputs(error, frame, text, inputs) or _misses_arguments(error, frame, text, model):
-        return forward_error(failure, contract)
-    return None
 
 
 def _plain_tensors(model: nn.Module, device: torch.device) -> Iterator[str]:

@@ -83,7 +83,9 @@ def build_on_all_ranks(config: JobConfig, ranks: Ranks) -> BuiltModel:
         built = build_job_model(config, HostBuild(config.training.seed, _free_bytes(), on_meta))
         if isinstance(built.initializer, HostValues) and not is_owner:
             built = replace(built, initializer=built.initializer.owned_by(owner))
-        return _Identity.of(built, owner, is_owner and compares_values)
+        tensors, values = _described(built, is_owner and compares_values)
+        digests = digest_of(tensors), attributes_digest(built.module)
+        return _Identity(owner, digests, digest_of(values) if values else "")
 
     def build_first() -> _Identity:
         if is_owner:
@@ -133,12 +135,6 @@ class _Identity:
 
     values: str = ""
     """Digest of the values; empty on ranks that do not compare them."""
-
-    @classmethod
-    def of(cls, built: BuiltModel, owner: int, with_values: bool) -> _Identity:
-        """Return the digests of a module."""
-        tensors, values = _described(built, with_values)
-        return cls(owner, (digest_of(tensors), attributes_digest(built.module)), digest_of(values) if values else "")
 
     def differs_from(self, first: _Identity) -> bool:
         """Return True if this rank and rank 0 would train different models. Attributes that are not tensors are not
