@@ -64,7 +64,8 @@ class TraceProcess:
             env=_environment(None if trial is None else trial[1]),
             start_new_session=True,  # signals to the run's process group do not reach the planner
         )
-        stack.callback(self._end)
+        stack.callback(self._process.wait)
+        stack.callback(self._process.kill)  # is called first
 
     @property
     def is_running(self) -> bool:
@@ -107,10 +108,6 @@ class TraceProcess:
             return False
         self.result()
         return True
-
-    def _end(self) -> None:
-        self._process.kill()
-        self._process.wait()
 
 
 def _describe_end(status: int) -> str:

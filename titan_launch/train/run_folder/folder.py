@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from datetime import datetime
 from pathlib import Path
-from types import TracebackType
 
 from titan_launch.checkpoint.manifest import checkpoint_name, checkpoint_steps, complete_steps
 from titan_launch.checkpoint.retention import BEST, LATEST, point
@@ -187,7 +186,7 @@ class OpenRunFolder:
         )  # while the folder is open, no other folder can get its inode number
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         try:
             if isinstance(error, OSError):
                 self.check()

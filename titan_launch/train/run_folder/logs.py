@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import sys
 import warnings
@@ -28,7 +29,7 @@ class _Lines(logging.Formatter):
         return marked(printable(super().formatException(*args)))
 
 
-class LogFile(logging.Handler):
+class LogFile(logging.StreamHandler[TextIO]):
     """Log file of a rank: all messages of the launcher and all warnings of Python, with time and level.
 
     Messages before `open` are stored, and `open` writes them. Every line is flushed, so a killed process loses none. On
@@ -36,41 +37,26 @@ class LogFile(logging.Handler):
     """
 
     def __init__(self) -> None:
-        super().__init__(logging.DEBUG)
+        super().__init__(io.StringIO())
         self.setFormatter(_Lines("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-        self._early: list[str] = []
-        self._file: TextIO | None = None
 
     def open(self, path: Path) -> None:
         """Create the file and write the stored messages. Raises OSError."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self.acquire()
         try:
-            self._file = path.open("x", encoding="utf-8")
-            self._file.write("".join(self._early))
-            self._file.flush()
-            self._early.clear()
+            early, self.stream = self.stream, path.open("x", encoding="utf-8")
+            assert isinstance(early, io.StringIO)
+            self.stream.write(early.getvalue())
+            self.flush()
         finally:
             self.release()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Write a message, or store it before `open`."""
-        try:
-            line = self.format(record) + "\n"
-            if self._file is None:
-                self._early.append(line)
-            else:
-                self._file.write(line)
-                self._file.flush()
-        except Exception:  # a message that cannot be written must not end a run
-            self.handleError(record)
 
     def close(self) -> None:
         """Close the file."""
         super().close()
-        if self._file is not None:
-            with suppress(OSError):  # a full disk
-                self._file.close()
+        with suppress(OSError):  # a full disk
+            self.stream.close()
 
 
 @contextmanager

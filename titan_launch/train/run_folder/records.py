@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -64,7 +63,7 @@ def record_run(folder: Path, config: JobConfig, attempt: Attempt, stack: ExitSta
         _log.info("changed since the run began: %s", describe_difference(difference))
     replace_text(folder / CONFIG_FILE, dump_job(config))
 
-    def end(_: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
+    def end(_: object, error: BaseException | None, __: object) -> None:
         if error is None or (isinstance(error, Stopped) and error.status != RESTART_STATUS):
             with suppress(OSError):  # a full disk must not fail a finished run
                 replace_text(folder / LAUNCH_FILE, replace(launch, has_ended=True).to_json())
