@@ -83,9 +83,7 @@ def build_run(config: JobConfig, ranks: Ranks, stack: ExitStack, process: Surrou
     job, built = resolve_job(config, ranks, this_attempt())
     config = job.config
     log_job(job, process.locate_key)
-    on_rank_0(
-        lambda: bool(import_sinks(config.metrics))
-    )  # raises an error for a missing package before memory is allocated
+    on_rank_0(lambda: bool(import_sinks(config.metrics)))  # raises the errors of a missing package early
     store = open_store(job.requested, job.attempt)
     refusals = use_kernels(config, built, job.plan, job.layout, ranks.device, stack)
     stack.enter_context(cache_folder(config.compile))
@@ -136,8 +134,7 @@ def build_run(config: JobConfig, ranks: Ranks, stack: ExitStack, process: Surrou
     job = resolve_steps(job, data, progress)
     config = job.config
     on_rank_0(lambda: record_run(folder.path, job.requested, job.attempt, stack))
-    units = describe_units(job.plan, job.layout, process.locate_key)
-    on_rank_0(lambda: record_table(folder.path / UNITS_FILE, units))
+    on_rank_0(lambda: record_table(folder.path / UNITS_FILE, describe_units(job.plan, job.layout, process.locate_key)))
     on_rank_0(lambda: record_proof(folder.path, certificate))
     memory_check = MemoryCheck(config, job.layout, job.hardware, stack) if ranks.is_rank_0 else None
     log_run(job, ranks.device, memory_check, data, folder.path, certificate)
