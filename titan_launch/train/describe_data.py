@@ -55,11 +55,12 @@ def describe_data(config: JobConfig, layout: Layout, num_samples: int) -> dict[s
             described["share"], described["epochs"] = data.order.progress(consumed)[described["name"]]
         elif not isinstance(source, StreamSource):
             described["epochs"] = consumed / len(source)
+    # A stream has no epochs, so it gets no warning.
     report["warnings"] = [
         warning
         for source in (report["sources"] if training.epochs is None else [])
         if (warning := too_many_epochs(steps, source.get("epochs", 0), source.get("samples", 0), source["name"]))
-    ]  # a stream has no epochs
+    ]
     if config.validation.data is not None and data.validation is not None:
         for described in _sources("validation.data", config.validation.data, data.validation, tokenizer):
             used = len(data.validation_parts[described["name"]])
