@@ -156,10 +156,8 @@ def read_index(folder: Path) -> Index:
 
 def _is_possible(tensor: IndexedTensor, file_sizes: Mapping[str, int]) -> bool:
     """Return True if the entry of a tensor is possible: PyTorch has the dtype. All parts lie within the tensor, begin
-    at different offsets, and together have as many elements as the tensor. All records lie within files.
-
-    `file_sizes`: bytes of the files in the checkpoint's folder.
-    """
+    at different offsets, and together have as many elements as the tensor. All records lie within files. `file_sizes`:
+    bytes of the files in the checkpoint's folder."""
     if not isinstance(vars(torch).get(tensor.dtype), torch.dtype):
         return False
     for chunk in tensor.chunks:

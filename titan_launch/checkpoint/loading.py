@@ -247,11 +247,8 @@ def _load(checkpoint: Path, state: TrainingState, selection: Selection) -> None:
 
 def _omitted(checkpoint: Path, state: TrainingState, missing: Collection[str], selection: Selection) -> Collection[str]:
     """Return the names in `missing` that the checkpoint omits on purpose, without those that `selection` excludes. The
-    values of these tensors are in the folder that the checkpoint's manifest names. Collective.
-
-    `missing`: names of all tensors that the checkpoint lacks. Raises ConfigError if `model.weights` does not name the
-    same folder.
-    """
+    values of these tensors are in the folder that the checkpoint's manifest names. Collective. `missing`: names of all
+    tensors that the checkpoint lacks. Raises ConfigError if `model.weights` does not name the same folder."""
     base = read_manifest(checkpoint).base
     missing = [name for name in missing if selection.takes_tensor(name)]
     if base is None or not base.omitted or not missing or state.base is None:

@@ -47,10 +47,8 @@ class CheckpointManager:
         device: torch.device,
     ):
         """Create the manager, and the writer for `checkpoint.async_mode`. Without `checkpoint.enable`, the writer is
-        that of `disabled`. Collective.
-
-        `folder`: folder of all checkpoints. `progress`: the same object as the part `progress` of `state`.
-        """
+        that of `disabled`. Collective. `folder`: folder of all checkpoints. `progress`: the same object as the part
+        `progress` of `state`."""
         self._folder = folder
         self._state = state
         self._progress = progress

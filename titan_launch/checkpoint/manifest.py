@@ -171,10 +171,8 @@ def read_manifest(folder: Path) -> Manifest:
 
 def check(folder: Path, share: slice = slice(None)) -> Manifest:
     """Check the sizes of all files of a checkpoint, and the checksums of the files in `share`. Return the manifest.
-
     `share`: slice of the sorted file names; by default all files. Raises DamagedCheckpointError if a check fails, and
-    OSError if the size of a file cannot be read.
-    """
+    OSError if the size of a file cannot be read."""
     manifest = read_manifest(folder)
     for name, record in manifest.files.items():
         path = folder / name

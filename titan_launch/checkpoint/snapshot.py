@@ -29,10 +29,8 @@ _log = logging.getLogger(__name__)
 @contextmanager
 def page_locked(memory: Tensor, device: torch.device) -> Iterator[None]:
     """Page-lock host memory until the end of the block, by registering it with CUDA. Do nothing if the device is a CPU.
-
     `memory` may be shared memory of any size. (PyTorch's own allocator of pinned memory rounds sizes up to a power of
-    two.) If CUDA cannot page-lock the memory, log a warning. Copies to the memory are then slower.
-    """
+    two.) If CUDA cannot page-lock the memory, log a warning. Copies to the memory are then slower."""
     portable = 1  # cudaHostRegisterPortable: the memory counts as page-locked in the CUDA contexts of all devices
     is_locked = device.type == "cuda" and _succeeds(
         lambda cudart: cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, portable),

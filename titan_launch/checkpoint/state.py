@@ -102,11 +102,8 @@ class ModelAndOptimizer:
 
     def targets(self, tensors: Collection[str], updated: Collection[str]) -> dict[str, Any]:
         """Return tensors into which a checkpoint is read, in dicts like those of `state_dict`. The current optimizer
-        state is dropped.
-
-        `tensors`: names of the model's tensors to read. `updated`: names of the parameters whose optimizer state is
-        read.
-        """
+        state is dropped. `tensors`: names of the model's tensors to read. `updated`: names of the parameters whose
+        optimizer state is read."""
         from torch.distributed.checkpoint.state_dict import get_state_dict
 
         self._optimizer.state.clear()  # get_state_dict then creates the state of all parameters
@@ -179,11 +176,9 @@ class BaseWeights(Protocol):
         """The facts about the folder for a manifest; None without a folder."""
 
     def find(self, checkpoint: Path, base: Base, names: Collection[str]) -> Collection[str]:
-        """Return the names in `names` for which the folder has values. Collective.
-
-        `names`: tensors of the model that `checkpoint` lacks. `base`: the folder that the checkpoint's manifest names.
-        Raises ConfigError if `model.weights` is not set, cannot be read, or has other content than `base`.
-        """
+        """Return the names in `names` for which the folder has values. Collective. `names`: tensors of the model that
+        `checkpoint` lacks. `base`: the folder that the checkpoint's manifest names. Raises ConfigError if
+        `model.weights` is not set, cannot be read, or has other content than `base`."""
 
     def read(self, missing: Collection[str]) -> None:
         """Read the parameters `missing` from the folder, unless they have been read before. Collective.

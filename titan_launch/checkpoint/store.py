@@ -40,11 +40,9 @@ class CheckpointStore:
     """
 
     def __init__(self, config: CheckpointConfig, name: str, folder: Path, record: Path):
-        """Connect to the store, and test the right to write, read and delete. Raises the errors of `_error`.
-
-        `name`: name of the run. `folder`: folder of the run's checkpoints. `record`: the run's `config.json`, which is
-        copied too.
-        """
+        """Connect to the store, and test the right to write, read and delete. Raises the errors of `_error`. `name`:
+        name of the run. `folder`: folder of the run's checkpoints. `record`: the run's `config.json`, which is copied
+        too."""
         assert config.store is not None
         self.url = f"{config.store.rstrip('/')}/{name}"
         self._value, self._folder, self._record = config.store, folder, record

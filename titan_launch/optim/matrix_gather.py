@@ -146,11 +146,8 @@ class MatrixGather:
 
     def _all_to_all(self, sent: Tensor, parts: Sequence[torch.Size], received: Sequence[torch.Size]) -> Tensor:
         """Send the i-th part of a flat tensor to the i-th rank. Return the parts that this rank receives, in one flat
-        tensor.
-
-        `parts`: shapes of the sent parts. `received`: shapes of the parts from each rank. Both lists may be shorter
-        than the group: the missing ranks exchange no elements.
-        """
+        tensor. `parts`: shapes of the sent parts. `received`: shapes of the parts from each rank. Both lists may be
+        shorter than the group: the missing ranks exchange no elements."""
         output = self._empty(received)
         dist.all_to_all_single(output, sent, self._counts(received), self._counts(parts), group=self._group)
         return output

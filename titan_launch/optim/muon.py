@@ -36,11 +36,8 @@ class Matrix(NamedTuple):
 
 def update_muon(groups: Sequence[ShardGroup], config: OptimizerConfig, applied: Tensor) -> None:
     """Update all groups. Collective over the ranks that share the matrices. `groups` must have the same order on all
-    ranks.
-
-    `applied`: a scalar on the device that is 1, or 0 for a skipped step, whose gradients must be 0. The host does not
-    wait for the device, except with CPU offload.
-    """
+    ranks. `applied`: a scalar on the device that is 1, or 0 for a skipped step, whose gradients must be 0. The host
+    does not wait for the device, except with CPU offload."""
     for group in groups:
         count_step(group.shards, applied)
     matrices = [Matrix(shard, group.lr, group.weight_decay) for group in groups for shard in group.shards]

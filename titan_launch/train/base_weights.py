@@ -51,11 +51,8 @@ class RunBase:
 
     def begin_adapters(self, adapters: Sequence[Adapter], config: LoRAConfig) -> None:
         """Copy the values in the folder `lora.adapter` into the adapters; collective. Each rank reads the adapters of
-        its pipeline stage, and keeps its shards.
-
-        `adapters`: the adapters of the whole model. Raises ConfigError, on all ranks alike, if the folder cannot be
-        read, or if its adapters do not fit the job.
-        """
+        its pipeline stage, and keeps its shards. `adapters`: the adapters of the whole model. Raises ConfigError, on
+        all ranks alike, if the folder cannot be read, or if its adapters do not fit the job."""
         assert config.adapter is not None
         path = Path(config.adapter)
 

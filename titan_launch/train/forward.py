@@ -85,11 +85,8 @@ def explain_forward(error: BaseException) -> ConfigError | None:
 
 def find_output_layer(model: nn.Module, seq_len: int) -> str | None:
     """Return the path of the output layer of a model of token ids: the `nn.Linear` whose unchanged output is the
-    logits.
-
-    `model` is on the meta device and not wrapped. A copy of the model runs one sequence. Return None if there is no
-    such layer, if it runs more than once, or if the model does not run on the meta device.
-    """
+    logits. `model` is on the meta device and not wrapped. A copy of the model runs one sequence. Return None if there
+    is no such layer, if it runs more than once, or if the model does not run on the meta device."""
     copied, ran = copy.deepcopy(model), list[tuple[str, Tensor]]()
     for path, module in copied.named_modules():
         if not isinstance(module, nn.Linear):

@@ -166,10 +166,8 @@ def set_precision(kernels: KernelsConfig) -> None:
 
 def without_unsafe_cudnn(wanted: str, order: tuple[str, ...], version: int | None) -> tuple[str, ...]:
     """Return `order` without cuDNN if this version of cuDNN must not compute attention. If `wanted` is "auto", log the
-    reason. Raises ConfigError if `wanted` is "cudnn".
-
-    `version`: result of `torch.backends.cudnn.version()`; None without cuDNN.
-    """
+    reason. Raises ConfigError if `wanted` is "cudnn". `version`: result of `torch.backends.cudnn.version()`; None
+    without cuDNN."""
     if version is None or version >= _SAFE_CUDNN:
         return order
     unsafe = (

@@ -180,11 +180,9 @@ def looks_for_skipped_steps(run: Run, due: Due) -> bool:
 
 
 def ending(run: Run) -> str:
-    """Return a text that says how the run ended. Collective if early stopping has ended the run.
-
-    Raises Stopped if all ranks will restart for a new host, or if a signal ended the run after a step of this process
-    and no checkpoint is saved.
-    """
+    """Return a text that says how the run ended. Collective if early stopping has ended the run. Raises Stopped if all
+    ranks will restart for a new host, or if a signal ended the run after a step of this process and no checkpoint is
+    saved."""
     step, last, number = run.progress.step, run.config.training.total_steps, run.control.stop_signal
     if has_ended_early(run):
         return early_ending(run)
@@ -350,11 +348,8 @@ def warn_of_collapse(run: Run, scalars: Mapping[str, float]) -> None:
 
 def pool_statistics(run: Run, purpose: str, temporarily: bool) -> dict[str, float]:
     """Pool BatchNorm's running statistics over all ranks that have the same parameters. Collective. Return the
-    `batchnorm/*` metrics by tag; an empty dict without BatchNorm, or without other such ranks.
-
-    `purpose`: name of the pause of training to which the time counts. `temporarily`: True if `save` restores each
-    rank's own statistics.
-    """
+    `batchnorm/*` metrics by tag; an empty dict without BatchNorm, or without other such ranks. `purpose`: name of the
+    pause of training to which the time counts. `temporarily`: True if `save` restores each rank's own statistics."""
     with run.observers.meter.paused(purpose):
         divergence = run.step.statistics.pool(run.mesh.data_group, temporarily=temporarily)
         if run.mesh.pipeline_group is not None:
@@ -398,11 +393,8 @@ def validated(run: Run) -> dict[str, float]:
 
 def save(run: Run, validation_loss: float | None = None) -> None:
     """Begin a checkpoint of the last finished step, and restore running statistics that were pooled temporarily.
-    Collective. Call this function after `report`, which pools running statistics.
-
-    `validation_loss`: validation loss of the step; None without a validation. The time for which training waits does
-    not count as training time.
-    """
+    Collective. Call this function after `report`, which pools running statistics. `validation_loss`: validation loss of
+    the step; None without a validation. The time for which training waits does not count as training time."""
     assert run.checkpoints is not None
     run.output.clear_progress()
     run.watchdog.enter("saving a checkpoint", run.progress.step, is_slow=True)

@@ -93,10 +93,8 @@ class MemoryCheck:
 
     def scalars(self, measured_gib: float | None) -> dict[str, float]:
         """Return the predicted memory by tag; an empty dict if there is no prediction yet. This method never waits.
-
         `measured_gib`: measured peak memory in GiB, without validations and checkpoints; None if not measured. The
-        first measured peak is compared with the prediction, and a large difference is logged as a warning.
-        """
+        first measured peak is compared with the prediction, and a large difference is logged as a warning."""
         self._read_trace()
         if self._measured_gib is None:
             self._measured_gib = measured_gib

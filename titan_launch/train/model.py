@@ -43,11 +43,9 @@ _log = logging.getLogger(__name__)
 
 
 def build_job_model(config: JobConfig, host: HostBuild | None = None) -> BuiltModel:
-    """Build the model of a job on the meta device, with frozen parameters as `[training]` sets them.
-
-    `host`: see `build_model`. `requires_grad` is False only for parameters that are never trained. Raises ConfigError
-    as `build_model` does, and for globs of `[training]` that match no parameter.
-    """
+    """Build the model of a job on the meta device, with frozen parameters as `[training]` sets them. `host`: see
+    `build_model`. `requires_grad` is False only for parameters that are never trained. Raises ConfigError as
+    `build_model` does, and for globs of `[training]` that match no parameter."""
     built = build_model(config.model, config.training.seq_len, host, config.lora)
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in built.module.named_parameters(remove_duplicate=False):

@@ -69,10 +69,8 @@ class MicrobatchesInTurn:
 
     def __call__(self, microbatches: list[Batch], loss: Loss, num_items: Callable[[], Tensor]) -> Tensor:
         """Compute the gradients of all microbatches. Return this rank's part of the step's sums (`Loss.sums`).
-
         `num_items` returns the number of the step's items over all ranks. This method calls `num_items` after each
-        forward.
-        """
+        forward."""
         sums = torch.zeros(loss.num_sums, device=self._device)
         if loss.prepares_steps:
             self.timeline.group("before the microbatches")

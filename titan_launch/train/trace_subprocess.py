@@ -42,11 +42,9 @@ class TraceProcess:
         trial: tuple[int, torch.device] | None = None,
         advises: bool = False,
     ):
-        """Start the process. Closing `stack` ends the process and removes its files.
-
-        `trial`: rank and device of a trial (`trace.trial`), which the process runs after the plan; None for no trial.
-        `advises`: True if the plan also names changes that save memory.
-        """
+        """Start the process. Closing `stack` ends the process and removes its files. `trial`: rank and device of a
+        trial (`trace.trial`), which the process runs after the plan; None for no trial. `advises`: True if the plan
+        also names changes that save memory."""
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="titan-launch-plan-", dir=rank_folder())))
         self._job = folder / "job.json"
         self._job.write_text(dump_job(with_hardware(config, hardware)))

@@ -30,10 +30,8 @@ _CAUSES = "Usual causes: optimizer.lr too high, training.max_norm = 0, a precisi
 
 def act_on_skipped_steps(run: Run) -> bool:
     """Record and count the steps skipped since the last call. If the job allows no further skipped step, stop the run
-    or go back to a checkpoint. Return True if the run went back to a checkpoint.
-
-    Raises RunError if the run stops. The host waits for the device. Collective if a step was skipped.
-    """
+    or go back to a checkpoint. Return True if the run went back to a checkpoint. Raises RunError if the run stops. The
+    host waits for the device. Collective if a step was skipped."""
     new_steps = run.step.guard.pop_skipped_steps(run.progress.step)
     if not new_steps.steps:
         return False

@@ -86,11 +86,9 @@ class StepGuard:
 
     @torch.no_grad()
     def check(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
-        """Return 1 if all ranks must skip this step, else 0, as a scalar on the device. Collective.
-
-        `loss`: this rank's part of the loss. `grad_norm`: norm of the gradient of all parameters, equal on all ranks of
-        one replica of the model. Both are scalars.
-        """
+        """Return 1 if all ranks must skip this step, else 0, as a scalar on the device. Collective. `loss`: this rank's
+        part of the loss. `grad_norm`: norm of the gradient of all parameters, equal on all ranks of one replica of the
+        model. Both are scalars."""
         is_finite = torch.isfinite(loss + grad_norm)
         summed = torch.stack([(~is_finite).double(), loss.double(), grad_norm.double() / dist.get_world_size()])
         dist.all_reduce(summed)

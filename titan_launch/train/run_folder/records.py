@@ -99,10 +99,7 @@ def table_of(config: JobConfig) -> dict[str, Any]:
 def recorded_table(folder: Path, config: JobConfig) -> dict[str, Any] | None:
     """Return the configuration in the `config.json` of a run folder; None without that file. A key that the file lacks
     gets its default. If the file is no longer a valid job, for example because this version has fewer keys, its content
-    is returned unchanged.
-
-    Raises ConfigError if the file cannot be read, or is not a configuration.
-    """
+    is returned unchanged. Raises ConfigError if the file cannot be read, or is not a configuration."""
     path = folder / CONFIG_FILE
     with damage_explained(path, f"move {folder} away", config):
         try:
