@@ -155,9 +155,9 @@ def read_index(folder: Path) -> Index:
 
 
 def _is_possible(tensor: IndexedTensor, file_sizes: Mapping[str, int]) -> bool:
-    """Return True if the entry of a tensor is possible: PyTorch has the dtype. All parts lie within the tensor, begin
-    at different offsets, and together have as many elements as the tensor. All records lie within files. `file_sizes`:
-    bytes of the files in the checkpoint's folder."""
+    """Return True if the entry of a tensor is possible. PyTorch must have the dtype. All parts must lie within the
+    tensor, begin at different offsets, and together have as many elements as the tensor. All records must lie within
+    files. `file_sizes`: bytes of the files in the checkpoint's folder."""
     if not isinstance(vars(torch).get(tensor.dtype), torch.dtype):
         return False
     for chunk in tensor.chunks:
@@ -235,7 +235,7 @@ class IndexReader(FileSystemReader):
 
 
 class ShardPlanner(DefaultLoadPlanner):
-    """DCP's load planner, extended so that a plain tensor to fill may be a part of a saved tensor."""
+    """DCP's load planner, which can also read a part of a saved tensor into a plain tensor."""
 
     def __init__(self, places: Mapping[str, Shard]):
         """`places`: the tensors to fill that are parts of saved tensors, by full name."""

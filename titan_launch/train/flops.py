@@ -152,7 +152,7 @@ def _counted_kernels() -> Iterator[None]:
         stack.enter_context(loggers_silenced("titan_launch.loss.build"))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
-        stack.enter_context(generators_seeded(0))  # drawing random numbers here does not change those of the run
+        stack.enter_context(generators_seeded(0))  # the run's random numbers stay the same
         stack.enter_context(grouped_products_have_shapes())
         stack.enter_context(replaced(F, "scaled_dot_product_attention", _attention))
         stack.enter_context(replaced(attention, "causal_attention", lambda q, k, v, *_: _attention(q, k, v)))

@@ -82,9 +82,9 @@ class Due:
     statistics on all ranks."""
 
     restore_statistics: bool
-    """Restore each rank's own running statistics after the save, for which `pool` has averaged them. Due after a
-    checkpoint that is due only because of time or a signal, if the step has no regular validation. Such a checkpoint
-    must not change later steps."""
+    """Restore each rank's own running statistics after the save, for which `pool` has averaged them. Due if only time
+    or a signal is the reason for the checkpoint, and the step has no regular validation. Such a checkpoint must not
+    change later steps."""
 
 
 def due_after_step(config: JobConfig, step: int, first_step: int, stop_signal: int, save_is_due: bool) -> Due:
@@ -154,9 +154,8 @@ def fit(run: Run) -> None:
     run.watchdog.enter("ending", run.progress.step, is_slow=True)
     if run.checkpoints is not None:
         with run.observers.meter.paused("checkpoint"):
-            run.checkpoints.finish(
-                copies=run.control.stop_signal != RESTART_SIGNAL
-            )  # before a restart, the next start copies
+            # After a restart, the next start copies the checkpoints to `checkpoint.store`.
+            run.checkpoints.finish(copies=run.control.stop_signal != RESTART_SIGNAL)
     if pauses := run.observers.meter.late_pauses():
         run.output.write(run.progress.step, pauses)
     run.output.clear_progress()

@@ -77,9 +77,8 @@ class TraceProcess:
         if status == 0:
             self._output.seek(0)
             lines = self._output.read().splitlines()
-            start = max(
-                index for index, line in enumerate(lines) if line == "{"
-            )  # modules of the user may have printed lines before
+            # Modules of the user may have printed other lines before the plan.
+            start = max(index for index, line in enumerate(lines) if line == "{")
             plan: dict[str, Any] = json.loads("\n".join(lines[start:]))
             return plan
         self._errors.seek(0)

@@ -29,7 +29,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.signal = 0
-        """Number of the first signal, or 0."""
+        """Number of the first signal; 0 before a signal arrives."""
 
         self._is_built = threading.Event()
 

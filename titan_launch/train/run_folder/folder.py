@@ -181,9 +181,8 @@ class OpenRunFolder:
         self._advice = advice
 
     def __enter__(self) -> OpenRunFolder:
-        self._descriptor = os.open(
-            self.path, os.O_RDONLY
-        )  # while the folder is open, no other folder can get its inode number
+        # While the folder is open, no other folder can get its inode number.
+        self._descriptor = os.open(self.path, os.O_RDONLY)
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
