@@ -141,9 +141,9 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 def read_manifest(folder: Path) -> Manifest:
     """Return the manifest of a checkpoint's folder. Raises DamagedCheckpointError for a missing or invalid manifest.
 
-    A manifest is also invalid if it names a file outside of the folder, or if the name of the folder has another step,
-    because such a folder is a copy. In a process without a phantom GPU, the checkpoint of a run on a phantom GPU is
-    invalid, too.
+    A manifest is also invalid if it names a file outside of the folder. It is invalid, too, if the name of the folder
+    has another step, because such a folder is a copy. In a process without a phantom GPU, the checkpoint of a run on a
+    phantom GPU is invalid, too.
     """
     try:
         content = read_regular(folder / MANIFEST_FILE, MOST_BYTES)

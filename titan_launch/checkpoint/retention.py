@@ -21,8 +21,8 @@ LATEST, BEST = "latest", "best"
 """Names of the links to the newest checkpoint, and to the checkpoint with the lowest validation loss."""
 
 TEMPORARY = ".tmp"
-"""Suffix of the names of folders that are being written or deleted, and of a new link that has not replaced the old
-link yet."""
+"""Suffix of the names of folders during their creation or deletion, and of a new link before it replaces the old
+one."""
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,7 @@ def check_param_groups(model: nn.Module, config: OptimizerConfig, head: Collecti
 
 
 def _without_matrices(model: nn.Module, config: OptimizerConfig, head: Collection[str]) -> Iterator[Problem]:
-    """Yield a problem if `optimizer.name` is an algorithm for matrices, but the model has no matrix for it or the
+    """Yield a problem if `optimizer.name` is an algorithm for matrices, and the model has no matrix for it, or its
     output layer is unknown."""
     for_others = ALGORITHMS[config.name].for_others
     if for_others is None:

@@ -83,9 +83,9 @@ class EarlyStopping:
         """Load saved numbers. Collective. Raises ValueError for invalid numbers.
 
         In two cases the checkpoint has no numbers of this run: it was saved without `validation.patience`, or it
-        belongs to another run and this run's folder has no checkpoints. In both cases, the lowest loss is that of the
-        checkpoints in this run's folder up to the current step, and the number of validations without an improvement is
-        0.
+        belongs to another run and this run's folder has no checkpoints. In both cases, the number of validations
+        without an improvement is 0. The lowest loss is that of the checkpoints in this run's folder up to the current
+        step.
         """
         saved = on_rank_0(lambda: validation_losses(self._folder))
         if saved and state.keys() == self.state_dict().keys():

@@ -227,8 +227,8 @@ def _either(first: Obstacle, second: Obstacle) -> Obstacle:
 def _check_on(
     device: torch.device, built: BuiltModel, layout: Layout, dtype: str, seq_len: int, pads_values: bool
 ) -> Obstacle:
-    """Return a function that takes the name of a backend, and returns why the backend refuses the model's attention, or
-    None. The function makes one call of attention with the shapes of a rank. `pads_values`: as in `ScoreOptions`."""
+    """Return an `Obstacle` for the model's attention. This function makes one call of attention with the shapes of a
+    rank. `pads_values`: as in `ScoreOptions`."""
     heads = built.attention
     assert heads is not None
     tokens, (width, value_width) = seq_len // layout.context, heads.widths(pads_values)

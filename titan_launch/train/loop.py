@@ -154,7 +154,7 @@ def fit(run: Run) -> None:
     run.watchdog.enter("ending", run.progress.step, is_slow=True)
     if run.checkpoints is not None:
         with run.observers.meter.paused("checkpoint"):
-            # After a restart, the next start copies the checkpoints to `checkpoint.store`.
+            # Before a restart, do not wait for copies to `checkpoint.store`, because the next start makes them.
             run.checkpoints.finish(copies=run.control.stop_signal != RESTART_SIGNAL)
     if pauses := run.observers.meter.late_pauses():
         run.output.write(run.progress.step, pauses)
@@ -180,8 +180,8 @@ def looks_for_skipped_steps(run: Run, due: Due) -> bool:
 
 def ending(run: Run) -> str:
     """Return a text that says how the run ended. Collective if early stopping has ended the run. Raises Stopped if all
-    ranks will restart for a new host, or if a signal ended the run after a step of this process and no checkpoint is
-    saved."""
+    ranks will restart for a new host. Also raises Stopped if a signal ended the run after a step of this process, and
+    no checkpoint is saved."""
     step, last, number = run.progress.step, run.config.training.total_steps, run.control.stop_signal
     if has_ended_early(run):
         return early_ending(run)

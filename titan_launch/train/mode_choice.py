@@ -44,9 +44,9 @@ from titan_launch.train.trace_subprocess import TraceProcess
 
 
 def inspect_model(config: JobConfig, built: BuiltModel) -> Inventory:
-    """Return the table of a model's modules. Raises ConfigError for a forward with the wrong arguments, and for a model
-    whose classes do not support the job's packed documents, BatchNorm statistics, tensor parallelism or context
-    parallelism."""
+    """Return the table of a model's modules. Raises ConfigError for a forward with the wrong arguments. Also raises
+    ConfigError if the model does not support the job's packed documents, BatchNorm statistics, tensor parallelism or
+    context parallelism."""
     check_signature(built.module, config.data.unit, config.model.loss is not None)
     for key, value in keys_of_packed_documents(config):
         check_documents(built.module, config.training.seq_len, key, value)

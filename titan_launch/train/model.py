@@ -64,8 +64,8 @@ def build_on_all_ranks(config: JobConfig, ranks: Ranks) -> BuiltModel:
     """Build a job's model on each rank; collective. A user's own factory may give the model initial values.
 
     One rank of each host calls the factory on the CPU and keeps the values. The other ranks call the factory on the
-    meta device. If the factory fails there, or makes another module than on the CPU, these ranks also call the factory
-    on the CPU, one after another, and drop the values.
+    meta device. If the factory fails there, or makes another module than on the CPU, these ranks also call it on the
+    CPU. They do so one after another, and drop the values.
 
     Raises ConfigError, on all ranks alike, as `build_model` does, and if a factory makes different modules on two
     ranks.

@@ -78,9 +78,9 @@ class PrecisionAudit(Observer):
         """Compare the observed dtypes and collectives of the step with the plan, and write the result to the run
         folder. Collective.
 
-        Raises UserError on all ranks if the observations differ from the plan, or if a mixture of experts chose other
-        experts in the second forward of activation checkpointing. On an untested release of PyTorch, log a warning
-        instead.
+        Raises UserError on all ranks if the observations differ from the plan. Also raises UserError if a mixture of
+        experts chose other experts in the second forward of activation checkpointing. On an untested release of
+        PyTorch, log a warning instead.
         """
         if not self._watched:
             return

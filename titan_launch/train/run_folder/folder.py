@@ -254,8 +254,7 @@ def _check_is_a_run(folder: Path, config: JobConfig) -> None:
 
 
 def _check_kinds(folder: Path, config: JobConfig) -> None:
-    """Raise ConfigError if an entry with the name of a run's file is not a regular file, or an entry with the name of a
-    run's folder is not a folder."""
+    """Raise ConfigError if an entry of `_FILES` is not a regular file, or an entry of `_FOLDERS` is not a folder."""
     for path in (folder / name for name in (*_FOLDERS, *_FILES)):
         kind = "folder" if path.name in _FOLDERS else "regular file"
         # The run would write to the target of a link that is in place of a file.

@@ -219,8 +219,8 @@ def _resume(config: JobConfig, checkpoint: Path, selection: Selection, run: Resu
     """Resume from a checkpoint of this run. Collective. Log a warning if the validation data has changed, and for each
     accepted change of the tokenizer and of the training data.
 
-    Raises ConfigError if the training data, its tokenizer, the weights that the run began with or the second model of
-    the loss have changed, and `checkpoint.accept_changes` is false. The training data may change if `selection` omits
+    Without `checkpoint.accept_changes`, raises ConfigError for a change of the training data, its tokenizer, the
+    weights with which the run began, or the second model of the loss. The training data may change if `selection` omits
     the position in the data.
     """
     sources, before = run.sources, read_manifest(checkpoint).base
