@@ -205,8 +205,8 @@ class StepMeasurements(Observer):
 
     @property
     def is_steady(self) -> bool:
-        """True if no validation or checkpoint has run since the last report. False until the first report after the
-        first step of this process."""
+        """True if no validation or checkpoint has run since the last report. False if the first step of this process
+        has run since then."""
         return self._only_training and self._first_step is not None and self._window_start > self._first_step
 
     def end_window(self, step: int, only_training: bool) -> None:
