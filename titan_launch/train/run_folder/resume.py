@@ -60,7 +60,7 @@ SAME_COMMAND = "run the same command again"
 
 
 class Source(Protocol):
-    """Files that a run reads, or another source of samples."""
+    """Data of a run, or the folder of its second model."""
 
     def fingerprint(self, seed: int) -> Fingerprint | None:
         """Return the fingerprint of the files; None if there are none. `seed` selects the samples that are hashed."""
