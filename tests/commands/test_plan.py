@@ -209,7 +209,7 @@ def test_a_plan_says_what_it_records(
     print_plan(config, 4, str, OWN_VERBOSE)
     shown = capsys.readouterr()
     assert shown.err == "recording a microbatch with activation checkpointing none\n"
-    assert "  tensor parallel (GiB)" in shown.out and "  pipeline (GiB)" not in shown.out
+    assert "  tensor parallel (GiB)" in shown.out and "  pipeline parallel (GiB)" not in shown.out
     assert re.search(r"memory engine: +replay,", shown.out)
 
 

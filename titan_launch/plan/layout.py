@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import lcm, prod
 
+from titan_launch.config.axes import CONTEXT, EXPERT, GRID, MODEL_AXES, PIPELINE, SHARD, Axis
 from titan_launch.config.job import JobConfig
 from titan_launch.config.rules.parallelism import misfit_of_expert_ranks, misfit_of_microbatches
 from titan_launch.config.sections.parallelism import ParallelismConfig
@@ -12,16 +13,8 @@ from titan_launch.config.sections.training import TrainingConfig
 from titan_launch.core.errors import KeyPath, config_error, nearest_multiples
 from titan_launch.plan.types import Unit
 
-_SHARD = "data_parallel_shard_degree"
-_EXPERT = "expert_parallel_degree"
-_DEGREES = (
-    "pipeline_parallel_degree",
-    "data_parallel_replicate_degree",
-    _SHARD,
-    "context_parallel_degree",
-    "tensor_parallel_degree",
-)
-"""Keys of `[parallelism]` that set the sizes of the grid of ranks, outermost axis first."""
+_SHARD = SHARD.degree_key
+_DEGREES = tuple(axis.degree_key for axis in GRID)
 
 
 @dataclass(frozen=True)
@@ -63,6 +56,16 @@ class Layout:
     shards_optimizer: bool = False
     """True if the optimizer is sharded over the replicas (`parallelism.shard_optimizer_over_replicas`)."""
 
+    def degree(self, axis: Axis) -> int:
+        """Return the number of ranks along an axis."""
+        degree: int = getattr(self, axis.name)
+        return degree
+
+    def stride(self, axis: Axis) -> int:
+        """Return the difference between the numbers of two neighbouring ranks along an axis."""
+        inner = GRID[GRID.index(axis if axis.is_factor else CONTEXT) + 1 :]
+        return prod(map(self.degree, inner))
+
     @property
     def fsdp_replicas(self) -> int:
         """Number of replicas between which FSDP2 all-reduces gradients. It is 1 if the optimizer is sharded over the
@@ -87,7 +90,7 @@ class Layout:
     @property
     def parameter_shards(self) -> int:
         """Number of ranks over which FSDP2 shards a parameter."""
-        return self.shard * self.context
+        return prod(self.degree(axis) for axis in GRID if axis.is_within_shards)
 
     def shards_of(self, unit: Unit) -> int:
         """Return the number of ranks over which FSDP2 shards the parameters of a unit. A unit of experts that expert
@@ -107,8 +110,18 @@ class Layout:
 
     @property
     def model_parallel(self) -> int:
-        """Number of ranks that work on the same samples: the product of the context, tensor and pipeline degrees."""
-        return self.context * self.tensor * self.pipeline
+        """Number of ranks that work on the same samples."""
+        return prod(self.degree(axis) for axis in MODEL_AXES if axis.is_factor)
+
+    @property
+    def token_copies(self) -> int:
+        """Number of ranks that compute the same loss: those of a pipeline stage that work on the same tokens."""
+        return self.tensor
+
+    @property
+    def token_ranks(self) -> int:
+        """Number of ranks of a pipeline stage with different tokens."""
+        return self.ranks_per_stage // self.token_copies
 
     @property
     def world_size(self) -> int:
@@ -118,7 +131,7 @@ class Layout:
     @property
     def ranks_per_stage(self) -> int:
         """Number of ranks with the same pipeline index. Their rank numbers are consecutive."""
-        return self.world_size // self.pipeline
+        return self.stride(PIPELINE)
 
     @property
     def samples_per_rank(self) -> int:
@@ -132,7 +145,7 @@ class Layout:
 
     def data_rank(self, rank: int) -> int:
         """Return the data-parallel index of a rank. Ranks with the same index read the same samples."""
-        return rank // (self.context * self.tensor) % self.data_parallel
+        return rank // self.stride(SHARD) % self.data_parallel
 
     def pipeline_rank(self, rank: int) -> int:
         """Return the index of a rank along the pipeline axis."""
@@ -161,10 +174,10 @@ def plan_layout(parallelism: ParallelismConfig, training: TrainingConfig, world_
             batch,
             also=(("training", "local_batch_size"), *map(_key, _DEGREES)),
         )
-    expert = parallelism.expert_parallel_degree
-    misfit = misfit_of_expert_ranks(expert, shard, parallelism.context_parallel_degree)
+    expert = parallelism.degree(EXPERT)
+    misfit = misfit_of_expert_ranks(expert, shard, parallelism.degree(CONTEXT))
     if misfit is not None:
-        raise config_error(_key(_EXPERT), misfit, expert, also=tuple(map(_key, _DEGREES)))
+        raise config_error(_key(EXPERT.degree_key), misfit, expert, also=tuple(map(_key, _DEGREES)))
     misfit = misfit_of_microbatches(parallelism, batch // per_round, per_round)
     if misfit is not None:
         raise config_error(("training", "global_batch_size"), misfit, batch, also=tuple(map(_key, _DEGREES)))
@@ -173,10 +186,7 @@ def plan_layout(parallelism: ParallelismConfig, training: TrainingConfig, world_
         shard=shard,
         local_batch_size=local_batch_size,
         num_microbatches=batch // per_round,
-        context=parallelism.context_parallel_degree,
-        tensor=parallelism.tensor_parallel_degree,
-        pipeline=parallelism.pipeline_parallel_degree,
-        expert=expert,
+        **{axis.name: parallelism.degree(axis) for axis in MODEL_AXES},
         shards_optimizer=parallelism.shard_optimizer_over_replicas,
     )
 
@@ -185,8 +195,8 @@ def smallest_world_size(parallelism: ParallelismConfig) -> int:
     """Return the smallest number of ranks on which the configured degrees are possible."""
     degrees = {name: max(1, getattr(parallelism, name)) for name in _DEGREES}
     if parallelism.data_parallel_shard_degree == -1:
-        context = parallelism.context_parallel_degree
-        degrees[_SHARD] = lcm(context, parallelism.expert_parallel_degree) // context
+        context = parallelism.degree(CONTEXT)
+        degrees[_SHARD] = lcm(context, parallelism.degree(EXPERT)) // context
     return prod(degrees.values())
 
 

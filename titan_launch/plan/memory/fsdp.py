@@ -19,6 +19,7 @@ from enum import Enum, auto
 from math import prod
 from typing import NamedTuple
 
+from titan_launch.config.axes import TENSOR
 from titan_launch.config.sections.section import DTYPE_BYTES
 from titan_launch.config.sections.training import GradientAccumulationConfig
 from titan_launch.core.torch_release import (
@@ -132,7 +133,7 @@ class Context:
         buffer."""
         self.traffic[f"{collective}s"] += 1
         self.traffic[f"{collective}_bytes"] += num_bytes
-        if unit.unit.expert_parallel > 1 and collective != "all_reduce":
+        if unit.unit.is_divided and collective != "all_reduce":
             self.traffic[f"expert_{collective}_bytes"] += num_bytes
 
     def begin_microbatch(self, is_last: int) -> None:
@@ -244,14 +245,13 @@ class Parameter:
     """A parameter of a unit: sharded, and unsharded after an all-gather. With expert parallelism, this rank's part of a
     parameter of experts."""
 
-    def __init__(self, info: TensorInfo, policy: Unit, parts: int, shards: int):
+    def __init__(self, info: TensorInfo, policy: Unit, unit: Unit, layout: Layout):
         """`info`: with the shape that tensor parallelism leaves to this rank. `policy`: the unit or the entry of
-        `ModelPlan.in_place` whose dtypes the parameter has. `parts`: number of ranks over which expert parallelism
-        divides the parameter. `shards`: number of ranks over which FSDP2 shards each part."""
-        shape = (info.shape[0] // parts, *info.shape[1:]) if info.shape else info.shape
+        `ModelPlan.in_place` whose dtypes the parameter has. `unit`: the unit that shards the parameter."""
+        shape, shards = unit.part(info.shape), layout.shards_of(unit)
         self.numel = prod(shape)
         self.is_trained = info.requires_grad
-        self.padded = padded_numel(info, shards, parts)
+        self.padded = padded_numel(info, unit, layout)
         self.is_sharded_inside = shards > 1 and sharded_dim(shape, shards, info.is_stacked) > 0
         """True if FSDP2 shards another dim than the first one. It then copies the parameter and its gradient once
         more."""
@@ -271,8 +271,7 @@ class ShardedUnit:
         self.context = context
         self.unit = unit
         self.shards = context.layout.shards_of(unit)
-        parts = unit.expert_parallel
-        self.weights = [Parameter(info, policy, parts, self.shards) for info, policy, _ in parameters]
+        self.weights = [Parameter(info, policy, unit, context.layout) for info, policy, _ in parameters]
         pairs = zip(self.weights, parameters, strict=True)
         self.parameters = [weight for weight, (*_, is_ignored) in pairs if not is_ignored]
         """The parameters that FSDP2 manages."""
@@ -319,7 +318,7 @@ class ShardedUnit:
         self._pending = self._new_bytes(sum(parameter.padded_bytes for parameter in self.parameters))
         self.context.count("all_gather", self._pending.num_bytes, self)
         if (clock := self.context.clock) is not None:
-            self._gathered_at = clock.all_gather(self._pending.num_bytes, self.unit.expert_parallel > 1)
+            self._gathered_at = clock.all_gather(self._pending.num_bytes, self.unit)
         del shards
 
     def _new_bytes(self, num_bytes: int, category: Category = Category.ALL_GATHER) -> Storage:
@@ -552,10 +551,10 @@ class ShardedUnit:
             parameter, gradient = self.parameters[index], unsharded.pop(index)
             if parameter.sent_elements:
                 size = DTYPE_BYTES[gradient.dtype]
-                self.context.traffic["tensor"] += 1
-                self.context.traffic["tensor_bytes"] += parameter.sent_elements * size
+                self.context.traffic[TENSOR.name] += 1
+                self.context.traffic[f"{TENSOR.name}_bytes"] += parameter.sent_elements * size
                 if self.context.clock is not None:
-                    self.context.clock.exchange("tensor", parameter.sent_elements * size, of_gradients=True)
+                    self.context.clock.exchange(TENSOR.name, parameter.sent_elements * size, of_gradients=True)
                 if parameter.numel == gradient.numel:
                     largest = max(largest, gradient.num_bytes)
                 else:
@@ -600,7 +599,7 @@ class ShardedUnit:
         if world > 1:
             self.context.count("reduce_scatter", reduce_input.num_bytes, self)
             if clock is not None:
-                self.context.reduced_at = clock.reduce_scatter(reduce_input.num_bytes, self.unit.expert_parallel > 1)
+                self.context.reduced_at = clock.reduce_scatter(reduce_input.num_bytes, self.unit)
         elif clock is not None:
             clock.copy_reduced(2 * output.num_bytes)
         if world == 1 and is_hsdp and not SKIPS_DIVISION_BY_ONE:  # FSDP2 divides by 1

@@ -64,7 +64,7 @@ class ReplayEngine:
         self._layout = layout
         self._kernels = kernels
         self._rings = rings_of(layout, config.planner.gpus_per_node)
-        self._speeds = speeds if speeds is not None and speeds.knows(self._rings) else None
+        self._speeds = speeds if speeds is not None and speeds.knows(self._rings.every) else None
         self._recordings = recordings
         self._counts = counts_to_run(config.parallelism, layout) if layout.pipeline > 1 else (1,)
         self._steps: dict[Choice, ReplayedStep] = {}

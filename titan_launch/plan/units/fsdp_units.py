@@ -225,7 +225,7 @@ class _UnitPlanner:
         """
         phases = self._phases_within[path]
         stored = {self._storage_dtype(assignment, phase) for phase in phases}
-        if unit.expert_parallel > 1:
+        if unit.is_divided:
             return f"expert parallelism divides {unit.name}"
         if not others and unit.modules == ("",):
             return f"there are no other parameters around {path}"
@@ -423,7 +423,7 @@ class _UnitPlanner:
         module, and all its parameters in this unit have one phase. `own`: phases of the modules of the unit that own
         parameters, by path."""
         module = self.inventory.by_path[path]
-        if not path or not module.has_forward or (unit.expert_parallel > 1 and not module.is_adapter):
+        if not path or not module.has_forward or (unit.is_divided and not module.is_adapter):
             return False
         return all(phase == own[path] for inner, phase in own.items() if is_within(inner, path))
 
