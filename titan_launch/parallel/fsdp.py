@@ -47,8 +47,7 @@ def apply_fsdp(model: nn.Module, plan: ModelPlan, mesh: Mesh, offloads: bool = F
     }
     in_place = _own_dtypes(model, plan)
     for unit in plan.units:
-        ranks = mesh.expert_fsdp if unit.expert_parallel > 1 else mesh.fsdp
-        assert ranks is not None, "the mesh is that of the plan"
+        ranks = mesh.shards_of(unit)
         modules = [model.get_submodule(path) for path in unit.modules]
         is_shared = len(modules) > 1
         policy = replace(unit.policy, cast_forward_inputs=plan.casts_inputs(unit))

@@ -74,7 +74,7 @@ def describe_load(config: JobConfig, plan: ModelPlan, layout: Layout) -> str | N
     if layout.expert == 1 or top_k is None:
         return None
     load = min(config.planner.expert_load, layout.expert)
-    num_rows = layout.local_batch_size * config.training.seq_len // layout.context * top_k
+    num_rows = layout.local_batch_size * layout.tokens_on_rank(config.training.seq_len) * top_k
     received = received_rows(num_rows, layout.expert, load)
     row_bytes = max(
         module.parameters[0].shape[2] * DTYPE_BYTES[plan.unit_of[module.path].compute_dtype]

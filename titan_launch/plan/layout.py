@@ -138,6 +138,10 @@ class Layout:
         """Samples per optimizer step on every data-parallel rank."""
         return self.local_batch_size * self.num_microbatches
 
+    def tokens_on_rank(self, seq_len: int) -> int:
+        """Return the number of tokens of a sequence of `seq_len` tokens that a rank has."""
+        return seq_len // self.context
+
     @property
     def global_batch_size(self) -> int:
         """Samples per optimizer step, over all ranks."""
@@ -193,11 +197,15 @@ def plan_layout(parallelism: ParallelismConfig, training: TrainingConfig, world_
 
 def smallest_world_size(parallelism: ParallelismConfig) -> int:
     """Return the smallest number of ranks on which the configured degrees are possible."""
-    degrees = {name: max(1, getattr(parallelism, name)) for name in _DEGREES}
-    if parallelism.data_parallel_shard_degree == -1:
-        context = parallelism.degree(CONTEXT)
-        degrees[_SHARD] = lcm(context, parallelism.degree(EXPERT)) // context
-    return prod(degrees.values())
+    given = parallelism.data_parallel_shard_degree
+    shard = smallest_shard_degree(parallelism) if given == -1 else given
+    return shard * prod(parallelism.degree(axis) for axis in GRID if axis is not SHARD)
+
+
+def smallest_shard_degree(parallelism: ParallelismConfig) -> int:
+    """Return the smallest `data_parallel_shard_degree` with which the ranks suffice for expert parallelism."""
+    context = parallelism.degree(CONTEXT)
+    return lcm(context, parallelism.degree(EXPERT)) // context
 
 
 def _shard_degree(parallelism: ParallelismConfig, world_size: int) -> int:

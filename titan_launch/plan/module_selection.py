@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property
 from typing import Literal
 
+from titan_launch.config.axes import TENSOR
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.parallelism import ActivationCheckpointConfig
 from titan_launch.config.sections.precision import Float8Config
@@ -102,8 +103,7 @@ def compiled_modules(
         return ()
     if not inventory.blocks:
         raise ConfigError([Problem(_ENABLE, _no_blocks(config), True, also=(("model", "blocks"),))])
-    tensor_degree = config.parallelism.tensor_parallel_degree
-    outside = checkpointed if checkpoints_compiled(config.activation_checkpoint, tensor_degree) else ()
+    outside = checkpointed if checkpoints_compiled(config) else ()
     pieces = _Pieces(inventory, units, outside)
     found = {block: list(pieces.of_block(block)) for block in outermost(inventory.blocks)}
     empty = [block for block, paths in found.items() if not paths]
@@ -129,7 +129,7 @@ def _check_seen_by_selection(compiled: Sequence[str], checkpointed: Collection[s
         raise config_error(("activation_checkpoint", "selective_ac_option"), reason, "op", also=also)
 
 
-def checkpoints_compiled(checkpointing: ActivationCheckpointConfig, tensor_degree: int) -> bool:
+def checkpoints_compiled(config: JobConfig) -> bool:
     """Return True if activation checkpointing is around the compiled graphs, so that backward runs whole graphs again.
     Return False if it is compiled into the graphs.
 
@@ -137,7 +137,7 @@ def checkpoints_compiled(checkpointing: ActivationCheckpointConfig, tensor_degre
     DeviceMesh. The exception is `selective_ac_option = "op"`: it selects operations inside a graph, so activation
     checkpointing is always compiled into the graph.
     """
-    return tensor_degree > 1 and selection(checkpointing) != "op"
+    return config.parallelism.degree(TENSOR) > 1 and selection(config.activation_checkpoint) != "op"
 
 
 class _Pieces:

@@ -249,7 +249,7 @@ def _check_on(
     `pads_values`: as in `ScoreOptions`."""
     heads = built.attention
     assert heads is not None
-    tokens, (width, value_width) = seq_len // layout.context, heads.widths(pads_values)
+    tokens, (width, value_width) = layout.tokens_on_rank(seq_len), heads.widths(pads_values)
 
     def made(num_heads: int, width: int) -> Tensor:
         shape = (layout.local_batch_size, tokens, num_heads // layout.tensor, width)

@@ -138,8 +138,8 @@ class TrainStep:
                 self._timeline.begin("communication")
                 self._replicas.reduce_gradients()
             self._timeline.begin(OTHER)
-            # Ranks that share matrices (tensor parallelism) compute the same loss, so each takes an equal part of it.
-            total, *others = (sums / self._mesh.layout.tensor).unbind()
+            # Ranks with the same tokens compute the same loss, so each takes an equal part of it.
+            total, *others = (sums / self._mesh.layout.token_copies).unbind()
             parts = dict(zip(self.loss.tags, others, strict=False))
             loss_sum = total - parts[Z_LOSS] if Z_LOSS in parts else total
             for observer in observers:
@@ -171,7 +171,7 @@ class TrainStep:
 
         has_loss = self.gradients.computes_loss
         items_local = counts.items_local if has_loss else torch.zeros_like(counts.items_local)
-        items_local = items_local / self._mesh.layout.tensor
+        items_local = items_local / self._mesh.layout.token_copies
         num_items, num_targets = counts.total()
         return StepResult(loss_sum, parts, items_local, num_items, num_targets, grad_norm, is_skipped)
 
