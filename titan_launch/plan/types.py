@@ -261,6 +261,10 @@ class Unit:
         of the whole parameter."""
         return (shape[0] // self.expert_parallel, *shape[1:]) if shape else ()
 
+    def whole(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of which `part` returns `shape`."""
+        return (shape[0] * self.expert_parallel, *shape[1:]) if shape else ()
+
     @property
     def num_gathers(self) -> int:
         """Number of all-gathers of the unit's parameters in one forward and backward, if they are sharded."""

@@ -373,8 +373,7 @@ def _divided_shapes(model: nn.Module, plan: ModelPlan, name_of: Mapping[int, str
     shapes = {}
     for parameter, own in divided_shapes(model):
         name = name_of[id(parameter)]
-        parts = plan.sharded_by[parent(name)].expert_parallel
-        shape = (own[0] * parts, *own[1:]) if parts > 1 else tuple(own)
+        shape = plan.sharded_by[parent(name)].whole(own)
         if shape != tuple(parameter.shape):
             shapes[name] = shape
     return shapes

@@ -133,7 +133,8 @@ def _choose_attention(
         padded, unpadded = obstacle(dtype, True), obstacle(dtype, False)
         found[dtype] = choose(config.kernels.attention, order, _either(unpadded, padded))
         takes_unpadded.append(unpadded(found[dtype][0]) is None)
-    if found and all(takes_unpadded) and layout.context == 1:  # ring attention has not been tried with other widths
+    has_whole_sequences = layout.tokens_on_rank(config.training.seq_len) == config.training.seq_len
+    if found and all(takes_unpadded) and has_whole_sequences:  # ring attention has not been tried with other widths
         _leave_values_unpadded(built.module)
     return found
 

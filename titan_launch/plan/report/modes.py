@@ -7,9 +7,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from titan_launch.config.axes import EXPERT, MODEL_AXES
+from titan_launch.config.axes import MODEL_AXES
 from titan_launch.config.job import JobConfig
 from titan_launch.plan.communication import LinkTraffic, Traffic, link_traffic_of_step
+from titan_launch.plan.experts import largest_load
 from titan_launch.plan.hardware import GIB, Hardware
 from titan_launch.plan.job import Choice, is_configured_choice, possible_choices
 from titan_launch.plan.layout import Layout
@@ -130,7 +131,7 @@ def predict_row(choice: Choice, config: JobConfig, layout: Layout, subject: Subj
     else:  # no speeds are known, or the compiler decides the operations
         waited_for: dict[str, Any] = {a.name: traffic.along(a) for a in MODEL_AXES if a.delays_computation}
         exposed = link_traffic_of_step(Traffic(**waited_for), layout, hardware.gpus_per_node)
-        excess = min(config.planner.expert_load, layout.degree(EXPERT)) - 1  # excess rows of the busiest rank
+        excess = largest_load(config, layout) - 1
         busiest = None if flops is None or per_rank is None else per_rank * (1 + excess * flops.experts_share)
         time = estimate_step_time(busiest, link_traffic, hardware, bubble, exposed)
     reserved = estimate_reserved(footprint, hardware)

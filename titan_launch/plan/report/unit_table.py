@@ -8,7 +8,7 @@ from dataclasses import asdict
 from itertools import groupby
 from typing import Any
 
-from titan_launch.config.axes import EXPERT, GRID
+from titan_launch.config.axes import GRID
 from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.provenance import toml_value
 from titan_launch.config.sections.data import ValidationConfig
@@ -24,7 +24,7 @@ from titan_launch.plan.communication import (
     collectives_of_step,
     collectives_of_unit,
 )
-from titan_launch.plan.experts import active_parameters
+from titan_launch.plan.experts import active_parameters, describe_division
 from titan_launch.plan.freezing import ADAPTER, is_adapter
 from titan_launch.plan.job import accumulation_label, activation_checkpoint_label
 from titan_launch.plan.layout import Layout
@@ -330,17 +330,12 @@ def summary_of_batch(layout: Layout) -> list[Line]:
             _count(layout.num_microbatches, "microbatch", "microbatches"),
         )
     )
+    experts = describe_division(layout)
     return [
         ("ranks", " = ".join(filter(None, (str(layout.world_size), " x ".join(division)))) + sharded),
-        *([("experts", _experts(layout))] if layout.degree(EXPERT) > 1 else []),
+        *([("experts", experts)] if experts else []),
         ("global batch", f"{_count(layout.global_batch_size, 'sample')} = {batch}"),
     ]
-
-
-def _experts(layout: Layout) -> str:
-    degree = layout.degree(EXPERT)
-    divided = f"the experts of each layer are divided over {degree} ranks"
-    return f"{divided}; FSDP2 shards each part over {_count(layout.parameter_shards // degree, 'rank')}"
 
 
 def _count(number: int, name: str, plural: str | None = None) -> str:

@@ -18,10 +18,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from titan_launch.config.rules.parallelism import NO_EXPERTS, misfit_of_experts
 from titan_launch.config.sections.precision import PrecisionConfig, PrecisionRule
-from titan_launch.core.errors import ConfigError, KeyPath, Problem, config_error
+from titan_launch.core.errors import ConfigError, Problem, config_error
 from titan_launch.core.torch_release import planned_release
+from titan_launch.plan.experts import check_experts
 from titan_launch.plan.types import (
     Inventory,
     ModelPlan,
@@ -600,21 +600,6 @@ class _UnitPlanner:
         if self.inventory.head and path == self.inventory.head[-1]:
             return None
         return self.assignments.compute_dtype(parent(path))
-
-
-_EXPERT_DEGREE: KeyPath = ("parallelism", "expert_parallel_degree")
-
-
-def check_experts(inventory: Inventory, expert_parallel: int) -> None:
-    """Raise ConfigError if the model has no experts to divide over `expert_parallel` ranks, or a number of experts that
-    the degree does not divide."""
-    if expert_parallel == 1:
-        return
-    modules = [module for module in inventory.modules if module.has_experts]
-    misfits = (misfit_of_experts(expert_parallel, m.parameters[0].shape[0], m.path) for m in modules)
-    reason = next(filter(None, misfits), None) if modules else NO_EXPERTS
-    if reason is not None:
-        raise config_error(_EXPERT_DEGREE, reason, expert_parallel, also=(("model", "name"), ("model", "args")))
 
 
 def check_tied_parameters(inventory: Inventory, units: Sequence[Unit], assignments: RuleAssignments) -> None:
