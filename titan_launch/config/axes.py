@@ -13,20 +13,17 @@ class Axis:
     """An axis of parallelism: something that is divided over ranks."""
 
     name: str
-    """Name of its degree in `plan.layout.Layout`, such as `tensor`, and of the axis in recordings."""
+    """Name of its degree in `plan.layout.Layout`, and of the axis in recordings, such as `tensor`."""
 
     short: str
     """Name in the DeviceMesh, such as `tp`. Reports have it in capitals."""
-
-    setting: str
-    """First words of the keys of `[parallelism]` about the axis, such as `tensor_parallel`."""
 
     ranks: str
     """Its ranks, in words."""
 
     sends: tuple[CollectiveKind, ...] = ()
-    """Kinds of the collectives along the axis. The predictions assume that each kind is called equally often. Empty for
-    the two axes of data parallelism, along which FSDP2 communicates."""
+    """Kinds of the collectives along an axis of model parallelism. The predictions assume that each kind is called
+    equally often. Empty for the axes of data parallelism, along which FSDP2 communicates."""
 
     is_factor: bool = True
     """True if the number of ranks is a multiple of the degree. False for experts, which are divided over the ranks of
@@ -45,29 +42,29 @@ class Axis:
     """True if the host works for each collective, as DTensor does (`plan.speeds.Measured.exchange_seconds`)."""
 
     @property
-    def degree_key(self) -> str:
-        """Key of `[parallelism]` with the number of ranks along the axis."""
-        return f"{self.setting}_degree"
+    def setting(self) -> str:
+        """First words of the keys of `[parallelism]` about the axis, such as `tensor_parallel`."""
+        return f"{self.name}_parallel" if self.sends else f"data_parallel_{self.name}"
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Key of the number of ranks along the axis, such as `parallelism.tensor_parallel_degree`."""
+        return "parallelism", f"{self.setting}_degree"
 
 
-PIPELINE = Axis("pipeline", "pp", "pipeline_parallel", "pipeline ranks", ("send",), divides_parameters=True)
-REPLICATE = Axis("replicate", "dp_replicate", "data_parallel_replicate", "replicas")
-SHARD = Axis("shard", "dp_shard", "data_parallel_shard", "shards", is_within_shards=True)
+_OF_ACTIVATIONS: tuple[CollectiveKind, ...] = ("all_gather", "reduce_scatter")
+
+PIPELINE = Axis("pipeline", "pp", "pipeline ranks", ("send",), divides_parameters=True)
+REPLICATE = Axis("replicate", "dp_replicate", "replicas")
+SHARD = Axis("shard", "dp_shard", "shards", is_within_shards=True)
 CONTEXT = Axis(
-    "context",
-    "cp",
-    "context_parallel",
-    "context-parallel ranks",
-    ("all_gather", "reduce_scatter"),
-    is_within_shards=True,
-    delays_computation=True,
+    "context", "cp", "context-parallel ranks", _OF_ACTIVATIONS, is_within_shards=True, delays_computation=True
 )
 TENSOR = Axis(
     "tensor",
     "tp",
-    "tensor_parallel",
     "tensor-parallel ranks",
-    ("all_gather", "reduce_scatter"),
+    _OF_ACTIVATIONS,
     divides_parameters=True,
     delays_computation=True,
     has_host_work=True,
@@ -75,7 +72,6 @@ TENSOR = Axis(
 EXPERT = Axis(
     "expert",
     "ep",
-    "expert_parallel",
     "expert-parallel ranks",
     ("all_to_all",),
     is_factor=False,

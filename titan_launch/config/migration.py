@@ -268,9 +268,9 @@ _KINDS_OF_DEFAULTS: dict[type, tuple[Any, str]] = {
     str: (str, "a string"),
     list: (list, "an array of strings"),
 }
-_DEGREES = (*(axis.degree_key for axis in MODEL_AXES), "expert_tensor_parallel_degree")
+_DEGREES = (*(".".join(axis.key) for axis in MODEL_AXES), "parallelism.expert_tensor_parallel_degree")
 _KINDS: dict[str, tuple[Any, str]] = {
-    **{f"parallelism.{name}": (int, "a whole number") for name in (*_DEGREES, SHARD.degree_key, REPLICATE.degree_key)},
+    **dict.fromkeys((*_DEGREES, ".".join(SHARD.key), ".".join(REPLICATE.key)), (int, "a whole number")),
     "training.dataloader.num_workers": (int, "a whole number"),
     "job.description": (str, "a string"),
     "model.tokenizer_path": (str, "a string"),
@@ -290,7 +290,7 @@ _POSITIVE = (
     "training.seq_len",
     "profiling.profile_freq",
     "profiling.profiler_active",
-    *(f"parallelism.{name}" for name in _DEGREES),
+    *_DEGREES,
 )
 
 
@@ -378,7 +378,7 @@ def _data_parallel_ranks(job: Migration) -> int | None:
         return int(shard * _value(job.old, "parallelism.data_parallel_replicate_degree", 1))
     others = 1
     for axis in factors if job.new.get(("model", "name"), ("",))[0] != HUGGINGFACE else ():
-        others *= _value(job.old, f"parallelism.{axis.degree_key}", 1)
+        others *= _value(job.old, ".".join(axis.key), 1)
     return None if job.ranks is None else job.ranks // others
 
 
@@ -474,7 +474,7 @@ def _float8(job: Migration) -> None:
 def _parallelism(job: Migration) -> None:
     if job.new["model", "name"][0] == HUGGINGFACE:
         for axis in MODEL_AXES:
-            key = f"parallelism.{axis.degree_key}"
+            key = ".".join(axis.key)
             if (_value(job.old, key) or 1) > 1:
                 job.drop(key, "not supported for this class of transformers; FSDP2 shards over these ranks instead")
     if job.is_given("parallelism.disable_loss_parallel"):

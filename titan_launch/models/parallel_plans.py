@@ -25,8 +25,6 @@ from titan_launch.plan.freezing import ADAPTER
 from titan_launch.plan.types import full_name
 from titan_launch.plan.units.rule_assignment import nothing_matched
 
-_TENSOR_DEGREE: KeyPath = ("parallelism", TENSOR.degree_key)
-_CONTEXT_DEGREE: KeyPath = ("parallelism", CONTEXT.degree_key)
 _SEQUENCE: KeyPath = ("parallelism", "sequence_parallel")
 _NAME: KeyPath = ("model", "name")
 
@@ -75,7 +73,7 @@ def explain_shapes(error: BaseException, config: JobConfig) -> ConfigError | Non
         "degree. See docs/how_to/parallelism.md "
         f"(PyTorch: {text})"
     )
-    return config_error(_NAME, reason, model.name, also=(_TENSOR_DEGREE,))
+    return config_error(_NAME, reason, model.name, also=(TENSOR.key,))
 
 
 def style_by_module(model: nn.Module, styles: Mapping[str, TensorStyle]) -> dict[str, TensorStyle]:
@@ -115,7 +113,7 @@ def _tensor_problems(
             "the model does not declare how tensor parallelism divides it (attribute tensor_parallel of the module: a "
             "dict from globs of modules to styles; see docs/how_to/parallelism.md); declare it, or set 1"
         )
-        yield Problem(_TENSOR_DEGREE, reason, degree)
+        yield Problem(TENSOR.key, reason, degree)
         return
     unusable = [*_unknown_styles(styles), *_unmatched(model, styles)]
     if unusable:
@@ -128,7 +126,7 @@ def _tensor_problems(
             reason = (
                 f"divides the rows of {path}, whose adapter (lora.targets) needs all of them; set 1, or other targets"
             )
-            yield Problem(_TENSOR_DEGREE, reason, degree, also=(("lora", "targets"),))
+            yield Problem(TENSOR.key, reason, degree, also=(("lora", "targets"),))
     yield from _unassigned(model, found)
     yield from _divided_ties(model, found)
     if "head" not in found.values():
@@ -169,9 +167,7 @@ def _misfits(path: str, module: nn.Module, style: TensorStyle, degree: int) -> I
     sizes = {module.get_parameter(name).shape[DIVIDED_AXIS[style]] for name in names.get(style, ["weight"])}
     for size in sorted(size for size in sizes if size % degree):
         reason = f'{path} ("{style}") has {size} {_what_is_divided(style)}, which is not a multiple of {degree}'
-        yield Problem(
-            _TENSOR_DEGREE, f"{reason}; set a degree that divides this number", degree, also=(("model", "args"),)
-        )
+        yield Problem(TENSOR.key, f"{reason}; set a degree that divides this number", degree, also=(("model", "args"),))
 
 
 def _what_is_divided(style: TensorStyle) -> str:
@@ -252,7 +248,7 @@ def _context_problems(model: nn.Module, axes: Mapping[str, int] | None, config: 
             "a dict from globs of buffers with one row per position to the axis of the positions; see "
             "docs/how_to/parallelism.md); declare it, or set 1"
         )
-        yield Problem(_CONTEXT_DEGREE, reason, degree)
+        yield Problem(CONTEXT.key, reason, degree)
         return
     yield from _wrong_buffers(model, axes, config.training.seq_len)
     yield from _local_statistics(model, degree, config.batchnorm)
@@ -284,4 +280,4 @@ def _local_statistics(model: nn.Module, degree: int, batchnorm: BatchNormConfig)
             f"the statistics of the BatchNorm {norms[0]} would cover only a part of every sequence; set "
             'batchnorm.statistics = "synchronized", or context_parallel_degree = 1'
         )
-        yield Problem(_CONTEXT_DEGREE, reason, degree, also=(("batchnorm", "statistics"),))
+        yield Problem(CONTEXT.key, reason, degree, also=(("batchnorm", "statistics"),))

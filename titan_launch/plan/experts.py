@@ -51,8 +51,7 @@ def check_experts(inventory: Inventory, degree: int) -> None:
     misfits = (misfit_of_experts(degree, m.parameters[0].shape[0], m.path) for m in modules)
     reason = next(filter(None, misfits), None) if modules else NO_EXPERTS
     if reason is not None:
-        also = (("model", "name"), ("model", "args"))
-        raise config_error(("parallelism", EXPERT.degree_key), reason, degree, also=also)
+        raise config_error(EXPERT.key, reason, degree, also=(("model", "name"), ("model", "args")))
 
 
 def describe_division(layout: Layout) -> str:

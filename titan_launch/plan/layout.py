@@ -13,8 +13,7 @@ from titan_launch.config.sections.training import TrainingConfig
 from titan_launch.core.errors import KeyPath, config_error, nearest_multiples
 from titan_launch.plan.types import Unit
 
-_SHARD = SHARD.degree_key
-_DEGREES = tuple(axis.degree_key for axis in GRID)
+_DEGREES: tuple[KeyPath, ...] = tuple(axis.key for axis in GRID)
 
 
 @dataclass(frozen=True)
@@ -176,15 +175,15 @@ def plan_layout(parallelism: ParallelismConfig, training: TrainingConfig, world_
             f"not a multiple of {per_round} = training.local_batch_size ({training.local_batch_size}) x {ranks} "
             f"data-parallel {'rank' if ranks == 1 else 'ranks'}; nearest: {nearest_multiples(batch, per_round)}",
             batch,
-            also=(("training", "local_batch_size"), *map(_key, _DEGREES)),
+            also=(("training", "local_batch_size"), *_DEGREES),
         )
     expert = parallelism.degree(EXPERT)
     misfit = misfit_of_expert_ranks(expert, shard, parallelism.degree(CONTEXT))
     if misfit is not None:
-        raise config_error(_key(EXPERT.degree_key), misfit, expert, also=tuple(map(_key, _DEGREES)))
+        raise config_error(EXPERT.key, misfit, expert, also=_DEGREES)
     misfit = misfit_of_microbatches(parallelism, batch // per_round, per_round)
     if misfit is not None:
-        raise config_error(("training", "global_batch_size"), misfit, batch, also=tuple(map(_key, _DEGREES)))
+        raise config_error(("training", "global_batch_size"), misfit, batch, also=_DEGREES)
     return Layout(
         replicate=parallelism.data_parallel_replicate_degree,
         shard=shard,
@@ -211,31 +210,31 @@ def smallest_shard_degree(parallelism: ParallelismConfig) -> int:
 def _shard_degree(parallelism: ParallelismConfig, world_size: int) -> int:
     """Return the number of data-parallel ranks of one replica: the configured degree, or for -1 all remaining ranks.
     Raises ConfigError if the degrees do not match `world_size`."""
-    others = {name: getattr(parallelism, name) for name in _DEGREES if name != _SHARD}
+    others = {axis: parallelism.degree(axis) for axis in GRID if axis is not SHARD}
     product, shard = prod(others.values()), parallelism.data_parallel_shard_degree
     if shard != -1 and shard * product == world_size:
         return shard
     if shard != -1:
         raise config_error(
-            _key(_SHARD),
+            SHARD.key,
             f"with {_format_degrees(others) or 'all other degrees at 1'} makes {shard * product} ranks, but this run "
             f"has {world_size}; start {shard * product} processes, or set -1 to use all remaining ranks",
             shard,
-            also=tuple(map(_key, others)),
+            also=tuple(axis.key for axis in others),
         )
     if world_size % product:
-        largest = max(others, key=lambda name: others[name])
+        largest = max(others, key=lambda axis: others[axis])
         raise config_error(
-            _key(largest),
+            largest.key,
             f"{_does_not_divide(others)} the number of ranks of this run, {world_size}; choose degrees whose "
             "product divides this number",
             others[largest],
-            also=tuple(map(_key, _DEGREES)),
+            also=_DEGREES,
         )
     return world_size // product
 
 
-def _does_not_divide(degrees: dict[str, int]) -> str:
+def _does_not_divide(degrees: dict[Axis, int]) -> str:
     """Return the first words of an error: the product of the degrees does not divide the number of ranks."""
     above_one = [degree for degree in degrees.values() if degree > 1]
     if len(above_one) == 1:
@@ -243,12 +242,8 @@ def _does_not_divide(degrees: dict[str, int]) -> str:
     return f"with the other degrees makes {' x '.join(map(str, above_one))} = {prod(above_one)}, which does not divide"
 
 
-def _format_degrees(degrees: dict[str, int]) -> str:
-    return " and ".join(f"{name} ({degree})" for name, degree in degrees.items() if degree > 1)
-
-
-def _key(name: str) -> KeyPath:
-    return ("parallelism", name)
+def _format_degrees(degrees: dict[Axis, int]) -> str:
+    return " and ".join(f"{axis.key[1]} ({degree})" for axis, degree in degrees.items() if degree > 1)
 
 
 def with_global_batch_size(config: JobConfig, layout: Layout) -> JobConfig:

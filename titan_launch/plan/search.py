@@ -23,7 +23,7 @@ from itertools import chain, product
 from operator import call
 from typing import Any, NamedTuple
 
-from titan_launch.config.axes import AXES, CONTEXT, EXPERT, MODEL_AXES, PIPELINE, TENSOR, Axis
+from titan_launch.config.axes import AXES, CONTEXT, EXPERT, MODEL_AXES, PIPELINE, TENSOR
 from titan_launch.config.job import JobConfig
 from titan_launch.config.rules import first_problem
 from titan_launch.config.rules.parallelism import ONE_STAGE_SCHEDULES, SPLIT_BACKWARD_SCHEDULES
@@ -52,11 +52,8 @@ from titan_launch.plan.types import Inventory, outermost
 Key = tuple[str, str]
 """Section of the job file, and name of a key in it."""
 
-DEGREES: dict[Axis, Key] = {axis: ("parallelism", axis.degree_key) for axis in MODEL_AXES}
-"""The keys of the degrees of model parallelism."""
-
 SEARCHED: tuple[Key, ...] = (
-    *DEGREES.values(),
+    *(axis.key for axis in MODEL_AXES),
     ("parallelism", "pipeline_parallel_schedule"),
     ("parallelism", "data_parallel_replicate_degree"),
     ("parallelism", "shard_optimizer_over_replicas"),
@@ -69,9 +66,8 @@ SEARCHED: tuple[Key, ...] = (
 )
 """The keys that a search sets. A key that the user holds (`plan --hold`) keeps the value of the job instead."""
 
-_SCHEDULE, _REPLICAS, _SHARDED, _BATCH, _OFFLOAD, _CHUNKS, *_MODES = SEARCHED[len(DEGREES) :]
+_SCHEDULE, _REPLICAS, _SHARDED, _BATCH, _OFFLOAD, _CHUNKS, *_MODES = SEARCHED[len(MODEL_AXES) :]
 _CHECKPOINTING, _ACCUMULATION, _UNSHARDED = _MODES
-_PIPELINE = DEGREES[PIPELINE]
 _SHARDS: Key = ("parallelism", "data_parallel_shard_degree")
 _STAGES: Key = ("parallelism", "pipeline_parallel_stages_per_rank")
 _SPLIT: Key = ("parallelism", "pipeline_parallel_split_points")
@@ -223,7 +219,7 @@ class Search:
             reason = "the compiler chooses the checkpointed operations, so a search cannot predict the step time"
             reason += "; remove --hold activation_checkpoint.mode"
             raise config_error(_CHECKPOINTING, reason, config.activation_checkpoint.mode)
-        one: dict[Key, Any] = dict.fromkeys(DEGREES.values(), 1)
+        one: dict[Key, Any] = dict.fromkeys((axis.key for axis in MODEL_AXES), 1)
         more: dict[Key, Any] = {_REPLICAS: 1, _SHARDED: False, _BATCH: 1, ("training", "global_batch_size"): None}
         self._on_one_rank = with_values(self._plain(config, one), more)
         self._inventory = self._subject(self._on_one_rank, world_size=1).inventory
@@ -313,7 +309,7 @@ class Search:
         optimizer over them, are those of the last pair of `_starts`, which needs the least memory."""
         replicas, sharded = self._starts()[-1]
         values = {_SHARDS: -1, _REPLICAS: replicas, _SHARDED: sharded, **degrees}
-        if degrees[_PIPELINE] > 1 and self._is_free(_PIPELINE):
+        if degrees[PIPELINE.key] > 1 and self._is_free(PIPELINE.key):
             stages = 1 if values[_SCHEDULE] in ONE_STAGE_SCHEDULES else 2
             values |= {_SPLIT: (), _STAGES: None if value_of(config, _STAGES) is None else stages}
         return with_effective_keys(with_values(config, values))
@@ -347,13 +343,13 @@ class Search:
             EXPERT: min(experts, self._world_size),
         }
         choices = (
-            self._values(key, sorted({*_powers(most[axis]), value_of(self._config, key)}))
-            for axis, key in DEGREES.items()
+            self._values(axis.key, sorted({*_powers(most[axis]), value_of(self._config, axis.key)}))
+            for axis in MODEL_AXES
         )
         for degrees in product(*choices):
-            values: dict[Key, Any] = dict(zip(DEGREES.values(), degrees, strict=True))
+            values: dict[Key, Any] = {axis.key: degree for axis, degree in zip(MODEL_AXES, degrees, strict=True)}
             own = value_of(self._config, _SCHEDULE)
-            schedules = dict.fromkeys([*_SCHEDULES, own]) if values[_PIPELINE] > 1 else [own]
+            schedules = dict.fromkeys([*_SCHEDULES, own]) if values[PIPELINE.key] > 1 else [own]
             for schedule in self._values(_SCHEDULE, [*schedules]):
                 yield self._plain(config, {**values, _SCHEDULE: schedule})
 
@@ -413,8 +409,8 @@ class Search:
         activation checkpointing mode. Return a `_Probe` for each mode. If planning fails, the remaining modes are
         missing, so the result may be empty."""
         found: dict[ActivationCheckpointConfig, _Probe] = {}
-        degrees = {key: value_of(family, key) for key in DEGREES.values()}
-        simple = self._plain(family, {**degrees, _PIPELINE: 1})
+        degrees = {axis.key: value_of(family, axis.key) for axis in MODEL_AXES}
+        simple = self._plain(family, {**degrees, PIPELINE.key: 1})
         try:
             if self._problem(simple) is not None:
                 return found

@@ -250,7 +250,7 @@ COMMON_NAMES: dict[str, str] = {
     "fsdp_config": "parallelism.data_parallel_shard_degree",
     "strategy": 'use "parallelism.data_parallel_shard_degree" and the other degrees of [parallelism]',
     **{
-        f"{name}{end}": f"parallelism.{axis.degree_key}"
+        f"{name}{end}": ".".join(axis.key)
         for axis in AXES.values()
         for name, end in ((axis.short, ""), (axis.short, "_size"), (axis.short, "_degree"), (axis.setting, "_size"))
     },

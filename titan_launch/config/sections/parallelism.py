@@ -95,7 +95,7 @@ class ParallelismConfig(Section):
 
     def degree(self, axis: Axis) -> int:
         """Return the degree of an axis; -1 for `data_parallel_shard_degree = -1`."""
-        degree: int = getattr(self, axis.degree_key)
+        degree: int = getattr(self, axis.key[1])
         return degree
 
 

@@ -132,7 +132,7 @@ def _with_needed(parts: tuple[str, ...]) -> tuple[str, ...]:
 def without(config: JobConfig, parts: tuple[str, ...]) -> JobConfig:
     """Return a twin without the given axes and modes. Modes that need one of these are removed, too. The batch is
     divided over the remaining ranks."""
-    degrees: dict[str, Any] = {NAMED_AXES[part].degree_key: 1 for part in parts if part in NAMED_AXES}
+    degrees: dict[str, Any] = {NAMED_AXES[part].key[1]: 1 for part in parts if part in NAMED_AXES}
     if {"sharded optimizer", "replicas"} & {*parts}:
         degrees["shard_optimizer_over_replicas"] = False
     parallelism = config.parallelism.model_copy(update=degrees)

@@ -147,7 +147,7 @@ def _small_ranks(lora: LoRAConfig) -> dict[str, Any]:
 def _smallest_degrees(parallelism: ParallelismConfig, unshrunk: list[str]) -> ParallelismConfig:
     """Return the same axes of parallelism with 2 ranks each, without split points. Expert parallelism has no ranks of
     its own: it uses those of the shard or the context axis."""
-    degrees = {axis.degree_key: 1 if parallelism.degree(axis) == 1 else 2 for axis in AXES.values()}
+    degrees = {axis.key[1]: 1 if parallelism.degree(axis) == 1 else 2 for axis in AXES.values()}
     if parallelism.pipeline_parallel_split_points:
         unshrunk.append("parallelism.pipeline_parallel_split_points: the twin's stages are divided evenly")
     return parallelism.model_copy(update={**degrees, "pipeline_parallel_split_points": ()})
