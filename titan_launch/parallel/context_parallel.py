@@ -8,7 +8,7 @@ PyTorch's implementation is imported only if sequences are divided.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -118,7 +118,9 @@ def ring_attention(mesh: DeviceMesh | None, parallelism: ParallelismConfig, devi
     from torch.distributed.tensor.experimental import context_parallel
     from torch.distributed.tensor.experimental._context_parallel import _attention
 
-    _check_device(device, mesh.size(), _attention.custom_ops)
+    if device.type == "cpu" and _CPU_KERNEL not in _attention.custom_ops:
+        reason = "PyTorch's ring attention has no kernels for the CPU; train on GPUs, or set 1"
+        raise config_error(CONTEXT.key, reason, mesh.size(), also=(("job", "device"),))
     # PyTorch reads its own options, and the length of a buffer that it divides. The buffer's values do not matter.
     options = _attention._cp_options
     before = options.enable_load_balance, options.rotate_method
@@ -160,13 +162,7 @@ def _check_num_tokens(seq_len: int, degree: int, num_parts: int) -> None:
             f"multiple of {_ALIGNMENT} tokens; set training.seq_len to a multiple of {whole}, or compute attention in "
             "bfloat16"
         )
-        raise config_error(("parallelism", "context_parallel_degree"), reason, degree, also=(("training", "seq_len"),))
-
-
-def _check_device(device: torch.device, degree: int, kernels: Container[object]) -> None:
-    if device.type == "cpu" and _CPU_KERNEL not in kernels:
-        reason = "PyTorch's ring attention has no kernels for the CPU; train on GPUs, or set 1"
-        raise config_error(("parallelism", "context_parallel_degree"), reason, degree, also=(("job", "device"),))
+        raise config_error(CONTEXT.key, reason, degree, also=(("training", "seq_len"),))
 
 
 _ROTATION = {"allgather": "ALL_GATHER", "alltoall": "ALL_TO_ALL"}
