@@ -58,7 +58,8 @@ class Mesh:
         all ranks. If the optimizer is sharded over the replicas, the mesh is 1-D also for HSDP, because the optimizer,
         not FSDP2, reduces the gradients over the replicas.
         """
-        names = [axis.short for axis in GRID if axis.is_within_shards and axis.short in _names(self.ranks)]
+        within = [axis.short for axis in GRID if axis.is_within_shards]
+        names = [name for name in self.ranks.mesh_dim_names or () if name in within]
         shard, sharded = "_".join(names), self.ranks[tuple(names)]
         if len(names) > 1:
             sharded = sharded._flatten(shard)
@@ -77,9 +78,9 @@ class Mesh:
     def along(self, *axes: Axis) -> DeviceMesh | None:
         """Return this rank's group along an axis, or along several axes together. Axes of degree 1 are omitted. None if
         all degrees are 1."""
-        names = tuple(axis.short for axis in axes if self.layout.degree(axis) > 1)
-        grid = self.ranks if {*names} <= {*_names(self.ranks)} else self.expert_ranks
-        return grid[names] if names and grid is not None else None
+        own = [axis for axis in axes if self.layout.degree(axis) > 1]
+        grid = self.ranks if all(axis.is_factor for axis in own) else self.expert_ranks
+        return grid[tuple(axis.short for axis in own)] if own and grid is not None else None
 
     @property
     def pipeline_group(self) -> dist.ProcessGroup | None:
@@ -127,10 +128,6 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
     if (parts := layout.degree(EXPERT)) > 1:
         experts = grid({_EXPERT_SHARD: layout.parameter_shards // parts, EXPERT.short: parts})
     return Mesh(layout, ranks, experts)
-
-
-def _names(mesh: DeviceMesh) -> tuple[str, ...]:
-    return mesh.mesh_dim_names or ()
 
 
 def _own_group(groups: list[list[int]], timeout: timedelta, description: str) -> dist.ProcessGroup:

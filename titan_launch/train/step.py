@@ -21,7 +21,7 @@ from titan_launch.metrics.timeline import OTHER, UNCOUNTED, Parts
 from titan_launch.models.documents import document_arguments
 from titan_launch.optim.clip import clip_grad_norm
 from titan_launch.optim.registry import replicas_of, step_unless
-from titan_launch.parallel.accumulation import AccumulationStrategy
+from titan_launch.parallel.accumulation import Accumulation
 from titan_launch.parallel.batchnorm import RunningStatistics
 from titan_launch.parallel.expert_balance import ExpertBalance
 from titan_launch.parallel.fsdp import discard_pending, in_evaluation_mode
@@ -54,9 +54,7 @@ class MicrobatchesInTurn:
 
     computes_loss = True
 
-    def __init__(
-        self, model: nn.Module, accumulation: AccumulationStrategy, device: torch.device, timeline: Parts = UNCOUNTED
-    ):
+    def __init__(self, model: nn.Module, accumulation: Accumulation, device: torch.device, timeline: Parts = UNCOUNTED):
         """`timeline` counts the time of forward and backward."""
         self.timeline = timeline
         self._model = model
