@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 
 from tests.distributed import join_fake_group, run_ranks
-from titan_launch.config.axes import CONTEXT, PIPELINE, TENSOR
+from titan_launch.config.axes import CONTEXT, MODEL_AXES, PIPELINE, REPLICATE, TENSOR
 from titan_launch.distributed.mesh import build_mesh
 from titan_launch.plan.layout import Layout
 
@@ -22,7 +22,13 @@ def ranks_of(mesh: Any) -> list[int] | None:
 
 def groups_of_rank_0() -> dict[str, list[int] | None]:
     join_fake_group(32)
-    mesh = build_mesh(layout(replicate=2, shard=2, context=2, tensor=2, pipeline=2), "cpu")
+    grid = layout(replicate=2, shard=2, context=2, tensor=2, pipeline=2, expert=4)
+    mesh = build_mesh(grid, "cpu")
+    for axis in (*MODEL_AXES, REPLICATE):
+        stride = grid.stride(axis)
+        assert ranks_of(mesh.along(axis)) == list(range(0, stride * grid.degree(axis), stride)), (
+            "as the planner assumes"
+        )
     data, statistics = mesh.data_group, mesh.statistics_group(60)
     assert data is not None and mesh.fsdp.ndim == 2
     return {
