@@ -23,7 +23,7 @@ from titan_launch.config.sections.parallelism import ParallelismConfig
 from titan_launch.core.errors import config_error
 from titan_launch.core.fingerprint import Fingerprint
 from titan_launch.core.patches import replaced
-from titan_launch.data.sources import Sample, SampleSource, read_batch
+from titan_launch.data.sources import Batch, Sample, SampleSource, read_batch
 from titan_launch.distributed.mesh import Mesh
 from titan_launch.models.parallel_plans import buffers_along_sequence
 
@@ -61,6 +61,13 @@ def sequence_part(mesh: Mesh, parallelism: ParallelismConfig) -> SequencePart | 
 def part_of(source: SampleSource, part: SequencePart | None) -> SampleSource:
     """Return a source whose samples contain only a rank's tokens and targets. If `part` is None, return `source`."""
     return source if part is None else _SequencePartSource(source, part)
+
+
+def part_of_batch(batch: Batch, part: SequencePart | None) -> Batch:
+    """Return a microbatch with only a rank's tokens and targets. If `part` is None, return `batch`."""
+    if part is None:
+        return batch
+    return Batch._make(None if tensor is None else part.of(tensor, axis=1) for tensor in batch)
 
 
 @dataclass(frozen=True)

@@ -39,11 +39,7 @@ class Collectives:
         return self.all_gathers + self.reduce_scatters + self.all_reduces
 
     def __add__(self, other: Collectives) -> Collectives:
-        return Collectives(
-            self.all_gathers + other.all_gathers,
-            self.reduce_scatters + other.reduce_scatters,
-            self.all_reduces + other.all_reduces,
-        )
+        return Collectives(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(Collectives)))
 
     def __str__(self) -> str:
         counts = {

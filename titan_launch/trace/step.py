@@ -30,7 +30,7 @@ from titan_launch.optim.replica_shards import ReplicaShards, trained_by_unit
 from titan_launch.parallel.accumulation import Accumulation
 from titan_launch.parallel.activation_offload import HostCopies
 from titan_launch.parallel.batchnorm import RunningStatistics
-from titan_launch.parallel.context_parallel import sequence_part
+from titan_launch.parallel.context_parallel import part_of_batch, sequence_part
 from titan_launch.parallel.fsdp import discard_pending
 from titan_launch.parallel.pipeline import Pipeline, parts, pipeline_of
 from titan_launch.plan.communication import Traffic, traffic_of_microbatches, traffic_of_replicas
@@ -80,9 +80,7 @@ class Batches:
     def make(self) -> Batch:
         """Return a microbatch on the default device."""
         whole = make_microbatch(self._config, self._shape, self._batch_size)
-        if self.sequence_part is None:
-            return whole
-        return Batch(self.sequence_part.of(whole.inputs, axis=1), self.sequence_part.of(whole.targets, axis=1))
+        return part_of_batch(whole, self.sequence_part)
 
     def meta_inputs(self) -> Tensor:
         """Return the inputs of one microbatch, on the meta device."""
