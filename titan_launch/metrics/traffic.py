@@ -14,7 +14,7 @@ from torch.autograd import DeviceType
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
-from titan_launch.distributed.mesh import EXPERT
+from titan_launch.config.axes import EXPERT
 from titan_launch.distributed.torch_private import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -81,7 +81,7 @@ def count_collectives(*models: nn.Module, replicas: WatchedExchange | None = Non
             stack.enter_context(replicas.watched(partial(record, "replica")))
         for group in (group for model in models for group in parameter_groups(model)):
             is_divided = any(_is_of_experts(parameter) for parameter in sharded_parameters(group))
-            stack.enter_context(collectives_watched(group, partial(record, "expert" if is_divided else "")))
+            stack.enter_context(collectives_watched(group, partial(record, EXPERT.name if is_divided else "")))
         yield count
 
 
@@ -113,7 +113,7 @@ def communication_counted(model: nn.Module, timeline: Timeline) -> Iterator[None
 
 def _is_of_experts(parameter: nn.Parameter) -> bool:
     """Return True if expert parallelism divides a parameter."""
-    return isinstance(parameter, DTensor) and EXPERT in (parameter.device_mesh.mesh_dim_names or ())
+    return isinstance(parameter, DTensor) and EXPERT.short in (parameter.device_mesh.mesh_dim_names or ())
 
 
 def _traffic_of(kind: str, output: Tensor, sent: Tensor) -> Traffic:

@@ -32,14 +32,19 @@ def prepare_batch_norms(
     """
     norms = dict(_batch_norms(model))
     if config.of_frozen == "fixed":
-        frozen = [path for path, norm in norms.items() if _is_frozen(norm)]
+        frozen = [
+            path
+            for path, norm in norms.items()
+            if (parameters := list(norm.parameters(recurse=False))) and not any(p.requires_grad for p in parameters)
+        ]
         for path in frozen:
             _fix_statistics(norms.pop(path))
         _log.info("batchnorm statistics: fixed in %d frozen layers", len(frozen))
     if config.momentum_per == "step":
         for norm in norms.values():
             if norm.momentum is not None:  # None: a cumulative average of all microbatches with equal weights
-                norm.momentum = _momentum_of_microbatch(norm.momentum, num_microbatches)
+                # The updates of all microbatches then have the effect of one update with the layer's own momentum.
+                norm.momentum = float(1 - (1 - norm.momentum) ** (1 / num_microbatches))
     if group is not None:
         synchronize(list(norms.values()), group)
         _log.info("%s", _describe_synchronized(len(norms), group.size()))
@@ -47,21 +52,10 @@ def prepare_batch_norms(
         _ValuesCheck(group).watch(model, norms)
 
 
-def _is_frozen(norm: _BatchNorm) -> bool:
-    parameters = list(norm.parameters(recurse=False))
-    return bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
-
-
 def _fix_statistics(norm: _BatchNorm) -> None:
     """Let a layer normalize with its running statistics in training, too, and not update them."""
     norm.train = lambda mode=True: nn.Module.train(norm, False)  # type: ignore[method-assign]
     norm.eval()
-
-
-def _momentum_of_microbatch(momentum: float, num_microbatches: int) -> float:
-    """Return the momentum for each microbatch. `num_microbatches` updates with this momentum have the effect of one
-    update with `momentum`."""
-    return float(1 - (1 - momentum) ** (1 / num_microbatches))
 
 
 def _batch_norms(model: nn.Module) -> Iterator[tuple[str, _BatchNorm]]:
