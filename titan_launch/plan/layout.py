@@ -158,8 +158,8 @@ def plan_layout(parallelism: ParallelismConfig, training: TrainingConfig, world_
     """Return the layout of `world_size` ranks. If `training.local_batch_size` is still `auto`, a microbatch has one
     sample (`plan.batch_size` chooses the size later). Without `training.global_batch_size`, a step has one microbatch.
 
-    Raises ConfigError if the degrees do not match `world_size` or each other, if the global batch cannot be divided
-    evenly, or if the pipeline schedule does not support the number of microbatches.
+    Raises ConfigError if the degrees do not match `world_size` or each other, or if the global batch cannot be divided
+    evenly. Also raises ConfigError if the pipeline schedule does not support the number of microbatches.
     """
     shard = _shard_degree(parallelism, world_size)
     ranks = parallelism.data_parallel_replicate_degree * shard

@@ -41,8 +41,8 @@ def checkpointed_modules(inventory: Inventory, config: ActivationCheckpointConfi
     """Return the paths of the modules with activation checkpointing; an empty tuple for modes that checkpoint no
     modules. Of nested modules, only the outer ones are returned.
 
-    Raises ConfigError for every glob that matches nothing, if the mode works on blocks and the model has none, and if
-    `selective_ac_option` is larger than the number of modules. Raises ValueError for the mode `auto`.
+    Raises ConfigError for every glob that matches nothing, for a mode that works on blocks if the model has none, and
+    for a `selective_ac_option` above the number of modules. Raises ValueError for the mode `auto`.
     """
     if config.mode == "auto":
         raise ValueError("activation_checkpoint.mode is still `auto`: resolve `auto` first (plan.auto_mode)")
@@ -184,8 +184,9 @@ _MULTIPLE = 16
 def float8_modules(config: Float8Config, plan: ModelPlan) -> tuple[str, ...]:
     """Return the paths of the linear layers that `[float8]` converts; an empty tuple if it is not enabled.
 
-    Raises ConfigError for globs that match no module or that name experts, for named layers that do not compute in
-    bfloat16, for matrices that the kernels do not support, and if no linear layer computes in bfloat16.
+    Raises ConfigError for globs that match no module or that name experts, and for named layers that do not compute in
+    bfloat16. Also raises ConfigError for matrices that the kernels do not support, and if no linear layer computes in
+    bfloat16.
     """
     if not config.enable:
         return ()

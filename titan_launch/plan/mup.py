@@ -2,8 +2,8 @@
 width of the model. No torch.
 
 The scales are those of table 3 of Tensor Programs V (Yang et al., arXiv:2203.03466) for Adam, relative to a model of
-the base width. With these scales, the activations and their updates in a step have the same size at every width, so the
-best learning rate of a narrow model is also that of a wide one.
+the base width. With these scales, the activations and their updates in a step have the same size at every width. So the
+best learning rate of a narrow model is also the best one of a wide model.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ KINDS: Mapping[str, tuple[str, ...]] = {
         "layers.*.moe.shared_experts.w?.weight",
     ),
 }
-"""Globs of the parameters of decoders, by kind. With the width of the model, the number of outputs grows in matrices of
-the kind `input`, the number of inputs in `output`, and both in `hidden`. All other parameters are vectors."""
+"""Globs of the parameters of decoders, by kind. `input`: matrices whose number of outputs grows with the width of the
+model. `output`: matrices whose number of inputs grows. `hidden`: both grow. All other parameters are vectors."""
 
 
 class Scale(NamedTuple):

@@ -32,9 +32,11 @@ def chunk_numel(shape: Sequence[int], replicas: int) -> int:
 
 
 def is_within_matrix(shape: Sequence[int], replicas: int) -> bool:
-    """Return True if each chunk of a local shard is a part of one matrix of a stack: the number of replicas is a
-    multiple of the number of matrices (the first of three dims), and the rows of each matrix can be divided evenly.
-    `shape`: shape of the shard."""
+    """Return True if each chunk of a local shard is a part of one matrix of a stack. `shape`: shape of the shard.
+
+    The number of replicas must be a larger multiple of the number of matrices (the first of three dims). The rows of
+    each matrix must be divisible by the quotient.
+    """
     if len(shape) != 3 or not prod(shape) or replicas <= shape[0] or replicas % shape[0]:
         return False
     return shape[1] % (replicas // shape[0]) == 0

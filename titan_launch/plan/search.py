@@ -1,7 +1,7 @@
 """The search for the layouts and modes with the shortest predicted step: `plan --search`. No torch.
 
 The jobs to try are grouped into families. Jobs of one family have the same degrees of tensor, context, pipeline and
-expert parallelism, and the same pipeline schedule, so they need the same recordings. Within a family, the search tries
+expert parallelism, and the same pipeline schedule. They need the same recordings. Within a family, the search tries
 activation checkpointing modes, chunks of the loss, microbatch sizes, replicas, a sharded optimizer and gradient
 accumulation modes. The search is a branch and bound:
 
@@ -198,8 +198,8 @@ class Search:
         """`held`: keys of `SEARCHED` that keep the values of the job. `subject_of`: returns the model of a job in a
         layout, with the engine that predicts the job's memory. `say`: shows progress.
 
-        Raises ConfigError if the memory or the speed of the device is unknown, if the held `activation_checkpoint.mode`
-        is `memory_budget`, or if the model does not support the job (`plan_job`).
+        Raises ConfigError if the memory or the speed of the device is unknown, or if the model does not support the job
+        (`plan_job`). Also raises ConfigError if `activation_checkpoint.mode = "memory_budget"` is held.
         """
         self._world_size, self._hardware, self._held = world_size, hardware, frozenset(held)
         self._subject_of, self._say = subject_of, say
@@ -396,8 +396,8 @@ class Search:
         return float(counted.per_sample)
 
     def _probed(self, family: JobConfig) -> dict[ActivationCheckpointConfig, _Probe]:
-        """Return a `_Probe` for each activation checkpointing mode, from plans of a family without a pipeline, with the
-        smallest microbatch and the most chunks of the loss. If a plan fails, its mode and later ones are missing."""
+        """Return a `_Probe` for each activation checkpointing mode. The planned jobs have no pipeline, the smallest
+        microbatch and the most chunks of the loss. If a plan fails, its mode and later modes are missing."""
         found: dict[ActivationCheckpointConfig, _Probe] = {}
         degrees = {axis.key: value_of(family, axis.key) for axis in MODEL_AXES}
         simple = self._plain(family, {**degrees, PIPELINE.key: 1})
@@ -539,8 +539,7 @@ class Search:
     def _with_replicas(self, without: Sequence[Found], limit: float) -> Iterator[Found]:
         """Yield variants of the jobs `without` that fit: with two or more replicas, and with or without an optimizer
         that is sharded over them. Yield nothing if the number of replicas is held. A variant is planned only if its
-        lower bound of the step time is below `limit` and below the times of all jobs of `without` and of this result.
-        """
+        lower bound of the step time is below `limit` and below the times of `without` and of the yielded jobs."""
         if not self._is_free(_REPLICAS):
             return
         best = min([limit, *(job.seconds for job in without)])

@@ -41,7 +41,7 @@ class StepTime:
     accumulation modes and for any number of replicas. None: not known."""
 
     least_recorded: float | None = None
-    """See `plan.memory.clock.Seconds`. It does not include the bubble. None: not known."""
+    """See `plan.memory.clock.Seconds`. The bubble is not included. None: not known."""
 
     @property
     def interval(self) -> tuple[float, float] | None:

@@ -1,6 +1,6 @@
 """The predicted time of a rank's step, with computation and collectives in the order of FSDP2. No torch.
 
-One stream computes. FSDP2's collectives run beside it, one after another. These rules decide what waits:
+One stream computes. FSDP2's collectives run in another stream, one after another. Both follow these rules:
 
 - FSDP2 has at most two all-gather buffers. So an all-gather begins when the buffer of the second-to-last all-gather has
   been copied into the parameters.

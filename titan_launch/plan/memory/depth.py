@@ -58,9 +58,9 @@ def _inside(block: str, paths: Collection[str]) -> tuple[str, ...]:
 def block_signatures(plan: ModelPlan) -> list[Hashable]:
     """Return a signature of each outer block. Blocks that compute and differentiate the same have equal signatures.
 
-    A signature consists of the path of the module around the block, the modules of the block with their tensors and
-    units, the checkpointed modules among them, the dtypes of the block before (for the first block, its own), and a
-    flag. The flag is True if backward computes a gradient of the block's inputs.
+    A signature consists of: the path of the module around the block; the modules of the block with their tensors and
+    units; the checkpointed modules of the block; the dtypes of the block before (for the first block, its own); a flag
+    that is True if backward computes a gradient of the block's inputs.
     """
     inside: dict[str, list[ModuleInfo]] = {path: [] for path in outermost(plan.inventory.blocks)}
     for module in plan.inventory.modules:

@@ -1,9 +1,9 @@
 """The recordings of a job: the table of its model's modules, the FLOPs of a sample, and the tapes of its microbatches.
 They come from the user's cache, or from a `Recorder` that runs PyTorch now. No torch.
 
-`recorded_job` returns the job that is recorded. It sets all keys on which a recording does not depend to fixed values.
-These are usually the keys of the number of shards, gradient accumulation, the optimizer, the length of the run, and the
-files that the run writes. The recorded job is also part of the key in the cache.
+`recorded_job` returns the job that is recorded. Keys on which a recording does not depend have fixed values in this
+job: usually those of the number of shards, gradient accumulation, the optimizer, the length of the run, and the files
+that the run writes. The recorded job is also part of the key in the cache.
 """
 
 from __future__ import annotations

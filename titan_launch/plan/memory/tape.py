@@ -155,7 +155,7 @@ class Tape:
     """Bytes of the buffers on this rank during the whole step, by full name."""
 
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """This rank's part of each parameter that tensor parallelism divides, by full name."""
+    """Shape of this rank's part of each parameter that tensor parallelism divides, by full name."""
 
     reduced: Mapping[str, int] = field(default_factory=dict)
     """Number of elements that this rank sends when tensor parallelism reduces the gradient of a parameter, before FSDP2

@@ -40,8 +40,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Finding:
-    """The first place where a run departs from the single process. If runs with one or two of its axes and modes show
-    the difference, too, the fields from `result` to `how` describe the smallest of these runs."""
+    """The first place where a run departs from the single process. The fields from `result` to `how` describe the
+    smallest run with one or two of its axes and modes that shows the difference, if there is one."""
 
     run: str
     result: str

@@ -70,8 +70,8 @@ def digests_of_files(files: Iterable[str]) -> dict[str, str]:
 
 def find(config: JobConfig) -> Certificate | None:
     """Return the certificate of a job: from the file `prove.certificate` if the job sets this key, else from the cache.
-    Return None if the cache has no readable certificate, if the certificate belongs to a different twin or to different
-    code, or if the job has no twin. Raises ConfigError if `prove.certificate` cannot be read."""
+    Return None if the cache has no readable certificate, or if the job has no twin. Also return None if the certificate
+    belongs to a different twin or to different code. Raises ConfigError if `prove.certificate` cannot be read."""
     named = config.prove.certificate
     if named is None and not _folder().exists():  # most runs then compute no digest
         return None

@@ -334,8 +334,8 @@ def _data(config: JobConfig, model: ModelConfig, unshrunk: list[str]) -> Any:
 
 
 def _vocabulary(config: JobConfig, model: ModelConfig) -> int:
-    """Return the number of different tokens in the samples: at most `VOCABULARY`, and at most the vocabulary of the
-    job, which is `prove.vocab_size`, or the vocabulary of the model if it is known, or else that of the data."""
+    """Return the number of different tokens in the samples: `VOCABULARY`, or the vocabulary of the job if it is
+    smaller. `prove.vocab_size` sets the vocabulary of the job. Otherwise, the model or the data decides it."""
     known = config.prove.vocab_size or vocabulary_taken(model) or model.args.get("vocab_size")
     known = known if isinstance(known, int) else config.data.own_vocabulary() or BYTES_VOCABULARY
     return min(known, VOCABULARY)

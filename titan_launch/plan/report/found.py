@@ -45,8 +45,8 @@ _MEANINGS = {
 
 
 def format_result(result: Result, hardware: Hardware) -> str:
-    """Return the parts of the best job's step time, a table of the best jobs with its legend, and the number of layouts
-    that were planned, as text."""
+    """Return as text: the parts of the best job's step time, a table of the best jobs, and the number of planned
+    layouts."""
     best = result.best
     counts = f"{result.tried} of {result.families} layouts were planned; the others do not fit or are not faster."
     if refused := sum(result.refused.values()):

@@ -71,9 +71,9 @@ class UnitLimits:
 def plan_model(
     inventory: Inventory, precision: PrecisionConfig, resharding: Resharding, limits: UnitLimits | None = None
 ) -> ModelPlan:
-    """Return the units of a model, and the dtypes of its buffers. Raises ConfigError as `check_rules` does, for rules
-    that cannot be in place although `precision.placement` requires it, for tied parameters that would be in two units,
-    and for experts that cannot be divided."""
+    """Return the units of a model, and the dtypes of its buffers. Raises ConfigError as `check_rules` does, and for
+    rules that cannot be in place although `precision.placement` requires it. Also raises ConfigError for tied
+    parameters that would be in two units, and for experts that cannot be divided."""
     limits = limits or UnitLimits()
     check_experts(inventory, limits.expert_parallel)
     assignments = assign_rules(inventory, precision)

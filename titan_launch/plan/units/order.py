@@ -47,7 +47,7 @@ def plan_backward_prefetch(plan: ModelPlan) -> dict[str, tuple[str, ...]]:
     By default, FSDP2 prefetches one unit ahead: when backward enters a unit, FSDP2 starts the all-gather of the unit
     whose forward ran just before. This may be the small unit of a precision rule. The long all-gather of the next block
     then starts late, in the short backward of the small unit. So each block also prefetches the block before it, and
-    the divided experts of that block (expert parallelism), with which the backward of that block begins.
+    the divided experts of that block, because its backward begins with them.
 
     A block without small units inside it has no entry, because FSDP2's default is then sufficient. Small units behind
     the last block are treated in the same way: the unit of the last module prefetches them, and then the last block.
