@@ -10,10 +10,11 @@ CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_a
 
 @dataclass(frozen=True, eq=False)
 class Axis:
-    """An axis of parallelism: something that is divided over ranks."""
+    """One way to divide a model, its batch or its sequences over ranks."""
 
     name: str
-    """Name of its degree in `plan.layout.Layout`, and of the axis in recordings, such as `tensor`."""
+    """Name of the axis in recordings, such as `tensor`. The degree of the axis has the same name in
+    `plan.layout.Layout`."""
 
     short: str
     """Name in the DeviceMesh, such as `tp`. Reports have it in capitals."""
@@ -39,7 +40,7 @@ class Axis:
     """True if computation waits for the collectives along the axis."""
 
     has_host_work: bool = False
-    """True if the host works for each collective, as DTensor does (`plan.speeds.Measured.exchange_seconds`)."""
+    """True if each collective takes the host `plan.speeds.Measured.exchange_seconds`, because DTensor starts it."""
 
     @property
     def setting(self) -> str:

@@ -64,26 +64,19 @@ def _batch_norms(model: nn.Module) -> Iterator[tuple[str, _BatchNorm]]:
 
 def check_batch_norms(model: nn.Module, config: BatchNormConfig) -> None:
     """Raise ConfigError if the statistics of a layer must be synchronized, but its class prevents that."""
-    problems = [
-        Problem(
-            ("batchnorm", "statistics"),
-            f"{path} is a {type(norm).__name__}, {_why_not(norm)}",
-            "synchronized",
+    problems = []
+    for path, norm in _batch_norms(model) if config.statistics == "synchronized" else ():
+        why = (
+            "which synchronizes statistics by itself, and only on GPUs; use an nn.BatchNorm instead"
+            if isinstance(norm, nn.SyncBatchNorm)
+            else "whose forward does not call super().forward(...), so its statistics cannot be synchronized; call it, "
+            'or set "local"'
         )
-        for path, norm in _batch_norms(model)
-        if config.statistics == "synchronized" and overrides_forward(norm)
-    ]
+        if overrides_forward(norm):
+            reason = f"{path} is a {type(norm).__name__}, {why}"
+            problems.append(Problem(("batchnorm", "statistics"), reason, "synchronized"))
     if problems:
         raise ConfigError(problems)
-
-
-def _why_not(norm: _BatchNorm) -> str:
-    if isinstance(norm, nn.SyncBatchNorm):
-        return "which synchronizes statistics by itself, and only on GPUs; use an nn.BatchNorm instead"
-    return (
-        "whose forward does not call super().forward(...), so its statistics cannot be synchronized; call it, or set "
-        '"local"'
-    )
 
 
 def _describe_synchronized(num_norms: int, ranks: int) -> str:

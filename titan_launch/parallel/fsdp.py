@@ -45,7 +45,12 @@ def apply_fsdp(model: nn.Module, plan: ModelPlan, mesh: Mesh, offloads: bool = F
         if mesh.layout.is_ignored(plan.unit_of[module.path], offloads)
         for parameter in model.get_submodule(module.path).parameters(recurse=False)
     }
-    in_place = _own_dtypes(model, plan)
+    in_place = {  # the compute dtype of each parameter whose precision rule is applied in place
+        parameter: torch_dtype(plan.unit_of[module.path].compute_dtype)
+        for module in plan.inventory.modules
+        if plan.unit_of[module.path] is not plan.sharded_by[module.path]
+        for parameter in model.get_submodule(module.path).parameters(recurse=False)
+    }
     for unit in plan.units:
         ranks = mesh.shards_of(unit)
         modules = [model.get_submodule(path) for path in unit.modules]
@@ -84,16 +89,6 @@ def apply_fsdp(model: nn.Module, plan: ModelPlan, mesh: Mesh, offloads: bool = F
         _fsdp_module(model, path).set_modules_to_backward_prefetch([_fsdp_module(model, name) for name in ahead])
     for path, ahead in plan_forward_prefetch(plan).items():
         _fsdp_module(model, path).set_modules_to_forward_prefetch([_fsdp_module(model, name) for name in ahead])
-
-
-def _own_dtypes(model: nn.Module, plan: ModelPlan) -> dict[nn.Parameter, torch.dtype]:
-    """Return the compute dtype of each parameter whose precision rule is applied in place (`ModelPlan.in_place`)."""
-    return {
-        parameter: torch_dtype(plan.unit_of[module.path].compute_dtype)
-        for module in plan.inventory.modules
-        if plan.unit_of[module.path] is not plan.sharded_by[module.path]
-        for parameter in model.get_submodule(module.path).parameters(recurse=False)
-    }
 
 
 def _cast_at_boundary(model: nn.Module, plan: ModelPlan, path: str, policy: Policy) -> None:
@@ -238,9 +233,8 @@ def without_backward(model: nn.Module) -> Iterator[None]:
 def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Put a wrapped model into evaluation mode during the block, for forwards without a backward (`without_backward`).
     At the end, each module gets its former mode back."""
-    was_training = {  # a frozen BatchNorm stays frozen
-        module: module.training for root in roots(model) for module in root.modules()
-    }
+    # Modes are restored module by module, because a frozen BatchNorm is always in evaluation mode.
+    was_training = {module: module.training for root in roots(model) for module in root.modules()}
     for root in roots(model):
         root.eval()
     try:

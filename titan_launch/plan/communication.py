@@ -279,9 +279,8 @@ class Ring:
 
     size: int
     crossings: int
-    """Hops of the ring that lead to another node. In an all-to-all, a rank sends equal parts to all other ranks of the
-    group. Then this is the number of ranks on other nodes than the sending rank, for the rank with the largest
-    number."""
+    """For a ring: number of hops that lead to another node. For all-to-alls, in which a rank sends equal parts to all
+    other ranks: number of ranks on other nodes than the sending rank. The rank with the largest number counts."""
 
     is_all_to_all: bool = False
 

@@ -23,7 +23,7 @@ from itertools import chain, product
 from operator import call
 from typing import Any, NamedTuple
 
-from titan_launch.config.axes import AXES, CONTEXT, EXPERT, MODEL_AXES, PIPELINE, TENSOR
+from titan_launch.config.axes import AXES, CONTEXT, EXPERT, MODEL_AXES, PIPELINE, SHARD, TENSOR
 from titan_launch.config.job import JobConfig
 from titan_launch.config.rules import first_problem
 from titan_launch.config.rules.parallelism import ONE_STAGE_SCHEDULES, SPLIT_BACKWARD_SCHEDULES
@@ -68,7 +68,6 @@ SEARCHED: tuple[Key, ...] = (
 
 _SCHEDULE, _REPLICAS, _SHARDED, _BATCH, _OFFLOAD, _CHUNKS, *_MODES = SEARCHED[len(MODEL_AXES) :]
 _CHECKPOINTING, _ACCUMULATION, _UNSHARDED = _MODES
-_SHARDS: Key = ("parallelism", "data_parallel_shard_degree")
 _STAGES: Key = ("parallelism", "pipeline_parallel_stages_per_rank")
 _SPLIT: Key = ("parallelism", "pipeline_parallel_split_points")
 _SCHEDULES = ("1F1B", "Interleaved1F1B")
@@ -298,7 +297,7 @@ class Search:
         """Return `config` with the given degrees of parallelism, and with the last pair of `_starts`, which needs the
         least memory."""
         replicas, sharded = self._starts()[-1]
-        values = {_SHARDS: -1, _REPLICAS: replicas, _SHARDED: sharded, **degrees}
+        values = {SHARD.key: -1, _REPLICAS: replicas, _SHARDED: sharded, **degrees}
         if degrees[PIPELINE.key] > 1 and self._is_free(PIPELINE.key):
             stages = 1 if values[_SCHEDULE] in ONE_STAGE_SCHEDULES else 2
             values |= {_SPLIT: (), _STAGES: None if value_of(config, _STAGES) is None else stages}

@@ -261,7 +261,7 @@ class Unit:
         return (shape[0] // self.expert_parallel, *shape[1:]) if shape else ()
 
     def whole(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of which `part` returns `shape`."""
+        """Return the shape of a whole parameter. `shape`: that of this rank's part, as `part` returns it."""
         return (shape[0] * self.expert_parallel, *shape[1:]) if shape else ()
 
     @property

@@ -20,7 +20,7 @@ from titan_launch.plan.proof.twin import NAMED_AXES, num_microbatches, splits_ba
 MOST_RANKS = 8
 """Largest number of processes of a run. A layout of more ranks is replaced by pairs of its axes."""
 
-AXES = (*NAMED_AXES, "sharded optimizer")
+LAYOUT_PARTS = (*NAMED_AXES, "sharded optimizer")
 """Parts of a layout that a run may have or lack. The part "sharded optimizer" needs the part "replicas"."""
 
 MODES = ("accumulation", "checkpointing", "chunks", "compile")
@@ -57,7 +57,7 @@ class Case:
             ranks = degrees.data_parallel_replicate_degree * degrees.data_parallel_shard_degree
             assert training.local_batch_size != "auto"
             size = training.local_batch_size * (ranks if self.config.batchnorm.statistics == "synchronized" else 1)
-        return without(self.config, (*AXES, *MODES)).model_copy(
+        return without(self.config, (*LAYOUT_PARTS, *MODES)).model_copy(
             update={"training": training.model_copy(update={"local_batch_size": size})}
         )
 

@@ -33,12 +33,11 @@ _COLUMNS: tuple[tuple[str, Callable[[Found], str]], ...] = (
     ("accumulation", lambda job: job.row.choice.accumulation_label),
     ("loss chunks", lambda job: str(job.config.loss.chunks)),
 )
+_AXES = {axis.short.upper(): axis.name for axis in MODEL_AXES}
 _MEANINGS = {
     "step s": "expected, shortest and longest time; expected: computation and collectives in the order of FSDP2",
     "reserved GiB": "estimated memory that the process of one rank takes from the device",
-    " ".join(axis.short.upper() for axis in MODEL_AXES): (
-        f"degrees of {', '.join(axis.name for axis in MODEL_AXES[:-1])} and {MODEL_AXES[-1].name} parallelism"
-    ),
+    " ".join(_AXES): f"degrees of {', '.join(_AXES.values())} parallelism",
     "replicas x shards": "*: the optimizer is sharded over the replicas",
     "microbatches": "microbatches of a step, and samples of each",
 }
