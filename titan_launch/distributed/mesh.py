@@ -39,7 +39,7 @@ class Mesh:
                                         counted, and BatchNorm's statistics are pooled, over this group.
 
     With expert parallelism, the parameters of experts are on a second grid of the same ranks. The second grid replaces
-    the axes dp_shard and cp by two other axes, and divides the ranks of dp_shard x cp anew:
+    the axes dp_shard and cp by two other axes, which divide the same ranks in another way:
 
         expert_shard  parts of the experts are sharded  all-gathers and reduce-scatters the parameters of experts
         ep            the experts are divided           exchanges tokens, four times per layer

@@ -219,8 +219,8 @@ def _saved(value: Any, is_complete: bool = True) -> Callable[[], Any]:
 
 
 class _SavePolicy:
-    """The decisions, for one forward, whether the result of an operation is saved. `saves` is called for every
-    operation, in order."""
+    """The choice of the operations whose results a forward saves. Call `saves` for every operation of the forward, in
+    order."""
 
     def __init__(self) -> None:
         self._num_products = 0

@@ -177,7 +177,7 @@ def _normalize_heads(module: nn.Module, mesh: DeviceMesh) -> None:
 
 def _compute_latent(module: nn.Module, mesh: DeviceMesh) -> None:
     """Replicate a module's own parameters, and let it take its first input, a DTensor from `_gather_input`, as a plain
-    tensor. On each rank, all its gradients are parts of sums."""
+    tensor. On each rank, the gradients of the parameters and of the input are parts of sums."""
     _replicate(module, mesh, Partial())
     _take_locally(module)
 
