@@ -19,6 +19,7 @@ from tests.train.jobs import TINY_ARGS, TINY_EXPERTS, run_job, run_job_until, st
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import UserError
 from titan_launch.core.observer import Observer
+from titan_launch.distributed.mesh import build_mesh
 from titan_launch.distributed.ring_attention_on_cpu import ring_attention_on_cpu
 from titan_launch.models.build import build_model
 from titan_launch.models.decoder.args import DecoderArgs
@@ -253,8 +254,8 @@ def warnings_of(jobs: list[dict[str, Any]]) -> list[list[str]]:
         job["lora"] = lora
         config = JobConfig.model_validate(job)
         built = build_model(config.model, config.training.seq_len, lora=config.lora)
-        layout = plan_layout(config.parallelism, config.training, 1)
-        prepare_experts(built.module, plan_precision(config, built), layout, None, "cuda")
+        mesh = build_mesh(plan_layout(config.parallelism, config.training, 1), "cpu")
+        prepare_experts(built.module, plan_precision(config, built), mesh, "cuda")
     return [*found, handler.texts]
 
 

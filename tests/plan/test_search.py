@@ -24,7 +24,7 @@ from titan_launch.plan.job import with_unsharded_parameters, with_values
 from titan_launch.plan.layout import Layout, plan_layout
 from titan_launch.plan.report.found import overlay
 from titan_launch.plan.report.modes import Row, Subject, compare
-from titan_launch.plan.search import SEARCHED, Search, _axes, value_of
+from titan_launch.plan.search import SEARCHED, Search, _without_pipeline, value_of
 
 RANKS = 4
 DEVICE = [
@@ -240,7 +240,7 @@ def test_no_step_is_faster_than_its_bound(speeds: str, tmp_path: Path) -> None:
     for tensor, size in product((1, 2, 4), (1, 4)):
         values = {("parallelism", "tensor_parallel_degree"): tensor, ("training", "local_batch_size"): size}
         one = with_values(config, values)
-        search._probes = {_axes(one): search._probed(one)}
+        search._probes = {_without_pipeline(one): search._probed(one)}
         for mode in search._modes(one):
             planned = search._planned(mode)
             assert search._bound(mode, mode.activation_checkpoint) <= planned.seconds

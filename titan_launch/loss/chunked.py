@@ -46,7 +46,7 @@ class Classes:
     def of(divided: DTensor, count: int) -> Classes:
         """Return this rank's range of `count` classes, for a DTensor that is sharded by class.
 
-        The count is the same on all ranks: `check_tensor_plan` requires this.
+        The count is the same on all ranks: `check_divisions` requires this.
         """
         mesh = divided.device_mesh
         return Classes(count, mesh.get_local_rank() * count, mesh.size() * count, mesh.get_group())

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from titan_launch.config.axes import REPLICATE
 from titan_launch.distributed.collectives import all_gather_single, reduce_scatter_single
 from titan_launch.distributed.dtensor import Shard, local_tensor, own_box
 from titan_launch.distributed.mesh import Mesh
@@ -130,15 +131,16 @@ class ReplicaShards:
         """`model`: a model that FSDP2 has wrapped. `plan`: the plan of the whole model. `mesh`: a mesh with replicas.
         `leave_early`: True if the exchange of gradients starts during the last backward
         (`plan.replica_shards.gradients_leave_early`)."""
-        assert mesh.replicate is not None, "a sharded optimizer has replicas"
-        self.replicas = mesh.replicate.size()
-        self.group = mesh.replicate.get_group()
+        replicas = mesh.along(REPLICATE)
+        assert replicas is not None, "a sharded optimizer has replicas"
+        self.replicas = replicas.size()
+        self.group = replicas.get_group()
         """Process group of the ranks that have the same local shards, one rank of each replica."""
 
         self.ranks_of_matrices = mesh.data_group or dist.group.WORLD
         """The ranks of all replicas that share the parameters, in the order (replica, shard)."""
 
-        self._index = mesh.replicate.get_local_rank()
+        self._index = replicas.get_local_rank()
         self._device = torch.device(mesh.ranks.device_type)
         units = [self._exchanged(unit, parameters) for unit, parameters in trained_by_unit(model, plan).items()]
         # The largest first, as in `plan.memory.ledger.book_update`. This rank's shards of small units may be empty.

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from titan_launch.config.axes import EXPERT
 from titan_launch.config.job import JobConfig
+from titan_launch.config.rules.parallelism import NO_EXPERTS, misfit_of_experts
 from titan_launch.config.sections.section import DTYPE_BYTES
+from titan_launch.core.errors import config_error
 from titan_launch.models.architectures import known_args
 from titan_launch.plan.layout import Layout
-from titan_launch.plan.types import ModelPlan
+from titan_launch.plan.types import Inventory, ModelPlan
 
 
 def equal_parts(total: int, parts: int) -> list[int]:
@@ -34,6 +37,33 @@ def is_grouped(device: str, dtype: str, widths: Iterable[int]) -> bool:
     # `GroupedMMUtils.h`).
     is_aligned = all(width * DTYPE_BYTES[dtype] % 16 == 0 for width in widths)
     return device == "cuda" and dtype == "bfloat16" and is_aligned
+
+
+def check_experts(inventory: Inventory, degree: int) -> None:
+    """Raise ConfigError if the model has no experts to divide over `degree` ranks, or a number of experts that the
+    degree does not divide."""
+    if degree == 1:
+        return
+    modules = [module for module in inventory.modules if module.has_experts]
+    misfits = (misfit_of_experts(degree, m.parameters[0].shape[0], m.path) for m in modules)
+    reason = next(filter(None, misfits), None) if modules else NO_EXPERTS
+    if reason is not None:
+        raise config_error(EXPERT.key, reason, degree, also=(("model", "name"), ("model", "args")))
+
+
+def describe_division(layout: Layout) -> str:
+    """Return the division of the experts over ranks, in words; empty without expert parallelism."""
+    if layout.expert == 1:
+        return ""
+    shards = layout.parameter_shards // layout.expert
+    divided = f"the experts of each layer are divided over {layout.expert} ranks"
+    return f"{divided}; FSDP2 shards each part over {shards} rank{'s' * (shards > 1)}"
+
+
+def largest_load(config: JobConfig, layout: Layout) -> float:
+    """Return the rows that the busiest rank receives, divided by the mean over the ranks: `planner.expert_load`, or the
+    number of ranks if that is smaller."""
+    return min(config.planner.expert_load, layout.expert)
 
 
 def received_rows(num_rows: int, ranks: int, expert_load: float) -> int:
@@ -62,8 +92,8 @@ def describe_load(config: JobConfig, plan: ModelPlan, layout: Layout) -> str | N
     top_k = None if args is None else args.experts_per_token()
     if layout.expert == 1 or top_k is None:
         return None
-    load = min(config.planner.expert_load, layout.expert)
-    num_rows = layout.local_batch_size * config.training.seq_len // layout.context * top_k
+    load = largest_load(config, layout)
+    num_rows = layout.local_batch_size * layout.tokens_on_rank(config.training.seq_len) * top_k
     received = received_rows(num_rows, layout.expert, load)
     row_bytes = max(
         module.parameters[0].shape[2] * DTYPE_BYTES[plan.unit_of[module.path].compute_dtype]

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from typing import Literal
 
+from titan_launch.config.axes import TENSOR
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.parallelism import ActivationCheckpointConfig
 from titan_launch.config.sections.precision import Float8Config
@@ -96,8 +97,7 @@ def compiled_modules(
             remedy += ', or remove "model" from compile.components'
         reason = f"compiles the model's blocks, but they are unknown; {remedy}"
         raise config_error(_ENABLE, reason, True, also=(("model", "blocks"),))
-    tensor_degree = config.parallelism.tensor_parallel_degree
-    outside = checkpointed if checkpoints_compiled(config.activation_checkpoint, tensor_degree) else ()
+    outside = checkpointed if checkpoints_compiled(config) else ()
     found = _compilable(inventory, {path for unit in units for path in unit.modules} | set(outside))
     empty = [block for block, paths in found.items() if not paths]
     if empty:
@@ -122,12 +122,12 @@ def _check_seen_by_selection(compiled: Sequence[str], checkpointed: Collection[s
         raise config_error(("activation_checkpoint", "selective_ac_option"), reason, "op", also=also)
 
 
-def checkpoints_compiled(checkpointing: ActivationCheckpointConfig, tensor_degree: int) -> bool:
+def checkpoints_compiled(config: JobConfig) -> bool:
     """Return True if activation checkpointing is around the compiled graphs, so that backward runs whole graphs again.
     Return False if it is compiled into the graphs."""
     # With tensor parallelism, a graph with a checkpoint inside would have to save a DeviceMesh. But
     # `selective_ac_option = "op"` selects operations inside a graph.
-    return tensor_degree > 1 and selection(checkpointing) != "op"
+    return config.parallelism.degree(TENSOR) > 1 and selection(config.activation_checkpoint) != "op"
 
 
 def _compilable(inventory: Inventory, boundaries: Collection[str]) -> dict[str, list[str]]:

@@ -9,7 +9,9 @@ from dataclasses import replace
 from fractions import Fraction
 from functools import cache
 from itertools import accumulate, pairwise
+from typing import Any
 
+from titan_launch.config.axes import MODEL_AXES
 from titan_launch.config.rules.parallelism import ONE_STAGE_SCHEDULES, num_stages, too_few_layers
 from titan_launch.config.sections.parallelism import ParallelismConfig
 from titan_launch.config.sections.training import GradientAccumulationConfig
@@ -292,8 +294,10 @@ def scaled_to_step(seen: Traffic, num_seen: int, layout: Layout, accumulation: G
         return Exchange(round(exchange.calls * every), round(exchange.sent_bytes * every))
 
     calls = seen.collectives
+    exchanges: dict[str, Any] = {axis.name: times(seen.along(axis)) for axis in MODEL_AXES}
     return replace(
         seen,
+        **exchanges,
         collectives=Collectives(
             round(calls.all_gathers * gathers),
             round(calls.reduce_scatters * scatters),
@@ -302,10 +306,6 @@ def scaled_to_step(seen: Traffic, num_seen: int, layout: Layout, accumulation: G
         all_gather_bytes=round(seen.all_gather_bytes * gathers),
         reduce_scatter_bytes=round(seen.reduce_scatter_bytes * scatters),
         all_reduce_bytes=round(seen.all_reduce_bytes * reduces),
-        tensor=times(seen.tensor),
-        context=times(seen.context),
-        pipeline=times(seen.pipeline),
-        expert=times(seen.expert),
         expert_all_gather_bytes=round(seen.expert_all_gather_bytes * gathers),
         expert_reduce_scatter_bytes=round(seen.expert_reduce_scatter_bytes * scatters),
     )

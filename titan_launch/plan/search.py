@@ -23,6 +23,7 @@ from itertools import chain, product
 from operator import call
 from typing import Any, NamedTuple
 
+from titan_launch.config.axes import AXES, CONTEXT, EXPERT, MODEL_AXES, PIPELINE, SHARD, TENSOR
 from titan_launch.config.job import JobConfig
 from titan_launch.config.rules import first_problem
 from titan_launch.config.rules.parallelism import ONE_STAGE_SCHEDULES, SPLIT_BACKWARD_SCHEDULES
@@ -52,11 +53,8 @@ Key = tuple[str, str]
 """Section of the job file, and name of a key in it."""
 
 SEARCHED: tuple[Key, ...] = (
-    ("parallelism", "tensor_parallel_degree"),
-    ("parallelism", "context_parallel_degree"),
-    ("parallelism", "pipeline_parallel_degree"),
+    *(axis.key for axis in MODEL_AXES),
     ("parallelism", "pipeline_parallel_schedule"),
-    ("parallelism", "expert_parallel_degree"),
     ("parallelism", "data_parallel_replicate_degree"),
     ("parallelism", "shard_optimizer_over_replicas"),
     ("training", "local_batch_size"),
@@ -68,9 +66,8 @@ SEARCHED: tuple[Key, ...] = (
 )
 """The keys that a search sets. A key that the user holds (`plan --hold`) keeps the value of the job instead."""
 
-_TENSOR, _CONTEXT, _PIPELINE, _SCHEDULE, _EXPERT, _REPLICAS, _SHARDED, _BATCH, _OFFLOAD, _CHUNKS, *_MODES = SEARCHED
+_SCHEDULE, _REPLICAS, _SHARDED, _BATCH, _OFFLOAD, _CHUNKS, *_MODES = SEARCHED[len(MODEL_AXES) :]
 _CHECKPOINTING, _ACCUMULATION, _UNSHARDED = _MODES
-_SHARDS: Key = ("parallelism", "data_parallel_shard_degree")
 _STAGES: Key = ("parallelism", "pipeline_parallel_stages_per_rank")
 _SPLIT: Key = ("parallelism", "pipeline_parallel_split_points")
 _SCHEDULES = ("1F1B", "Interleaved1F1B")
@@ -98,11 +95,11 @@ _SAME = 1e-3
 class Kind(NamedTuple):
     """The degrees and the schedule of a layout. A `Result` has the best job of each kind."""
 
-    tensor: int
-    context: int
-    pipeline: int
+    degrees: tuple[int, ...]
+    """Degrees of `MODEL_AXES`."""
+
     schedule: str
-    expert: int
+    """Empty without a pipeline."""
 
 
 @dataclass(frozen=True)
@@ -121,10 +118,9 @@ class Found:
 
     @property
     def kind(self) -> Kind:
-        """The degrees and the schedule of the job; an empty schedule without a pipeline."""
-        layout = self.layout
-        schedule = self.config.parallelism.pipeline_parallel_schedule if layout.pipeline > 1 else ""
-        return Kind(layout.tensor, layout.context, layout.pipeline, schedule, layout.expert)
+        """The degrees and the schedule of the job."""
+        schedule = self.config.parallelism.pipeline_parallel_schedule if self.layout.pipeline > 1 else ""
+        return Kind(tuple(map(self.layout.degree, MODEL_AXES)), schedule)
 
 
 @dataclass(frozen=True)
@@ -144,8 +140,8 @@ class Result:
     """Reasons why families are not possible, each with the number of such families."""
 
 
-_Axes = tuple[int, int, int]
-"""Degrees of tensor, context and expert parallelism."""
+_Degrees = tuple[int, ...]
+"""Degrees of the axes of model parallelism except the pipeline's."""
 
 
 @dataclass(frozen=True)
@@ -226,7 +222,7 @@ class Search:
             reason = "the compiler chooses the checkpointed operations, so a search cannot predict the step time"
             reason += "; remove --hold activation_checkpoint.mode"
             raise config_error(_CHECKPOINTING, reason, config.activation_checkpoint.mode)
-        one: dict[Key, Any] = dict.fromkeys((_TENSOR, _CONTEXT, _PIPELINE, _EXPERT), 1)
+        one: dict[Key, Any] = dict.fromkeys((axis.key for axis in MODEL_AXES), 1)
         more: dict[Key, Any] = {_REPLICAS: 1, _SHARDED: False, _BATCH: 1, ("training", "global_batch_size"): None}
         self._on_one_rank = with_values(self._plain(config, one), more)
         self._inventory = self._subject(self._on_one_rank, world_size=1).inventory
@@ -235,7 +231,7 @@ class Search:
         self._num_trained = sum(p.numel for p in trained if p.requires_grad and p.tied_to is None)
         self._flops: dict[tuple[ActivationCheckpointConfig, int], float] = {}
         self._shares: dict[tuple[int, str], float] = {}
-        self._probes: dict[_Axes, dict[ActivationCheckpointConfig, _Probe]] = {}
+        self._probes: dict[_Degrees, dict[ActivationCheckpointConfig, _Probe]] = {}
 
     def run(self) -> Result:
         """Return the best jobs. Unless `training.enable_cpu_offload` is held, CPU offload is tried only on GPUs, and
@@ -264,7 +260,7 @@ class Search:
             waiting = [family for family in waiting if bounds[id(family)] < limit]
             waiting.sort(key=lambda family: (_rounded(bounds[id(family)]), _complexity(family.parallelism)))
             now = waiting[: 2 * usable_cores()]
-            if new := {_axes(family): family for family in now if _axes(family) not in self._probes}:
+            if new := {_without_pipeline(job): job for job in now if _without_pipeline(job) not in self._probes}:
                 probes = in_forks(self._probed, [*new.values()], takes_part=False)
                 self._probes |= zip(new, probes, strict=True)
                 continue  # the probes make the bounds tighter
@@ -301,8 +297,8 @@ class Search:
         """Return `config` with the given degrees of parallelism, and with the last pair of `_starts`, which needs the
         least memory."""
         replicas, sharded = self._starts()[-1]
-        values = {_SHARDS: -1, _REPLICAS: replicas, _SHARDED: sharded, **degrees}
-        if degrees[_PIPELINE] > 1 and self._is_free(_PIPELINE):
+        values = {SHARD.key: -1, _REPLICAS: replicas, _SHARDED: sharded, **degrees}
+        if degrees[PIPELINE.key] > 1 and self._is_free(PIPELINE.key):
             stages = 1 if values[_SCHEDULE] in ONE_STAGE_SCHEDULES else 2
             values |= {_SPLIT: (), _STAGES: None if value_of(config, _STAGES) is None else stages}
         return with_effective_keys(with_values(config, values))
@@ -330,20 +326,21 @@ class Search:
         blocks = len(outermost(self._inventory.blocks))
         experts = max((p.shape[0] for m in self._inventory.modules if m.has_experts for p in m.parameters), default=1)
         most = {
-            _TENSOR: min(node, self._world_size),
-            _CONTEXT: config.training.seq_len // _LEAST_TOKENS if is_text else 1,
-            _PIPELINE: min(blocks, self._world_size),
-            _EXPERT: min(experts, self._world_size),
+            TENSOR: min(node, self._world_size),
+            CONTEXT: config.training.seq_len // _LEAST_TOKENS if is_text else 1,
+            PIPELINE: min(blocks, self._world_size),
+            EXPERT: min(experts, self._world_size),
         }
-        tensors, contexts, stages, parts = (
-            self._values(axis, sorted({*_powers(limit), value_of(self._config, axis)})) for axis, limit in most.items()
+        choices = (
+            self._values(axis.key, sorted({*_powers(most[axis]), value_of(self._config, axis.key)}))
+            for axis in MODEL_AXES
         )
-        for tensor, context, pipeline, expert in product(tensors, contexts, stages, parts):
+        for degrees in product(*choices):
+            values: dict[Key, Any] = {axis.key: degree for axis, degree in zip(MODEL_AXES, degrees, strict=True)}
             own = value_of(self._config, _SCHEDULE)
-            schedules = dict.fromkeys([*_SCHEDULES, own]) if pipeline > 1 else [own]
+            schedules = dict.fromkeys([*_SCHEDULES, own]) if values[PIPELINE.key] > 1 else [own]
             for schedule in self._values(_SCHEDULE, [*schedules]):
-                values = {_TENSOR: tensor, _CONTEXT: context, _PIPELINE: pipeline, _EXPERT: expert, _SCHEDULE: schedule}
-                yield self._plain(config, values)
+                yield self._plain(config, {**values, _SCHEDULE: schedule})
 
     def _problem(self, family: JobConfig) -> str | None:
         """Return the first reason why a family is not possible; None if it is possible."""
@@ -401,8 +398,8 @@ class Search:
         """Return a `_Probe` for each activation checkpointing mode. The planned jobs have no pipeline, the smallest
         microbatch and the most chunks of the loss. If a plan fails, its mode and later modes are missing."""
         found: dict[ActivationCheckpointConfig, _Probe] = {}
-        axes = dict(zip((_TENSOR, _CONTEXT, _EXPERT), _axes(family), strict=True))
-        simple = self._plain(family, {**axes, _PIPELINE: 1})
+        degrees = {axis.key: value_of(family, axis.key) for axis in MODEL_AXES}
+        simple = self._plain(family, {**degrees, PIPELINE.key: 1})
         try:
             if self._problem(simple) is not None:
                 return found
@@ -424,7 +421,7 @@ class Search:
         bound of the memory exceeds the limit."""
         layout, hardware = self._layout(job), self._hardware
         assert hardware.usable_bytes is not None
-        probe = self._probes.get(_axes(job), {}).get(checkpointing)
+        probe = self._probes.get(_without_pipeline(job), {}).get(checkpointing)
         compute = self._least_compute(job, checkpointing, probe)
         if probe is None:
             return compute
@@ -436,7 +433,7 @@ class Search:
         if job.parallelism.pipeline_parallel_schedule in SPLIT_BACKWARD_SCHEDULES and layout.pipeline > 1:
             # Zero-bubble schedules hold unsharded parameters and gradients, with at least two bytes per element.
             elements = self._inventory.num_parameters + self._num_trained
-            divided = layout.tensor * layout.pipeline * layout.expert
+            divided = math.prod(layout.degree(axis) for axis in MODEL_AXES if axis.divides_parameters)
             unsharded = 2 * elements / divided * (layout.parameter_shards > 1)
         if hardware.reserved_bytes(probe.held + activations + unsharded) > hardware.usable_bytes:
             return math.inf
@@ -604,12 +601,7 @@ def _rounded(seconds: float) -> int:
 
 def _complexity(parallelism: ParallelismConfig) -> tuple[int, ...]:
     """Return a key by which layouts are sorted, the simplest first: the number of degrees above 1, then the degrees."""
-    degrees = (
-        parallelism.pipeline_parallel_degree,
-        parallelism.context_parallel_degree,
-        parallelism.tensor_parallel_degree,
-        parallelism.expert_parallel_degree,
-    )
+    degrees = [parallelism.degree(axis) for axis in AXES.values() if axis in MODEL_AXES]
     return (sum(degree > 1 for degree in degrees), *degrees)
 
 
@@ -623,10 +615,5 @@ def value_of(config: JobConfig, key: Key) -> Any:
     return getattr(getattr(config, key[0]), key[1])
 
 
-def _axes(job: JobConfig) -> _Axes:
-    parallelism = job.parallelism
-    return (
-        parallelism.tensor_parallel_degree,
-        parallelism.context_parallel_degree,
-        parallelism.expert_parallel_degree,
-    )
+def _without_pipeline(job: JobConfig) -> _Degrees:
+    return tuple(job.parallelism.degree(axis) for axis in MODEL_AXES if axis is not PIPELINE)

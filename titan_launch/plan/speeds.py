@@ -17,6 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeVar, get_args
 
+from titan_launch.config.axes import CollectiveKind
 from titan_launch.config.sections.section import DTYPE_BYTES
 from titan_launch.core.errors import config_error
 
@@ -31,17 +32,6 @@ Kernels = Literal["cuda", "cpu"]
 HostWork = Literal["unit", "parameter", "operation", "exchange", "stage"]
 """Kinds of work of the host, which is the CPU that starts operations. `Measured` has the seconds of each kind, such as
 `unit_seconds`."""
-
-CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"]
-
-OF_AXIS: Mapping[str, tuple[CollectiveKind, ...]] = {
-    "tensor": ("all_gather", "reduce_scatter"),
-    "context": ("all_gather", "reduce_scatter"),
-    "expert": ("all_to_all",),
-    "pipeline": ("send",),
-}
-"""The kinds of collectives along each axis. The predictions assume that an axis calls each of its kinds equally
-often."""
 
 Points = tuple[tuple[float, float], ...]
 """Pairs (bytes, seconds), or for attention (tokens, FLOP/s), in ascending order."""
@@ -330,7 +320,7 @@ class Speeds(ABC):
     def collective_seconds(self, kind: CollectiveKind, ring: Ring, sent_bytes: float) -> float:
         """Return the seconds of a collective. `sent_bytes`: bytes that a rank sends, if collectives use rings."""
         hops = ring.size - 1 if kind in ("all_gather", "reduce_scatter") else math.log2(max(2, ring.size))
-        share = _crossing_share(kind, ring)
+        share = float(ring.across)
         seconds = [
             sent_bytes * part / link.bytes_per_s + hops * part * link.hop_seconds
             for part, link in ((1 - share, self.within), (share, self.across))
@@ -344,7 +334,7 @@ class Speeds(ABC):
         return sent_bytes * sum(self._least_per_byte(kind, ring) for kind in kinds) / len(kinds)
 
     def _least_per_byte(self, kind: CollectiveKind, ring: Ring) -> float:
-        share = _crossing_share(kind, ring)
+        share = float(ring.across)
         return max((1 - share) / self.within.bytes_per_s, share / self.across.bytes_per_s)
 
     def knows(self, rings: Iterable[Ring]) -> bool:
@@ -472,7 +462,7 @@ class MeasuredSpeeds(Speeds):
             return super().collective_seconds(kind, ring, sent_bytes)
         # A ring that sends a larger share across nodes than the measured one takes proportionally longer.
         measured_share = nearest.crossings / nearest.ranks
-        more = _crossing_share(kind, ring) / measured_share if measured_share else 1.0
+        more = float(ring.across) / measured_share if measured_share else 1.0
         return _on_curve(nearest.points, sent_bytes) * max(1.0, more)
 
     def _least_per_byte(self, kind: CollectiveKind, ring: Ring) -> float:
@@ -490,12 +480,6 @@ class MeasuredSpeeds(Speeds):
         alike = [c for c in self.measured.collectives if (c.crossings > 0) == (ring.crossings > 0)]
         alike = [c for c in alike if c.kind == kind] or alike
         return min(alike, key=lambda c: abs(math.log(c.ranks / ring.size)), default=None)
-
-
-def _crossing_share(kind: CollectiveKind, ring: Ring) -> float:
-    """Return the share of the sent bytes that goes to other nodes. For an all-to-all, `Ring.crossings` is the number of
-    ranks on other nodes (`plan.communication.Rings.expert`)."""
-    return ring.crossings / max(1, ring.size - (kind == "all_to_all"))
 
 
 def _of_dtype(table: Mapping[str, T], dtype: str) -> T:

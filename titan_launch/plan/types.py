@@ -251,6 +251,20 @@ class Unit:
     Empty: there is no such reason."""
 
     @property
+    def is_divided(self) -> bool:
+        """True if expert parallelism has divided the unit's parameters."""
+        return self.expert_parallel > 1
+
+    def part(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of this rank's part of one of the unit's parameters, before FSDP2 shards it. `shape`: that
+        of the whole parameter."""
+        return (shape[0] // self.expert_parallel, *shape[1:]) if shape else ()
+
+    def whole(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of a whole parameter. `shape`: that of this rank's part, as `part` returns it."""
+        return (shape[0] * self.expert_parallel, *shape[1:]) if shape else ()
+
+    @property
     def num_gathers(self) -> int:
         """Number of all-gathers of the unit's parameters in one forward and backward, if they are sharded."""
         return 2 if self.reshard_after_forward and self.unshard_in_backward else 1

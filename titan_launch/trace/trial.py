@@ -27,7 +27,6 @@ from titan_launch.optim.ema import build_ema
 from titan_launch.optim.registry import replicas_of
 from titan_launch.parallel import expert_parallel
 from titan_launch.parallel.accumulation import Accumulation
-from titan_launch.parallel.context_parallel import sequence_part
 from titan_launch.parallel.pipeline import pipeline_of
 from titan_launch.plan.experts import equal_parts, received_rows
 from titan_launch.plan.layout import Layout
@@ -84,7 +83,7 @@ def run_trial(config: JobConfig, layout: Layout, rank: int, device: torch.device
         counts = partial(_equal_counts, config.planner.expert_load)
         stack.enter_context(replaced(expert_parallel, "exchanged_counts", counts))
         mesh = build_mesh(layout, device.type)
-        batches = Batches(config, layout, sequence_part(mesh.context, config.parallelism))
+        batches = Batches(config, mesh)
         built = build_job_model(config)
         plan = plan_precision(config, built)
         use_kernels(config, built, plan, layout, device, stack)

@@ -91,7 +91,7 @@ def build_run(config: JobConfig, ranks: Ranks, stack: ExitStack, process: Surrou
 
     adapters = list(adapters_of(built.module))  # before pipeline stages divide the model
     mesh = build_mesh(job.layout, ranks.device.type)
-    data = build_data(config, job.layout, sequence_part(mesh.context, config.parallelism))
+    data = build_data(config, job.layout, sequence_part(mesh, config.parallelism))
     job = resolve_steps(job, data)
     config = job.config
     flops = flops_of_run(config, built, job.plan, data) if ranks.is_rank_0 else None  # reported by rank 0

@@ -63,7 +63,7 @@ def explain_model(error: BaseException, facts: ModelFacts) -> ConfigError | None
     found = explain_forward(error)
     for module, plan in reversed([*parts(facts.model, facts.plan)]):
         found = found or explain_dtypes(error, module, plan, config.precision)
-    found = found or explain_shapes(error, config.model, config.parallelism.tensor_parallel_degree)
+    found = found or explain_shapes(error, config)
     return found or explain_refusal(error, config.kernels, facts.refusals)
 
 

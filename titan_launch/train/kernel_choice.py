@@ -129,7 +129,8 @@ def _choose_attention(
         padded, unpadded = obstacle(dtype, True), obstacle(dtype, False)
         found[dtype] = choose(config.kernels.attention, order, _either(unpadded, padded))
         takes_unpadded.append(unpadded(found[dtype][0]) is None)
-    if found and all(takes_unpadded) and layout.context == 1:  # ring attention has not been tried with other widths
+    has_whole_sequences = layout.tokens_on_rank(config.training.seq_len) == config.training.seq_len
+    if found and all(takes_unpadded) and has_whole_sequences:  # ring attention has not been tried with other widths
         for module in built.module.modules():
             if isinstance(module, LatentAttention):
                 module.options = replace(module.options, pads_values=False)
@@ -231,7 +232,7 @@ def _check_on(
     rank. `pads_values`: as in `ScoreOptions`."""
     heads = built.attention
     assert heads is not None
-    tokens, (width, value_width) = seq_len // layout.context, heads.widths(pads_values)
+    tokens, (width, value_width) = layout.tokens_on_rank(seq_len), heads.widths(pads_values)
 
     def made(num_heads: int, width: int) -> Tensor:
         shape = (layout.local_batch_size, tokens, num_heads // layout.tensor, width)

@@ -23,7 +23,7 @@ from titan_launch.distributed.collectives import on_all_ranks, on_rank_0
 from titan_launch.distributed.process_group import Ranks
 from titan_launch.models.build import BuiltModel, take_inventory
 from titan_launch.models.documents import check_documents
-from titan_launch.models.parallel_plans import check_context_plan, check_tensor_plan
+from titan_launch.models.parallel_plans import check_divisions
 from titan_launch.parallel.batchnorm import check_batch_norms
 from titan_launch.plan.batch_size import is_auto_batch, possible_batch_sizes, with_local_batch_size
 from titan_launch.plan.hardware import GIB, Hardware, hardware_of
@@ -51,12 +51,10 @@ def inspect_model(config: JobConfig, built: BuiltModel) -> Inventory:
     for key, value in keys_of_packed_documents(config):
         check_documents(built.module, config.training.seq_len, key, value)
     check_batch_norms(built.module, config.batchnorm)
-    check_tensor_plan(built.module, built.tensor_parallel, config.parallelism)
-    context, seq_len = config.parallelism.context_parallel_degree, config.training.seq_len
-    check_context_plan(built.module, built.context_parallel, context, seq_len, config.batchnorm)
+    check_divisions(built, config)
     output_layer = built.head[-1] if built.head else None
     if output_layer is None and config.loss.chunks > 1 and config.data.unit == "tokens":
-        output_layer = find_output_layer(built.module, seq_len)
+        output_layer = find_output_layer(built.module, config.training.seq_len)
     inventory = take_inventory(built.module, built.blocks, built.head, built.embeddings, built.pipeline_order)
     return replace(inventory, output_layer=output_layer, blocks_origin=built.blocks_origin)
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from titan_launch.config.axes import CONTEXT
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import ConfigError, config_error, listed
 from titan_launch.distributed.collectives import on_all_ranks
@@ -29,7 +30,6 @@ from titan_launch.optim.replica_shards import ReplicaShards
 from titan_launch.parallel.apply import parallelize
 from titan_launch.parallel.context_parallel import SequencePart, divide_buffers, ring_attention
 from titan_launch.parallel.pipeline import divide, pipeline_of
-from titan_launch.parallel.tensor_parallel import token_shards
 from titan_launch.plan.freezing import Freezing
 from titan_launch.plan.hardware import GIB, format_bytes, free_memory_gib
 from titan_launch.plan.job import plan_untrained
@@ -256,7 +256,7 @@ def shard_model(config: JobConfig, built: BuiltModel, plan: ModelPlan, mesh: Mes
         parallelize(module, plan, mesh, config, built.tensor_parallel, group)
 
     if plan.stages:
-        divide(built.module, plan, mesh, token_shards(config.parallelism), wrap)
+        divide(built.module, plan, mesh, config.parallelism, wrap)
     else:
         wrap(built.module, plan)
     return built.module
@@ -277,15 +277,13 @@ def allocate_model(
     ring attention until `stack` is closed. `attention_device`: device for which ring attention is chosen; by default
     `device`. Raises ConfigError if PyTorch has no ring attention for that device.
     """
-    if model.mesh.context is not None:
-        stack.enter_context(ring_attention(model.mesh.context, config.parallelism, attention_device or device))
+    ranks = model.mesh.along(CONTEXT)
+    stack.enter_context(ring_attention(ranks, config.parallelism, attention_device or device))
     for built in (model.built, *([] if model.frozen is None else [model.frozen.built])):
         allocate(built.module, device, config.training.enable_cpu_offload)
         if initial_values:
             initialize(built.module, built.initializer, config.training.seed, device)
-    if model.sequence_part is not None:
-        axes = model.built.context_parallel or {}
-        divide_buffers(model.module, axes, model.sequence_part, config.training.seq_len)
+    divide_buffers(model.module, model.built.context_parallel, model.sequence_part, config.training.seq_len)
 
 
 def build_model_optimizer(config: JobConfig, model: AssembledModel) -> Optimizer:

@@ -28,7 +28,7 @@ from titan_launch.distributed.torch_private import (
 from titan_launch.loss.interface import Loss, means_of_step
 from titan_launch.metrics.timeline import UNCOUNTED, Parts
 from titan_launch.models.documents import document_arguments
-from titan_launch.parallel.accumulation import AccumulationStrategy
+from titan_launch.parallel.accumulation import Accumulation
 from titan_launch.parallel.pipeline import LocalStage, Pipeline
 
 
@@ -37,7 +37,7 @@ class StageFacts:
     """Facts and functions that all stages of a rank share."""
 
     pipeline: Pipeline
-    accumulation: AccumulationStrategy
+    accumulation: Accumulation
     device: torch.device
     splits_backward: bool
     given: Callable[[int], AbstractContextManager[None]]
@@ -160,7 +160,7 @@ class PipelinedStep:
         self,
         pipeline: Pipeline,
         parallelism: ParallelismConfig,
-        accumulation: AccumulationStrategy,
+        accumulation: Accumulation,
         device: torch.device,
         timeline: Parts = UNCOUNTED,
     ):

@@ -23,7 +23,7 @@ from titan_launch.metrics.timeline import OTHER, UNCOUNTED, Parts
 from titan_launch.models.documents import document_arguments
 from titan_launch.optim.clip import clip_grad_norm
 from titan_launch.optim.registry import replicas_of, step_unless
-from titan_launch.parallel.accumulation import Accumulation, AccumulationStrategy
+from titan_launch.parallel.accumulation import Accumulation
 from titan_launch.parallel.batchnorm import RunningStatistics
 from titan_launch.parallel.expert_balance import ExpertBalance
 from titan_launch.parallel.float8 import scale_update
@@ -58,9 +58,7 @@ class MicrobatchesInTurn:
 
     computes_loss = True
 
-    def __init__(
-        self, model: nn.Module, accumulation: AccumulationStrategy, device: torch.device, timeline: Parts = UNCOUNTED
-    ):
+    def __init__(self, model: nn.Module, accumulation: Accumulation, device: torch.device, timeline: Parts = UNCOUNTED):
         """`timeline` counts the time of forward and backward."""
         self.timeline = timeline
         self._model = model
@@ -141,8 +139,8 @@ class TrainStep:
                 self._timeline.begin("communication")
                 self._replicas.reduce_gradients()
             self._timeline.begin(OTHER)
-            # The ranks of a tensor-parallel group compute the same loss, so each rank takes an equal part of the loss.
-            total, *others = (sums / self._mesh.layout.tensor).unbind()
+            # Ranks with the same tokens compute the same loss, so each rank takes an equal part of the loss.
+            total, *others = (sums / self._mesh.layout.token_copies).unbind()
             parts = dict(zip(self.loss.tags, others, strict=False))
             loss_sum = total - parts[Z_LOSS] if Z_LOSS in parts else total
             for observer in observers:
@@ -178,7 +176,7 @@ class TrainStep:
 
         has_loss = self.gradients.computes_loss
         items_local = counts.items_local if has_loss else torch.zeros_like(counts.items_local)
-        items_local = items_local / self._mesh.layout.tensor
+        items_local = items_local / self._mesh.layout.token_copies
         num_items, num_targets = counts.total()
         return StepResult(loss_sum, parts, items_local, num_items, num_targets, grad_norm, is_skipped)
 

@@ -13,7 +13,7 @@ from titan_launch.core.errors import RunError, config_error
 from titan_launch.core.json_files import parse_json
 from titan_launch.data.loader import StreamLoader, Workers
 from titan_launch.data.sources import Batch, StreamSource
-from titan_launch.parallel.context_parallel import SequencePart
+from titan_launch.parallel.context_parallel import SequencePart, part_of_batch
 from titan_launch.plan.layout import Layout
 
 _MOST_VALUES = 20_000_000
@@ -42,10 +42,7 @@ class StreamBatches(SizedPart):
     def __next__(self) -> Batch:
         if self._batches is None:
             self._batches = iter(self._loader)
-        batch = next(self._batches)
-        if self._part is None:
-            return batch
-        return Batch._make(None if tensor is None else self._part.of(tensor, axis=1) for tensor in batch)
+        return part_of_batch(next(self._batches), self._part)
 
     def close(self) -> None:
         """End the data workers."""

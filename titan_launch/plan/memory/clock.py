@@ -15,8 +15,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from titan_launch.config.axes import AXES, CollectiveKind
 from titan_launch.plan.communication import Ring, Rings
-from titan_launch.plan.speeds import OF_AXIS, CollectiveKind, Speeds, Work
+from titan_launch.plan.speeds import Speeds, Work
+from titan_launch.plan.types import Unit
 
 
 class Seconds(NamedTuple):
@@ -131,41 +133,37 @@ class Clock:
         self._compute += seconds
 
     def exchange(self, axis: str, sent_bytes: int, of_gradients: bool = False) -> None:
-        """Run a collective along the axis `tensor`, `context`, `pipeline` or `expert`. Computation waits for its end,
-        except for a send between pipeline stages on a GPU. `of_gradients`: True if the gradient accumulation mode
-        decides the number of these collectives."""
-        ring: Ring = getattr(self._rings, axis)
-        kinds = OF_AXIS[axis]
+        """Run a collective along an axis of model parallelism. Computation waits for its end on CPUs, and if
+        `Axis.delays_computation` is True. `axis`: name of the axis. `of_gradients`: True if the gradient accumulation
+        mode decides the number of these collectives."""
+        ring, row = self._rings.along[axis], AXES[axis]
+        kinds = row.sends
         seconds = sum(self._speeds.collective_seconds(kind, ring, sent_bytes) for kind in kinds) / len(kinds)
-        if axis == "tensor":
+        if row.has_host_work:
             self._host(self._per_exchange)
         self._communication += seconds
-        if axis == "pipeline" and self._speeds.overlaps:
+        if not row.delays_computation and self._speeds.overlaps:
             self._queue(seconds, self._now)
             return
         if self._end_of_links > self._now:  # FSDP2's pending collectives end later, because both use the links
             self._end_of_links += seconds
         self._now += seconds
-        if axis != "pipeline":
+        if row.delays_computation:
             self._exposed += seconds
             if not of_gradients:
                 self._least_exposed += self._speeds.least_collective_seconds(kinds, ring, sent_bytes)
 
-    def all_gather(self, buffer_bytes: int, of_experts: bool) -> float:
-        """Start an all-gather of a unit's parameters, and return the time of its end. `of_experts`: True if expert
-        parallelism has divided these parameters."""
-        ring = self._rings.expert_shards if of_experts else self._rings.shards
-        return self._start("all_gather", ring, buffer_bytes, self._copies[0])
+    def all_gather(self, buffer_bytes: int, unit: Unit) -> float:
+        """Start an all-gather of a unit's parameters, and return the time of its end."""
+        return self._start("all_gather", self._rings.shards_of(unit), buffer_bytes, self._copies[0])
 
     def copied_out(self) -> None:
         """Note the time at which an all-gathered buffer has been copied into the parameters."""
         self._copies = self._copies[1], self._now
 
-    def reduce_scatter(self, buffer_bytes: int, of_experts: bool) -> float:
-        """Start a reduce-scatter of a unit's gradients, and return the time of its end. `of_experts`: as in
-        `all_gather`."""
-        ring = self._rings.expert_shards if of_experts else self._rings.shards
-        return self._start("reduce_scatter", ring, buffer_bytes, self._now)
+    def reduce_scatter(self, buffer_bytes: int, unit: Unit) -> float:
+        """Start a reduce-scatter of a unit's gradients, and return the time of its end."""
+        return self._start("reduce_scatter", self._rings.shards_of(unit), buffer_bytes, self._now)
 
     def all_reduce(self, buffer_bytes: int) -> float:
         """Start an all-reduce between the replicas, and return the time of its end."""

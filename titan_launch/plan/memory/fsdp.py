@@ -17,6 +17,7 @@ from enum import Enum, auto
 from math import prod
 from typing import NamedTuple
 
+from titan_launch.config.axes import TENSOR
 from titan_launch.config.sections.section import DTYPE_BYTES
 from titan_launch.config.sections.training import GradientAccumulationConfig
 from titan_launch.core.torch_release import (
@@ -128,7 +129,7 @@ class Context:
         """Count an `all_gather`, a `reduce_scatter` or an `all_reduce`. `num_bytes`: bytes of its larger buffer."""
         self.traffic[f"{collective}s"] += 1
         self.traffic[f"{collective}_bytes"] += num_bytes
-        if unit.unit.expert_parallel > 1 and collective != "all_reduce":
+        if unit.unit.is_divided and collective != "all_reduce":
             self.traffic[f"expert_{collective}_bytes"] += num_bytes
 
     def begin_microbatch(self, is_last: int) -> None:
@@ -236,14 +237,13 @@ class _Exchange(NamedTuple):
 class Parameter:
     """A parameter of a unit. For a parameter of experts, it is the part that expert parallelism leaves to this rank."""
 
-    def __init__(self, info: TensorInfo, policy: Unit, parts: int, shards: int):
+    def __init__(self, info: TensorInfo, policy: Unit, unit: Unit, layout: Layout):
         """`info`: the parameter with the shape that tensor parallelism leaves to this rank. `policy`: the unit or the
-        entry of `ModelPlan.in_place` that sets the dtypes of the parameter. `parts`: number of ranks over which expert
-        parallelism divides the parameter. `shards`: number of ranks over which FSDP2 shards each part."""
-        shape = (info.shape[0] // parts, *info.shape[1:]) if info.shape else info.shape
+        entry of `ModelPlan.in_place` that sets the dtypes of the parameter. `unit`: the unit that shards it."""
+        shape, shards = unit.part(info.shape), layout.shards_of(unit)
         self.numel = prod(shape)
         self.is_trained = info.requires_grad
-        self.padded = padded_numel(info, shards, parts)
+        self.padded = padded_numel(info, unit, layout)
         self.is_sharded_inside = shards > 1 and sharded_dim(shape, shards, info.is_stacked) > 0
         """True if FSDP2 shards a dim other than the first. FSDP2 then makes one more copy of the parameter and of its
         gradient."""
@@ -263,8 +263,7 @@ class ShardedUnit:
         self.context = context
         self.unit = unit
         self.shards = context.layout.shards_of(unit)
-        parts = unit.expert_parallel
-        self.weights = [Parameter(info, policy, parts, self.shards) for info, policy, _ in parameters]
+        self.weights = [Parameter(info, policy, unit, context.layout) for info, policy, _ in parameters]
         pairs = zip(self.weights, parameters, strict=True)
         self.parameters = [weight for weight, (*_, is_ignored) in pairs if not is_ignored]
         """The parameters that FSDP2 manages."""
@@ -311,7 +310,7 @@ class ShardedUnit:
         shards = self._shards_to_send()
         self._pending = self._new_bytes(sum(parameter.padded_bytes for parameter in self.parameters))
         self.context.count("all_gather", self._pending.num_bytes, self)
-        self._gathered_at = self.context.clock.all_gather(self._pending.num_bytes, self.unit.expert_parallel > 1)
+        self._gathered_at = self.context.clock.all_gather(self._pending.num_bytes, self.unit)
         del shards
 
     def _new_bytes(self, num_bytes: int, category: Category = Category.ALL_GATHER) -> Storage:
@@ -519,9 +518,9 @@ class ShardedUnit:
             parameter, gradient = self.parameters[index], unsharded.pop(index)
             if parameter.sent_elements:
                 size = DTYPE_BYTES[gradient.dtype]
-                self.context.traffic["tensor"] += 1
-                self.context.traffic["tensor_bytes"] += parameter.sent_elements * size
-                self.context.clock.exchange("tensor", parameter.sent_elements * size, of_gradients=True)
+                self.context.traffic[TENSOR.name] += 1
+                self.context.traffic[f"{TENSOR.name}_bytes"] += parameter.sent_elements * size
+                self.context.clock.exchange(TENSOR.name, parameter.sent_elements * size, of_gradients=True)
                 if parameter.numel == gradient.numel:
                     largest = max(largest, gradient.num_bytes)
                 else:
@@ -564,7 +563,7 @@ class ShardedUnit:
         output = new(padded // world, dtype, Category.REDUCE_SCATTER)
         if world > 1:
             self.context.count("reduce_scatter", reduce_input.num_bytes, self)
-            self.context.reduced_at = clock.reduce_scatter(reduce_input.num_bytes, self.unit.expert_parallel > 1)
+            self.context.reduced_at = clock.reduce_scatter(reduce_input.num_bytes, self.unit)
         else:
             clock.copy_reduced(2 * output.num_bytes)
         if world == 1 and is_hsdp and not SKIPS_DIVISION_BY_ONE:  # FSDP2 divides by 1

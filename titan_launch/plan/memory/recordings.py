@@ -16,7 +16,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
-from math import gcd
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -32,7 +31,7 @@ from titan_launch.core.patches import replaced
 from titan_launch.core.process import in_forks
 from titan_launch.plan.hardware import Kernels, representative
 from titan_launch.plan.job import activation_checkpoint_label
-from titan_launch.plan.layout import Layout, plan_layout, smallest_world_size
+from titan_launch.plan.layout import Layout, plan_layout, smallest_shard_degree, smallest_world_size
 from titan_launch.plan.memory.tape import Tape, from_json, to_json
 from titan_launch.plan.step_time import Flops
 from titan_launch.plan.types import Inventory
@@ -97,7 +96,7 @@ def recorded_job(config: JobConfig, layout: Layout) -> JobConfig:
     """
     blank = JobConfig()
     training, parallelism, planner = config.training, config.parallelism, config.planner
-    replicas, shards = 1, max(2, layout.expert // gcd(layout.expert, layout.context))
+    replicas, shards = 1, max(2, smallest_shard_degree(parallelism))
     if config.batchnorm.statistics == "synchronized":  # the statistics are gathered from all ranks
         replicas, shards = layout.replicate, layout.shard
     named = ["seq_len", "trainable", "frozen", "unfreeze", *(["epochs", "steps"] if training.unfreeze else [])]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from titan_launch.config.axes import MODEL_AXES
 from titan_launch.config.job import JobConfig
 from titan_launch.config.optimizers import GroupSizes, ShardSize
 from titan_launch.config.rules.parallelism import SPLIT_BACKWARD_SCHEDULES, stages_per_rank
@@ -109,7 +110,7 @@ def group_sizes(
             inner[name] &= is_inner_matrix(parameter.name, num_axes, classes, module.path, whole.inventory.head)
             if parameter.requires_grad:
                 unit = whole.unit_of[module.path]
-                shape = shard_shape(own, layout.shards_of(unit), unit.expert_parallel)
+                shape = shard_shape(own, unit, layout)
                 num_elements = chunk_numel(shape, layout.optimizer_replicas)
                 shards.setdefault(name, ShardSize(parameter.shape, num_elements, unit.storage_dtype))
     groups: dict[str, tuple[GroupSettings, list[ShardSize]]] = {}
@@ -310,8 +311,7 @@ class Replay:
         for context in self._contexts.values():
             context.traffic.clear()
         exchanges: dict[str, Any] = {
-            axis: Exchange(counts[axis], counts[f"{axis}_bytes"])
-            for axis in ("tensor", "context", "pipeline", "expert")
+            axis.name: Exchange(counts[axis.name], counts[f"{axis.name}_bytes"]) for axis in MODEL_AXES
         }
         bytes_: dict[str, Any] = {name: counts[name] for name in _BYTES}
         collectives = Collectives(counts["all_gathers"], counts["reduce_scatters"], counts["all_reduces"])

@@ -62,7 +62,7 @@ class ReplayEngine:
         self._layout = layout
         self._kernels = kernels
         self._rings = rings_of(layout, config.planner.gpus_per_node)
-        self._knows_times = speeds is not None and speeds.knows(self._rings)
+        self._knows_times = speeds is not None and speeds.knows(self._rings.every)
         self._speeds = speeds or no_speeds()
         self._recordings = recordings
         self._counts = counts_to_run(config.parallelism, layout) if layout.pipeline > 1 else (1,)

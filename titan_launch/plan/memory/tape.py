@@ -82,7 +82,7 @@ class Sent(NamedTuple):
     """A collective along an axis of the mesh, without those of FSDP2."""
 
     axis: str
-    """A field of `plan.communication.Traffic`: `tensor`, `context`, `pipeline` or `expert`."""
+    """Name of an axis of model parallelism, such as `tensor`."""
 
     num_bytes: int
 

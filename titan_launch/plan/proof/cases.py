@@ -10,16 +10,17 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
+from titan_launch.config.axes import PIPELINE, REPLICATE, SHARD, TENSOR
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.parallelism import ActivationCheckpointConfig, CompileConfig, ParallelismConfig
 from titan_launch.config.sections.training import GradientAccumulationConfig
 from titan_launch.plan.job import with_values
-from titan_launch.plan.proof.twin import DEGREES, num_microbatches, splits_backward, world_size
+from titan_launch.plan.proof.twin import NAMED_AXES, num_microbatches, splits_backward, world_size
 
 MOST_RANKS = 8
 """Largest number of processes of a run. A layout of more ranks is replaced by pairs of its axes."""
 
-AXES = (*DEGREES, "sharded optimizer")
+LAYOUT_PARTS = (*NAMED_AXES, "sharded optimizer")
 """Parts of a layout that a run may have or lack. The part "sharded optimizer" needs the part "replicas"."""
 
 MODES = ("accumulation", "checkpointing", "chunks", "compile")
@@ -56,7 +57,7 @@ class Case:
             ranks = degrees.data_parallel_replicate_degree * degrees.data_parallel_shard_degree
             assert training.local_batch_size != "auto"
             size = training.local_batch_size * (ranks if self.config.batchnorm.statistics == "synchronized" else 1)
-        return without(self.config, (*AXES, *MODES)).model_copy(
+        return without(self.config, (*LAYOUT_PARTS, *MODES)).model_copy(
             update={"training": training.model_copy(update={"local_batch_size": size})}
         )
 
@@ -82,7 +83,7 @@ def cases(twin: JobConfig) -> Iterator[Case]:
     if world_size(twin.parallelism) <= MOST_RANKS:
         yield from (Case(choice, (*axes, *_modes(choice))) for choice in choices)
         return
-    for index, pair in enumerate(combinations([axis for axis in axes if axis in DEGREES], 2)):
+    for index, pair in enumerate(combinations([axis for axis in axes if axis in NAMED_AXES], 2)):
         config = without(choices[index % len(choices)], tuple(axis for axis in axes if axis not in _with_needed(pair)))
         yield Case(config, (*_axes(config), *_modes(config)))
 
@@ -101,21 +102,22 @@ def runs_with_parts(case: Case, number: int) -> list[Case]:
 def _with_needed(parts: tuple[str, ...]) -> tuple[str, ...]:
     """Return the parts, and the axes that they need."""
     added = list(parts)
-    if "expert" in parts and not {"shards", "context"} & {*parts}:
-        added.append("shards")
+    within = [axis for part in parts if (axis := NAMED_AXES.get(part)) is not None and axis.is_within_shards]
+    if within and not any(axis.is_factor for axis in within):  # these axes have no ranks of their own
+        added.append(SHARD.ranks)
     if "sharded optimizer" in parts:
-        added.append("replicas")
+        added.append(REPLICATE.ranks)
     return tuple(added)
 
 
 def without(config: JobConfig, parts: tuple[str, ...]) -> JobConfig:
     """Return a twin without the given axes and modes, and without modes that need one of them. The batch is divided
     over the remaining ranks."""
-    degrees: dict[str, Any] = {DEGREES[part]: 1 for part in parts if part in DEGREES}
+    degrees: dict[str, Any] = {NAMED_AXES[part].key[1]: 1 for part in parts if part in NAMED_AXES}
     if {"sharded optimizer", "replicas"} & {*parts}:
         degrees["shard_optimizer_over_replicas"] = False
     parallelism = config.parallelism.model_copy(update=degrees)
-    if parallelism.tensor_parallel_degree == 1:
+    if parallelism.degree(TENSOR) == 1:
         parallelism = parallelism.model_copy(update={"sequence_parallel": True, "loss_parallel": True})
     changes: dict[str, Any] = {"parallelism": parallelism}
     immediate = GradientAccumulationConfig(mode="immediate")
@@ -154,7 +156,7 @@ GLOBAL_BATCH = 16
 
 def _axes(config: JobConfig) -> Iterator[str]:
     degrees = config.parallelism
-    yield from (axis for axis, key in DEGREES.items() if getattr(degrees, key) > 1)
+    yield from (name for name, axis in NAMED_AXES.items() if degrees.degree(axis) > 1)
     if degrees.shard_optimizer_over_replicas and degrees.data_parallel_replicate_degree > 1:
         yield "sharded optimizer"
 
@@ -209,11 +211,11 @@ def has_compiler(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def _in_words(config: JobConfig, part: str) -> str:
-    if part in DEGREES:
-        words = f"{part} {getattr(config.parallelism, DEGREES[part])}"
-        if part == "pipeline":
+    if part in NAMED_AXES:
+        words = f"{part} {config.parallelism.degree(NAMED_AXES[part])}"
+        if part == PIPELINE.name:
             words += f" ({config.parallelism.pipeline_parallel_schedule})"
-        if part == "tensor":
+        if part == TENSOR.name:
             off = [key for key in ("sequence_parallel", "loss_parallel") if not getattr(config.parallelism, key)]
             words += "".join(f" without {key}" for key in off)
         return words

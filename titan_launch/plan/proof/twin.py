@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from titan_launch.config.axes import AXES, GRID, TENSOR
 from titan_launch.config.job import JobConfig
 from titan_launch.config.rules.loss import frozen_job
 from titan_launch.config.rules.parallelism import SPLIT_BACKWARD_SCHEDULES
@@ -41,15 +42,8 @@ _UNKNOWN_SHARDS = 8
 SECOND = "TWIN_OF_SECOND_MODEL"
 """Placeholder for the folder of the second model's twin, which each proof writes to a new place."""
 
-DEGREES = {
-    "pipeline": "pipeline_parallel_degree",
-    "replicas": "data_parallel_replicate_degree",
-    "shards": "data_parallel_shard_degree",
-    "context": "context_parallel_degree",
-    "tensor": "tensor_parallel_degree",
-    "expert": "expert_parallel_degree",
-}
-"""The axes of a layout by their names in a certificate, with their keys in `[parallelism]`."""
+NAMED_AXES = {axis.name if axis.sends else axis.ranks: axis for axis in AXES.values()}
+"""The axes of a layout by their names in a certificate. Those of data parallelism are `replicas` and `shards`."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +145,7 @@ def _small_ranks(lora: LoRAConfig) -> dict[str, Any]:
 
 def _smallest_degrees(parallelism: ParallelismConfig, unshrunk: list[str]) -> ParallelismConfig:
     """Return the same axes of parallelism with 2 ranks each, without split points."""
-    degrees = {key: 1 if getattr(parallelism, key) == 1 else 2 for key in DEGREES.values()}
+    degrees = {axis.key[1]: 1 if parallelism.degree(axis) == 1 else 2 for axis in AXES.values()}
     if parallelism.pipeline_parallel_split_points:
         unshrunk.append("parallelism.pipeline_parallel_split_points: the twin's stages are divided evenly")
     return parallelism.model_copy(update={**degrees, "pipeline_parallel_split_points": ()})
@@ -198,8 +192,8 @@ def _of_package(
     shards = parallelism.data_parallel_shard_degree
     keeps_depth = _names_layers(config)
     needs = TwinNeeds(
-        shards=(_UNKNOWN_SHARDS if shards == -1 else shards) * parallelism.tensor_parallel_degree,
-        is_tensor_parallel=parallelism.tensor_parallel_degree > 1,
+        shards=(_UNKNOWN_SHARDS if shards == -1 else shards) * parallelism.degree(TENSOR),
+        is_tensor_parallel=parallelism.degree(TENSOR) > 1,
         stages=num_stages(parallelism),
         keeps_depth=keeps_depth,
         seq_len=config.training.seq_len,
@@ -305,7 +299,7 @@ def _of_transformers(
         ratio = min(2, args[heads] // args[kv_heads])
         small[kv_heads] = min(2, args[kv_heads])
         small[heads] = small[kv_heads] * ratio
-    if "vocab_size" in small and config.parallelism.tensor_parallel_degree == 1 and args["vocab_size"] % 2:
+    if "vocab_size" in small and config.parallelism.degree(TENSOR) == 1 and args["vocab_size"] % 2:
         small["vocab_size"] = VOCABULARY - 1
     small |= {key: None for key in args if key.endswith("token_id") and isinstance(args[key], int)}
     if depth is None and "depths" not in small:
@@ -380,4 +374,4 @@ def structure(config: JobConfig) -> str:
 
 def world_size(parallelism: ParallelismConfig) -> int:
     """Return the number of ranks of a twin. Expert parallelism uses the ranks of the shard or the context axis."""
-    return prod(getattr(parallelism, key) for axis, key in DEGREES.items() if axis != "expert")
+    return prod(map(parallelism.degree, GRID))

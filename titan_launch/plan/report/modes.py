@@ -5,10 +5,12 @@ torch.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
+from titan_launch.config.axes import MODEL_AXES
 from titan_launch.config.job import JobConfig
 from titan_launch.plan.communication import LinkTraffic, Traffic, link_traffic_of_step
+from titan_launch.plan.experts import largest_load
 from titan_launch.plan.hardware import GIB, Hardware
 from titan_launch.plan.job import Choice, is_configured_choice, possible_choices
 from titan_launch.plan.layout import Layout
@@ -125,11 +127,11 @@ def predict_row(choice: Choice, config: JobConfig, layout: Layout, subject: Subj
         assert hardware.speeds is not None, "without speeds, an engine has no seconds"
         time = step_time(seconds, hardware.speeds.idle_share(bubble))
     else:  # no speeds are known, or the compiler decides the operations
-        of_layers = Traffic(tensor=traffic.tensor, context=traffic.context, expert=traffic.expert)
-        exposed = link_traffic_of_step(of_layers, layout, hardware.gpus_per_node)
+        waited_for: dict[str, Any] = {a.name: traffic.along(a) for a in MODEL_AXES if a.delays_computation}
+        exposed = link_traffic_of_step(Traffic(**waited_for), layout, hardware.gpus_per_node)
         busiest = None
         if flops is not None and per_rank is not None:
-            excess = min(config.planner.expert_load, layout.expert) - 1  # relative excess of the busiest rank's rows
+            excess = largest_load(config, layout) - 1  # relative excess of the busiest rank's rows
             busiest = per_rank * (1 + excess * flops.of_experts / max(1, flops.per_sample))
         time = estimate_step_time(busiest, link_traffic, hardware, bubble, exposed)
     reserved = estimate_reserved(footprint, hardware)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from titan_launch.config.axes import MODEL_AXES, Axis
 from titan_launch.config.job import JobConfig
 from titan_launch.core.terminal import one_line
 from titan_launch.core.torch_release import planned_release
@@ -24,6 +25,15 @@ class _Column:
     cell: Callable[[Row], str]
     is_detail: bool = False
     """True if only the verbose table has the column."""
+
+
+def _exchange_column(axis: Axis) -> _Column:
+    def cell(row: Row) -> str:
+        exchange = row.traffic.along(axis)
+        return _calls(exchange.calls, exchange.sent_bytes)
+
+    meaning = f"calls per step for {axis.name} parallelism, and GiB that one rank sends in them"
+    return _Column(f"{axis.name} parallel (GiB)", meaning, cell, is_detail=True)
 
 
 _COLUMNS = (
@@ -82,36 +92,14 @@ _COLUMNS = (
         lambda row: _calls(row.traffic.collectives.all_reduces, row.traffic.all_reduce_bytes),
         True,
     ),
-    _Column(
-        "tensor parallel (GiB)",
-        "calls per step for tensor parallelism, and GiB that one rank sends in them",
-        lambda row: _calls(row.traffic.tensor.calls, row.traffic.tensor.sent_bytes),
-        True,
-    ),
-    _Column(
-        "context parallel (GiB)",
-        "calls per step for context parallelism, and GiB that one rank sends in them",
-        lambda row: _calls(row.traffic.context.calls, row.traffic.context.sent_bytes),
-        True,
-    ),
-    _Column(
-        "expert parallel (GiB)",
-        "calls per step for expert parallelism, and GiB that one rank sends in them",
-        lambda row: _calls(row.traffic.expert.calls, row.traffic.expert.sent_bytes),
-        True,
-    ),
+    *(_exchange_column(axis) for axis in MODEL_AXES if axis.delays_computation),
     _Column(
         "expert parallel across nodes (GiB)",
         "GiB of expert parallelism that one rank sends to other nodes per step",
         lambda row: f"~{format_gib(row.link_traffic.experts_across)}" if row.link_traffic.experts_across else "",
         True,
     ),
-    _Column(
-        "pipeline (GiB)",
-        "calls per step between pipeline stages, and GiB that one rank sends in them",
-        lambda row: _calls(row.traffic.pipeline.calls, row.traffic.pipeline.sent_bytes),
-        True,
-    ),
+    *(_exchange_column(axis) for axis in MODEL_AXES if not axis.delays_computation),
     _Column(
         "GiB sent in node",
         "link traffic: GiB that one rank sends to ranks on its node per step",

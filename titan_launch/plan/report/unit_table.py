@@ -8,6 +8,7 @@ from dataclasses import asdict
 from itertools import groupby
 from typing import Any
 
+from titan_launch.config.axes import GRID
 from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.provenance import toml_value
 from titan_launch.config.sections.data import ValidationConfig
@@ -19,7 +20,7 @@ from titan_launch.core.terminal import one_line
 from titan_launch.models.architectures import named_flavor
 from titan_launch.models.huggingface.args import class_name
 from titan_launch.plan.communication import Collectives, collectives_of_step, collectives_of_unit
-from titan_launch.plan.experts import active_parameters
+from titan_launch.plan.experts import active_parameters, describe_division
 from titan_launch.plan.freezing import ADAPTER, is_adapter
 from titan_launch.plan.job import accumulation_label, activation_checkpoint_label
 from titan_launch.plan.layout import Layout
@@ -171,7 +172,7 @@ def format_plan(config: JobConfig, plan: ModelPlan, layout: Layout, locate_key: 
         f"collectives: {format_collectives(plan, layout, config.gradient_accumulation)}"
     ]
     num_norms = sum(is_batch_norm(module) and module.same_as is None for module in plan.inventory.modules)
-    if num_norms and config.batchnorm.statistics == "synchronized" and layout.data_parallel * layout.context > 1:
+    if num_norms and config.batchnorm.statistics == "synchronized" and layout.token_ranks > 1:
         more = Collectives(all_gathers=num_norms, all_reduces=num_norms)
         lines.append(f"synchronized BatchNorm adds {more} per microbatch, each with a few numbers per channel")
     lines += dict.fromkeys(f"{u.reason} has units of its own: {u.own_because}" for u in plan.units if u.own_because)
@@ -298,14 +299,7 @@ def model_name(config: JobConfig) -> str:
 def summary_of_batch(layout: Layout) -> list[Line]:
     """Return the lines `ranks` (number along each axis), `experts` (only with expert parallelism) and `global batch`:
     `8 samples = 4 ranks x 2 samples x 1 microbatch`."""
-    axes = (
-        (layout.pipeline, "pipeline ranks"),
-        (layout.replicate, "replicas"),
-        (layout.shard, "shards"),
-        (layout.context, "context-parallel ranks"),
-        (layout.tensor, "tensor-parallel ranks"),
-    )
-    division = [f"{degree} {name}" for degree, name in axes if degree > 1]
+    division = [f"{layout.degree(axis)} {axis.ranks}" for axis in GRID if layout.degree(axis) > 1]
     sharded = "; optimizer sharded over the replicas" if layout.optimizer_replicas > 1 else ""
     kind = "data-parallel rank" if layout.model_parallel > 1 else "rank"
     batch = " x ".join(
@@ -315,17 +309,12 @@ def summary_of_batch(layout: Layout) -> list[Line]:
             _count(layout.num_microbatches, "microbatch", "microbatches"),
         )
     )
+    experts = describe_division(layout)
     return [
         ("ranks", " = ".join(filter(None, (str(layout.world_size), " x ".join(division)))) + sharded),
-        *([("experts", _experts(layout))] if layout.expert > 1 else []),
+        *([("experts", experts)] if experts else []),
         ("global batch", f"{_count(layout.global_batch_size, 'sample')} = {batch}"),
     ]
-
-
-def _experts(layout: Layout) -> str:
-    shards = layout.parameter_shards // layout.expert
-    divided = f"the experts of each layer are divided over {layout.expert} ranks"
-    return f"{divided}; FSDP2 shards each part over {_count(shards, 'rank')}"
 
 
 def _count(number: int, name: str, plural: str | None = None) -> str:

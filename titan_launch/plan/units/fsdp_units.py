@@ -18,10 +18,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from titan_launch.config.rules.parallelism import NO_EXPERTS, misfit_of_experts
 from titan_launch.config.sections.precision import PrecisionConfig, PrecisionRule
 from titan_launch.core.errors import ConfigError, Problem, config_error
 from titan_launch.core.torch_release import planned_release
+from titan_launch.plan.experts import check_experts
 from titan_launch.plan.types import (
     Inventory,
     ModelPlan,
@@ -75,7 +75,7 @@ def plan_model(
     rules that cannot be in place although `precision.placement` requires it. Also raises ConfigError for tied
     parameters that would be in two units, and for experts that cannot be divided."""
     limits = limits or UnitLimits()
-    _check_experts(inventory, limits.expert_parallel)
+    check_experts(inventory, limits.expert_parallel)
     assignments = assign_rules(inventory, precision)
     check_rules(inventory, precision, assignments)
     assignments = with_batch_norm_default(inventory, precision, assignments)
@@ -202,7 +202,7 @@ class _UnitPlanner:
         the module's rule. `others`: number of elements of the other parameters in the unit."""
         phases = self._phases_within[path]
         stored = {self._storage_dtype(assignment, phase) for phase in phases}
-        if unit.expert_parallel > 1:
+        if unit.is_divided:
             return f"expert parallelism divides {unit.name}"
         if not others and unit.modules == ("",):
             return f"there are no other parameters around {path}"
@@ -397,7 +397,7 @@ class _UnitPlanner:
         module, and all its parameters in this unit have one phase. `own`: phases of the modules of the unit that own
         parameters, by path."""
         module = self.inventory.by_path[path]
-        if not path or not module.has_forward or (unit.expert_parallel > 1 and not module.is_adapter):
+        if not path or not module.has_forward or (unit.is_divided and not module.is_adapter):
             return False
         return all(phase == own[path] for inner, phase in own.items() if is_within(inner, path))
 
@@ -556,19 +556,6 @@ class _UnitPlanner:
         if self.inventory.head and path == self.inventory.head[-1]:
             return None
         return self.assignments.compute_dtype(parent(path))
-
-
-def _check_experts(inventory: Inventory, expert_parallel: int) -> None:
-    """Raise ConfigError if the model has no experts to divide over `expert_parallel` ranks, or a number of experts that
-    is not a multiple of this number."""
-    if expert_parallel == 1:
-        return
-    modules = [module for module in inventory.modules if module.has_experts]
-    misfits = (misfit_of_experts(expert_parallel, m.parameters[0].shape[0], m.path) for m in modules)
-    reason = next(filter(None, misfits), None) if modules else NO_EXPERTS
-    if reason is not None:
-        key = ("parallelism", "expert_parallel_degree")
-        raise config_error(key, reason, expert_parallel, also=(("model", "name"), ("model", "args")))
 
 
 def _check_tied_parameters(inventory: Inventory, units: Sequence[Unit], assignments: RuleAssignments) -> None:

@@ -74,7 +74,7 @@ def plan_forward_prefetch(plan: ModelPlan) -> dict[str, tuple[str, ...]]:
     each block starts the all-gathers of its experts, of the next block, and of the next block's experts.
     """
     blocks = plan.inventory.blocks
-    if all(unit.expert_parallel == 1 for unit in plan.units):
+    if not any(unit.is_divided for unit in plan.units):
         return {}
     return {
         block: (*_with_experts(plan, (block,))[1:], *_with_experts(plan, blocks[index + 1 : index + 2]))
@@ -84,7 +84,7 @@ def plan_forward_prefetch(plan: ModelPlan) -> dict[str, tuple[str, ...]]:
 
 def _with_experts(plan: ModelPlan, blocks: tuple[str, ...]) -> tuple[str, ...]:
     """Return the blocks, each followed by its divided experts."""
-    divided = [unit for unit in plan.units if unit.expert_parallel > 1]
+    divided = [unit for unit in plan.units if unit.is_divided]
     return tuple(
         path for block in blocks for path in (block, *(_stands_for(u) for u in divided if _is_inside(u, block)))
     )
