@@ -50,7 +50,7 @@ def files_left_out(path: str | tuple[str, ...], suffixes: tuple[str, ...]) -> Co
     if "" in suffixes:
         return Counter()
     names = (name for folder in folders for name, _ in _files_of(folder))
-    return count_ends(name for name in names if not _uncompressed(name).endswith(suffixes))
+    return count_ends(name for name in names if not uncompressed(name).endswith(suffixes))
 
 
 def first_names(folder: str, most: int) -> list[str]:
@@ -124,13 +124,14 @@ def _files_of(entry: str, suffixes: tuple[str, ...] = ("",)) -> Iterator[tuple[s
     if entry == PYTHON_STDLIB:
         return _python_stdlib()
     if os.path.isdir(entry):
-        return (found for found in _files_below(Path(entry)) if _uncompressed(found[0]).endswith(suffixes))
+        return (found for found in _files_below(Path(entry)) if uncompressed(found[0]).endswith(suffixes))
     if os.path.isfile(entry):
         return iter([(Path(entry).name, Path(entry))])
     return _files_like(entry)
 
 
-def _uncompressed(name: str) -> str:
+def uncompressed(name: str) -> str:
+    """Return the name of a file, or its suffixes, without a suffix of `COMPRESSED`."""
     return str(Path(name).with_suffix("")) if name.endswith(COMPRESSED) else name
 
 

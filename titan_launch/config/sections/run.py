@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from titan_launch.config.sections.section import Array, Section, Table, is_import_string
+from titan_launch.config.sections.section import Array, Positive, Section, Table, is_import_string
 from titan_launch.core.errors import did_you_mean
 
 
@@ -200,9 +200,6 @@ class CommConfig(Section):
     longer. CUDA only. 0 disables profiling."""
 
 
-_Positive = Annotated[float, Field(gt=0)]
-
-
 class PlannerConfig(Section):
     """Assumptions about the hardware, for predictions of memory and time. `plan`, `mode = "auto"` and the predicted
     memory of a run use them. `plan` prints all of them."""
@@ -213,7 +210,7 @@ class PlannerConfig(Section):
     the GPU of the machine; in `plan`, none. Without a device, `plan` gives no verdicts unless `memory_gib` is set or
     the job is for CPUs."""
 
-    memory_gib: _Positive | None = None
+    memory_gib: Positive | None = None
     """Memory limit of one device, in GiB, as torch reports it. Default: the memory of the device. On a CPU (`job.device
     = "cpu"`, no `planner.device`): the machine's memory divided by the ranks on the machine, or the process's limit
     (`ulimit`) if it is lower."""
@@ -222,11 +219,11 @@ class PlannerConfig(Section):
     """Memory, in GiB, that must stay free below the limit. A choice of modes that leaves less memory free does not have
     the verdict `fits`, and `auto` does not take it. Default: 5 % of the limit, and on a GPU at least 0.5."""
 
-    intra_node_gb_per_s: _Positive | None = None
+    intra_node_gb_per_s: Positive | None = None
     """Bandwidth of one GPU to other GPUs on its node, in GB/s (1e9 bytes, one direction). Default: the bandwidth of the
     device."""
 
-    inter_node_gb_per_s: _Positive | None = None
+    inter_node_gb_per_s: Positive | None = None
     """Bandwidth of one GPU to other nodes, in GB/s (1e9 bytes, one direction): a 400 Gb/s adapter for each GPU is 50.
     Default: the usual bandwidth for the device."""
 
