@@ -72,6 +72,8 @@ def _reason(details: ErrorDetails, key: KeyPath) -> str:
         case "model_type" | "model_attributes_type" | "dict_type" | "union_tag_not_found":
             foreign = None if isinstance(value, list) else foreign_key(key)
             return f"must be a table{f'; {foreign[0]}' if foreign else _brackets_hint(key, value)}"
+        case "string_too_short":
+            return "must not be empty; write a text, or remove this key"
         case "tuple_type":
             return f"must be an array{_array_hint(key, value)}"
         case kind if kind in _TYPES:

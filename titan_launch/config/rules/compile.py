@@ -11,13 +11,6 @@ from titan_launch.core.errors import KeyPath, Problem, format_key
 from titan_launch.models.architectures import known_args
 
 
-def cache_folder_has_a_name(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem if `compile.cache_folder` is empty."""
-    if config.compile.cache_folder == "":
-        reason = "must be the path of a folder; remove this key to use the compiler's default folder"
-        yield Problem(("compile", "cache_folder"), reason, "")
-
-
 def attention_backend_is_used(config: JobConfig) -> Iterator[Problem]:
     """Report a problem if `kernels.attention` names a kernel of `scaled_dot_product_attention`, but the job's attention
     runs as FlexAttention."""
@@ -27,10 +20,6 @@ def attention_backend_is_used(config: JobConfig) -> Iterator[Problem]:
     for what, also in islice(beyond_causal_attention(config), 1):
         reason = f'is a kernel for plain causal attention, which {what} is not; set "auto"'
         yield Problem(("kernels", "attention"), reason, backend, also)
-
-
-COMPILE_RULES = (cache_folder_has_a_name, attention_backend_is_used)
-"""The rules of this file."""
 
 
 def beyond_causal_attention(config: JobConfig) -> Iterator[tuple[str, tuple[KeyPath, ...]]]:

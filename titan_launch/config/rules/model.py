@@ -42,25 +42,13 @@ def flavor_exists(config: JobConfig) -> Iterator[Problem]:
         yield Problem(_FLAVOR, reason, flavor, also=(_NAME,))
 
 
-def other_models_have_no_flavor(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem if `model.flavor` is set with a factory or `huggingface`, which have no size table. (The default
-    value is accepted, because the `config.json` of a run contains every key.)"""
-    if not config.model.is_of_package:
-        reason = f"{config.model.name} has no flavors; remove this key, and set arguments in [model.args]"
-        for _, flavor in config.model.changed("flavor"):
-            yield Problem(_FLAVOR, reason, flavor, also=(_NAME,))
-
-
 def huggingface_has_a_config(config: JobConfig) -> Iterator[Problem]:
-    """With `model.name = "huggingface"`, report a problem if `model.args` has no `model_type` (usually from the
-    `config.json` in `model.path`), for each refused argument, and if transformers lacks the class. With any other
-    name, report a problem if `model.path` is set."""
+    """For `model.name = "huggingface"`, report a problem if `model.args` has no `model_type`, for each refused
+    argument, and if `transformers` lacks the class. (Usually, the `config.json` in `model.path` has `model_type`.)"""
     model, key = config.model, ("model", "path")
     if model.name != HUGGINGFACE:
-        if model.path is not None:
-            reason = f'applies only to model.name = "{HUGGINGFACE}"; remove this key, or set that name'
-            yield Problem(key, reason, model.path, also=(_NAME,))
-    elif "model_type" not in model.args:
+        return
+    if "model_type" not in model.args:
         if model.path is None:
             reason = f'"{HUGGINGFACE}" needs model.path, the folder with the config.json of the class'
             yield Problem(_NAME, reason, model.name, also=(key, _ARGS))
@@ -213,7 +201,6 @@ def settings_of_frozen_parameters_have_an_effect(config: JobConfig) -> Iterator[
 MODEL_RULES = (
     model_exists,
     flavor_exists,
-    other_models_have_no_flavor,
     huggingface_has_a_config,
     model_args_are_valid,
     model_args_have_an_effect,

@@ -11,7 +11,7 @@ from titan_launch.config.rules.data import sources_of
 from titan_launch.config.sections.data import FilesData, ImageData
 from titan_launch.config.sections.run import SINKS_WITH_PACKAGE
 from titan_launch.core.errors import KeyPath, Problem
-from titan_launch.core.object_store import is_url, module_of
+from titan_launch.core.object_store import module_of
 from titan_launch.core.packages import is_installed, not_installed
 
 Needed = tuple[str, KeyPath, object]
@@ -47,7 +47,7 @@ def _needed(config: JobConfig) -> Iterator[Needed]:
         yield "torchao", ("float8", "enable"), True
     if config.lora.adapter is not None:
         yield "safetensors", ("lora", "adapter"), config.lora.adapter
-    if (store := config.checkpoint.store) is not None and is_url(store):
+    if (store := config.checkpoint.store) is not None:
         yield module_of(store), ("checkpoint", "store"), store
     if (second := config.loss.frozen_model()) is not None:
         yield "safetensors", second.key, second.folder

@@ -44,7 +44,7 @@ def deferred_gradients_accumulate_in_float32(config: JobConfig) -> Iterator[Prob
         "over 4 microbatches and 6e-3 over 64 (float32: 2e-9 and 2e-8; measured); "
         'set "float32", or gradient_accumulation.mode = "immediate"'
     )
-    for key, dtype in _reduce_dtypes(config):
+    for key, dtype in _with_rules(config, ("precision", "reduce_dtype"), "reduce_dtype"):
         if dtype == "bfloat16":
             yield Problem(key, reason, dtype, also=(("gradient_accumulation", "mode"),))
 
@@ -78,7 +78,8 @@ def parameters_can_stay_unsharded(config: JobConfig) -> Iterator[Problem]:
     if config.loss.kind.frees_parameters:
         reason = f'is not supported with loss.name = "{config.loss.name}", which frees the parameters; set false'
         yield Problem(key, reason, True, also=(("loss", "name"),))
-    for other, reshard in _reshard_after_forward(config):
+    reshards = ("parallelism", "fsdp_reshard_after_forward")
+    for other, reshard in _with_rules(config, reshards, "reshard_after_forward"):
         if reshard in ("always", True):
             reason = (
                 "reshards parameters that gradient_accumulation.keep_params_unsharded = true keeps unsharded; "
@@ -107,13 +108,8 @@ def _target(rule: PrecisionRule) -> tuple[str | None, str | tuple[str, ...] | No
     return rule.type, rule.match
 
 
-def _reduce_dtypes(config: JobConfig) -> Iterator[tuple[KeyPath, str | None]]:
-    yield ("precision", "reduce_dtype"), config.precision.reduce_dtype
+def _with_rules(config: JobConfig, key: tuple[str, str], of_rule: str) -> Iterator[tuple[KeyPath, object]]:
+    """Yield (key, value) for a key of the job, and for the key `of_rule` of each precision rule."""
+    yield key, getattr(getattr(config, key[0]), key[1])
     for index, rule in enumerate(config.precision.rules):
-        yield ("precision", "rules", index, "reduce_dtype"), rule.reduce_dtype
-
-
-def _reshard_after_forward(config: JobConfig) -> Iterator[tuple[KeyPath, str | bool | None]]:
-    yield ("parallelism", "fsdp_reshard_after_forward"), config.parallelism.fsdp_reshard_after_forward
-    for index, rule in enumerate(config.precision.rules):
-        yield ("precision", "rules", index, "reshard_after_forward"), rule.reshard_after_forward
+        yield ("precision", "rules", index, of_rule), getattr(rule, of_rule)

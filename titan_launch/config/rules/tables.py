@@ -15,6 +15,7 @@ from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.provenance import toml_value
 from titan_launch.config.rules.checkpoint import LOAD_KEYWORDS
 from titan_launch.config.rules.parallelism import splits_backward
+from titan_launch.config.sections.model import HUGGINGFACE
 from titan_launch.config.sections.section import Section
 from titan_launch.core.errors import KeyPath, Problem
 
@@ -147,6 +148,17 @@ CONTRADICTIONS = (
         "names the initial weights, and so does {checkpoint.initial_load_path}; remove one of the two keys",
     ),
     Contradiction(
+        "model.flavor",
+        lambda job: not job.model.is_of_package and any(job.model.changed("flavor")),
+        "is not used with {model.name}, which has no size table; remove this key, and set arguments in [model.args]",
+    ),
+    Contradiction(
+        "model.path",
+        lambda job: job.model.path is not None and job.model.name != HUGGINGFACE,
+        f'applies only to model.name = "{HUGGINGFACE}", but the job has {{model.name}}; set that name, or remove this '
+        "key",
+    ),
+    Contradiction(
         "training.local_batch_size",
         lambda job: job.training.local_batch_size == "auto" and job.training.global_batch_size is None,
         "requires {training.global_batch_size}, so that the chosen number does not change the training; set "
@@ -276,6 +288,12 @@ CONTRADICTIONS = (
         "the last step is always saved with {checkpoint.enable}; set true, or checkpoint.enable = false",
     ),
     Contradiction(
+        "checkpoint.store",
+        lambda job: job.checkpoint.store is not None and not (job.checkpoint.enable or job.checkpoint.save_last),
+        "has no effect with {checkpoint.enable} and {checkpoint.save_last}, which save no checkpoint; set "
+        "checkpoint.enable = true, or remove this key",
+    ),
+    Contradiction(
         "checkpoint.keep_best",
         lambda job: job.checkpoint.enable and job.checkpoint.keep_best > 0 and not job.validation.freq,
         "requires the validation loss, but the job has {validation.freq}; set freq above 0, or set keep_best = 0",
@@ -325,6 +343,16 @@ CONTRADICTIONS = (
         "validation.freq",
         lambda job: job.validation.freq > 0 and job.validation.data is None,
         'requires {validation.data}; add [validation.data], for example with path and split = "validation"',
+    ),
+    Contradiction(
+        "validation.patience",
+        lambda job: (
+            job.validation.patience is not None
+            and not (job.validation.freq and job.checkpoint.enable and job.checkpoint.keep_best)
+        ),
+        "ends the run with its best checkpoint as the result, which needs validations and checkpoints, but the job has "
+        "{validation.freq}, {checkpoint.enable} and {checkpoint.keep_best}; set freq above 0, enable = true, and "
+        "keep_best above 0",
     ),
     Contradiction(
         "comm.init_timeout_seconds",

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from titan_launch.config.sections.section import Array, Section
+from titan_launch.core.object_store import is_url
 
 AsyncMode = Literal["disabled", "thread", "process"]
+
+
+def _store_url(text: str) -> str:
+    if is_url(text):
+        return text
+    raise ValueError("must be the URL of a folder in an object store: s3://BUCKET/FOLDER or gs://BUCKET/FOLDER")
 
 
 class CheckpointConfig(Section):
@@ -60,7 +67,7 @@ class CheckpointConfig(Section):
     checkpoint is loaded. With `enable = true`, ranks that `launch` or torchrun restarts resume from the latest
     checkpoint of this run, if there is one, whatever this key says."""
 
-    store: str | None = None
+    store: Annotated[str, AfterValidator(_store_url)] | None = None
     """URL of a folder in an object store, such as `s3://bucket/runs`. Each complete checkpoint is also copied to
     `STORE/NAME/step-N/`, where `NAME` is `job.name`. Training does not wait for a copy, but the end of the run does. If
     a checkpoint is complete while an older one is being copied, the newest checkpoint is copied next. Older ones that

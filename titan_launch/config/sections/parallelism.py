@@ -148,7 +148,7 @@ class CompileConfig(Section):
     """Components to compile: `model` (the blocks of the model) and `loss`. The compiled loss makes no fp32 copies of
     the logits. With `loss.chunks`, the loss of each chunk is compiled; the products of the output layer are not."""
 
-    cache_folder: str | None = None
+    cache_folder: Annotated[str, Field(min_length=1)] | None = None
     """Folder in which inductor stores compiled kernels, and from which later starts load them. The folder should be on
     a file system that all hosts share and that outlasts the job. Unset: the folder in the environment variable
     `TORCHINDUCTOR_CACHE_DIR`, or else a temporary folder of the host."""
