@@ -396,10 +396,7 @@ def _muon_direction(part: Sequence[ShardSize], config: OptimizerConfig) -> int:
     gradients = sum(shard.gradient_copy for shard in part)
     momenta = sum(shard.state_copy(config) for shard in part)
     directions = 4 * sum(shard.num_elements for shard in part) if config.muon.nesterov else 0
-    return max(
-        gradients + max(_decoding(part, config), momenta + directions),
-        momenta + _encoding(part, config),
-    )
+    return max(gradients + max(_decoding(part, config), momenta + directions), momenta + _encoding(part, config))
 
 
 def _muon_update(part: Sequence[ShardSize], config: OptimizerConfig) -> int:

@@ -82,11 +82,7 @@ class Fingerprint:
 
 
 def fingerprint_of(
-    files: Sequence[Sequence[Any]],
-    num_samples: int,
-    sample: Callable[[int], bytes],
-    seed: int,
-    tokenizer: str = "",
+    files: Sequence[Sequence[Any]], num_samples: int, sample: Callable[[int], bytes], seed: int, tokenizer: str = ""
 ) -> Fingerprint:
     """Return the fingerprint of a data set, the same on every machine.
 

@@ -27,6 +27,7 @@ from titan_launch.config.sections.data import (
     TokensData,
     misread_as_text,
     separates_documents,
+    stream_problems,
 )
 from titan_launch.config.sections.tokenizer import TOKENIZER_FILE, special_token, vocabulary_size
 from titan_launch.core.errors import UNSET, ConfigError, KeyPath, Problem, format_key
@@ -193,19 +194,10 @@ def streams_are_only_read_in_order(config: JobConfig) -> Iterator[Problem]:
     """Report a problem for each key that a table with `streaming` does not support."""
     for key, data in sources_of(config):
         if isinstance(data, HuggingFaceData) and data.streaming:
-            also = ((*key, "kind"), (*key, "streaming"))
-            if key != ("data",):
-                reason = "is a stream, which can only be [data] itself, without other sources; use data with an index"
-                yield Problem((*key, "kind"), reason, data.kind)
-            if data.shuffle:
-                reason = "a stream is read in its own order; set shuffle = false, and shuffle the data before"
-                yield Problem((*key, "shuffle"), reason, True, also)
-            if data.num_workers > 1:
-                reason = "a stream is read by at most one worker process per rank; set 0 or 1"
-                yield Problem((*key, "num_workers"), reason, data.num_workers, also)
+            yield from stream_problems(data, key)
             if data.packing != "concat":
                 reason = 'needs the lengths of all documents, but a stream has none; set "concat", or remove streaming'
-                yield Problem((*key, "packing"), reason, data.packing, also)
+                yield Problem((*key, "packing"), reason, data.packing, also=((*key, "streaming"),))
 
 
 def epochs_have_a_length(config: JobConfig) -> Iterator[Problem]:

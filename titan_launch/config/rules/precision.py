@@ -96,11 +96,7 @@ ACCUMULATION_RULES = (
 )
 """Rules for gradient accumulation modes. The planner does not compare modes that violate one of these rules."""
 
-PRECISION_RULES = (
-    precision_rules_have_a_target,
-    precision_rules_can_be_reached,
-    *ACCUMULATION_RULES,
-)
+PRECISION_RULES = (precision_rules_have_a_target, precision_rules_can_be_reached, *ACCUMULATION_RULES)
 """Rules for precision and gradient accumulation."""
 
 

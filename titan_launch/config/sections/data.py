@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from datetime import date
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union
@@ -22,7 +22,7 @@ from titan_launch.config.paths import (
     uncompressed,
 )
 from titan_launch.config.sections.section import Array, Positive, Section, Table
-from titan_launch.core.errors import toml_string
+from titan_launch.core.errors import KeyPath, Problem, toml_string
 
 if TYPE_CHECKING:
     from fractions import Fraction
@@ -429,6 +429,19 @@ class FactoryData(DataSource):
     def unit(self) -> SampleUnit:  # type: ignore[override]
         """Unit of the samples."""
         return "images" if self.samples == "images" else "tokens"
+
+
+def stream_problems(data: DataSource, key: KeyPath) -> Iterator[Problem]:
+    """Yield a problem for each key that a stream does not support. `data`: the stream. `key`: path of its table."""
+    if key != ("data",):
+        reason = "is a stream, which can only be [data] itself, without other sources; use data with an index"
+        yield Problem((*key, "kind"), reason, data.kind)
+    if data.shuffle:
+        reason = "a stream is read in its own order; set shuffle = false, and shuffle the data before"
+        yield Problem((*key, "shuffle"), reason, True, also=((*key, "kind"),))
+    if data.num_workers > 1:
+        reason = "a stream is read by at most one worker process per rank; set 0 or 1"
+        yield Problem((*key, "num_workers"), reason, data.num_workers, also=((*key, "kind"),))
 
 
 class MixtureEntry(DataSource):

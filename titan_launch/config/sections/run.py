@@ -23,9 +23,7 @@ class GeneralConfig(Section):
     """Name, folder and device of the run."""
 
     name: Annotated[
-        str,
-        AfterValidator(_file_name),
-        Field(json_schema_extra={"pattern": "^[A-Za-z0-9][A-Za-z0-9._-]*$"}),
+        str, AfterValidator(_file_name), Field(json_schema_extra={"pattern": "^[A-Za-z0-9][A-Za-z0-9._-]*$"})
     ] = "job"
     """Name of the run, and of its folder in `dump_folder`. It consists of letters, digits, `.`, `_` and `-`, and starts
     with a letter or a digit."""
