@@ -88,7 +88,7 @@ TORCHTITAN_KEYS: dict[str, str] = {
     "float8.precompute_float8_dynamic_scale_for_fsdp": 'not needed; "float8.all_gather" always precomputes the scales',
     "float8.recipe_name": "float8.recipe",
     "debug.detect_anomaly": _NO_ANOMALY,
-    "debug.moe_force_load_balance": "the router always chooses the experts of a token; remove this key",
+    "debug.moe_force_load_balance": "not supported; remove this key",
     "debug.seed": "training.seed",
     "debug.deterministic_warn_only": '"debug.deterministic" makes nondeterministic kernels an error, not a warning',
     "validation.enable": 'use "validation.freq"; 0 disables validation',
