@@ -7,6 +7,7 @@ import itertools
 import os
 import shutil
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, Literal
 
@@ -140,6 +141,13 @@ def read_regular(path: Path, most_bytes: int | None = None) -> bytes:
         reason = f"larger than {most_bytes / MIB:,.4g} MiB, the limit of such a file"
         raise OSError(errno.EFBIG, reason, str(path))
     return content
+
+
+def chunks_of(path: Path) -> Iterator[bytes]:
+    """Yield the content of a regular file in pieces of at most 16 MiB. Raises OSError."""
+    with open_regular(path) as file:
+        while chunk := file.read(16 * MIB):
+            yield chunk
 
 
 def file_inside(folder: Path, name: str) -> Path:

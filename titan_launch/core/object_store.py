@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from titan_launch.core.files import is_name_inside, open_regular, remove, sync_file
+from titan_launch.core.files import chunks_of, is_name_inside, remove, sync_file
 from titan_launch.core.packages import is_installed, not_installed
 from titan_launch.core.terminal import one_line, say, short_name, shortened
 
@@ -292,7 +292,10 @@ def _transfer(store: ObjectStore, name: str, expected: StoredObject, target: Pat
     before = ""
     for _ in range(3):
         store.get(name, partial)
-        size, digest = partial.stat().st_size, _md5(partial)
+        size, md5 = partial.stat().st_size, hashlib.md5(usedforsecurity=False)
+        for chunk in chunks_of(partial):
+            md5.update(chunk)
+        digest = md5.hexdigest()
         # With some kinds of encryption, an ETag of S3 looks like an MD5 digest and is none. Then two copies are equal.
         is_whole = digest in (expected.etag, before) or len(expected.etag) != len(digest)
         if size == expected.size and is_whole:
@@ -301,11 +304,3 @@ def _transfer(store: ObjectStore, name: str, expected: StoredObject, target: Pat
             return
         before = digest
     raise StoreError(f"{name or 'the object'} arrived with {size:,} bytes of {expected.size:,}, or with other content")
-
-
-def _md5(path: Path) -> str:
-    digest = hashlib.md5(usedforsecurity=False)
-    with open_regular(path) as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()

@@ -31,7 +31,7 @@ from titan_launch.config.sections.data import (
 )
 from titan_launch.config.sections.tokenizer import TOKENIZER_FILE, special_token, vocabulary_size
 from titan_launch.core.errors import UNSET, ConfigError, KeyPath, Problem, format_key
-from titan_launch.models.architectures import unit_taken, vocabulary_taken
+from titan_launch.models.architectures import known_args, unit_taken, vocabulary_taken
 
 _SMALLEST_SHARE = 1 << 16
 """Reciprocal of the smallest share: a weight that is not 0 must be at least 1/65,536 of the sum of all weights. The
@@ -316,6 +316,20 @@ def keys_of_packed_documents(config: JobConfig) -> Iterator[tuple[KeyPath, str]]
             keys = (name for name in ("packing", "samples") if name in type(data).model_fields)
             name = next(keys, "kind")
             yield (*source, name), getattr(data, name)
+
+
+def beyond_causal_attention(config: JobConfig) -> Iterator[tuple[str, tuple[KeyPath, ...]]]:
+    """Yield (setting, keys on which it depends) for settings that plain causal attention does not support: at most one
+    model argument, and each data source whose documents are separated."""
+    args, seq_len = known_args(config.model), config.training.seq_len
+    option = args.beyond_causal_attention(seq_len) if args is not None else None
+    if option is not None:
+        yield (
+            f"model.args.{option}",
+            (("model", "name"), ("model", "flavor"), ("model", "args"), ("training", "seq_len")),
+        )
+    for key, value in keys_of_packed_documents(config):
+        yield f'{format_key(key)} = "{value}"', (key,)
 
 
 def _kinds_of(unit: SampleUnit) -> str:

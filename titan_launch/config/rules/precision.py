@@ -1,13 +1,16 @@
-"""Rules across sections for precision rules and gradient accumulation."""
+"""Rules across sections for precision rules, attention kernels and gradient accumulation."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 
 from titan_launch.config.job import JobConfig
+from titan_launch.config.rules.data import beyond_causal_attention
 from titan_launch.config.rules.parallelism import SPLIT_BACKWARD_RULES
 from titan_launch.config.sections.precision import PrecisionRule
 from titan_launch.core.errors import KeyPath, Problem, format_key
+from titan_launch.models.architectures import known_args
 
 
 def precision_rules_have_a_target(config: JobConfig) -> Iterator[Problem]:
@@ -88,6 +91,17 @@ def parameters_can_stay_unsharded(config: JobConfig) -> Iterator[Problem]:
             yield Problem(other, reason, reshard, also=(key,))
 
 
+def attention_backend_is_used(config: JobConfig) -> Iterator[Problem]:
+    """Report a problem if `kernels.attention` names a kernel of `scaled_dot_product_attention`, but the job's attention
+    runs as FlexAttention."""
+    backend = config.kernels.attention
+    if backend == "auto" or known_args(config.model) is None:
+        return
+    for what, also in islice(beyond_causal_attention(config), 1):
+        reason = f'is a kernel for plain causal attention, which {what} is not; set "auto"'
+        yield Problem(("kernels", "attention"), reason, backend, also)
+
+
 ACCUMULATION_RULES = (
     deferred_gradients_accumulate_in_float32,
     deferred_all_reduces_exist,
@@ -96,8 +110,13 @@ ACCUMULATION_RULES = (
 )
 """Rules for gradient accumulation modes. The planner does not compare modes that violate one of these rules."""
 
-PRECISION_RULES = (precision_rules_have_a_target, precision_rules_can_be_reached, *ACCUMULATION_RULES)
-"""Rules for precision and gradient accumulation."""
+PRECISION_RULES = (
+    precision_rules_have_a_target,
+    precision_rules_can_be_reached,
+    attention_backend_is_used,
+    *ACCUMULATION_RULES,
+)
+"""Rules for precision, kernels and gradient accumulation."""
 
 
 def _target(rule: PrecisionRule) -> tuple[str | None, str | tuple[str, ...] | None]:
