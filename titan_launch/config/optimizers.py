@@ -80,13 +80,13 @@ class ShardSize(NamedTuple):
         return 4 * self.num_elements if DTYPE_BYTES[self.state_dtype(config)] < 4 else 0
 
     def decoding(self, config: OptimizerConfig) -> int:
-        """Return the bytes that the copy of a state tensor in 8 bits to float32 needs besides the copy itself: int32
-        indices, and later in their place the scale of each element. 0 for a state tensor of another dtype."""
+        """Return the bytes that are needed, besides the copy itself, to copy a state tensor in 8 bits to float32. At
+        first these are int32 indices, and later the scale of each element. Return 0 for another dtype."""
         return 4 * self._padded if self.state_dtype(config) == "int8" else 0
 
     def encoding(self, config: OptimizerConfig) -> int:
         """Return the bytes that are needed to store float32 values in a state tensor. For 8 bits, these are the indices
-        of codes, as int32 and then as int8, and a copy of the values if rows do not consist of whole blocks. For
+        of codes, as int32 and then as int8. If rows do not consist of whole blocks, a copy of the values is added. For
         bfloat16, these are the bytes of `draw`. For float32, 0."""
         if self.state_dtype(config) != "int8":
             return self.draw(config) if self.state_copy(config) else 0
@@ -118,9 +118,9 @@ class GroupSizes(NamedTuple):
 
 
 Temporaries = Callable[[Sequence[GroupSizes], "OptimizerConfig", int], int]
-"""A function of (groups, config, ranks) that returns the peak memory of the temporary tensors of an update, in bytes:
-the maximum over the lines of code that allocate. `ranks`: number of ranks over which the state of a parameter is
-sharded, by FSDP2 and over the replicas together."""
+"""A function of (groups, config, ranks). It returns the peak memory of the temporary tensors of an update in bytes: the
+maximum over the lines of code that allocate. `ranks`: number of ranks over which the state of a parameter is sharded,
+by FSDP2 and over the replicas together."""
 
 
 @dataclass(frozen=True)
@@ -382,9 +382,9 @@ def _muon_batch(batch: Sequence[Sequence[ShardSize]], config: OptimizerConfig, r
 
 
 def _muon_direction(part: Sequence[ShardSize], config: OptimizerConfig) -> int:
-    """Return the peak of the bytes that are allocated to compute the directions in which a part's parameters move,
-    besides the directions in bfloat16: float32 copies of gradients, momenta and directions, and the bytes to decode
-    and encode the momenta."""
+    """Return the peak of the bytes that are allocated to compute the directions in which a part's parameters move. The
+    directions in bfloat16 do not count. Float32 copies of gradients, momenta and directions count, and the bytes to
+    decode and encode the momenta."""
     gradients = sum(shard.gradient_copy for shard in part)
     momenta = sum(shard.state_copy(config) for shard in part)
     directions = 4 * sum(shard.num_elements for shard in part) if config.muon.nesterov else 0

@@ -32,7 +32,7 @@ def expand_paths(path: str | tuple[str, ...], suffixes: tuple[str, ...] = ("",))
     `suffixes`: suffixes of the files that count in a folder. `.gz` or `.zst` may follow.
 
     The order is the same on every machine: the order of the entries, and by name within an entry. A file that several
-    entries name is returned once. Names are relative to the folder, or to the folder in which a glob searches, so the
+    entries name is returned once. Names are relative to the folder, or to the folder in which a glob searches. So the
     same samples are held out for validation after the folder was moved. Raises FileNotFoundError(entry) for the first
     entry that matches no file, and LinkError for a link that leads out of a folder.
     """
@@ -54,8 +54,8 @@ def files_left_out(path: str | tuple[str, ...], suffixes: tuple[str, ...]) -> Co
 
 
 def first_names(folder: str, most: int) -> list[str]:
-    """Return the names of at most `most` files below a folder, in no particular order; an empty list if a folder cannot
-    be read, or if the folders are nested too deeply."""
+    """Return the names of at most `most` files below a folder, in no particular order. Return an empty list if a folder
+    cannot be read, or if the folders are nested too deeply."""
     with suppress(OSError, RecursionError):
         return [name for name, _ in itertools.islice(_files_of(folder), most)]
     return []
@@ -83,8 +83,8 @@ class LinkError(Exception):
 
 
 def refuse_links_out(files: Iterable[Path], folder: Path) -> None:
-    """Raise LinkError for the first file below a folder that is a link, or is below a link, to a place outside of the
-    folder (see `leads_out`)."""
+    """Raise LinkError for the first file below a folder whose path has a link to a place outside of the folder (see
+    `leads_out`)."""
     inside: set[Path] = set()
     for file in files:
         if (file.parent not in inside and leads_out(file.parent, folder)) or (

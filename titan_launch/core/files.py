@@ -106,8 +106,8 @@ def remove(path: Path) -> None:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file for reading. Raises OSError for other kinds of file, and for files of /proc with content:
-    opening a FIFO would wait for a writer, and reading /proc/kmsg waits for a message."""
+    """Open a regular file for reading. Raises OSError for other kinds of file, and for files of /proc with content.
+    Such files may block: opening a FIFO waits for a writer, and reading /proc/kmsg waits for a message."""
     if "\0" in str(path):
         raise OSError(errno.EINVAL, "a path cannot have the character NUL", str(path))
     file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115

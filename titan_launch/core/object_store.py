@@ -220,9 +220,9 @@ def local_copy(url: str) -> Path:
     """Return the path of a copy of an object, or of a folder with all objects below a URL, in the cache of this host.
 
     The objects are listed once per process. They are transferred if the cache has no copy of objects with these names,
-    sizes and ETags; one process of the host does this, and the others wait. A transfer that was interrupted goes on
-    with the objects that are missing. Slashes at the end of the URL have no effect. Raises StoreError, and UserError if
-    the cache cannot be written.
+    sizes and ETags. One process of the host transfers them, and the others wait. A transfer that was interrupted goes
+    on with the objects that are missing. Slashes at the end of the URL have no effect. Raises StoreError, and UserError
+    if the cache cannot be written.
     """
     from titan_launch.core.cache import built_once  # not needed to load a job without URLs
 

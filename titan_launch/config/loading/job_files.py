@@ -181,8 +181,8 @@ _MAX_PATH_LENGTH = 300
 
 
 def _similar_file(path: str) -> str:
-    """Return a hint for a missing file: the file in the same folder with the most similar name, or that the folder is
-    missing; "" without a hint."""
+    """Return a hint for a missing file: the most similar name in its folder, or that the folder is missing. Return ""
+    if there is no hint."""
     folder = os.path.dirname(path)
     try:
         entries = os.listdir(folder or ".")

@@ -129,8 +129,8 @@ def _model_of_folder(model: Any) -> FolderFile | None:
 
 
 _WITHOUT_EFFECT = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache")
-"""Keys of a `config.json` that are not passed to a class of `transformers`: the launcher chooses the dtypes and the
-cache, and the other keys do not change the model."""
+"""Keys of a `config.json` that are not passed to a class of `transformers`. The launcher chooses the dtypes and the
+cache. The other keys do not change the model."""
 
 _OVERRIDES = {"architectures": (), "num_labels": ("id2label", "label2id")}
 """Keys that a job may set in `[model.args]` although `config.json` does not have them, each with the keys of
@@ -251,8 +251,8 @@ def _remove(table: dict[str, Any], key: KeyPath) -> None:
 
 
 def _check_rules(config: JobConfig, rules: Iterable[Rule], known: Iterable[Problem]) -> list[Problem]:
-    """Return the problems that the rules find, except those that may be consequences of the problems in `known`: one of
-    their keys is equal to a key of a known problem, or contains it, or is inside of it."""
+    """Return the problems that the rules find, except those that may be consequences of the problems in `known`. These
+    have a key that is equal to a key of a known problem, contains it, or is inside of it."""
     wrong = [key for problem in known for key in (problem.key, *problem.also)]
     found = [(problem, (problem.key, *problem.also)) for rule in rules for problem in rule(config)]
     return [p for p, keys in found if not any(a[: len(b)] == b[: len(a)] for a in keys for b in wrong)]

@@ -105,8 +105,8 @@ def parse_value(text: str) -> Any:
     """Return the value that `text` is in TOML. Text that is not TOML is returned as a string, so most strings need no
     quotes.
 
-    Raises ValueError if a table or an array is not valid TOML, if a value is nested too deeply, or if a number has too
-    many digits.
+    Raises ValueError for a table or an array that is not valid TOML, for a value that is nested too deeply, and for a
+    number with too many digits.
     """
     try:
         table = tomli.loads(f"value = {text}")

@@ -45,8 +45,8 @@ def has_copies(table: Mapping[str, Any]) -> bool:
 
 
 def with_local_copies(table: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
-    """Return a job's table with the path of a local copy in place of each URL of `READ`, and a problem for each URL
-    that cannot be copied or that a run cannot write to. Such a URL stays. If a run cannot write to a URL, nothing is
+    """Return (table, problems). In the returned table, the path of a local copy replaces each URL of `READ`. A URL that
+    cannot be copied, or that a run cannot write to, stays and has a problem. If a run cannot write to a URL, nothing is
     copied.
 
     Raises UserError if the cache cannot be written, and ConfigError, without the value, for a URL with credentials.

@@ -66,8 +66,8 @@ def all_data_has_one_unit(config: JobConfig) -> Iterator[Problem]:
 
 
 def mixtures_are_complete(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem for a mixture without sources, for each source whose name cannot be the name of a metric, and
-    for each source with the name of an earlier source."""
+    """Report a problem for a mixture without sources. Also report each source whose name cannot be part of a metric, or
+    is that of an earlier source."""
     for key, data in _tables(config):
         if not isinstance(data, MixtureData):
             continue
@@ -87,8 +87,8 @@ def mixtures_are_complete(config: JobConfig) -> Iterator[Problem]:
 
 
 def mixture_weights_are_usable(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem for each weight of a mixture that has no effect, is not valid, or is too small, and if all
-    weights are 0 at once."""
+    """Report a problem for each weight of a mixture that has no effect, is not valid, or is too small. Also report if
+    all weights are 0 at once."""
     for key, data in _tables(config):
         if not isinstance(data, MixtureData):
             continue
@@ -309,8 +309,8 @@ def as_written(value: object) -> object:
 
 
 def keys_of_packed_documents(config: JobConfig) -> Iterator[tuple[KeyPath, str]]:
-    """Yield (key, value) for each data source whose samples have separate documents: the key `packing`, the key
-    `samples` of a factory, or the `kind` of data that are never packed otherwise."""
+    """Yield (key, value) for each data source whose documents are separated. The key is `packing`, `samples` for a
+    factory, or `kind` for data that is always packed like this."""
     for source, data in sources_of(config):
         if separates_documents(data):
             keys = (name for name in ("packing", "samples") if name in type(data).model_fields)
@@ -319,8 +319,8 @@ def keys_of_packed_documents(config: JobConfig) -> Iterator[tuple[KeyPath, str]]
 
 
 def beyond_causal_attention(config: JobConfig) -> Iterator[tuple[str, tuple[KeyPath, ...]]]:
-    """Yield (setting, keys on which it depends) for settings that plain causal attention does not support: at most one
-    model argument, and each data source whose documents are separated."""
+    """Yield (setting, keys on which the setting depends) for settings that plain causal attention does not support.
+    These are at most one model argument, and each data source whose documents are separated."""
     args, seq_len = known_args(config.model), config.training.seq_len
     option = args.beyond_causal_attention(seq_len) if args is not None else None
     if option is not None:
@@ -347,8 +347,8 @@ def _why_no_file(entry: str, suffixes: tuple[str, ...]) -> str:
 
 
 def _vocabulary(config: JobConfig, source: KeyPath, data: DataSource) -> tuple[int, str, KeyPath]:
-    """Return (size, name, key): the vocabulary size of a data source, the name that messages give to the table or the
-    tokenizer that sets the size, and the key that sets it."""
+    """Return (size, name, key): the vocabulary size of a data source, the name of what sets the size, and its key. The
+    name is that of a table or a tokenizer, for messages."""
     own = data.own_vocabulary()
     if own is not None:
         return own, f"[{format_key(source)}]", (*source, "vocab_size")

@@ -86,9 +86,9 @@ def _is_used(config: JobConfig, key: tuple[str, str]) -> bool:
 
 
 def answers_are_for_their_losses(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem if the loss reads pairs of answers, or answers with a label, and a data source has none, or if a
-    source has them and the loss does not read them. (Token files may have both; the run checks these files. A factory
-    with `samples = "documents"` may have them for such a loss, and is not checked.)"""
+    """Report a problem for each data source whose kind does not suit the loss: the loss needs pairs of answers, or
+    answers with a label, and the source has none, or the other way around. (Token files may have both; the run checks
+    these files. A factory with `samples = "documents"` may have them for such a loss, and is not checked.)"""
     name, needed = config.loss.name, config.loss.kind.data_kind
     for source, data in sources_of(config):
         if data.kind == needed or isinstance(data, TokensData):
@@ -106,9 +106,9 @@ def answers_are_for_their_losses(config: JobConfig) -> Iterator[Problem]:
 
 
 def outputs_suit_the_loss(config: JobConfig) -> Iterator[Problem]:
-    """For a model of this package, report a problem if `num_labels` does not suit the loss or the data. There are four
-    cases: a model with labels and a loss of language models, a wrong number of labels, a model with labels and data
-    without labels, and targets (`train_on`) that the loss does not read."""
+    """For a model of this package, report a problem if `num_labels` does not suit the loss or the data. Wrong are: a
+    model with labels and a loss of language models; a wrong number of labels; a model with labels and data without
+    labels; targets (`train_on`) that the loss does not read."""
     args, name = known_args(config.model), config.loss.name
     if args is None or not args.supports_labels:
         return
@@ -158,8 +158,8 @@ def base_is_frozen(config: JobConfig) -> Iterator[Problem]:
 
 
 def second_model_fits(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem if the folder of the second model cannot be read, or if its model does not take the inputs of
-    the trained model: the unit, the vocabulary, and the sequence length."""
+    """Report a problem if the folder of the second model cannot be read. Also report if the second model does not take
+    the inputs of the trained model: their unit, vocabulary, or sequence length."""
     second = config.loss.frozen_model()
     if second is None:
         return

@@ -116,7 +116,7 @@ def factory_args_can_be_recorded(config: JobConfig) -> Iterator[Problem]:
 
 
 def weights_are_of_the_model(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem if the folder `model.weights` cannot be read or holds a different model, and for each model
+    """Report a problem if the folder `model.weights` cannot be read or holds a different model. Also report each model
     argument that differs from the folder's, except `num_labels` and a larger `vocab_size`. (A missing folder is not a
     problem here, because a run that resumes may not need the folder. A new run reports a missing folder when it reads
     the weights.)"""
@@ -144,9 +144,9 @@ def weights_are_of_the_model(config: JobConfig) -> Iterator[Problem]:
 
 def adapter_is_of_the_job(config: JobConfig) -> Iterator[Problem]:
     """Report a problem if the folder `lora.adapter` is missing, has a key that is not supported, or differs from
-    `[lora]` in rank, scale or, if the job does not set it, dropout. (If the run folder exists, the folder is not
-    checked, because a run that resumes does not need it. When a new run starts, the tensors in the folder, and the
-    ranks and scales of single modules, are compared with the targets.)"""
+    `[lora]` in rank or scale. If the job does not set `lora.dropout`, the dropout must be equal, too. (If the run
+    folder exists, the folder is not checked, because a run that resumes does not need it. When a new run starts, the
+    tensors in the folder, and the ranks and scales of single modules, are compared with the targets.)"""
     lora, key = config.lora, ("lora", "adapter")
     if lora.adapter is None or not lora.targets or config.job.run_folder.exists():
         return

@@ -53,8 +53,8 @@ def deferred_gradients_accumulate_in_float32(config: JobConfig) -> Iterator[Prob
 
 
 def deferred_all_reduces_exist(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem if the mode defers only the all-reduces between replicas, but FSDP2 runs no such all-reduces:
-    the model has only one replica, or the optimizer is sharded over the replicas."""
+    """Report a problem if the mode defers only the all-reduces between replicas, but FSDP2 runs none. This is so if the
+    model has only one replica, or if the optimizer is sharded over the replicas."""
     degree = ("parallelism", "data_parallel_replicate_degree")
     mode = config.gradient_accumulation.mode
     if mode == "auto" or not config.gradient_accumulation.row.needs_all_reduces:

@@ -90,6 +90,6 @@ class CheckpointConfig(Section):
     parts."""
 
     accept_changes: bool = False
-    """Resume even if the experiment has changed: its configuration differs from the one in the run folder, or the
-    training data, the tokenizer, the initial weights or the second model of the loss have changed since the checkpoint.
-    A checkpoint of a different model can never be resumed."""
+    """Resume even if the experiment has changed since the checkpoint: its configuration, or the content of the training
+    data, of the tokenizer, of the initial weights or of the second model of the loss. A checkpoint of a different model
+    can never be resumed."""

@@ -292,7 +292,7 @@ class HuggingFaceData(RecordsData):
     kind: Literal["huggingface"]
 
     path: str
-    """A folder that `save_to_disk` wrote, a folder of data files (Parquet, JSON lines, CSV, text), or the name of a
+    """A folder that `save_to_disk` wrote, or a folder of data files (Parquet, JSON lines, CSV, text). Or the name of a
     data set of the Hugging Face Hub, such as `roneneldan/TinyStories`, which is downloaded."""
 
     column: str = "text"
@@ -315,10 +315,10 @@ class TokensData(TokenizedData):
     kind: Literal["tokens"]
 
     path: str
-    """Folder of token files that `titan-launch prepare` wrote, relative to the working directory. Or files of another
+    """Folder of token files that `titan-launch prepare` wrote, relative to the working directory. Or a file of another
     program: a `.bin` of Megatron-LM with its `.idx` beside it (the suffix may be omitted), a file of llm.c, an `.npy`
-    file of NumPy, a flat file of numbers as in nanoGPT, or a glob of such files. `[tokenizer]` must be the tokenizer
-    that made the tokens."""
+    file of NumPy, or a flat file of numbers as in nanoGPT. A glob of such files is also possible. `[tokenizer]` must be
+    the tokenizer that made the tokens."""
 
     dtype: Literal["uint16", "uint32"] | None = None
     """Dtype of the numbers in a flat file. Files in all other formats contain their dtype."""
@@ -359,12 +359,12 @@ class ImageData(DataSource):
     kind: Literal["images"]
 
     path: str = SKLEARN_DIGITS
-    """The images, relative to the working directory. A folder: each folder in it is a class, and the classes are
-    numbered by name; all image files below a class folder belong to the class. A `.tar` file, a glob, or braces
+    """The images, relative to the working directory. A folder: each folder in it is a class, and all image files below
+    it belong to this class. The classes are numbered in the order of their names. A `.tar` file, a glob, or braces
     (`train-{000..099}.tar`): WebDataset shards with members KEY.jpg (or another image format) and KEY.cls. An `.npz`
     file: `images` of shape (N, height, width) or (N, channels, height, width), uint8 or floating point, and `labels` of
-    shape (N), whole numbers from 0. `sklearn-digits`: 1,797 handwritten digits of 8x8 pixels from scikit-learn.
-    The digits, folders and shards need `pip install 'titan-launch[images]'`."""
+    shape (N), whole numbers from 0. `sklearn-digits`: 1,797 handwritten digits of 8x8 pixels from scikit-learn. The
+    digits, folders and shards need `pip install 'titan-launch[images]'`."""
 
     label_field: str | None = None
     """Only for WebDataset shards: field of `KEY.json` that contains the class. Default: the class is in `KEY.cls`."""
@@ -380,13 +380,13 @@ class ImageData(DataSource):
     """Length in pixels to which the shorter side of an image is scaled. The aspect ratio stays. Default: no scaling."""
 
     crop: Annotated[int, Field(ge=1)] | None = None
-    """Height and width of a sample in pixels: the center of an image after `resize` or, in training, a random part if
-    `augment` has `crop` or `resized_crop`. Default: the whole image."""
+    """Height and width of a sample in pixels. The sample is the center of an image after `resize`. In training, it is a
+    random part if `augment` has `crop` or `resized_crop`. Default: the whole image."""
 
     augment: Array[Augmentation] = ()
     """Random changes of training images, which differ in every epoch. `flip`: mirror an image left to right, with a
     probability of 1/2. `crop`: cut at a random place, after a border of `padding` pixels was added. `resized_crop`:
-    scale a random part to `crop` x `crop` pixels; the part has 8 % to 100 % of the image's area and an aspect ratio of
+    scale a random part to `crop` x `crop` pixels. The part has 8 % to 100 % of the image's area and an aspect ratio of
     3/4 to 4/3."""
 
     padding: Annotated[int, Field(ge=0)] = 0

@@ -8,8 +8,8 @@ from titan_launch.config.sections.section import Array, FloatDtype, Section
 
 
 class PrecisionRule(Section):
-    """An exception to `[precision]` for the modules that match `type`, `match`, or both if both are set. It also
-    applies to the modules inside of them that no rule matches."""
+    """An exception to `[precision]` for the modules that match `type`, `match`, or both if both are set. The exception
+    also applies to modules inside of these modules, unless another rule matches them."""
 
     type: str | None = None
     """Class name of the modules. Subclasses of the class match, too. Leading underscores are ignored: `BatchNorm`
@@ -85,8 +85,8 @@ class PrecisionConfig(Section):
     """FSDP2 units of the modules that rules match, and of trained modules in frozen blocks, such as adapters.
     `in_place`: the modules stay in the units of their blocks, so a rule adds no collective. A unit then has parameters
     of several dtypes, which needs torch 2.15. `own_unit`: the modules get units of their own. `auto`: in place, except
-    for rules that FSDP2 does not support in place. Most of them are rules with `unit_per` or `reshard_after_forward`,
-    and rules whose modules differ from their block in storage dtype, in reduce dtype, or in the step at which they are
+    for rules that FSDP2 does not support in place. Most of these rules set `unit_per` or `reshard_after_forward`. In
+    the others, the modules differ from their block in storage dtype, in reduce dtype, or in the step at which they are
     unfrozen. Before torch 2.15, `auto` is the same as `own_unit`."""
 
     rules: Array[PrecisionRule] = ()

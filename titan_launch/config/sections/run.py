@@ -86,9 +86,9 @@ class MetricsConfig(Section):
 
 class ProfilingConfig(Section):
     """Profiles of steps by `torch.profiler`. Each of `ranks` writes `profiling/step-N_rank-R.json.gz` in the run
-    folder, where N is the last step of the profile: a Chrome trace with the phases of the step (open it in Perfetto or
-    chrome://tracing), and a table of the top operations beside it. Profiled steps take longer. A rank that gets the
-    signal RTMIN (`kill -s RTMIN PID`) also profiles its next step."""
+    folder, where N is the last step of the profile. This file is a Chrome trace with the phases of the step, for
+    Perfetto or chrome://tracing. A table of the top operations is beside it. Profiled steps take longer. A rank that
+    gets the signal RTMIN (`kill -s RTMIN PID`) also profiles its next step."""
 
     start_step: Annotated[int, Field(ge=1)] | None = None
     """First step of the profile, counted from 1. Unset: no profile, except by the signal."""
@@ -120,7 +120,7 @@ class DebugConfig(Section):
 
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """Action if the loss or the gradient norm of a step is not finite on at least one rank. The update is then skipped
-    on all ranks. `stop` ends the run with an error that names the step; on CUDA the run ends at the next report, and
+    on all ranks. `stop` ends the run with an error that names the step. On CUDA, the run ends at the next report, and
     all steps until then are skipped. `skip` continues the run."""
 
     spike_sigma: Annotated[float, Field(gt=0)] | None = None
@@ -148,12 +148,13 @@ class ProveConfig(Section):
     `certificate`."""
 
     args: Table = Field(default_factory=dict)
-    """Arguments of the twin's model, which replace those in `[model.args]`: smaller sizes of a model of your own, or of
-    a class of `transformers` whose sizes are not known. A model of this package does not need this table."""
+    """Arguments of the twin's model, which replace those in `[model.args]` by smaller sizes. Needed for a model of your
+    own, and for a class of `transformers` whose sizes are not known. A model of this package does not need this
+    table."""
 
     vocab_size: Annotated[int, Field(ge=2)] | None = None
     """Number of different tokens of the twin's data. A number above 64 counts as 64. The twin's embedding must have as
-    many rows. Default: 64, or less if the model's argument `vocab_size` is smaller."""
+    many rows as this number. Default: 64, or less if the model's argument `vocab_size` is smaller."""
 
     certificate: str | None = None
     """File that `prove --out` wrote, relative to the working directory. `launch --require-proof` and the header of a
@@ -210,8 +211,8 @@ class PlannerConfig(Section):
 
     memory_gib: Positive | None = None
     """Memory limit of one device, in GiB, as torch reports it. Default: the memory of the device. On a CPU (`job.device
-    = "cpu"`, no `planner.device`): the machine's memory divided by the ranks on the machine, or the process's limit
-    (`ulimit`) if it is lower."""
+    = "cpu"`, no `planner.device`): the machine's memory divided by the ranks on the machine. If the process has a lower
+    limit (`ulimit`), that limit."""
 
     margin_gib: Annotated[float, Field(ge=0)] | None = None
     """Memory, in GiB, that must stay free below the limit. A choice of modes that leaves less memory free does not have
@@ -240,8 +241,8 @@ class PlannerConfig(Section):
     Default: 0.38 if neither `speeds` is set nor the device is in the table."""
 
     expert_load: Annotated[float, Field(ge=1)] = 1.0
-    """Assumed imbalance with expert parallelism: the rows that the rank with the most rows receives for its experts,
-    divided by the mean of the ranks. 1 is a uniform load. Values above `parallelism.expert_parallel_degree` count as
+    """Assumed imbalance with expert parallelism: the largest number of rows that a rank receives for its experts,
+    divided by the mean over the ranks. 1 is a uniform load. Values above `parallelism.expert_parallel_degree` count as
     this degree, with which one rank computes all rows. Memory, traffic and time are predicted for the rank with the
     most rows."""
 
