@@ -166,17 +166,13 @@ class Draft:
                 self._put(container, name, override.value, key, override)
 
     def _merge(self, table: dict[str, Any], new: Mapping[str, Any], key: KeyPath, source: Source) -> None:
-        self._drop_keys_of_old_kind(table, new, key)
-        self._drop_alternatives(table, new, key, source)
-        for name, value in new.items():
-            self._put(table, name, value, (*key, name), source)
-
-    def _drop_keys_of_old_kind(self, table: dict[str, Any], new: Mapping[str, Any], key: KeyPath) -> None:
-        """If `new` changes the kind of a table, remove the keys that the new kind does not have, or that have another
-        meaning in the new kind."""
+        # If `new` changes the kind of the table, remove the keys that the new kind has not, or with another meaning.
         if kinds := kinds_of(key):
             for name in kinds.dropped_keys(table, new):
                 self._forget((*key, name), table.pop(name))
+        self._drop_alternatives(table, new, key, source)
+        for name, value in new.items():
+            self._put(table, name, value, (*key, name), source)
 
     def _drop_alternatives(self, table: dict[str, Any], new: Mapping[str, Any], key: KeyPath, source: Source) -> None:
         """If `new` sets one of two alternative keys, and an earlier file has set the other key, remove the other key.

@@ -148,9 +148,7 @@ def files_exist(config: JobConfig) -> Iterator[Problem]:
     """Report a problem for each entry of a `path` to texts that matches no file."""
     for source, data in sources_of(config):
         if isinstance(data, FilesData):
-            entries = [data.path] if isinstance(data.path, str) else data.path
-            for index, entry in enumerate(entries):
-                key = (*source, "path") if isinstance(data.path, str) else (*source, "path", index)
+            for key, entry in entries_of(source, data):
                 if not names_a_file(entry, data.suffixes):
                     yield Problem(key, _why_no_file(entry, data.suffixes), entry, also=((*source, "kind"),))
 
@@ -159,13 +157,9 @@ def text_is_no_records(config: JobConfig) -> Iterator[Problem]:
     """Report a problem for each entry of a `path` to text that has files with records, such as JSON lines. In a folder,
     this rule checks at most 10,000 files; a run checks all files."""
     for source, data in sources_of(config):
-        if not isinstance(data, TextData):
-            continue
-        entries = [data.path] if isinstance(data.path, str) else data.path
-        for index, entry in enumerate(entries):
+        for key, entry in entries_of(source, data) if isinstance(data, TextData) else ():
             names = first_names(entry, _MOST_FILES) if os.path.isdir(entry) else [entry]
             if reason := misread_as_text(entry, names):
-                key = (*source, "path") if isinstance(data.path, str) else (*source, "path", index)
                 yield Problem(key, reason, entry, also=((*source, "kind"),))
 
 
@@ -279,6 +273,14 @@ def sources_of(config: JobConfig) -> Iterator[tuple[KeyPath, DataSource]]:
             yield from (((*key, "sources", index), source) for index, source in enumerate(data.sources))
         else:
             yield key, data
+
+
+def entries_of(source: KeyPath, data: FilesData) -> Iterator[tuple[KeyPath, str]]:
+    """Yield (key, entry) for each entry of the `path` of a data source."""
+    if isinstance(data.path, str):
+        yield (*source, "path"), data.path
+    else:
+        yield from (((*source, "path", index), entry) for index, entry in enumerate(data.path))
 
 
 def pairs_of(config: JobConfig) -> Iterator[tuple[tuple[KeyPath, DataSource], tuple[KeyPath, DataSource]]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -23,14 +23,18 @@ _NAME, _FLAVOR, _ARGS = ("model", "name"), ("model", "flavor"), ("model", "args"
 
 def model_exists(config: JobConfig) -> Iterator[Problem]:
     """Report a problem if `model.name` is neither a known model nor a valid import string."""
-    name = config.model.name
+    return unknown_name(_NAME, config.model.name, (*ARCHITECTURES, HUGGINGFACE), "model", "package.module:factory")
+
+
+def unknown_name(key: KeyPath, name: str, known: Sequence[str], noun: str, form: str) -> Iterator[Problem]:
+    """Yield a problem if `name`, the value of `key`, is neither a known name nor a valid import string. `noun` and
+    `form`: what has the name, and the form of an import string for it, as messages name them."""
     if ":" in name:
         if not is_import_string(name):
-            yield Problem(_NAME, "must have the form package.module:factory for a model of your own", name)
-    elif name not in (*ARCHITECTURES, HUGGINGFACE):
-        known = ", ".join(f'"{known}"' for known in (*ARCHITECTURES, HUGGINGFACE))
-        hint = did_you_mean(name, (*ARCHITECTURES, HUGGINGFACE))
-        yield Problem(_NAME, f"unknown model; must be {known}, or package.module:factory for your own{hint}", name)
+            yield Problem(key, f"must have the form {form} for a {noun} of your own", name)
+    elif name not in known:
+        names, hint = ", ".join(f'"{each}"' for each in known), did_you_mean(name, known)
+        yield Problem(key, f"unknown {noun}; must be {names}, or {form} for your own{hint}", name)
 
 
 def flavor_exists(config: JobConfig) -> Iterator[Problem]:
