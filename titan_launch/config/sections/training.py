@@ -270,6 +270,12 @@ class OptimizerConfig(Section):
     """Settings for some of the parameters. The first group that matches a parameter applies. A group that matches no
     parameter is an error."""
 
+    def algorithms(self) -> set[str]:
+        """Return the names of the algorithms that may update parameters of the job."""
+        named = {self.name, *(group.algorithm for group in self.param_groups if group.algorithm)}
+        for_others = ALGORITHMS[self.name].for_others
+        return named if for_others is None else named | {for_others}
+
 
 class _Schedule(Section):
     """The keys that all schedules have."""
