@@ -122,24 +122,23 @@ def names_a_file(entry: str, suffixes: tuple[str, ...] = ("",)) -> bool:
 def _files_of(entry: str, suffixes: tuple[str, ...] = ("",)) -> Iterator[tuple[str, Path]]:
     """Return the files that one entry names, in no particular order."""
     if entry == PYTHON_STDLIB:
-        return _python_stdlib()
+        import sysconfig  # imported here (like `glob` below), because most jobs do not need it
+
+        stdlib = Path(sysconfig.get_paths()["stdlib"])
+        files = _files_below(stdlib, without="site-packages")  # which may hold 40,000 files
+        return (found for found in files if found[0].endswith(".py"))
     if os.path.isdir(entry):
         return (found for found in _files_below(Path(entry)) if uncompressed(found[0]).endswith(suffixes))
     if os.path.isfile(entry):
         return iter([(Path(entry).name, Path(entry))])
-    return _files_like(entry)
+    folder = _folder_of(entry)
+    paths = (path for path in map(Path, _names_like(entry)) if path.is_file())
+    return ((path.relative_to(folder).as_posix(), path) for path in paths)
 
 
 def uncompressed(name: str) -> str:
     """Return the name of a file, or its suffixes, without a suffix of `COMPRESSED`."""
     return str(Path(name).with_suffix("")) if name.endswith(COMPRESSED) else name
-
-
-def _python_stdlib() -> Iterator[tuple[str, Path]]:
-    import sysconfig  # imported here (like `glob` below), because most jobs do not need it
-
-    files = _files_below(Path(sysconfig.get_paths()["stdlib"]), without="site-packages")  # may hold 40,000 files
-    return (found for found in files if found[0].endswith(".py"))
 
 
 def _files_below(root: Path, without: str = "") -> Iterator[tuple[str, Path]]:
@@ -149,14 +148,6 @@ def _files_below(root: Path, without: str = "") -> Iterator[tuple[str, Path]]:
         subfolders[:] = [name for name in subfolders if name != without]
         files = (Path(folder, name) for name in names)
         yield from ((file.relative_to(root).as_posix(), file) for file in files if file.is_file())
-
-
-def _files_like(pattern: str) -> Iterator[tuple[str, Path]]:
-    """Yield (name relative to the folder in which a glob searches, file) for each file that the glob matches."""
-    folder = _folder_of(pattern)
-    for path in map(Path, _names_like(pattern)):
-        if path.is_file():
-            yield path.relative_to(folder).as_posix(), path
 
 
 def _names_like(pattern: str) -> Iterator[str]:

@@ -186,7 +186,6 @@ def _remedy_table(keys: Iterable[str]) -> Iterator[str]:
 
 
 def _keys_of_files() -> Iterator[str]:
-    """Yield the tables of the keys of `config.json` and of `adapter_config.json`."""
     families = {_code(model_type): family for model_type, family in FAMILIES.items()}
     yield "## Keys of `config.json`\n"
     yield from _table(

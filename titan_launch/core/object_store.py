@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, TypeVar
 
 from titan_launch.core.files import chunks_of, is_name_inside, remove, sync_file
@@ -241,9 +241,9 @@ def local_copy(url: str) -> Path:
     for name in objects:
         if name and not is_name_inside(name):
             raise StoreError(f"{short_name(name)} below it is no name of a file in a folder; rename this object")
-        for folder in _folders_of(name):
-            if folder in objects:
-                both = f"{short_name(folder or url)} and {short_name(name)}"
+        for folder in PurePosixPath(name).parents:
+            if (outer := "" if folder == PurePosixPath() else str(folder)) in objects:
+                both = f"{short_name(outer or url)} and {short_name(name)}"
                 raise StoreError(f"it has the objects {both}, but no file is also a folder; rename one of them")
     last = url.rpartition("/")[2]
 
@@ -262,15 +262,6 @@ def local_copy(url: str) -> Path:
     copy = built_once("objects", identity, build) / "copy" / last
     _URLS[str(copy)] = url
     return copy
-
-
-def _folders_of(name: str) -> Iterator[str]:
-    """Yield the names of the folders around an object: "" and `a` for `a/b`."""
-    if name:
-        yield ""
-    for index, character in enumerate(name):
-        if character == "/":
-            yield name[:index]
 
 
 def with_urls(value: Any) -> Any:

@@ -192,7 +192,9 @@ def _model_of_weights(model: Mapping[str, Any]) -> FolderFile | None:
         reason = f"{why}; set model.name"
         raise config_error(("model", "weights"), reason, weights, also=(("model",),))
     if name not in (None, folder.name):
-        raise config_error(("model", "name"), f"{weights} holds the weights of {folder.name}", name, also=(("model",),))
+        remedy = f'set "{folder.name}", or name another folder in model.weights'
+        reason = f"{weights} holds the weights of {folder.name}; {remedy}"
+        raise config_error(("model", "name"), reason, name, also=(("model",),))
     table = {"name": folder.name, "flavor": folder.flavor, "args": dict(folder.args)}
     return FolderFile(str(Path(weights, CONFIG_FILE)), {"model": table})
 
@@ -251,8 +253,8 @@ def _remove(table: dict[str, Any], key: KeyPath) -> None:
 
 
 def _check_rules(config: JobConfig, rules: Iterable[Rule], known: Iterable[Problem]) -> list[Problem]:
-    """Return the problems that the rules find, except those that may be consequences of the problems in `known`. These
-    have a key that is equal to a key of a known problem, contains it, or is inside of it."""
+    """Return the problems that the rules find, except those that may be consequences of the problems in `known`. A
+    problem is omitted if one of its keys equals, contains, or is inside of a key of a known problem."""
     wrong = [key for problem in known for key in (problem.key, *problem.also)]
     found = [(problem, (problem.key, *problem.also)) for rule in rules for problem in rule(config)]
     return [p for p, keys in found if not any(a[: len(b)] == b[: len(a)] for a in keys for b in wrong)]

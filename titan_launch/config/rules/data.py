@@ -292,7 +292,6 @@ def pairs_of(config: JobConfig) -> Iterator[tuple[tuple[KeyPath, DataSource], tu
 
 
 def _why_no_weight(source: MixtureEntry, is_training: bool) -> str | None:
-    """Return the reason why the weight of a source cannot be used; None if it can be used."""
     if not is_training:
         return None if source.weight == 1 else "validation reads all samples, so weights do not count; remove this key"
     if not isinstance(source.weight, tuple):

@@ -104,7 +104,6 @@ IMAGE_RULES = (
 
 
 def _why_not_augment(data: ImageData, is_training: bool) -> str | None:
-    """Return the reason why `augment` cannot be used as it is set; None if it can."""
     if not is_training:
         return "applies only to training data; remove the key"
     if len(set(data.augment)) < len(data.augment) or {"crop", "resized_crop"} <= set(data.augment):

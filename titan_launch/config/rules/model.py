@@ -135,7 +135,7 @@ def weights_are_of_the_model(config: JobConfig) -> Iterator[Problem]:
     try:
         folder = read_folder_config(model.weights)
         if folder.name != model.name:
-            reason = f"holds the weights of {folder.name}, not of {model.name}"
+            reason = f"holds the weights of {folder.name}, not of {model.name}; name another folder, or set model.name"
             yield Problem(key, reason, model.weights, also=(_NAME,))
             return
         for argument, own, theirs in differences(model.name, args, folder):
@@ -231,7 +231,6 @@ def args_problem(config: JobConfig, fields: tuple[str, ...], reason: str, also: 
 
 
 def _value_at(table: Any, path: tuple[str, ...]) -> Any:
-    """Return the value at `path` in nested tables; None if there is none."""
     for name in path:
         table = table.get(name) if isinstance(table, dict) else None
     return table

@@ -65,7 +65,8 @@ def width_is_scaled(config: JobConfig) -> Iterator[Problem]:
         reason = f"is neither a divisor nor a multiple of the model's width, {width}; set one"
         yield Problem(key, reason, base, also=(("model", "args", "dim"), ("model", "flavor")))
     for what in args.beyond_mup():
-        yield Problem(key, f"muP has no rule for {what}", base, also=(("model", "name"), ("model", "args")))
+        reason = f"muP has no rule for {what}{'' if ';' in what else '; remove this key'}"
+        yield Problem(key, reason, base, also=(("model", "name"), ("model", "args")))
     if config.lora.targets:
         reason = "muP has no rule for adapters; remove lora.targets, or this key"
         yield Problem(key, reason, base, also=(("lora", "targets"),))

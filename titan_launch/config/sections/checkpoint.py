@@ -38,9 +38,9 @@ class CheckpointConfig(Section):
     async_mode: AsyncMode = "disabled"
     """Write checkpoints in a separate thread or process. `disabled`: training waits until the checkpoint is complete.
     `thread`: training waits only until the training state is copied to host memory; a thread writes the copy.
-    `process`: as `thread`, but a separate process writes the copy. It shares only the memory of the copy with the
-    training process. One checkpoint is written at a time. At its end, the run waits until the last checkpoint is
-    complete. With `enable = false` this key has no effect."""
+    `process`: as `thread`, but a separate process writes the copy. The two processes share only the memory of the copy.
+    One checkpoint is written at a time. At its end, the run waits until the last checkpoint is complete. With `enable =
+    false` this key has no effect."""
 
     keep_latest: Annotated[int, Field(ge=0)] = 10
     """Number of newest checkpoints to keep. Older ones are deleted after a newer one is complete. 0 keeps all."""

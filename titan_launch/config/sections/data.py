@@ -434,10 +434,13 @@ class FactoryData(DataSource):
 def stream_problems(data: DataSource, key: KeyPath) -> Iterator[Problem]:
     """Yield a problem for each key that a stream does not support. `data`: the stream. `key`: path of its table."""
     if key != ("data",):
-        reason = "is a stream, which can only be [data] itself, without other sources; use data with an index"
+        reason = (
+            "is a stream, which can be neither validation data nor one of several sources; use data with an index "
+            "(see docs/how_to/data.md)"
+        )
         yield Problem((*key, "kind"), reason, data.kind)
     if data.shuffle:
-        reason = "a stream is read in its own order; set shuffle = false, and shuffle the data before"
+        reason = "a stream is read in its own order; set shuffle = false, and shuffle the data in advance"
         yield Problem((*key, "shuffle"), reason, True, also=((*key, "kind"),))
     if data.num_workers > 1:
         reason = "a stream is read by at most one worker process per rank; set 0 or 1"

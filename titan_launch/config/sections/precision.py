@@ -65,9 +65,9 @@ class PrecisionConfig(Section):
     set)."""
 
     frozen_storage_dtype: FloatDtype | None = None
-    """Storage dtype of parameters that are never trained (see `training.frozen`). They get no updates that bfloat16
-    could round away, so `bfloat16` can halve their memory. The `storage_dtype` of a precision rule takes precedence.
-    Unset: `storage_dtype`."""
+    """Storage dtype of parameters that are never trained (see `training.frozen`). Such parameters get no updates that
+    bfloat16 could round away, so `bfloat16` can halve their memory. The `storage_dtype` of a precision rule takes
+    precedence. Unset: `storage_dtype`."""
 
     param_dtype: FloatDtype = "bfloat16"
     """Dtype of all-gathered parameters, and therefore of the computation. Exception: in a bfloat16 module, a BatchNorm

@@ -3,6 +3,7 @@ and its predictions."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -11,10 +12,11 @@ from pydantic import AfterValidator, Field
 from titan_launch.config.sections.section import Array, Positive, Section, Table, is_import_string
 from titan_launch.core.errors import did_you_mean
 
+_FILE_NAME = "^[A-Za-z0-9][A-Za-z0-9._-]*$"
+
 
 def _file_name(name: str) -> str:
-    is_plain = name.isascii() and name.replace(".", "").replace("_", "").replace("-", "").isalnum()
-    if is_plain and name[0].isalnum():
+    if re.fullmatch(_FILE_NAME, name):
         return name
     raise ValueError("must consist of letters, digits, `.`, `_` and `-`, and start with a letter or a digit")
 
@@ -22,9 +24,7 @@ def _file_name(name: str) -> str:
 class GeneralConfig(Section):
     """Name, folder and device of the run."""
 
-    name: Annotated[
-        str, AfterValidator(_file_name), Field(json_schema_extra={"pattern": "^[A-Za-z0-9][A-Za-z0-9._-]*$"})
-    ] = "job"
+    name: Annotated[str, AfterValidator(_file_name), Field(json_schema_extra={"pattern": _FILE_NAME})] = "job"
     """Name of the run, and of its folder in `dump_folder`. It consists of letters, digits, `.`, `_` and `-`, and starts
     with a letter or a digit."""
 
@@ -94,7 +94,7 @@ class ProfilingConfig(Section):
     """First step of the profile, counted from 1. Unset: no profile, except by the signal."""
 
     num_steps: Annotated[int, Field(ge=1)] = 1
-    """Number of consecutive steps in the profile. They are in one trace."""
+    """Number of consecutive steps in the profile. One trace has all of them."""
 
     ranks: Array[int] = (0,)
     """Ranks that write a profile."""
@@ -186,7 +186,7 @@ class CommConfig(Section):
     of `timeout_seconds`. 0 disables hang detection."""
 
     flight_recorder_size: Annotated[int, Field(ge=0)] = 2000
-    """Number of collectives that PyTorch's flight recorder keeps on each rank. They are written to
+    """Number of collectives that PyTorch's flight recorder keeps on each rank. These records are written to
     `flight_recorder/rank_N` if a collective times out or a rank hangs. 0 disables the flight recorder."""
 
     count_traffic: bool = False
