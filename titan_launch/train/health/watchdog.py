@@ -170,15 +170,18 @@ class Watchdog:
         pause = min(max(self._limit_s / _CHECKS_PER_LIMIT, shortest), longest)
         board = ProgressBoard(self._ranks)
         reported: ProgressPoint | None = None
-        while not self._closing.wait(pause):
+        while True:
+            is_closing = self._closing.wait(pause)
             now = self._now
-            if reported is None or now.sequence != reported.sequence:  # otherwise `_report` has published `now`
-                board.publish(now)
-            # If the main thread holds the GIL, this thread cannot run. The timer of faulthandler does not need the GIL.
-            faulthandler.dump_traceback_later(now.limit_s + 2 * pause, file=_STDERR)
             if reported is not None and now.sequence != reported.sequence:
                 _log.info("this rank continues after a hang of %.0f s %s", now.since - reported.since, reported)
                 reported = None
+            if is_closing:
+                return
+            if reported is None:  # otherwise `_report` has published `now`
+                board.publish(now)
+            # If the main thread holds the GIL, this thread cannot run. The timer of faulthandler does not need the GIL.
+            faulthandler.dump_traceback_later(now.limit_s + 2 * pause, file=_STDERR)
             if self._is_late(now) and board.has_failed() and not self._closing.is_set():
                 _log.info("the run failed on another rank and this rank hangs %s, so this rank ends", now)
                 exit_immediately(FAILED)  # torchrun would kill this rank only after 30 s
