@@ -84,6 +84,15 @@ def format_key(key: KeyPath) -> str:
     return ".".join(part if _BARE.fullmatch(part) else toml_string(part) for part in map(str, key))
 
 
+def scalars(value: Any, key: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+    """Yield (path, value) for each value in nested tables and arrays. `key`: path of `value` itself."""
+    if isinstance(value, dict | list):
+        for name, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from scalars(inner, (*key, name))
+    else:
+        yield key, value
+
+
 def leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield (dotted key, value) for each value in nested tables. Names in the keys are not quoted."""
     for name, value in table.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from titan_launch.core.errors import ConfigError, KeyPath, Problem, RunError, config_error, format_key
+from titan_launch.core.errors import ConfigError, KeyPath, Problem, RunError, config_error, format_key, scalars
 from titan_launch.core.object_store import CREDENTIALS, StoreError, has_credentials, is_url, local_copy
 
 _DATA: tuple[KeyPath, ...] = (("data",), ("data", "sources"), ("validation", "data"), ("validation", "data", "sources"))
@@ -86,17 +86,11 @@ def local_sections(record: Mapping[str, Any], names: Iterable[str]) -> dict[str,
     return {**record, **sections}
 
 
-def _urls(value: Any, key: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
-    """Yield the keys of `READ`, `WRITTEN` and `STORE` whose values are URLs, each with its URL. A value may be an array
-    of URLs."""
-    if isinstance(value, dict):
-        for name, item in value.items():
-            yield from _urls(item, (*key, name))
-    elif isinstance(value, list):
-        for index, item in enumerate(value):
-            yield from _urls(item, (*key, index))
-    elif isinstance(value, str) and is_url(value) and _name(key) in _KNOWN:
-        yield key, value
+def _urls(table: Mapping[str, Any]) -> Iterator[tuple[KeyPath, str]]:
+    """Yield (key, URL) for each URL of a key of `READ`, `WRITTEN` or `STORE`. A value may be an array of URLs."""
+    for key, value in scalars(table):
+        if isinstance(value, str) and is_url(value) and _name(key) in _KNOWN:
+            yield key, value
 
 
 def _name(key: KeyPath) -> KeyPath:

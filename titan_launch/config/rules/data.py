@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Iterator
 from operator import itemgetter
+from typing import TypeVar
 
 from titan_launch.config.job import JobConfig
 from titan_launch.config.paths import first_names, names_a_file
@@ -37,6 +38,7 @@ _SMALLEST_SHARE = 1 << 16
 """Reciprocal of the smallest share: a weight that is not 0 must be at least 1/65,536 of the sum of all weights. The
 order of a mixture needs a table with at least (sum of all weights / smallest weight) positions."""
 
+Kind = TypeVar("Kind", bound=DataSource)
 _Split = CorpusData | ImageData
 _NAME: KeyPath = ("model", "name")
 
@@ -146,18 +148,17 @@ def vocabulary_is_large_enough(config: JobConfig) -> Iterator[Problem]:
 
 def files_exist(config: JobConfig) -> Iterator[Problem]:
     """Report a problem for each entry of a `path` to texts that matches no file."""
-    for source, data in sources_of(config):
-        if isinstance(data, FilesData):
-            for key, entry in entries_of(source, data):
-                if not names_a_file(entry, data.suffixes):
-                    yield Problem(key, _why_no_file(entry, data.suffixes), entry, also=((*source, "kind"),))
+    for source, data in sources_with(config, FilesData):
+        for key, entry in entries_of(source, data):
+            if not names_a_file(entry, data.suffixes):
+                yield Problem(key, _why_no_file(entry, data.suffixes), entry, also=((*source, "kind"),))
 
 
 def text_is_no_records(config: JobConfig) -> Iterator[Problem]:
     """Report a problem for each entry of a `path` to text that has files with records, such as JSON lines. In a folder,
     this rule checks at most 10,000 files; a run checks all files."""
-    for source, data in sources_of(config):
-        for key, entry in entries_of(source, data) if isinstance(data, TextData) else ():
+    for source, data in sources_with(config, TextData):
+        for key, entry in entries_of(source, data):
             names = first_names(entry, _MOST_FILES) if os.path.isdir(entry) else [entry]
             if reason := misread_as_text(entry, names):
                 yield Problem(key, reason, entry, also=((*source, "kind"),))
@@ -171,9 +172,7 @@ rules."""
 def token_files_exist(config: JobConfig) -> Iterator[Problem]:
     """Report a problem for each `path` to token files that names no folder or file, and for a `dtype` if `path` is a
     folder."""
-    for source, data in sources_of(config):
-        if not isinstance(data, TokensData):
-            continue
+    for source, data in sources_with(config, TokensData):
         also = ((*source, "kind"),)
         if os.path.isdir(data.path):
             if data.dtype is not None:
@@ -186,8 +185,8 @@ def token_files_exist(config: JobConfig) -> Iterator[Problem]:
 
 def streams_are_only_read_in_order(config: JobConfig) -> Iterator[Problem]:
     """Report a problem for each key that a table with `streaming` does not support."""
-    for key, data in sources_of(config):
-        if isinstance(data, HuggingFaceData) and data.streaming:
+    for key, data in sources_with(config, HuggingFaceData):
+        if data.streaming:
             yield from stream_problems(data, key)
             if data.packing != "concat":
                 reason = 'needs the lengths of all documents, but a stream has none; set "concat", or remove streaming'
@@ -273,6 +272,11 @@ def sources_of(config: JobConfig) -> Iterator[tuple[KeyPath, DataSource]]:
             yield from (((*key, "sources", index), source) for index, source in enumerate(data.sources))
         else:
             yield key, data
+
+
+def sources_with(config: JobConfig, kind: type[Kind]) -> Iterator[tuple[KeyPath, Kind]]:
+    """Yield the pairs of `sources_of` whose table is an instance of the class `kind`."""
+    yield from ((key, data) for key, data in sources_of(config) if isinstance(data, kind))
 
 
 def entries_of(source: KeyPath, data: FilesData) -> Iterator[tuple[KeyPath, str]]:

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.model import HUGGINGFACE
 from titan_launch.config.sections.section import is_import_string
-from titan_launch.core.errors import KeyPath, Problem, did_you_mean, format_key
+from titan_launch.core.errors import KeyPath, Problem, did_you_mean, format_key, scalars
 from titan_launch.models.architectures import ALL_IN_ARGS, ARCHITECTURES, known_args, resolve_args
 from titan_launch.models.huggingface import args as huggingface
 
@@ -110,7 +110,7 @@ def factory_args_can_be_recorded(config: JobConfig) -> Iterator[Problem]:
     """Report a problem for each model argument that JSON cannot represent, because the run folder stores the
     configuration as `config.json`."""
     values = (bool, int, float, str, *((type(None),) if config.model.name == HUGGINGFACE else ()))
-    for key, value in _leaves(config.model.args, _ARGS):
+    for key, value in scalars(config.model.args, _ARGS):
         if isinstance(value, float) and not math.isfinite(value):
             yield Problem(key, "must be a finite number, because the run stores its configuration as JSON", value)
         elif not isinstance(value, values):
@@ -234,12 +234,3 @@ def _value_at(table: Any, path: tuple[str, ...]) -> Any:
     for name in path:
         table = table.get(name) if isinstance(table, dict) else None
     return table
-
-
-def _leaves(value: Any, key: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
-    """Yield the scalar values in a free-form table, with their paths."""
-    if isinstance(value, (dict, list)):
-        for name, inner in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _leaves(inner, (*key, name))
-    else:
-        yield key, value
