@@ -78,9 +78,10 @@ def _is_used(config: JobConfig, key: tuple[str, str]) -> bool:
 
 
 def answers_are_for_their_losses(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem for each data source whose kind does not suit the loss: the loss needs pairs of answers, or
-    answers with a label, and the source has none, or the other way around. (Token files may have both; the run checks
-    these files. A factory with `samples = "documents"` may have them for such a loss, and is not checked.)"""
+    """Report a problem for each data source whose kind does not suit the loss. Only losses of pairs read pairs of
+    answers, and only `kto` reads answers with a label. These losses read nothing else. (Token files may have both; the
+    run checks these files. A factory with `samples = "documents"` may have them for such a loss, and is not
+    checked.)"""
     name, needed = config.loss.name, config.loss.kind.data_kind
     for source, data in sources_of(config):
         if data.kind == needed or isinstance(data, TokensData):
@@ -98,9 +99,9 @@ def answers_are_for_their_losses(config: JobConfig) -> Iterator[Problem]:
 
 
 def outputs_suit_the_loss(config: JobConfig) -> Iterator[Problem]:
-    """For a model of this package, report a problem if `num_labels` does not suit the loss or the data. Wrong are: a
-    model with labels and a loss of language models; a wrong number of labels; a model with labels and data without
-    labels; targets (`train_on`) that the loss does not read."""
+    """For a model of this package, report a problem if `num_labels` does not suit the loss or the data. There are four
+    cases. A model with labels has a loss of language models. The number of labels is wrong. A model with labels has
+    data without labels. The loss does not read the targets (`train_on`)."""
     args, name = known_args(config.model), config.loss.name
     if args is None or not args.supports_labels:
         return

@@ -90,6 +90,6 @@ class CheckpointConfig(Section):
     parts."""
 
     accept_changes: bool = False
-    """Resume even if the experiment has changed since the checkpoint: its configuration, or the content of the training
-    data, of the tokenizer, of the initial weights or of the second model of the loss. A checkpoint of a different model
-    can never be resumed."""
+    """Resume even if the experiment has changed since the checkpoint. The experiment is its configuration, and the
+    content of the training data, the tokenizer, the initial weights and the second model of the loss. A checkpoint of a
+    different model can never be resumed."""

@@ -591,8 +591,8 @@ class ValidationConfig(Section):
     """Samples per batch on each data-parallel rank."""
 
     max_samples: Annotated[int, Field(ge=1)] | None = None
-    """Number of samples to validate on: the first of the data, the same each time. With a mixture, this is the number
-    for each source. Default: all samples."""
+    """Number of samples to validate on: the first samples of the data, the same each time. With a mixture, this is the
+    number for each source. Default: all samples."""
 
     patience: Annotated[int, Field(ge=1)] | None = None
     """Early stopping: the run ends when its validation loss has not improved for this many validations in a row. The

@@ -120,9 +120,9 @@ class DistillationConfig(Section):
 
 
 class LossConfig(Section):
-    """The training loss. It is summed in fp32. Validation reports the cross-entropy without label smoothing and z-loss,
-    so that jobs can be compared. With a loss of answers, a function of your own or `model.loss`, validation reports
-    that loss."""
+    """The training loss. It is summed in fp32. With `cross_entropy` and `distillation`, validation reports the
+    cross-entropy without label smoothing and z-loss, so that jobs can be compared. With any other loss, and with
+    `model.loss`, validation reports this loss."""
 
     name: str = "cross_entropy"
     """The loss. `cross_entropy`: the mean cross-entropy of all targets that are not ignored. `dpo`, `ipo`, `simpo` and

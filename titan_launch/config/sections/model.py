@@ -37,9 +37,9 @@ class ModelConfig(Section):
     blocks: Array[str] | None = None
     """Globs of module paths. Each matching module becomes one FSDP2 unit (a `fully_shard` call). `*` matches within one
     segment of a module path, `**` crosses dots. Default: the blocks of the model. With a factory or `huggingface`, the
-    default is the first of these that the model has: 1. the entries of the outermost `nn.ModuleList`s that have a
-    matrix (so no norms), 2. the repeated modules in `nn.Sequential`s, 3. the instances of the most repeated class. The
-    modules of 2 and 3 must hold more than half of the parameters outside of embeddings. A run logs the choice."""
+    default is the first of three groups that the model has: 1. The entries of the outermost `nn.ModuleList`s that have
+    a matrix (so no norms). 2. The repeated modules in `nn.Sequential`s. 3. The instances of the most repeated class.
+    The modules of 2 and 3 must hold more than half of the parameters outside of embeddings. A run logs the choice."""
 
     weights: str | None = None
     """Folder with the initial values of the parameters: a Hugging Face folder (`config.json` and `*.safetensors`), or a

@@ -241,10 +241,10 @@ class PlannerConfig(Section):
     Default: 0.38 if neither `speeds` is set nor the device is in the table."""
 
     expert_load: Annotated[float, Field(ge=1)] = 1.0
-    """Assumed imbalance with expert parallelism: the largest number of rows that a rank receives for its experts,
-    divided by the mean over the ranks. 1 is a uniform load. Values above `parallelism.expert_parallel_degree` count as
-    this degree, with which one rank computes all rows. Memory, traffic and time are predicted for the rank with the
-    most rows."""
+    """Assumed imbalance with expert parallelism: the largest number of rows (tokens) that a rank receives for its
+    experts, divided by the mean over the ranks. 1 is a uniform load. Values above `parallelism.expert_parallel_degree`
+    count as this degree, with which one rank computes all rows. Memory, traffic and time are predicted for the rank
+    with the most rows."""
 
     overhead_gib: Annotated[float, Field(ge=0)] | None = None
     """Memory outside of tensors, in GiB: the CUDA context and NCCL. Default: 2 on a GPU; on a CPU 0.5 for the
