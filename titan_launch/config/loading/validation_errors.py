@@ -171,12 +171,12 @@ def explain_unknown_key(key: KeyPath, value: Any, owner: type[Section] | None) -
     """Return the problem of an unknown key, with the likeliest remedy. Without a remedy, the problem lists the known
     keys. `owner`: the section that contains the key; None if there is none."""
     is_table = isinstance(value, dict) or (isinstance(value, list) and any(isinstance(item, dict) for item in value))
-    noun = "section" if is_table and len(key) == 1 else "key"
+    what = "unknown section" if is_table and len(key) == 1 else "unknown key"
     for remedy, meant in _remedies(key, owner):
-        return Problem(key, f"unknown {noun}; {remedy}", UNSET if is_table else value, also=tuple(meant))
+        return Problem(key, f"{what}; {remedy}", UNSET if is_table else value, also=tuple(meant))
     of_table = f"{format_key(key[:-1])} has" if key[:-1] else "the sections are"
     known = f"; {of_table} {', '.join(owner.model_fields if owner else ())}"
-    return Problem(key, f"unknown {noun}{known}", UNSET if is_table else value, said_once=known)
+    return Problem(key, f"{what}{known}", UNSET if is_table else value, said_once=known)
 
 
 def _remedies(key: KeyPath, owner: type[Section] | None) -> Iterator[tuple[str, Sequence[KeyPath]]]:
