@@ -25,6 +25,7 @@ from titan_launch.checkpoint.background import InProcess, InThread
 from titan_launch.checkpoint.loading import EVERYTHING, load_state, newest_valid
 from titan_launch.checkpoint.manifest import checkpoint_steps, complete_steps, read_manifest
 from titan_launch.checkpoint.snapshot import lay_out
+from titan_launch.checkpoint.writer_process import WriterProcess
 from titan_launch.core.errors import RunError
 from titan_launch.core.signals import RESTART_SIGNAL
 
@@ -219,6 +220,20 @@ def test_the_death_of_a_writer_process_loses_one_checkpoint(tmp_path: Path) -> N
         assert first.startswith("step 2 could not be saved") and not second
     assert complete_steps(tmp_path) == [3, 1]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-1", "step-3"]
+
+
+def is_killed_by_an_early_signal() -> bool:
+    """Send a stop signal to a writer process that is still starting."""
+    writer = WriterProcess()
+    os.kill(writer.process.pid or 0, signal.SIGTERM)
+    writer.process.join(1)
+    is_dead = not writer.process.is_alive()
+    writer.kill()
+    return is_dead
+
+
+def test_a_stop_signal_does_not_kill_a_writer_that_starts() -> None:
+    assert run_ranks(is_killed_by_an_early_signal, 1) == [False]
 
 
 def save_without_memory(folder: Path, mode: str) -> str:

@@ -21,7 +21,7 @@ from torch import Tensor
 from titan_launch.checkpoint.retention import WriteRequest, Written
 from titan_launch.checkpoint.snapshot import State, in_memory
 from titan_launch.core.patches import environment
-from titan_launch.core.signals import ignore_stop_signals, stop_with_parent
+from titan_launch.core.signals import ignore_stop_signals, signals_blocked, stop_with_parent
 from titan_launch.distributed.collectives import on_rank_0
 from titan_launch.distributed.torch_private import set_timeout
 
@@ -57,7 +57,9 @@ class WriterProcess:
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         self.process = context.Process(target=serve, args=(theirs, address), name="checkpoint writer", daemon=True)
-        with environment(CUDA_VISIBLE_DEVICES=""):  # otherwise a writer could open a CUDA context of 0.5 GB
+        # Without CUDA_VISIBLE_DEVICES, a writer could open a CUDA context of 0.5 GB. Without the block, a stop signal
+        # to the process group would kill a writer that has not yet called `ignore_stop_signals`.
+        with environment(CUDA_VISIBLE_DEVICES=""), signals_blocked():
             self.process.start()
         theirs.close()  # so that recv raises EOFError when the process ends
 

@@ -68,8 +68,8 @@ def signals_handled(
 def signals_blocked() -> Iterator[None]:
     """Block STOP_SIGNALS and RESTART_SIGNAL in this thread until the end of the block (`pthread_sigmask`).
 
-    Processes that are started inside the block inherit the mask. Each of them unblocks the signals when it enters
-    `signals_handled`. Without the mask, a signal could kill a process before the process has handlers.
+    Processes that are started inside the block inherit the mask, until they enter `signals_handled` or call
+    `ignore_stop_signals`. Without the mask, a signal could kill a process before the process has handlers.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (*STOP_SIGNALS, RESTART_SIGNAL))
     try:
@@ -83,7 +83,7 @@ def ignore_stop_signals() -> None:
 
     Schedulers, terminals and torchrun signal a whole process group, so helper processes get the signals too."""
     for number in (*STOP_SIGNALS, RESTART_SIGNAL):
-        signal.signal(number, signal.SIG_IGN)
+        signal.signal(number, signal.SIG_IGN)  # also drops a signal that is pending since `signals_blocked`
 
 
 _CONNECT_TIMEOUT_S = 10.0
