@@ -30,7 +30,7 @@ from titan_launch.models.init import initialize
 from titan_launch.plan.communication import Collectives, collectives_of_step
 from titan_launch.plan.job import configured_choice
 from titan_launch.plan.layout import plan_layout
-from titan_launch.trace.trace_engine import trace_engine
+from titan_launch.trace.trace_engine import TraceEngine
 from titan_launch.train.mode_choice import plan_precision
 from titan_launch.train.model import build_job_model, shard_model
 
@@ -66,7 +66,7 @@ def counts(layers: int) -> Iterator[tuple[str, Collectives, Collectives]]:
         config = job(layers, precision)
         layout = plan_layout(config.parallelism, config.training, RANKS)
         units = plan_precision(config, build_job_model(config)).units
-        traced = trace_engine(config, layout, "cpu").traffic(configured_choice(config)).collectives
+        traced = TraceEngine(config, layout, "cpu").traffic(configured_choice(config)).collectives
         yield name, collectives_of_step(units, layout, config.gradient_accumulation), traced
 
 

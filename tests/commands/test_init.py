@@ -6,7 +6,7 @@ import json
 import shutil
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -18,8 +18,10 @@ from tests.models.parity import random_model
 from tests.sampling import rest_is_slow
 from tests.train.jobs import read_metrics, this_rank
 from titan_launch.cli import main
+from titan_launch.commands import init
 from titan_launch.config.loading.job_files import carried_configs
 from titan_launch.config.loading.load import load_job
+from titan_launch.core.errors import config_error
 from titan_launch.data.tokenizers import train_tokenizer
 from titan_launch.launch import options
 from titan_launch.recipes.recipes import RECIPES
@@ -291,6 +293,16 @@ def test_sizes_are_those_that_fit_the_gpus(
     l4 = "l4" if named else "NVIDIA L4"
     too_large = f"Even with these, the planner predicts that the job does not fit into 8 {l4}."
     assert too_large in Path("l4.toml").read_text()
+
+
+def test_a_job_that_cannot_be_planned_gets_the_smallest_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any) -> NoReturn:
+        raise config_error(("model", "name"), "cannot be traced", "llama3")
+
+    monkeypatch.setattr(init, "recordings_of", refuse)
+    job, text = written("pretrain", "job.toml", "--device", "l4"), Path("job.toml").read_text()
+    assert (job["training"]["local_batch_size"], job["activation_checkpoint"]["mode"]) == (1, "full")
+    assert "because the planner cannot predict the job: cannot be traced" in text and "does not fit" not in text
 
 
 def test_the_gpus_of_the_machine_are_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:

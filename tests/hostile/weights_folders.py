@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from titan_launch.core.import_string import FOLDERS_CHOOSE_NO_CODE
+
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -207,7 +209,7 @@ CASES: dict[str, Hostile] = {
     "config_is_zero": _case(_link("config.json", "/dev/zero"), "a link to a file outside of the folder"),
     "config_is_link": _case(_link("config.json", "/etc/hostname"), "a link to a file outside of the folder"),
     "config_is_itself": _case(_link("config.json", "config.json"), "config.json cannot be read"),
-    "own_factory": _case(_own(name="os:system"), "code that only a folder names is not run", import_="", export=""),
+    "own_factory": _case(_own(name="os:system"), FOLDERS_CHOOSE_NO_CODE, import_="", export=""),
     "own_unknown": _case(_own(name="x" * 3), 'its model.name is "xxx": unknown model'),
     "own_types": _case(
         _own(name="llama3", flavor=["a"]), "its config.json is not that", check=_NEITHER, plan=_NEITHER, train=_NEITHER

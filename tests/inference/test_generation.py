@@ -19,6 +19,7 @@ from tests.models.parity import random_model
 from tests.train.jobs import run_job
 from titan_launch.checkpoint.index import read_weights
 from titan_launch.cli import main
+from titan_launch.core.import_string import FOLDERS_CHOOSE_NO_CODE
 from titan_launch.data.tokenizers import ByteTokenizer
 from titan_launch.inference.generation import (
     Sampling,
@@ -166,10 +167,7 @@ def test_every_kind_of_model_generates_what_plain_pytorch_does(
         assert main(["chat", str(run), f"--template={tmp_path}/own.jinja", *options]) == 0
         assert capsys.readouterr().err.count("\nprompt: ") == 2
     assert main(["generate", str(run), "--prompt=Gr"]) == 2
-    assert (
-        f"its model is the factory {OWN}, and code that only a folder names is not run; add --model {OWN}"
-        in capsys.readouterr().err
-    )
+    assert f"its model is the factory {OWN}, and {FOLDERS_CHOOSE_NO_CODE}; add --model {OWN}" in capsys.readouterr().err
 
 
 def test_a_run_prints_what_it_has_learned(
@@ -266,7 +264,7 @@ def test_bad_requests_are_one_line_and_status_2(
         (["images", *prompt], "its model, resnet, takes images; give the folder of a language model"),
         (["unknown", *prompt], 'its model.name is "lama3": unknown model; must be "llama3"'),
         (["unknown", *prompt], '"huggingface", or package.module:factory'),
-        (["code", *prompt], "code that only a folder names is not run; add --model os:system"),
+        (["code", *prompt], f"{FOLDERS_CHOOSE_NO_CODE}; add --model os:system"),
         (["opt", *prompt], 'any other class trains with model.name = "huggingface"'),
         (["synthetic", *prompt], 'its model was trained on data.kind = "synthetic", which is not text'),
         (["no_tokenizer", *prompt], "it has no tokenizer.json"),

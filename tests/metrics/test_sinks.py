@@ -9,7 +9,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar import layout_pb2
 
-from titan_launch.metrics.sinks import JsonlSink, TensorBoardSink
+from titan_launch.metrics.sinks.jsonl import JsonlSink
+from titan_launch.metrics.sinks.tensorboard import TensorBoardSink
 from titan_launch.metrics.tags import TAGS, dashboard_layout
 
 

@@ -138,11 +138,11 @@ NAMED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"original_max_position_embeddings": 8},
         "original_max_position_embeddings = 8.*rope_parameters says 16",
     ),
-    "a list of other length": ("Gemma 2", {"layer_types": [FULL]}, "layer_types = .*num_hidden_layers = 2 times"),
+    "a list of other length": ("Gemma 2", {"layer_types": [FULL]}, "layer_types = .*2 entries .num_hidden_layers."),
     "no window for a layer that has one": (
         "Qwen 2.5",
         {"layer_types": [FULL, SLIDING]},
-        "sliding_window = null.*layer_types has sliding_attention",
+        "sliding_window = null.*layers with sliding_attention .layer_types. need",
     ),
     "no window where the class needs one": ("Gemma 2", {"sliding_window": None}, "sliding_window = null"),
     "the width of a rotated head": ("DeepSeek-V3", {"head_dim": 8}, "head_dim = 8.*4 by qk_nope_head_dim and"),

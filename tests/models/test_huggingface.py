@@ -152,12 +152,12 @@ ERRORS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "an unknown type": (
         {"name": "llama", "model_type": "lama"},
         {},
-        "has no model_type 'lama'; did you mean \"llama\"?",
+        'has no such model_type; did you mean "llama"?',
     ),
     "remote code": (
         {"name": "llama", "model_type": "own", "auto_map": {"AutoModelForCausalLM": "own.Model"}},
         {},
-        "has no model_type 'own': its class is code in the folder "
+        "has no such model_type: its class is code in the folder "
         "(auto_map), which is never run; use a class of transformers",
     ),
     "another kind of model": (

@@ -20,8 +20,8 @@ from titan_launch.core.errors import ConfigError, RunError
 from titan_launch.core.patches import replaced
 from titan_launch.core.torch_release import CAN_SHARE_UNITS
 from titan_launch.distributed.torch_private import parameter_groups
+from titan_launch.models.blocks import cut
 from titan_launch.models.build import build_model
-from titan_launch.models.stages import cut
 from titan_launch.parallel.pipeline import Boundaries, parts
 from titan_launch.plan.communication import collectives_of_step
 from titan_launch.train.build import build_run

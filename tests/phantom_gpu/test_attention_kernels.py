@@ -9,7 +9,7 @@ import torch
 
 from tests.phantom_gpu.conftest import Phantom
 from tests.sampling import rest_is_slow
-from titan_launch.phantom_gpu.devices import describe_device
+from titan_launch.phantom_gpu.environment import describe_device
 from titan_launch.plan.attention_kernels import priority, takes
 from titan_launch.plan.hardware import find_device
 

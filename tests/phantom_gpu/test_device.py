@@ -12,7 +12,7 @@ import pytest
 from tests.phantom_gpu.conftest import Phantom
 from titan_launch.core.errors import UserError
 from titan_launch.phantom_gpu import build, environment
-from titan_launch.phantom_gpu.devices import PHANTOMS, describe_device
+from titan_launch.phantom_gpu.environment import PHANTOMS, describe_device
 from titan_launch.plan.hardware import DEVICES, find_device
 
 _OPERATORS = """

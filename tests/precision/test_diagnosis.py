@@ -21,7 +21,7 @@ from tests.train.jobs import explained, this_rank, tiny_job
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import UNSET, ConfigError, Problem, format_key
 from titan_launch.core.torch_release import NEWEST_TESTED, torch_release
-from titan_launch.precision.diagnosis import Failure, explain, explain_dtypes
+from titan_launch.precision.diagnosis import explain_dtypes
 from titan_launch.train.build import build_run
 from titan_launch.train.loop import fit
 
@@ -492,8 +492,8 @@ def what_no_job_can_provoke() -> None:
     model, plan, _ = wrapped(config)
     # The words are those of PyTorch issue 105548.
     on_cuda = RuntimeError("Expected running_mean to have type BFloat16 but got Float")
-    problem = explain(Failure(on_cuda, model, plan, config.precision))
-    assert problem is not None and words(problem) == next(
+    explained = explain_dtypes(on_cuda, model, plan, config.precision)
+    assert explained is not None and words(explained.problems[0]) == next(
         case.reason for case in CASES if case.block == "HasRunningNorm"
     )
 

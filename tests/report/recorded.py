@@ -10,7 +10,7 @@ from typing import Any
 from tests.train.jobs import tiny_job
 from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.load import dump_job
-from titan_launch.metrics.sinks import JsonlSink
+from titan_launch.metrics.sinks.jsonl import JsonlSink
 from titan_launch.train.run_folder.attempt import Launch
 from titan_launch.train.run_folder.folder import LOCK_FILE
 from titan_launch.train.run_folder.records import CONFIG_FILE, LAUNCH_FILE

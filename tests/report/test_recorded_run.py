@@ -16,7 +16,7 @@ from tests.distributed import run_command
 from tests.report.recorded import add_log, record, reports
 from tests.train.jobs import model_source, tiny_job
 from titan_launch.core.errors import UserError
-from titan_launch.metrics.sinks import JsonlSink
+from titan_launch.metrics.sinks.jsonl import JsonlSink
 from titan_launch.metrics.tags import STEP_PARTS
 from titan_launch.report.figures import step_columns, summary
 from titan_launch.report.recorded_run import find_runs, load_run

@@ -13,7 +13,7 @@ from titan_launch.plan.communication import Traffic
 from titan_launch.plan.job import Choice
 from titan_launch.plan.memory.ledger import Footprint
 from titan_launch.trace import trace_engine as depth
-from titan_launch.trace.trace_engine import trace_engine
+from titan_launch.trace.trace_engine import TraceEngine
 
 CONV = {"name": "examples.conv_lm:build", "args": {"vocab_size": 61, "dim": 16, "n_layers": 9}}
 LLAMA = {"args": {"n_layers": 9}}
@@ -68,7 +68,7 @@ def traced_blocks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def ask(sections: dict[str, Any], ranks: int = 4) -> tuple[Footprint, Traffic]:
     config, layout, choice = a_job(ranks, **sections)
-    traced = trace_engine(config, layout, "cuda")
+    traced = TraceEngine(config, layout, "cuda")
     return traced(choice), traced.traffic(choice)
 
 
@@ -126,7 +126,7 @@ def test_collectives_on_hsdp_are_the_planned_ones(mode: str, num_microbatches: i
 def test_a_choice_overrides_the_modes_of_the_job(traced_blocks: list[int]) -> None:
     config, layout, choice = a_job(2)
     _, _, other = a_job(2, activation_checkpoint={"mode": "full"}, gradient_accumulation={"mode": "deferred"})
-    traced = trace_engine(config, layout, "cpu")
+    traced = TraceEngine(config, layout, "cpu")
     chosen = Choice(other.accumulation, choice.activation_checkpoint)
     footprints = [traced(each) for each in (choice, chosen, choice)]
     assert footprints[0] is footprints[2] and len(traced_blocks) == 2
@@ -142,7 +142,7 @@ def reason(does: str) -> str:
     """Return the reason why a model whose forward does this (see `tests.trace.models`) cannot be traced."""
     config, layout, choice = a_job(2, model={"name": "tests.trace.models:Chain", "args": {"n_layers": 1, "does": does}})
     with pytest.raises(ConfigError) as caught:
-        trace_engine(config, layout, "cuda")(choice)
+        TraceEngine(config, layout, "cuda")(choice)
     (problem,) = caught.value.problems
     assert (problem.key, problem.value) == (("model", "name"), "tests.trace.models:Chain")
     return problem.reason

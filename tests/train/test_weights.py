@@ -22,6 +22,7 @@ from tests.tensors import assert_equal, full_state
 from tests.train.jobs import read_metrics, run_job, this_rank, tiny_job
 from titan_launch.cli import main
 from titan_launch.config.loading.load import load_job
+from titan_launch.core.import_string import FOLDERS_CHOOSE_NO_CODE
 from titan_launch.core.patches import replaced
 from titan_launch.models.init import load_weights
 from titan_launch.models.weights import folder as weights_folder
@@ -61,7 +62,7 @@ def whole_states(jobs: list[tuple[str, str]]) -> list[tuple[dict[str, Tensor], i
             assert len(headers_read) == 1
             headers_read.clear()
             weights = find_weights(run.config.model, run.job.plan.inventory)
-            states.append((full_state(run.model), load_weights(run.model, weights), weights.num_bytes))
+            states.append((full_state(run.model), load_weights(run.model, weights), weights.bytes_of(weights.pieces)))
     return states
 
 
@@ -208,7 +209,7 @@ def test_a_model_of_the_users_own_goes_out_and_comes_in(tmp_path: Path, capsys: 
     assert_equal(state, trained)
     path = job_file(tmp_path, tmp_path / "plain", data=data)
     assert main(["check", "--config", path]) == 2
-    assert "code that only a folder names is not run; set model.name" in capsys.readouterr().err
+    assert f"{FOLDERS_CHOOSE_NO_CODE}; set model.name" in capsys.readouterr().err
 
 
 def test_bad_exports_are_one_error_and_leave_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

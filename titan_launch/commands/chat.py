@@ -10,20 +10,10 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING
 
-from titan_launch.commands.language_model import (
-    add_chat,
-    add_model,
-    add_sampling,
-    check_sampling,
-    load_model,
-    sampling_of,
-    say_error,
-    say_speed,
-    typed_lines,
-)
+from titan_launch.commands import language_model
 from titan_launch.commands.parser import Parser
 from titan_launch.core.errors import UserError
-from titan_launch.core.process import FAILED, INTERRUPTED, OK
+from titan_launch.core.process import INTERRUPTED, OK
 from titan_launch.core.terminal import say, say_data
 
 if TYPE_CHECKING:
@@ -38,36 +28,36 @@ _RESET, _QUIT = "/reset", "/quit"
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the arguments of `chat`."""
     parser.usage = "titan-launch chat SOURCE [--system TEXT] [options]"
     parser.epilog = (
         f"Each line of the standard input is a message. {_RESET} begins a new conversation. {_QUIT}, or the end of the "
         "input (Ctrl-D),\nends the chat. On a terminal, Ctrl-C stops an answer, and a second Ctrl-C ends the chat.\n\n"
         'example:\n  titan-launch chat outputs/assistant --system "Be brief."'
     )
-    add_model(parser)
-    add_chat(parser)
+    language_model.add_model(parser)
+    language_model.add_chat(parser)
     most = f"most tokens of an answer (default: {_NEW_TOKENS}, or fewer if the model has no room for more)"
-    add_sampling(parser, most, "text that ends an answer, and is not printed; may be given several times")
+    stop = "text that ends an answer, and is not printed; may be given several times"
+    language_model.add_sampling(parser, most, stop)
 
 
 def run(arguments: Namespace) -> int:
     """Answer each line of the standard input. Answers go to the standard output, and speeds, notes and errors to the
-    standard error. Return 0, 130 after Ctrl-C, or 1 if the reader of the output has ended."""
-    check_sampling(arguments)
-    model = load_model(arguments)
+    standard error. Return 0, or 130 after Ctrl-C."""
+    language_model.check_sampling(arguments)
+    model = language_model.load_model(arguments)
 
     from titan_launch.inference.conversation import Conversation
     from titan_launch.inference.generation import token_sequence
 
-    sampling, generator = sampling_of(arguments, model)
+    sampling, generator = language_model.sampling_of(arguments, model)
     most, is_terminal = arguments.max_new_tokens or _NEW_TOKENS, sys.stdin.isatty()
     if is_terminal:
         say(f"{_RESET} begins a new conversation; {_QUIT} or Ctrl-D ends; Ctrl-C stops an answer", sys.stderr)
     try:
         with token_sequence(model.module) as sequence:
             conversation = Conversation(model, sequence, arguments.system)
-            for line in typed_lines():
+            for line in language_model.typed_lines():
                 if line == _QUIT:
                     break
                 if line == _RESET:
@@ -81,12 +71,10 @@ def run(arguments: Namespace) -> int:
                     except UserError as error:
                         if not is_terminal:
                             raise
-                        say_error(error)
+                        language_model.say_error(error)
     except KeyboardInterrupt:
         say()
         return INTERRUPTED
-    except BrokenPipeError:
-        return FAILED
     return OK
 
 
@@ -100,7 +88,7 @@ def _say(answer: Answer, sequence: TokenSequence, is_terminal: bool) -> None:
                 break
     seconds = time.perf_counter() - start
     say(flush=True)
-    say_speed(answer.num_tokens, sequence.num_kept, answer.stream.num_tokens, seconds)
+    language_model.say_speed(answer.num_tokens, sequence.num_kept, answer.stream.num_tokens, seconds)
 
 
 def _say_limit(answer: Answer, most: int, longest: int) -> None:

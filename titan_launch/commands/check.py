@@ -1,4 +1,4 @@
-"""The command `check`."""
+"""The command `check`: it finds problems in a job file and its run folder, without torch or a GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from titan_launch.plan.layout import plan_layout
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the options of `check`."""
     parser.add_job("titan-launch check --config configs/llama_bn.toml --world-size 8")
     text = "also check that the parallelism degrees and the global batch match N ranks (default: not checked)"
     parser.add_argument("--world-size", type=at_least(1), metavar="N", help=text)
@@ -34,9 +33,9 @@ def run(arguments: Namespace) -> int:
 def _warning_of_epochs(config: JobConfig, world_size: int | None) -> str | None:
     """Return a warning if the steps of the job are too many epochs of its data, else None.
 
-    The result is also None if the job does not set its number of steps, if the global batch size is unknown, or if only
-    reading the data would show the number of samples. `world_size`: number of ranks, from which the global batch size
-    follows if the job does not set it; None if unknown.
+    Also return None if the job does not set `training.steps`, or if the global batch size or the number of samples is
+    unknown without reading the data. `world_size`: number of ranks, from which an unset global batch size follows; None
+    if unknown.
     """
     from titan_launch.data.epochs import known_samples, too_many_epochs
 

@@ -17,7 +17,6 @@ from titan_launch.report.recorded_run import load_run
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the arguments of `compare`."""
     parser.usage = "titan-launch compare RUN RUN ... [options]"
     parser.epilog = "example:\n  titan-launch compare outputs/llama outputs/llama_fp32 --fail-if-slower 3%"
     text = "run folders; the first is the reference"

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from titan_launch.commands.parser import Parser, at_least, load
 from titan_launch.core.process import run_and_exit
-from titan_launch.core.terminal import one_line, printable, say_data, say_escaped
+from titan_launch.core.terminal import counted, one_line, printable, say_data, say_escaped
 from titan_launch.plan.layout import plan_layout, smallest_world_size
 
 _WIDTH = 24
@@ -38,7 +38,6 @@ _LABELS = {
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the options of `data`."""
     parser.add_job("titan-launch data --config configs/llama_debug.toml --samples 2")
     text = "number of ranks, from which an unset training.global_batch_size follows (default: the smallest)"
     parser.add_argument("--world-size", type=at_least(1), metavar="N", help=text)
@@ -58,7 +57,7 @@ def run(arguments: Namespace) -> NoReturn:
 
         report = describe_data(config, plan_layout(config.parallelism, config.training, world_size), arguments.samples)
         if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="backslashreplace")  # text of any language, on any terminal
+            sys.stdout.reconfigure(errors="backslashreplace")  # so that every terminal can show text of any language
         if arguments.json:
             say_data(json.dumps(report, indent=2))
         else:
@@ -76,12 +75,12 @@ def _marks() -> tuple[str, str]:
 
 def _lines(report: dict[str, Any], marks: tuple[str, str]) -> Iterator[str]:
     consumed = report["steps"] * report["global_batch_size"]
-    batch = f"{report['steps']:,} steps of {report['global_batch_size']:,} samples ({_ranks(report['world_size'])})"
+    ranks = counted(report["world_size"], "rank")
+    batch = f"{report['steps']:,} steps of {report['global_batch_size']:,} samples ({ranks})"
     yield _row("job", report["job"])
-    length = "" if report["seq_len"] is None else f" of {_tokens(report['seq_len'])}"
-    epochs = report["epochs"]
-    passes = "" if epochs is None else f", {epochs:g} epoch{'s' * (epochs != 1)}"
-    yield _row("training", f"{batch}: {consumed:,} samples{length}{passes}")
+    length = "" if report["seq_len"] is None else f" of {counted(report['seq_len'], 'token')}"
+    epochs = "" if report["epochs"] is None else f", {report['epochs']:g} epoch{'s' * (report['epochs'] != 1)}"
+    yield _row("training", f"{batch}: {consumed:,} samples{length}{epochs}")
     if tokenizer := report.get("tokenizer"):
         path = "" if tokenizer["path"] is None else f" {tokenizer['path']}"
         yield _row("tokenizer", f"{tokenizer['kind']}{path}, {tokenizer['vocab_size']:,} tokens")
@@ -124,12 +123,12 @@ def _sample_lines(sample: dict[str, Any], marks: tuple[str, str]) -> Iterator[st
     if "class" in sample:
         yield f"  class {one_line(str(sample['class']))}, shape {' x '.join(map(str, sample['shape']))}"
     for document in sample.get("documents", ()):
-        yield f"--- document of {_tokens(document['tokens'])}"
+        yield f"--- document of {counted(document['tokens'], 'token')}"
         before, after = marks
         passages = ((printable(passage["text"]), passage["counts"]) for passage in document["text"])
         yield "".join(text if counts else f"{before}{text}{after}" for text, counts in passages)
     if sample.get("padding"):
-        yield f"--- padding of {_tokens(sample['padding'])}"
+        yield f"--- padding of {counted(sample['padding'], 'token')}"
 
 
 def _row(name: str, value: str, indent: int = 0) -> str:
@@ -152,11 +151,3 @@ def _number(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:,.2f}"
     return f"{value:,}" if isinstance(value, int) else ", ".join(value) if isinstance(value, tuple) else str(value)
-
-
-def _ranks(number: int) -> str:
-    return "1 rank" if number == 1 else f"{number:,} ranks"
-
-
-def _tokens(number: int) -> str:
-    return "1 token" if number == 1 else f"{number:,} tokens"

@@ -15,7 +15,6 @@ from titan_launch.core.terminal import say
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the arguments of `evaluate`."""
     parser.usage = "titan-launch evaluate SOURCE --tasks NAME[,NAME ...] [options]"
     parser.epilog = "example:\n  titan-launch evaluate outputs/llama --tasks hellaswag,arc_easy --limit 100"
     add_model(parser)
@@ -26,8 +25,8 @@ def add_arguments(parser: Parser) -> None:
     group.add_argument("--num-fewshot", type=at_least(0), metavar="N", help=text)
     text = "sequences per forward (default: 8)"
     group.add_argument("--batch-size", type=at_least(1), default=8, metavar="N", help=text)
-    group.add_argument("--include-path", metavar="FOLDER", help="folder with tasks of your own, as YAML files")
-    group.add_argument("--out", metavar="FILE", help="also write all results as JSON")
+    group.add_argument("--include-path", metavar="FOLDER", type=Path, help="folder with YAML files of your own tasks")
+    group.add_argument("--out", metavar="FILE", type=Path, help="also write all results as JSON")
     add_chat(parser, "write each document as a message of a user, with the chat template of the model")
     text = "with --chat: write the examples into the message, not as turns of their own"
     parser.add_argument("--single-turn", action="store_true", help=text)
@@ -41,13 +40,12 @@ def run(arguments: Namespace) -> int:
         raise UserError("error: --tasks names no task; write --tasks hellaswag,arc_easy")
     if not is_installed("lm_eval"):
         raise UserError(f"error: evaluate {not_installed('lm_eval')}")
-    include = None if arguments.include_path is None else Path(arguments.include_path)
+    include, out = arguments.include_path, arguments.out
     if include is not None and not include.is_dir():
         raise UserError(f"error: --include-path {include}: there is no such folder")
-    out = None if arguments.out is None else Path(arguments.out)
-    if out is not None and not out.parent.is_dir():
-        raise UserError(f"error: --out {out}: there is no folder {out.parent}")
     if out is not None:
+        if not out.parent.is_dir():
+            raise UserError(f"error: --out {out}: there is no folder {out.parent}")
         refuse_weights_folder(out)
     check_chat(arguments, "single_turn")
     model = load_model(arguments)

@@ -14,7 +14,6 @@ from titan_launch.core.terminal import as_message, say
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the arguments of `export`."""
     parser.usage = "titan-launch export SOURCE --out OUT [options]"
     parser.epilog = "example:\n  titan-launch export outputs/llama_bn --out exported --format plain"
     add_source(parser)
@@ -60,7 +59,6 @@ def _steps(text: str) -> dict[int, float]:
 
 
 def run(arguments: Namespace) -> int:
-    """Write the folder, and print what it holds."""
     from titan_launch.checkpoint.manifest import DamagedCheckpointError
     from titan_launch.inference.export import DEFAULT_SHARD_SIZE, ExportOptions, export
     from titan_launch.models.huggingface.files import WeightsError

@@ -8,23 +8,10 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from titan_launch.commands.language_model import (
-    MOST_PROMPT,
-    add_chat,
-    add_model,
-    add_sampling,
-    bounded,
-    check_chat,
-    check_sampling,
-    load_model,
-    sampling_of,
-    say_error,
-    say_speed,
-    typed_lines,
-)
+from titan_launch.commands import language_model
 from titan_launch.commands.parser import Parser
 from titan_launch.core.errors import UserError
-from titan_launch.core.process import FAILED, INTERRUPTED, OK
+from titan_launch.core.process import INTERRUPTED, OK
 from titan_launch.core.terminal import say, say_data
 
 if TYPE_CHECKING:
@@ -35,49 +22,46 @@ _NEW_TOKENS = 128
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the arguments of `generate`."""
     parser.usage = "titan-launch generate SOURCE [--prompt TEXT] [options]"
     parser.epilog = (
         "A terminal shows control characters of the text as escapes, such as \\x1b. A pipe or a file gets them as they "
         'are.\n\nexample:\n  titan-launch generate outputs/llama_bn --prompt "import " --max-new-tokens 64'
     )
-    add_model(parser)
+    language_model.add_model(parser)
     group = parser.add_argument_group("prompt", "without these options: each line of the standard input is a prompt")
     group.add_argument("--prompt", metavar="TEXT", help="text to continue")
     group.add_argument("--prompt-file", metavar="FILE", help="file with the text to continue")
     text = "names of special tokens in the prompt, such as <|im_start|>, become these tokens (default: plain text)"
     group.add_argument("--special-tokens", action="store_true", help=text)
-    add_chat(
+    language_model.add_chat(
         parser, "each prompt is a message of a user, in the chat template of the model, and the text is the answer"
     )
     most = f"most tokens to generate (default: {_NEW_TOKENS}, or fewer if the sequence would be too long for the model)"
     stop = "text that ends the generation, and is not printed; may be given several times"
-    add_sampling(parser, most, stop)
+    language_model.add_sampling(parser, most, stop)
 
 
 def run(arguments: Namespace) -> int:
-    """Generate text for each prompt. Text goes to the standard output, and speed to the standard error. Return 0, 130
-    after Ctrl-C, or 1 if the reader of the output has ended."""
+    """Generate text for each prompt. Text goes to the standard output, and speeds and errors to the standard error.
+    Return 0, or 130 after Ctrl-C."""
     prompts = _prompts(arguments)
-    check_sampling(arguments)
-    check_chat(arguments)
+    language_model.check_sampling(arguments)
+    language_model.check_chat(arguments)
     if arguments.chat and arguments.special_tokens:
         raise UserError("error: --special-tokens cannot be used with --chat, whose template writes the special tokens")
-    generate = _generator(load_model(arguments), arguments)
+    generate = _generator(language_model.load_model(arguments), arguments)
     is_interactive = prompts is None and sys.stdin.isatty()
     try:
-        for prompt in typed_lines() if prompts is None else prompts:
+        for prompt in language_model.typed_lines() if prompts is None else prompts:
             try:
                 generate(prompt)
             except UserError as error:
                 if not is_interactive:
                     raise
-                say_error(error)
+                language_model.say_error(error)
     except KeyboardInterrupt:
         say()
         return INTERRUPTED
-    except BrokenPipeError:
-        return FAILED
     return OK
 
 
@@ -91,7 +75,7 @@ def _prompts(arguments: Namespace) -> list[str] | None:
         where = f"--prompt-file {arguments.prompt_file}"
         try:
             with open(arguments.prompt_file, encoding="utf-8") as file:
-                return [bounded(file.read(MOST_PROMPT + 1), where)]
+                return [language_model.bounded(file.read(language_model.MOST_PROMPT + 1), where)]
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
             raise UserError(f"error: {where}: {reason}") from None
@@ -102,7 +86,7 @@ def _generator(model: LanguageModel, arguments: Namespace) -> Callable[[str], No
     """Return a function that continues a prompt: it prints the text while it is generated, and then the speed."""
     from titan_launch.inference.generation import TextStream, generate_tokens
 
-    sampling, generator = sampling_of(arguments, model)
+    sampling, generator = language_model.sampling_of(arguments, model)
     first = [] if arguments.system is None else [{"role": "system", "content": arguments.system}]
 
     def encoded(prompt: str) -> list[int]:
@@ -113,7 +97,7 @@ def _generator(model: LanguageModel, arguments: Namespace) -> Callable[[str], No
     def generate(prompt: str) -> None:
         try:
             tokens = encoded(prompt)
-        except UnicodeEncodeError:  # bytes of the command line that are not UTF-8
+        except UnicodeEncodeError:  # the command line has bytes that are not UTF-8
             raise UserError("error: the prompt is not UTF-8 text") from None
         start = time.perf_counter()
         most = arguments.max_new_tokens or min(_NEW_TOKENS, max(1, model.max_tokens - len(tokens)))
@@ -123,6 +107,6 @@ def _generator(model: LanguageModel, arguments: Namespace) -> Callable[[str], No
             say_data(piece, end="", flush=True)
         seconds = time.perf_counter() - start
         say(flush=True)
-        say_speed(len(tokens), 0, stream.num_tokens, seconds)
+        language_model.say_speed(len(tokens), 0, stream.num_tokens, seconds)
 
     return generate

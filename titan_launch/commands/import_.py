@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the arguments of `import`."""
     parser.usage = "titan-launch import FOLDER --out OUT"
     parser.epilog = "example:\n  titan-launch import Llama-3.2-1B --out imported/llama"
     parser.add_argument("folder", metavar="FOLDER", help="Hugging Face folder: config.json and *.safetensors")

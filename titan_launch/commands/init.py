@@ -32,7 +32,6 @@ _NO_MODEL = "Sizes: small ones, since no model is named. `titan-launch init` wit
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the arguments of `init`."""
     parser.usage = "titan-launch init NAME [--out FILE] [options]"
     parser.epilog = "example:\n  titan-launch init sft --out job.toml --model Llama-3.2-1B-Instruct --data chats.jsonl"
     parser.add_argument("name", metavar="NAME", nargs="?", help="recipe, or config of the package: see --list")
@@ -86,7 +85,7 @@ def _first_sentence(path: Path) -> str:
 
 
 def _copy(name: str, file: str) -> str:
-    """Return the text of the config `name` of the package, changed for the job file `file` in another folder.
+    """Return the text of the config `name` of the package, changed so that it works as the job file `file`.
 
     In the text, `extends` names configs of the package instead of files, and the commands in comments name `file`. The
     line `#:schema`, and comment lines that name files of `scripts/`, are dropped.
@@ -109,8 +108,8 @@ def _copy(name: str, file: str) -> str:
 
 
 def _recipe(arguments: Namespace, file: str) -> str:
-    """Return the text of a job file from a recipe. If sizes can be planned for a GPU, the text is made twice: the
-    sizes in the second text are planned from the job in the first."""
+    """Return the text of a job file from a recipe. If sizes can be planned for a GPU, the text is made twice: the sizes
+    in the second text are planned from the job in the first."""
     name = arguments.name
     model = None if arguments.model is None else look_at_model(arguments.model)
     data, machine = find_data(name, arguments.data), _machine(arguments)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from titan_launch.commands.parser import Parser, add_source, at_least, number_from
 from titan_launch.core.errors import ConfigError, UserError, format_key
+from titan_launch.core.import_string import FOLDERS_CHOOSE_NO_CODE
 from titan_launch.core.patches import without_garbage_collection
 from titan_launch.core.terminal import as_message, one_line, say
 
@@ -29,9 +30,7 @@ each character is a token, the prompt takes 0.7 GB of memory."""
 def add_model(parser: Parser) -> None:
     """Add the arguments that choose a trained language model, its dtype and its device."""
     add_source(parser)
-    text = (
-        "package.module:factory of the run's model, if it is your own code (code that only a folder names is not run)"
-    )
+    text = f"package.module:factory of the run's model, if it is your own code ({FOLDERS_CHOOSE_NO_CODE})"
     parser.add_argument("--model", metavar="NAME", help=text)
     text = "dtype of the parameters and of the computation (default: that of the saved parameters)"
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help=text)
@@ -85,8 +84,8 @@ def check_chat(arguments: Namespace, *further: str) -> None:
 
 
 def load_model(arguments: Namespace) -> LanguageModel:
-    """Load the model that the command line names, and describe the model on the standard error. Also enable garbage
-    collection, which the start of the program has disabled. Raises UserError if the model cannot be loaded."""
+    """Load the model that the command line names, and describe the model on the standard error. Raises UserError if the
+    model cannot be loaded."""
     with without_garbage_collection():
         import torch
 

@@ -15,7 +15,6 @@ from titan_launch.plan.proof.store import find
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the options of `launch`."""
     parser.add_job("titan-launch launch --nproc-per-node 2 --config configs/llama_bn.toml --training.steps=20")
     for name, (metavar, text) in LAUNCH_OPTIONS.items():
         parser.add_argument(f"--{name}", dest=name, metavar=metavar, default=SUPPRESS, help=text)

@@ -23,7 +23,6 @@ _TIMEOUT_SECONDS = 300
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the options of `measure-device`."""
     parser.usage = "titan-launch measure-device --out FILE [--device DEVICE]"
     parser.epilog = "examples:\n  titan-launch measure-device --out speeds.json\n"
     parser.epilog += "  torchrun --nproc-per-node 8 -m titan_launch measure-device --out speeds.json"
@@ -34,14 +33,18 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: Namespace) -> NoReturn:
-    """Measure with all ranks that torchrun started, or alone. Rank 0 writes the file and prints a summary. End the
-    process."""
+    """Measure the speeds with all ranks that torchrun started, or alone. Rank 0 writes the file and prints a summary.
+    End the process."""
     torchrun_world_size()
     if os.environ.get("RANK", "0") == "0":
         _check_out(arguments.out)
     if is_phantom() and arguments.device != "cpu":
         raise UserError("error: a phantom GPU has no speeds; measure a real device, or set --device cpu")
-    run_and_exit(lambda: _measure(arguments.out, arguments.device), _describe)
+
+    def describe(problems: Iterable[Problem]) -> str:
+        return "\n".join(f"error: --device {problem.value}: {problem.reason}" for problem in problems)
+
+    run_and_exit(lambda: _measure(arguments.out, arguments.device), describe)
 
 
 def _check_out(out: Path) -> None:
@@ -74,13 +77,9 @@ def _measure(out: Path, device: str) -> None:
                 say(one_line(line))
 
 
-def _describe(problems: Iterable[Problem]) -> str:
-    return "\n".join(f"error: --device {problem.value}: {problem.reason}" for problem in problems)
-
-
 def _rates(curves: Iterable[tuple[str, Points]]) -> dict[str, float]:
-    """Return by dtype the FLOP/s of the longest sequences, for the widest heads. `curves`: (dtype, measured points) for
-    each width of a head, in ascending order of the widths."""
+    """Return the FLOP/s of the longest sequence with the widest heads, by dtype. `curves`: (dtype, measured points) for
+    each width of a head, in ascending order of the widths. A point is (tokens, FLOP/s)."""
     return {dtype: points[-1][1] for dtype, points in curves}
 
 

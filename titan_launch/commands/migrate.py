@@ -17,7 +17,6 @@ from titan_launch.recipes.writing import Row, Table, check_new, job_text, print_
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the arguments of `migrate`."""
     parser.usage = "titan-launch migrate OLD.toml [--out NEW.toml] [--world-size N]"
     parser.epilog = "example:\n  titan-launch migrate llama3_8b.toml --out job.toml --world-size 8"
     parser.add_argument("old", metavar="OLD.toml", help="job file of TorchTitan v0.2")

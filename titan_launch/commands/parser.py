@@ -56,12 +56,11 @@ class Parser(ArgumentParser):
             self.key_options[option] = f"--{key}"
 
     def parse(self, args: Sequence[str]) -> Namespace:
-        """Return a namespace with the value of each option, the overrides of the job as `overrides`, and `key_options`,
-        the attribute of this object. Raises UserError for bad arguments, and SystemExit for `--help`.
+        """Return a namespace with the value of each option. Its attribute `overrides` has the overrides of the job, and
+        `key_options` is the dict of this parser. Raises UserError for bad arguments, and SystemExit for `--help`.
 
-        argparse gets only the arguments of the command, with options as `--name=value`, because argparse cannot tell
-        which value belongs to an override. Options with underscores instead of hyphens are also accepted, as in
-        torchrun.
+        Overrides are not given to argparse, because argparse cannot tell which value belongs to an override. Options
+        may have underscores instead of hyphens, as in torchrun.
         """
         options: list[str] = []
         overrides: list[str] = []
@@ -76,8 +75,8 @@ class Parser(ArgumentParser):
             if not name.startswith("-") and self._get_positional_actions():
                 options += words
             elif action is None:
-                has_keys = "--config" in self._option_string_actions
-                if not has_keys or (name.startswith("-") and not _is_key(name)):
+                is_key = "." in name or name.removeprefix("--") in (*JobConfig.model_fields, "extends")
+                if "--config" not in self._option_string_actions or (name.startswith("-") and not is_key):
                     self._refuse_unknown(name)
                 overrides += words
             elif action.nargs == 0:
@@ -112,19 +111,17 @@ class Parser(ArgumentParser):
         elif remedy := key_without_its_section(name.removeprefix("--")):
             hint = f"; {remedy}"
         else:
-            hint = did_you_mean(option, [*known, *(f"--{section}" for section in _sections())])
+            hint = did_you_mean(option, [*known, *(f"--{section}" for section in JobConfig.model_fields)])
         self.error(f"unknown option {shortened(name, 200)}{hint}")
 
 
-_MOST_DIGITS = 18
-
-
-def at_least(minimum: int) -> Callable[[str], int]:
-    """Return an argparse type for whole numbers of at least `minimum`."""
+def at_least(minimum: int, most: int = 10**18) -> Callable[[str], int]:
+    """Return an argparse type for whole numbers from `minimum` to `most`."""
+    wanted = f"of at least {minimum}" if most == 10**18 else f"from {minimum} to {most}"
 
     def parse(text: str) -> int:
-        if not text.isdecimal() or len(text) > _MOST_DIGITS or int(text) < minimum:
-            raise ArgumentTypeError(f'must be a whole number of at least {minimum}, not "{shortened(text)}"')
+        if not text.isdecimal() or len(text) > 18 or not minimum <= int(text) <= most:
+            raise ArgumentTypeError(f'must be a whole number {wanted}, not "{shortened(text)}"')
         return int(text)
 
     return parse
@@ -155,26 +152,14 @@ def add_source(parser: Parser) -> None:
     parser.add_argument("--base", type=Path, metavar="FOLDER", help=text)
 
 
-def _is_key(name: str) -> bool:
-    """Return True if an argument has the form of a key of the job (a name with a dot), or is the name of a section or
-    `extends`. (`parse_overrides` refuses `extends`.)"""
-    return "." in name or name.removeprefix("--") in (*_sections(), "extends")
-
-
-def _sections() -> Iterable[str]:
-    from titan_launch.config.job import JobConfig  # not needed for --help
-
-    return JobConfig.model_fields
-
-
 def load(
     arguments: Namespace, world_size: int | None, is_elastic: bool = False, more_rules: Sequence[Rule] = ()
 ) -> LoadedJob:
-    """Return the checked job. With a world size, also check that the parallelism degrees match this number of ranks,
-    and that the global batch can be divided among the ranks. After this call, Python refuses imports from the folders
-    of runs, checkpoints and weights that the job names by a path with a separator (see `refuse_imports_from`).
+    """Return the checked job. With a world size, also check that the parallelism degrees match this number of ranks.
+    The global batch must then be divisible among the ranks. After this call, Python refuses imports from the folders of
+    runs, checkpoints and weights that the job names (see `refuse_imports_from`).
 
-    `is_elastic`: the number of ranks may change from one start to the next, so the job must set
+    `is_elastic`: True if the number of ranks may change from one start to the next. The job must then set
     `training.global_batch_size`. `more_rules`: further rules to check. Raises UserError with all problems.
     """
 
@@ -206,8 +191,8 @@ def check_weights(loaded: LoadedJob) -> None:
     """Raise UserError if `model.weights` does not hold the tensors of the model. Values are not read.
 
     Nothing is checked if `model.weights` is not set, or if the run will resume, because a resumed run loads a
-    checkpoint. For a user's own model and a class of `transformers`, only the files are checked. The same holds for a
-    model of the package if it has not been recorded and torch is not installed.
+    checkpoint. For a user's own model and a class of `transformers`, only the files are checked. Without torch, the
+    same holds for a model of the package that has not been recorded.
     """
     config = loaded.config
     if config.model.weights is None:
@@ -234,9 +219,8 @@ class NoTorchError(UserError):
 
 @contextmanager
 def torch_needed(config: JobConfig) -> Iterator[None]:
-    """Raise NoTorchError if the block imports torch and torch is not installed. If torch has not been imported before,
-    garbage collection is disabled in the block, and later collections skip all objects that exist at the end of the
-    block."""
+    """Raise NoTorchError if the block imports torch and torch is not installed. If the block is the first to import
+    torch, run it as `without_garbage_collection` does."""
     try:
         with nullcontext() if "torch" in sys.modules else without_garbage_collection():
             yield
@@ -247,6 +231,8 @@ def torch_needed(config: JobConfig) -> Iterator[None]:
 
 
 def _recorder(config: JobConfig) -> Callable[[], Recorder]:
+    """Return a function that imports torch and returns a recorder. It raises NoTorchError if torch is not installed."""
+
     def recorder() -> Recorder:
         with torch_needed(config):
             from titan_launch.trace.recorder import TorchRecorder
@@ -257,7 +243,7 @@ def _recorder(config: JobConfig) -> Callable[[], Recorder]:
 
 def recordings_of(config: JobConfig, layout: Layout, kernels: Kernels, is_silent: bool = False) -> Recordings:
     """Return the recordings of a job. A recording that is not in the cache is made with torch when it is first needed.
-    A line on standard error says so, unless `is_silent`."""
+    A line on standard error reports each new recording, unless `is_silent` is True."""
     from titan_launch.plan.memory.recordings import Recordings
 
     def tell(text: str) -> None:
@@ -270,11 +256,11 @@ def recordings_of(config: JobConfig, layout: Layout, kernels: Kernels, is_silent
 def load_to_train(
     arguments: Namespace, world_size: int | None, is_elastic: bool = False, more_rules: Sequence[Rule] = ()
 ) -> LoadedJob:
-    """Return the checked job. If its run folder is on this host, also check that the run may start in that folder.
-    Raises UserError with all problems.
+    """Return the checked job. If its run folder exists, also check that the run may start in that folder. Raises
+    UserError with all problems. The arguments are those of `load`.
 
-    The check of the run folder compares global batch sizes. It is skipped if the global batch size is unknown: the job
-    does not set it, and there is no world size from which it follows. See `load` for the arguments.
+    The check of the run folder compares global batch sizes. If neither the job sets the size nor `world_size` is given,
+    the size is unknown, and the run folder is not checked.
     """
     loaded = load(arguments, world_size, is_elastic, more_rules)
     config = loaded.config
@@ -288,7 +274,7 @@ def load_to_train(
     elif config.training.global_batch_size is None:
         return loaded
     try:
-        with suppress(OSError):  # a run reports an unreadable folder itself
+        with suppress(OSError):  # a run itself reports a folder that cannot be read
             check_earlier_run(config.job.run_folder, config, config.checkpoint.load)
     except ConfigError as error:
         raise UserError(loaded.provenance.describe(error.problems)) from None

@@ -1,8 +1,8 @@
 """The command `plan`, and dry runs: predictions of a job on any number of ranks, without a GPU.
 
 The first plan of a model records microbatches with torch, and stores the recordings in the user's cache. Later plans of
-the model use them, also with other shards, modes, optimizers or paths. A later plan takes a fraction of a second, and
-does not import torch.
+the model use these recordings, also with other numbers of shards, modes, optimizers or paths. They take a fraction of a
+second, and do not import torch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from titan_launch.core.phantom import is_phantom
 from titan_launch.core.process import run_and_exit
 from titan_launch.core.terminal import one_line, say, say_data
 from titan_launch.core.torch_release import planned_release
-from titan_launch.phantom_gpu.devices import PHANTOMS
 from titan_launch.plan.advice import Advice, advise, smallest_sufficient
 from titan_launch.plan.auto_mode import Resolution, check_limit, recommend, remedies, resolve
 from titan_launch.plan.batch_size import is_auto_batch, largest_batch, with_local_batch_size
@@ -38,30 +37,16 @@ from titan_launch.plan.job import configured_choice, is_auto, plan_job, possible
 from titan_launch.plan.layout import Layout, plan_layout
 from titan_launch.plan.memory.ledger import HELD
 from titan_launch.plan.memory.replay_engine import ReplayEngine
+from titan_launch.plan.report import table, unit_table
 from titan_launch.plan.report.modes import Comparison, Row, Subject, compare, estimate_reserved
 from titan_launch.plan.report.plot import check_plot, plot_comparison
-from titan_launch.plan.report.table import (
-    accuracy,
-    describe_comparison,
-    format_assumptions,
-    format_categories,
-    format_comparison,
-    format_gib,
-    format_legend,
-)
-from titan_launch.plan.report.unit_table import (
-    KeyLocator,
-    describe_units,
-    format_lines,
-    format_plan,
-    model_name,
-    summary_of_job,
-)
 from titan_launch.plan.types import ModelPlan
 
 EngineName = Literal["replay", "trace"]
 
-_DEFAULTS = PlannerConfig()
+_LONG = 10.0
+"""Duration of a plan in seconds above which a message recommends `--rows own`."""
+
 _BANDWIDTH = "GB/s that a device sends {}, in one direction (default: that of --device)"
 
 KEY_OPTIONS = (
@@ -69,7 +54,7 @@ KEY_OPTIONS = (
     ("--memory-gib", "planner.memory_gib", "GIB", "GiB of memory per device (default: that of --device)"),
     ("--intra-bandwidth", "planner.intra_node_gb_per_s", "GB/S", _BANDWIDTH.format("to devices of its host")),
     ("--inter-bandwidth", "planner.inter_node_gb_per_s", "GB/S", _BANDWIDTH.format("to devices of other hosts")),
-    ("--gpus-per-node", "planner.gpus_per_node", "N", f"devices per host (default: {_DEFAULTS.gpus_per_node})"),
+    ("--gpus-per-node", "planner.gpus_per_node", "N", f"devices per host (default: {PlannerConfig().gpus_per_node})"),
     ("--expert-load", "planner.expert_load", "X", "rows of the busiest rank's experts over the mean (default: 1)"),
     ("--speeds", "planner.speeds", "FILE", "speeds that measure-device measured (default: the data sheet of --device)"),
     ("--mfu", "planner.mfu", "X", "fraction of the peak FLOP/s that a step reaches, instead of speeds of operations"),
@@ -78,7 +63,6 @@ KEY_OPTIONS = (
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the options of `plan`."""
     parser.add_job("titan-launch plan --config configs/llama3_8b.toml --world-size 8 --device h100-80gb")
     parser.add_argument("--world-size", type=at_least(1), default=1, metavar="N", help="ranks (default: 1)")
     text = "replay: record a microbatch once, and replay it with FSDP2's memory; trace: run a whole step without "
@@ -143,7 +127,7 @@ def run(arguments: Namespace) -> NoReturn:
 
 
 def _refuse_options_of_one_layout(arguments: Namespace) -> None:
-    """Raise UserError for an option that a plan of one layout has, and a search does not."""
+    """Raise UserError for an option that a search does not have."""
     flags = ("max_batch", "verbose", "measure", "advise", "plot", "trial")
     values = {name: getattr(arguments, name) for name in flags}
     given = [
@@ -156,27 +140,20 @@ def _refuse_options_of_one_layout(arguments: Namespace) -> None:
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """Options of the command `plan`."""
+    """Options of the command `plan`, with the meanings that `add_arguments` describes."""
 
     engine: EngineName = "replay"
     only_own: bool = False
-    """Compare only the modes that the job sets or that `auto` may choose."""
+    """Value of `--rows own`: compare only the modes that the job sets or that `auto` may choose."""
 
     as_json: bool = False
     verbose: bool = False
-    """Show the unit table, more columns, and the memory of every choice by category."""
-
     plot: str | None = None
-    """Path of the picture to write. None: no picture."""
-
     trial: int | None = None
     """The rank that a trial trains. None: no trial."""
 
     measures: bool = False
-    """Measure memory on a phantom GPU."""
-
     advises: bool = False
-    """Name changes that save memory, also if the job fits."""
 
 
 @dataclass(frozen=True)
@@ -196,19 +173,18 @@ class _Planned:
     """True if the plan has chosen the microbatch."""
 
     recommendation: Resolution | None
-    """With `auto`, the same as `resolution`. Otherwise the best choice; None if no choice fits, if no memory limit is
-    known, or if not all choices are compared."""
+    """The best choice of modes: with `auto`, the same as `resolution`. None if no choice fits, if no memory limit is
+    known, or if not all choices were compared."""
 
     advice: tuple[Advice, ...] = ()
     """The cheapest changes that save memory. They are sought only if all choices were compared and none fits, or if
     `PlanOptions.advises` is set. Empty if they were not sought or not found."""
 
     sufficient_ranks: int | None = None
-    """Number of ranks on which a job that does not fit is planned to fit. None if the number was not sought or not
-    found."""
+    """Number of ranks on which a job that does not fit is planned to fit. None if not sought or not found."""
 
     trial: dict[str, Any] | None = None
-    """Memory of a trial on a GPU, or on a phantom GPU. None without a trial, or on a CPU."""
+    """Memory of a trial on a GPU or a phantom GPU. None without a trial, or after a trial on a CPU."""
 
     @property
     def has_flops(self) -> bool:
@@ -216,13 +192,8 @@ class _Planned:
         rows = (row for row in self.comparison.rows if row.choice.activation_checkpoint.mode != "memory_budget")
         return all(row.flops_per_rank is not None for row in rows)
 
-    @property
-    def fullest_rank(self) -> int:
-        """The rank with the highest planned peak memory."""
-        return (self.resolution.row.footprint.pipeline_rank or 0) * self.layout.ranks_per_stage
 
-
-def print_plan(config: JobConfig, world_size: int, locate_key: KeyLocator, options: PlanOptions) -> None:
+def print_plan(config: JobConfig, world_size: int, locate_key: unit_table.KeyLocator, options: PlanOptions) -> None:
     """Print the plan of a job on `world_size` ranks, as text or as JSON, and write a picture if `options` asks for it.
 
     Raises the same ConfigErrors as the start of a run, also if no choice of `auto` fits. Raises UserError for a trial
@@ -230,7 +201,11 @@ def print_plan(config: JobConfig, world_size: int, locate_key: KeyLocator, optio
     """
     if options.trial is not None and options.trial >= world_size:
         raise UserError(f"--trial {options.trial}: there are {world_size} ranks, counted from 0 (--world-size)")
-    phantom = _phantom(planned_hardware(config, world_size)) if options.measures else None
+    if options.measures:
+        from titan_launch.phantom_gpu.environment import PHANTOMS
+
+        if planned_hardware(config, world_size).device not in PHANTOMS:
+            raise UserError(f"--measure needs --device, one of {', '.join(PHANTOMS)}")
     begin = time.perf_counter()
     planned = _plan(config, world_size, options)
     seconds = time.perf_counter() - begin
@@ -239,20 +214,16 @@ def print_plan(config: JobConfig, world_size: int, locate_key: KeyLocator, optio
         say(f"planned in {seconds:.0f} s; {own}", file=sys.stderr)
     if options.trial is not None:
         planned = replace(planned, trial=_try(planned, options.trial))
-    elif phantom is not None:
-        planned = replace(planned, trial=_measure(planned, phantom))
+    elif options.measures:
+        planned = replace(planned, trial=_measure(planned))
     if options.plot is not None:
-        title = f"{config.job.name}: {model_name(config)} on {world_size} ranks"
+        title = f"{config.job.name}: {unit_table.model_name(config)} on {world_size} ranks"
         plot_comparison(planned.comparison, planned.hardware, title, options.plot, *_best(planned))
         say(one_line(f"picture: {options.plot}"), file=sys.stderr)
     if options.as_json:
         say_data(json.dumps(_describe(planned, locate_key), indent=2))
     else:
         say(_format(planned, locate_key, options.verbose))
-
-
-_LONG = 10.0
-"""Duration of a plan in seconds above which a message recommends `--rows own`."""
 
 
 def _try(planned: _Planned, rank: int) -> dict[str, Any] | None:
@@ -271,36 +242,30 @@ def _try(planned: _Planned, rank: int) -> dict[str, Any] | None:
     return None if memory is None else {"rank": rank, "device": name, **asdict(memory)}
 
 
-def _phantom(hardware: Hardware) -> str:
-    """Return the name of the planned device. Raises UserError if no device is set, or if there is no phantom GPU of
-    this name."""
-    if hardware.device not in PHANTOMS:
-        raise UserError(f"--measure needs --device, one of {', '.join(PHANTOMS)}")
-    return hardware.device
-
-
-def _measure(planned: _Planned, device: str) -> dict[str, Any]:
-    """Train three steps of the fullest rank on the phantom GPU `device`. Return the memory that the steps took. Raises
-    UserError if the host has too little memory, and RunError if the memory of the device does not suffice."""
+def _measure(planned: _Planned) -> dict[str, Any]:
+    """Train three steps of the rank with the highest planned peak memory, on a phantom GPU of the planned device.
+    Return the memory that the steps took. Raises UserError if the host has too little memory, and RunError if the
+    memory of the device does not suffice."""
     from titan_launch.phantom_gpu.environment import RANK_GIB, phantom_gpus
 
-    config, hardware = planned.resolution.config, planned.hardware
-    offloaded, free = planned.resolution.row.footprint.host_bytes / GIB, free_memory_gib()
+    config, layout, hardware = planned.resolution.config, planned.layout, planned.hardware
+    footprint = planned.resolution.row.footprint
+    offloaded, free = footprint.host_bytes / GIB, free_memory_gib()
     if offloaded and free < offloaded + RANK_GIB:
         keys = ["training.enable_cpu_offload = true"] * config.training.enable_cpu_offload
         keys += ["activation_checkpoint.offload = true"] * config.activation_checkpoint.offload
         needed = f"{offloaded + RANK_GIB:.1f} GiB of host memory, {offloaded:.1f} GiB for {' and '.join(keys)}"
         remedy = "plan without --measure, measure a model with fewer layers, or use a machine with more memory"
         raise UserError(f"--measure: needs about {needed}; {free:.1f} GiB are free; {remedy}")
-    with phantom_gpus(device, 1, hardware.memory_gib, hides_gpu=True) as variables, ExitStack() as stack:
+    assert hardware.device is not None
+    with phantom_gpus(hardware.device, 1, hardware.memory_gib, hides_gpu=True) as variables, ExitStack() as stack:
         import torch
 
         from titan_launch.train.trace_subprocess import TraceProcess
 
         stack.enter_context(environment(**variables))
-        rank = (planned.fullest_rank, torch.device("cuda"))
-        ranks = planned.layout.world_size
-        trial: dict[str, Any] = TraceProcess(config, ranks, hardware, stack, rank).result()
+        rank = ((footprint.pipeline_rank or 0) * layout.ranks_per_stage, torch.device("cuda"))
+        trial: dict[str, Any] = TraceProcess(config, layout.world_size, hardware, stack, rank).result()
         measured: dict[str, Any] = trial["trial"]
         return measured
 
@@ -339,7 +304,7 @@ def with_batch_size(config: JobConfig, world_size: int, engine: EngineName = "re
 
 def _plan(config: JobConfig, world_size: int, options: PlanOptions) -> _Planned:
     chooses_batch, hardware = is_auto_batch(config), planned_hardware(config, world_size)
-    check_limit(config, hardware)  # before anything is recorded
+    check_limit(config, hardware)  # first, because recording takes seconds
     config = with_batch_size(config, world_size, options.engine)
     layout = plan_layout(config.parallelism, config.training, world_size)
     config = with_unsharded_parameters(config, layout)
@@ -362,7 +327,7 @@ def _advised(planned: _Planned) -> _Planned:
     that suffices.
 
     A change suffices if the job is then planned to fit, and to reserve at most four fifths of its present memory. The
-    second condition is for a job that was planned to fit, but ran out of memory.
+    second condition serves a user whose job was planned to fit, but ran out of memory.
     """
     config, layout, hardware, row = planned.resolution.config, planned.layout, planned.hardware, planned.resolution.row
     limit = 0.8 * row.reserved_bytes
@@ -371,7 +336,7 @@ def _advised(planned: _Planned) -> _Planned:
 
     def predict(config: JobConfig, layout: Layout) -> float:
         config = with_unsharded_parameters(config, layout)
-        footprint = _replayed(config, layout, hardware).engine(configured_choice(config))
+        footprint = _subject(config, layout, hardware).engine(configured_choice(config))
         return estimate_reserved(footprint.with_workspace(hardware.workspace_bytes), hardware)
 
     found = tuple(advise(config, layout, limit, predict))
@@ -379,32 +344,25 @@ def _advised(planned: _Planned) -> _Planned:
     return replace(planned, advice=found, sufficient_ranks=ranks)
 
 
-def _subject(config: JobConfig, layout: Layout, hardware: Hardware, engine: EngineName) -> Subject:
-    return (_traced if engine == "trace" else _replayed)(config, layout, hardware)
-
-
-def _replayed(config: JobConfig, layout: Layout, hardware: Hardware) -> Subject:
-    return Subject.replayed(config, layout, hardware, recordings_of(config, layout, hardware.kernels))
-
-
-def _traced(config: JobConfig, layout: Layout, hardware: Hardware) -> Subject:
-    with torch_needed(config):
-        from titan_launch.trace.trace_engine import trace_engine
-
-    engine = trace_engine(config, layout, hardware.kernels)
+def _subject(config: JobConfig, layout: Layout, hardware: Hardware, engine: EngineName = "replay") -> Subject:
     recordings = recordings_of(config, layout, hardware.kernels)
-    return Subject.of(recordings, engine)
+    if engine == "replay":
+        return Subject.replayed(config, layout, hardware, recordings)
+    with torch_needed(config):
+        from titan_launch.trace.trace_engine import TraceEngine
+
+    return Subject.of(recordings, TraceEngine(config, layout, hardware.kernels))
 
 
-def _format(planned: _Planned, locate_key: KeyLocator, verbose: bool) -> str:
+def _format(planned: _Planned, locate_key: unit_table.KeyLocator, verbose: bool) -> str:
     config, comparison = planned.resolution.config, planned.comparison
     best, meaning = _best(planned)
     parts = [
-        _answer(planned),
-        format_comparison(comparison, verbose, best),
-        format_legend(comparison, verbose, meaning),
-        format_lines(summary_of_job(config, planned.plan, planned.layout)),
-        format_assumptions(
+        "\n".join([_verdict(planned), *_advice(planned)]),
+        table.format_comparison(comparison, verbose, best),
+        table.format_legend(comparison, verbose, meaning),
+        unit_table.format_lines(unit_table.summary_of_job(config, planned.plan, planned.layout)),
+        table.format_assumptions(
             planned.hardware,
             planned.has_flops,
             planned.engine_name,
@@ -415,7 +373,10 @@ def _format(planned: _Planned, locate_key: KeyLocator, verbose: bool) -> str:
     if planned.trial is not None:
         parts.insert(1, _format_trial(planned, planned.trial))
     if verbose:
-        parts += [format_plan(config, planned.plan, planned.layout, locate_key), format_categories(comparison)]
+        parts += [
+            unit_table.format_plan(config, planned.plan, planned.layout, locate_key),
+            table.format_categories(comparison),
+        ]
     return "\n\n".join(parts)
 
 
@@ -438,18 +399,13 @@ def _best(planned: _Planned) -> tuple[Row | None, str | None]:
     return planned.recommendation.row, "chosen by `auto`" if is_auto(planned.comparison.config) else "recommended"
 
 
-def _answer(planned: _Planned) -> str:
-    """Return the first lines of the output: the verdict on memory, the recommended modes or the remedies, and changes
-    that save memory, if any were sought."""
-    return "\n".join([_verdict(planned), *_advice(planned)])
-
-
 def _verdict(planned: _Planned) -> str:
+    """Return the first lines of the output: the verdict on memory, and the recommended modes or the remedies."""
     row, hardware, best = planned.resolution.row, planned.hardware, planned.recommendation
     if planned.has_chosen_batch:
         size = planned.layout.local_batch_size
         return f"Largest microbatch that fits: {size}.\n{_verdict(replace(planned, has_chosen_batch=False))}"
-    needed = f"about {format_gib(row.reserved_bytes)}"
+    needed = f"about {table.format_gib(row.reserved_bytes)}"
     if hardware.memory_gib is None:
         return (
             f"The job needs {needed} GiB per rank.\n"
@@ -483,7 +439,7 @@ def _verdict(planned: _Planned) -> str:
 
 
 def _advice(planned: _Planned) -> list[str]:
-    """Return lines with the changes that save memory."""
+    """Return lines with the changes that save memory; an empty list if none were sought or found."""
     if not planned.advice:
         return []
     found = [advice for advice in planned.advice if advice.fits] or planned.advice
@@ -503,12 +459,12 @@ def _keys(config: JobConfig, best: JobConfig) -> str:
     return "\n".join(lines)
 
 
-def _describe(planned: _Planned, locate_key: KeyLocator) -> dict[str, Any]:
+def _describe(planned: _Planned, locate_key: unit_table.KeyLocator) -> dict[str, Any]:
     """Return the plan as a dictionary for JSON."""
     config, best = planned.resolution.config, planned.recommendation
     flops, speeds = planned.subject.flops_of(ActivationCheckpointConfig()), planned.hardware.speeds
     return {
-        "model": model_name(config),
+        "model": unit_table.model_name(config),
         "parameters": planned.plan.inventory.num_parameters,
         "active_parameters": active_parameters(config, planned.plan),
         "flops_per_sample": None if flops is None else flops.per_sample,
@@ -516,12 +472,12 @@ def _describe(planned: _Planned, locate_key: KeyLocator) -> dict[str, Any]:
         "layout": asdict(planned.layout),
         "kernels": config.kernels.model_dump(),
         "float8": list(planned.plan.float8),
-        "units": describe_units(planned.plan, planned.layout, locate_key),
+        "units": unit_table.describe_units(planned.plan, planned.layout, locate_key),
         "collectives_per_step": asdict(planned.resolution.row.traffic.collectives),
         "engine": planned.engine_name,
         "torch_release": planned_release(),
         "assumptions": {**asdict(replace(planned.hardware, speeds=None)), "speeds": speeds and speeds.source},
-        "rows": describe_comparison(planned.comparison, planned.resolution.row),
+        "rows": table.describe_comparison(planned.comparison, planned.resolution.row),
         "notes": list(planned.comparison.notes),
         "resolved": {
             **_modes(config),
@@ -532,7 +488,7 @@ def _describe(planned: _Planned, locate_key: KeyLocator) -> dict[str, Any]:
         "sufficient_ranks": planned.sufficient_ranks,
         "advice": [asdict(advice) for advice in planned.advice],
         "trial": planned.trial,
-        "accuracy": accuracy(config, planned.has_flops),
+        "accuracy": table.accuracy(config, planned.has_flops),
     }
 
 

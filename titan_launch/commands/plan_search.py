@@ -15,7 +15,7 @@ from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.load import load_job
 from titan_launch.core.errors import UserError, did_you_mean
 from titan_launch.core.process import run_and_exit
-from titan_launch.core.terminal import one_line, say, say_data
+from titan_launch.core.terminal import counted, one_line, say, say_data
 from titan_launch.plan.hardware import planned_hardware
 from titan_launch.plan.job import with_values
 from titan_launch.plan.layout import Layout, plan_layout, with_global_batch_size
@@ -44,7 +44,7 @@ def run_search(arguments: Namespace) -> NoReturn:
         config = loaded.config
         if config.training.global_batch_size is None:
             layout = plan_layout(config.parallelism, config.training, arguments.world_size)
-            config = with_global_batch_size(config, layout)  # the same size for every number of ranks
+            config = with_global_batch_size(config, layout)  # so that the size is the same for every number of ranks
         sizes = [arguments.world_size >> halvings for halvings in range(arguments.world_size.bit_length())]
         results: dict[int, Result] = {}
         for world_size in sizes if arguments.max_gpus else sizes[:1]:
@@ -57,15 +57,18 @@ def run_search(arguments: Namespace) -> NoReturn:
             raise UserError("error: no layout fits; try more ranks, a smaller global batch or shorter sequences")
         if base is not None:
             best = results[fitting[-1]].best[0].config
-            write_new(out, overlay(base, best, _extended(arguments.config, Path(out))))
+            # The value of `extends` is a path relative to the new job file, or the name of a config of the package.
+            is_file = Path(arguments.config).is_file()
+            extended = os.path.relpath(arguments.config, Path(out).parent) if is_file else arguments.config
+            write_new(out, overlay(base, best, extended))
             say(one_line(f"wrote {out}, for {fitting[-1]} ranks"), file=sys.stderr)
 
     run_and_exit(search, loaded.provenance.describe)
 
 
 def _batches(text: str | None) -> list[int]:
-    """Return the global batch sizes to try: for `LOW:HIGH`, LOW, 2 LOW, 4 LOW, ... up to HIGH. For None, return an
-    empty list, which stands for the size in the job. Raises UserError for any other text."""
+    """Return the global batch sizes to try: for `LOW:HIGH`, the sizes LOW, 2 LOW, 4 LOW, ... up to HIGH. For None,
+    return an empty list, which stands for the size in the job. Raises UserError for any other text."""
     if text is None:
         return []
     low, _, high = text.partition(":")
@@ -77,12 +80,12 @@ def _batches(text: str | None) -> list[int]:
 def _best_batch(config: JobConfig, world_size: int, held: Sequence[Key], batches: Sequence[int]) -> Result:
     """Return the result for the global batch size in `batches` with the most samples per second. If `batches` is empty,
     return the result for the size in the job."""
+
+    def samples_per_second(result: Result) -> float:
+        return result.best[0].layout.global_batch_size / result.best[0].seconds if result.best else 0.0
+
     jobs = [with_values(config, {("training", "global_batch_size"): size}) for size in batches] or [config]
-    return max((search_layouts(job, world_size, held) for job in jobs), key=_samples_per_second)
-
-
-def _samples_per_second(result: Result) -> float:
-    return result.best[0].layout.global_batch_size / result.best[0].seconds if result.best else 0.0
+    return max((search_layouts(job, world_size, held) for job in jobs), key=samples_per_second)
 
 
 def search_layouts(config: JobConfig, world_size: int, held: Sequence[Key] = ()) -> Result:
@@ -101,6 +104,8 @@ def search_layouts(config: JobConfig, world_size: int, held: Sequence[Key] = ())
 
 
 def _held(entries: Sequence[str]) -> list[Key]:
+    """Return the keys that `--hold` names, as `KEY` or `KEY=VALUE`. Raises UserError for a key that a search does not
+    change."""
     names = {".".join(key): key for key in SEARCHED}
     keys = [entry.partition("=")[0] for entry in entries]
     for key in keys:
@@ -116,10 +121,4 @@ def _report(results: dict[int, Result], config: JobConfig, arguments: Namespace)
         return
     for size, result in results.items():
         found = format_result(result, planned_hardware(config, size))
-        say(f"{size} rank{'s' * (size > 1)}\n\n{found}\n")
-
-
-def _extended(config: str, out: Path) -> str:
-    """Return the value of `extends` in a job file at `out` that extends `config`, a job file or a config of the
-    package."""
-    return os.path.relpath(config, out.parent) if Path(config).is_file() else config
+        say(f"{counted(size, 'rank')}\n\n{found}\n")

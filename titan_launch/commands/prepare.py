@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from argparse import ArgumentTypeError, Namespace
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -18,7 +18,7 @@ from titan_launch.config.sections.data import DATA_KINDS, CorpusData
 from titan_launch.config.sections.tokenizer import BYTES_VOCABULARY, TokenizerConfig
 from titan_launch.core.errors import RunError, Stopped, UserError, config_error
 from titan_launch.core.process import INTERRUPTED, run_and_exit
-from titan_launch.core.terminal import one_line, say, say_escaped
+from titan_launch.core.terminal import CLEAR_LINE, one_line, say, say_escaped
 from titan_launch.recipes.facts import DataFolder, UnknownDataError, look_at_data
 from titan_launch.recipes.writing import Row
 
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from titan_launch.data.corpora.interface import Corpus, Part
     from titan_launch.data.token_files import Header
 
-_EXAMPLE = "titan-launch prepare corpus/ --out tokens --train-tokenizer 8192"
-
 _SPLITS = ("train", "validation")
 
 _REPORT_S = 10.0
@@ -36,7 +34,6 @@ _REPORT_S = 10.0
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the arguments of `prepare`."""
     parser.usage = (
         f"{parser.prog} PATH... --out OUT [--tokenizer TOKENIZER] [options] [--data.key=value ...]\n"
         f"       {parser.prog} --config JOB.toml --out OUT [options] [--section.key=value ...]\n"
@@ -47,12 +44,7 @@ def add_arguments(parser: Parser) -> None:
         f"  {parser.prog} corpus/ --out tokens --train-tokenizer 8192 --validation-percent 5\n"
         f"  {parser.prog} --config job.toml --out tokens"
     )
-    parser.add_argument(
-        "paths",
-        nargs="*",
-        metavar="PATH",
-        help="file, folder or glob of text; sets data.path",
-    )
+    parser.add_argument("paths", nargs="*", metavar="PATH", help="file, folder or glob of text; sets data.path")
     parser.add_argument("--config", metavar="JOB.toml", help="job whose [data] and [tokenizer] are used")
     parser.add_argument("--out", required=True, metavar="OUT", help="folder to write (required)")
     text = "tokenizer.json, or its folder; sets tokenizer.path (default: bytes)"
@@ -60,7 +52,7 @@ def add_arguments(parser: Parser) -> None:
     text = "first train a byte-level BPE tokenizer of SIZE tokens on the text, and write it to OUT/tokenizer"
     parser.add_argument("--train-tokenizer", type=at_least(BYTES_VOCABULARY), metavar="SIZE", help=text)
     text = "write OUT/train and OUT/validation, which has N %% of the documents (default: OUT has all documents)"
-    parser.add_argument("--validation-percent", type=_percentage, metavar="N", help=text)
+    parser.add_argument("--validation-percent", type=at_least(1, most=99), metavar="N", help=text)
     text = "number of processes, which does not change the result (default: the number of CPU cores)"
     parser.add_argument("--workers", type=at_least(1), metavar="N", help=text)
     text = "read all token files of OUT at the end, and compare them with their digests"
@@ -68,17 +60,12 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: Namespace) -> NoReturn:
-    """Prepare the text of a job or of paths, or only verify a folder. End the process."""
+    """Write the text of a job or of paths as token files, or only verify a folder. End the process."""
     only_verifies = arguments.verify and not (arguments.paths or arguments.config or arguments.overrides)
     loaded = load_job(arguments.config, [] if only_verifies else _overrides(arguments), rules=CORPUS_RULES)
-
-    def act() -> None:
-        if only_verifies:
-            _verify(Path(arguments.out))
-        else:
-            _prepare(arguments, loaded.config)
-
-    run_and_exit(act, loaded.provenance.describe)
+    if only_verifies:
+        run_and_exit(lambda: _verify(Path(arguments.out)), loaded.provenance.describe)
+    run_and_exit(lambda: _prepare(arguments, loaded.config), loaded.provenance.describe)
 
 
 def _overrides(arguments: Namespace) -> list[str]:
@@ -93,7 +80,8 @@ def _overrides(arguments: Namespace) -> list[str]:
         )
     if arguments.train_tokenizer and (arguments.config or arguments.tokenizer):
         other = "--config" if arguments.config else "--tokenizer"
-        raise UserError(f"error: --train-tokenizer cannot be used with {other}; name the text alone: {_EXAMPLE}")
+        example = "titan-launch prepare corpus/ --out tokens --train-tokenizer 8192"
+        raise UserError(f"error: --train-tokenizer cannot be used with {other}; name the text alone: {example}")
     if arguments.paths:
         given = [*_chosen(arguments.paths, given), *given, _override("path", arguments.paths)]
     if arguments.tokenizer:
@@ -176,9 +164,8 @@ def _prepare(arguments: Namespace, config: JobConfig) -> None:
     tokenizer, seq_len = config.tokenizer, config.training.seq_len
     if arguments.train_tokenizer:
         first = next(iter(datas.values()))
-        tokenizer = _train_tokenizer(
-            CORPORA[data.kind](first, build_tokenizer(tokenizer), ("data",), seq_len), arguments
-        )
+        corpus = CORPORA[data.kind](first, build_tokenizer(tokenizer), ("data",), seq_len)
+        tokenizer = _train_tokenizer(corpus, arguments)
     built, workers = build_tokenizer(tokenizer), arguments.workers or usable_cores()
     corpora = {name: CORPORA[data.kind](part, built, ("data",), seq_len) for name, part in datas.items()}
     digests = file_digests(next(iter(corpora.values())))  # both splits have the same files
@@ -198,12 +185,9 @@ def _train_tokenizer(corpus: Corpus, arguments: Namespace) -> TokenizerConfig:
         say(f"tokenizer: {folder} exists and is used; delete {arguments.out} to train another one")
         return config
     start = time.monotonic()
-    size = train_tokenizer(training_texts(corpus), arguments.train_tokenizer, folder)
-    fewer = (
-        ""
-        if size == arguments.train_tokenizer
-        else f" (the text is too small for {arguments.train_tokenizer:,} tokens)"
-    )
+    wanted = arguments.train_tokenizer
+    size = train_tokenizer(training_texts(corpus), wanted, folder)
+    fewer = "" if size == wanted else f" (the text is too small for {wanted:,} tokens)"
     say(f"tokenizer: {size:,} tokens{fewer}, trained in {time.monotonic() - start:,.0f} s, in {folder}")
     return config
 
@@ -229,7 +213,8 @@ def _write(corpus: Corpus, digests: Sequence[str], folder: Path, num_workers: in
     progress.clear()
     say(f"{folder}: {one_line(_summary(header))}{progress.speed()}")
     if not header.num_tokens:
-        raise UserError(f"{folder} has no tokens: {_why_empty(header)}; name more text")
+        cause = "all documents were skipped" if header.skipped else "no document belongs to this split"
+        raise UserError(f"{folder} has no tokens: {cause}; name more text")
     if verify:
         _verify(folder)
 
@@ -238,10 +223,6 @@ def _summary(header: Header) -> str:
     skipped = ", ".join(f"skipped {number:,} {reason}" for reason, number in header.skipped.items())
     size = f"{header.num_documents:,} documents, {header.num_tokens:,} tokens ({header.dtype})"
     return size + (f"; {skipped}, first: {header.first_skipped}" if skipped else "")
-
-
-def _why_empty(header: Header) -> str:
-    return "all documents were skipped" if header.skipped else "no document belongs to this split"
 
 
 def _verify(out: Path) -> None:
@@ -258,12 +239,9 @@ def _verify(out: Path) -> None:
         say(f"{folder}: verified {header.num_tokens:,} tokens of {header.num_documents:,} documents")
 
 
-_CLEAR_LINE = "\r\x1b[K"
-
-
 class Progress:
-    """Progress of a preparation on standard error. On a terminal one line is redrawn, else a line is added every 10
-    seconds."""
+    """Progress of a preparation on standard error. A terminal shows one line, which is redrawn. Other outputs get a
+    line every `_REPORT_S` seconds."""
 
     def __init__(self, total_parts: int, total_bytes: int):
         self.total_parts, self.total_bytes = total_parts, total_bytes
@@ -281,8 +259,7 @@ class Progress:
             self._shown = now
             size = f"{self._bytes / 1e6:,.0f} of {self.total_bytes / 1e6:,.0f} MB{self.speed()}"
             line = f"parts: {self.parts:,} of {self.total_parts:,}, {size}"
-            is_redrawn = self._is_terminal
-            start, end = (_CLEAR_LINE, "") if is_redrawn else ("", "\n")
+            start, end = (CLEAR_LINE, "") if self._is_terminal else ("", "\n")
             say_escaped(start + line, sys.stderr, end, flush=True)
 
     def speed(self) -> str:
@@ -293,11 +270,4 @@ class Progress:
     def clear(self) -> None:
         """Remove the line from a terminal."""
         if self._is_terminal:
-            say_escaped(_CLEAR_LINE, sys.stderr, end="", flush=True)
-
-
-def _percentage(text: str) -> int:
-    number = at_least(1)(text)
-    if number > 99:
-        raise ArgumentTypeError(f'must be a whole number from 1 to 99, not "{text}"')
-    return number
+            say_escaped(CLEAR_LINE, sys.stderr, end="", flush=True)

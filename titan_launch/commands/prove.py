@@ -8,17 +8,14 @@ from pathlib import Path
 from typing import NoReturn
 
 from titan_launch.commands.parser import Parser, load
-from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import RunError
 from titan_launch.core.files import refuse_weights_folder, replace_text
 from titan_launch.core.process import run_and_exit
 from titan_launch.core.terminal import one_line, say, say_data
-from titan_launch.plan.proof.certificate import Certificate
 from titan_launch.plan.proof.store import find, store
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the options of `prove`."""
     parser.add_job("titan-launch prove --config configs/parallel/tensor.toml")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.add_argument("--out", metavar="FILE", type=Path, help="also write the certificate as JSON")
@@ -34,7 +31,10 @@ def run(arguments: Namespace) -> NoReturn:
     def print_certificate() -> None:
         certificate = None if arguments.again else find(loaded.config)
         if certificate is None:
-            certificate = _made(loaded.config)
+            from titan_launch.prove.main import prove
+
+            certificate = prove(loaded.config, lambda text: say(one_line(text), file=sys.stderr, flush=True))
+            store(certificate)
         if arguments.out is not None:
             replace_text(arguments.out, certificate.dumps())
         say_data(certificate.dumps()) if arguments.json else say(certificate.text())
@@ -42,12 +42,3 @@ def run(arguments: Namespace) -> NoReturn:
             raise RunError(certificate.headline)
 
     run_and_exit(print_certificate, loaded.provenance.describe)
-
-
-def _made(config: JobConfig) -> Certificate:
-    """Make a new certificate, store it in the cache, and return it."""
-    from titan_launch.prove.main import prove
-
-    certificate = prove(config, lambda text: say(one_line(text), file=sys.stderr, flush=True))
-    store(certificate)
-    return certificate

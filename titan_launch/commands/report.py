@@ -18,7 +18,6 @@ PAGE_FILE = "report.html"
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the arguments of `report`."""
     parser.usage = "titan-launch report RUN [--out FILE]"
     parser.epilog = "example:\n  titan-launch report outputs/llama_bn"
     parser.add_argument("run_folder", metavar="RUN", help="run folder; the run may still be training")
@@ -26,7 +25,6 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    """Write the page of a run, and print its summary."""
     recorded = load_run(Path(arguments.run_folder))
     path = recorded.folder / PAGE_FILE if arguments.out is None else Path(arguments.out)
     text = run_page(recorded)

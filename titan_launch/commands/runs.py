@@ -17,7 +17,6 @@ from titan_launch.report.run_page import describe_run
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the arguments of `runs`."""
     parser.usage = "titan-launch runs [FOLDER] [--json]"
     parser.epilog = "example:\n  titan-launch runs outputs"
     text = "folder with run folders, at most three levels below (default: outputs)"
@@ -26,7 +25,6 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    """List the runs of a folder."""
     folder = Path(arguments.folder)
     if not folder.is_dir():
         raise UserError(f"error: {folder}: there is no such folder; name the folder with the runs (job.dump_folder)")

@@ -1,4 +1,4 @@
-"""The command `train`, and its dry runs: one step as one rank of N, without a GPU and without values."""
+"""The command `train`, and its dry runs: one step as one rank of N, without a GPU and without tensor values."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ from argparse import ArgumentTypeError, Namespace
 from typing import NoReturn
 
 from titan_launch.commands.parser import Parser, at_least, check_weights, load, load_to_train
-from titan_launch.config.loading.load import LoadedJob
 from titan_launch.core.errors import UserError
 from titan_launch.core.patches import without_garbage_collection
 from titan_launch.core.process import run_and_exit
+from titan_launch.launch.options import LAST_PORT
 from titan_launch.train.health.coordination import StopRequest
 
 MOST_FAKE_RANKS = 16384
-"""Largest world size of a dry run. A DeviceMesh lists all groups of ranks, which takes minutes for more ranks."""
+"""Largest world size of a dry run. For more ranks, the DeviceMesh would take minutes to list all groups of ranks."""
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the options of `train`."""
     parser.add_job("python -m titan_launch --config configs/llama_bn.toml --training.steps=20")
     add_output(parser)
     add_dry_run(parser)
@@ -38,7 +37,6 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 def add_dry_run(parser: Parser) -> None:
-    """Add the options of a dry run."""
     group = parser.add_argument_group("dry run")
     text = (
         "build and run one training step as one rank of N, on the CPU and without values; print what the rank holds, "
@@ -57,7 +55,15 @@ def run(arguments: Namespace) -> NoReturn:
         loaded = load_to_train(arguments, torchrun_world_size())
         if os.environ.get("RANK", "0") == "0":
             check_weights(loaded)
-        run_and_exit(lambda: _import_and_train(loaded, stop, arguments), loaded.provenance.describe)
+
+        def import_and_train() -> None:
+            with without_garbage_collection():
+                from titan_launch.train.main import train
+
+            level = arguments.log_level or ("warning" if arguments.quiet else "info")
+            train(loaded.config, loaded.provenance, stop, level.upper(), arguments.quiet)
+
+        run_and_exit(import_and_train, loaded.provenance.describe)
 
 
 def is_dry_run(arguments: Namespace) -> bool:
@@ -75,13 +81,17 @@ def dry_run(arguments: Namespace) -> NoReturn:
     if rank >= world_size:
         raise UserError(f"error: --fake-rank: must be a whole number from 0 to {world_size - 1}, not {rank}")
     loaded = load(arguments, world_size)
-    run_and_exit(lambda: _import_and_build(loaded, world_size, rank), loaded.provenance.describe)
+
+    def import_and_print() -> None:
+        from titan_launch.commands.plan import print_dry_run
+
+        print_dry_run(loaded.config, world_size, rank)
+
+    run_and_exit(import_and_print, loaded.provenance.describe)
 
 
 _VARIABLES = {"WORLD_SIZE": 1, "RANK": 0, "LOCAL_WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_PORT": 1}
 """The environment variables of torchrun that are numbers, each with its smallest valid value."""
-
-_LAST_PORT = 65535
 
 
 def torchrun_world_size() -> int:
@@ -98,25 +108,11 @@ def torchrun_world_size() -> int:
         if given[name] >= given[total] and total in os.environ:
             reason = f"must be less than {total} ({given[total]}), not {given[name]}"
             raise UserError(f"error: environment variable {name}: {reason}")
-    if given["MASTER_PORT"] > _LAST_PORT:
-        reason = f"must be a port from 1 to {_LAST_PORT}, not {given['MASTER_PORT']}"
+    if given["MASTER_PORT"] > LAST_PORT:
+        reason = f"must be a port from 1 to {LAST_PORT}, not {given['MASTER_PORT']}"
         raise UserError(f"error: environment variable MASTER_PORT: {reason}")
     needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if world_size > 1 or "RANK" in os.environ else ()
     if missing := [name for name in needed if not os.environ.get(name)]:
         reason = "torchrun sets it for each rank; start the run with titan-launch launch, or with torchrun"
         raise UserError(f"error: environment variable {missing[0]}: is missing; {reason}")
     return world_size
-
-
-def _import_and_train(loaded: LoadedJob, stop: StopRequest, arguments: Namespace) -> None:
-    with without_garbage_collection():
-        from titan_launch.train.main import train
-
-    level = arguments.log_level or ("warning" if arguments.quiet else "info")
-    train(loaded.config, loaded.provenance, stop, level.upper(), arguments.quiet)
-
-
-def _import_and_build(loaded: LoadedJob, world_size: int, rank: int) -> None:
-    from titan_launch.commands.plan import print_dry_run
-
-    print_dry_run(loaded.config, world_size, rank)

@@ -14,7 +14,7 @@ from typing import NoReturn, TypeVar
 
 from titan_launch.core.errors import ConfigError, Problem, RunError, Stopped, UserError
 from titan_launch.core.signals import stop_with_parent
-from titan_launch.core.terminal import as_message, printable, say_escaped, shortened
+from titan_launch.core.terminal import CLEAR_LINE, as_message, printable, say_escaped, shortened
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -220,7 +220,7 @@ def announce_once(text: str, traceback: str = "") -> None:
     prints. `traceback`: text that is printed above the error, without indentation.
     """
     if claim_announcement(os.environ):
-        clear_line = "\r\x1b[K" if sys.stderr.isatty() else ""  # a progress bar leaves the cursor behind its line
+        clear_line = CLEAR_LINE if sys.stderr.isatty() else ""  # a progress bar leaves the cursor behind its line
         above = f"{printable(traceback)}\n" if traceback else ""
         say_escaped(f"{clear_line}{above}{as_message(text)}", sys.stderr, flush=True)
 

@@ -11,6 +11,9 @@ import unicodedata
 import warnings
 from typing import TextIO
 
+CLEAR_LINE = "\r\x1b[K"
+"""Escape sequence that deletes the present line of a terminal."""
+
 _LINES = ("\n", "\t")
 
 _OVERRIDES = range(0x202A, 0x202F), range(0x2066, 0x206A)
@@ -52,6 +55,11 @@ def shortened(text: str, most: int = 60) -> str:
 
 
 LONGEST_NAME = 200
+
+
+def counted(number: float, noun: str) -> str:
+    """Return a number with a noun, such as `1 rank`, `2,000 ranks` or `0.5 epochs`."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def short_name(name: str) -> str:

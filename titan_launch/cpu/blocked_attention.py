@@ -2,7 +2,7 @@
 
 Plain twin (the behaviour that this file replaces): PyTorch's CPU kernel behind `F.scaled_dot_product_attention`. The
 twin computes one head at a time, in small matrix products. Blocked attention multiplies a block of queries of several
-heads by all keys up to the block, in one batched matrix product, and the scores of a block stay in the cache. Neither
+heads by all keys up to the block, in one batched matrix product. The scores of a block stay in the cache. Neither
 kernel saves scores for backward: backward computes them again (arXiv:2205.14135). Tests compare both kernels with the
 formula in float64 (tests/cpu/test_blocked_attention.py).
 """

@@ -8,6 +8,7 @@ bitwise equal to the twin's (tests/cpu/test_overlapped_all_reduce.py).
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ def overlap_all_reduces(model: nn.Module) -> None:
     Without replicas nothing changes. On an untested release of PyTorch, FSDP2's blocking all-reduce stays.
     """
     for root in roots(model):  # each pipeline stage has its own backward
-        replace_replica_groups(root, _PendingAllReduces().group_of_unit)
+        replace_replica_groups(root, partial(_OverlappingGroup, _PendingAllReduces()))
 
 
 class _PendingAllReduces:
@@ -32,10 +33,6 @@ class _PendingAllReduces:
     def __init__(self) -> None:
         self._works: list[dist.Work] = []
         self._backwards: set[int] = set()
-
-    def group_of_unit(self, group: dist.ProcessGroup, unit: Any) -> ReplicaGroup:
-        """Return the stand-in for `group`, over which FSDP2 all-reduces the gradients of `unit`."""
-        return _OverlappingGroup(group, sharded_parameters(unit), self)
 
     def add(self, work: dist.Work) -> None:
         """Register `work`, so that the end of the running backward (the innermost, if nested) waits for it."""
@@ -46,13 +43,11 @@ class _PendingAllReduces:
             torch.autograd.Variable._execution_engine.queue_callback(self.wait)
 
     def wait(self) -> None:
-        """Wait for all pending all-reduces."""
         while self._works:
             self._works.pop(0).wait()
         self._backwards.clear()
 
     def discard(self) -> None:
-        """Drop all pending all-reduces."""
         self._works.clear()
         self._backwards.clear()
 
@@ -60,14 +55,15 @@ class _PendingAllReduces:
 class _OverlappingGroup(ReplicaGroup):
     """Stand-in for the process group of a unit's replicas, with the methods that FSDP2 calls.
 
-    It has the hash of the replaced group and compares equal to it, because PyTorch looks up facts about a group in
-    dicts whose keys are groups.
+    PyTorch has dicts whose keys are process groups. So the stand-in has the hash of the replaced group, and compares
+    equal to this group.
     """
 
-    def __init__(self, group: dist.ProcessGroup, parameters: list[nn.Parameter], pending: _PendingAllReduces):
-        self._group = group
-        self._parameters = parameters
+    def __init__(self, pending: _PendingAllReduces, group: dist.ProcessGroup, unit: Any):
+        """`group`: the process group over which FSDP2 all-reduces the gradients of `unit`, an FSDP2 parameter group."""
         self._pending = pending
+        self._group = group
+        self._parameters = sharded_parameters(unit)
 
     def __eq__(self, other: object) -> bool:
         return self._group == (other._group if isinstance(other, _OverlappingGroup) else other)
@@ -92,8 +88,8 @@ class _OverlappingGroup(ReplicaGroup):
     def _is_read_at_once(self, reduced: Tensor) -> bool:
         """Return True if FSDP2 reads the sum before backward ends, or if no backward runs.
 
-        FSDP2 reads the sum to cast it to the dtype of the parameters, to add it to the gradients of earlier
-        microbatches, and to call hooks of the parameters. A pipeline reduces its gradients outside of backward.
+        FSDP2 reads the sum if its dtype is not that of the parameters, if earlier microbatches have left gradients, or
+        if parameters have hooks. A pipeline reduces its gradients outside of backward.
         """
         return (
             reduced.dtype != self._parameters[0].dtype

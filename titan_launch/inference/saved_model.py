@@ -33,7 +33,8 @@ from titan_launch.models.huggingface.config_json import (
     refuse_adapter,
 )
 from titan_launch.models.huggingface.files import CONFIG_FILE, WeightsError
-from titan_launch.models.lora import Adapter, adapters_of, delta
+from titan_launch.models.lora import adapters_of, delta
+from titan_launch.models.weights.adapters import Adapter
 from titan_launch.models.weights.folder import FLOATS, Weights, find_weights, open_weights
 from titan_launch.models.weights.writing import Entry, companions_of
 from titan_launch.plan.freezing import ADAPTER

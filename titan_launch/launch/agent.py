@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -16,6 +15,9 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from titan_launch.core.process import EXITED_DIRECTLY, claim_announcement, has_exited_directly
 from titan_launch.core.signals import RESTART_SIGNAL, RESTART_STATUS, signals_blocked
 from titan_launch.core.terminal import say
+
+if TYPE_CHECKING:
+    from titan_launch.launch.torchrun import Stopping
 
 _SECONDS_AFTER_A_FAILURE = 30  # the same timeout as torchrun's own
 
@@ -32,22 +34,17 @@ class ElasticAgent(LocalElasticAgent):
     def __init__(
         self,
         *args: Any,
-        on_start: Callable[[Sequence[subprocess.Popen[bytes]]], None],
+        stopping: Stopping,
         on_failure: Callable[[Mapping[int, ProcessFailure]], object],
-        is_stopping: Callable[[], bool],
-        stop_timeout_s: int,
         final_statuses: Collection[int],
         **kwargs: Any,
     ):
-        """`on_start`: called with the processes of the ranks after every start. `on_failure`: called with the failures
-        of ranks before a restart. `is_stopping`: returns True after a signal. `stop_timeout_s`: seconds that ranks may
-        take to save and end after a request to stop. `final_statuses`: exit statuses of ranks after which a restart
-        would fail in the same way."""
+        """`stopping`: gets the processes of the ranks after every start, to forward signals to them. `on_failure`:
+        called with the failures of ranks before a restart. `final_statuses`: exit statuses of ranks after which a
+        restart would fail in the same way."""
         super().__init__(*args, **kwargs)
-        self._on_start = on_start
+        self._stopping = stopping
         self._on_failure = on_failure
-        self._is_stopping = is_stopping
-        self._stop_timeout_s = stop_timeout_s
         self._final_statuses = final_statuses
         self._has_failed = False
 
@@ -56,17 +53,18 @@ class ElasticAgent(LocalElasticAgent):
             ids: dict[int, Any] = super()._start_workers(worker_group)
         context = self._pcontext
         assert isinstance(context, SubprocessContext)
-        self._on_start([handler.proc for handler in context.subprocess_handlers.values()])
+        self._stopping.started([handler.proc for handler in context.subprocess_handlers.values()])
         return ids
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         """End the ranks, before a restart or at the end of the run.
 
-        If a new host joined, the ranks get `stop_timeout_s` to save. If a rank has failed, they get only 30 s: the
-        other ranks cannot save, and on GPUs they may not notice the signal.
+        If a new host joined, the ranks get the time of `--shutdown-timeout` to save. If a rank has failed, they get
+        only 30 s: the other ranks cannot save, and on GPUs they may not notice the signal.
         """
         if self._pcontext is not None:
-            self._pcontext.close(RESTART_SIGNAL, _SECONDS_AFTER_A_FAILURE if self._has_failed else self._stop_timeout_s)
+            seconds = _SECONDS_AFTER_A_FAILURE if self._has_failed else self._stopping.timeout_s
+            self._pcontext.close(RESTART_SIGNAL, seconds)
         super()._stop_workers(worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -88,7 +86,7 @@ class ElasticAgent(LocalElasticAgent):
             self._remaining_restarts += 1  # a new host is no failure, but `super` counted a restart
             self._has_failed = False
             return result
-        if self._is_stopping() or statuses & set(self._final_statuses):
+        if self._stopping.signal is not None or statuses & set(self._final_statuses):
             self._remaining_restarts = 0
         if self._remaining_restarts > 0:
             most = worker_group.spec.max_restarts

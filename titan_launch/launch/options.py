@@ -68,8 +68,8 @@ def plan_processes(options: Mapping[str, str]) -> Processes:
             hint = f", since --nnodes is {nodes}" if name == "node-rank" else ""
             raise _wrong(name, options[name], f"must be a whole number from {first} to {last}{hint}")
     host, colon, port = options.get("rdzv-endpoint", "").rpartition(":")
-    if colon and (not host or _number(port, 1, _LAST_PORT) is None):
-        reason = f"must have the form HOST:PORT, with a port from 1 to {_LAST_PORT}"
+    if colon and (not host or _number(port, 1, LAST_PORT) is None):
+        reason = f"must have the form HOST:PORT, with a port from 1 to {LAST_PORT}"
         raise _wrong("rdzv-endpoint", options["rdzv-endpoint"], reason)
     shutdown_timeout_s = int(options.pop("shutdown-timeout", SHUTDOWN_TIMEOUT_S))
     args = [f"--nproc-per-node={per_node}", *(f"--{name}={value}" for name, value in options.items())]
@@ -93,10 +93,10 @@ def _processes_per_node(text: str) -> int:
     return number
 
 
-_LAST_PORT = 65535
+LAST_PORT = 65535
 _MOST = 10**6
 _MOST_PER_HOST = 1024
-_RANGES = {"master-port": (1, _LAST_PORT), "max-restarts": (0, _MOST), "shutdown-timeout": (0, _MOST)}
+_RANGES = {"master-port": (1, LAST_PORT), "max-restarts": (0, _MOST), "shutdown-timeout": (0, _MOST)}
 """First and last valid value of options that are numbers."""
 
 
@@ -116,9 +116,9 @@ def count_gpus() -> int:
 
 
 def find_gpus() -> list[tuple[str, float]]:
-    """Return (name, memory in GiB) of the GPUs that `CUDA_VISIBLE_DEVICES` names, by default of all GPUs of this host,
-    as the driver reports them, without torch. If the variable has names that are not numbers, such as UUIDs, return as
-    many of the host's first GPUs. A GPU without a memory size (`[N/A]`) is omitted."""
+    """Return (name, memory in GiB) of each GPU that `CUDA_VISIBLE_DEVICES` names, or of all GPUs of this host. The
+    facts come from the driver, without torch. If the variable has n names that are not all numbers, such as UUIDs,
+    return the first n GPUs of this host. A GPU without a memory size (`[N/A]`) is omitted."""
     visible = _visible_gpus()
     if visible == []:
         return []
@@ -134,8 +134,9 @@ def find_gpus() -> list[tuple[str, float]]:
 def _visible_gpus() -> list[str] | None:
     """Return the GPUs in `CUDA_VISIBLE_DEVICES`; None if it is not set."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    named = [] if visible is None else [gpu.strip() for gpu in visible.split(",")]
-    return None if visible is None else [gpu for gpu in named if gpu not in ("", "-1")]
+    if visible is None:
+        return None
+    return [gpu for gpu in map(str.strip, visible.split(",")) if gpu not in ("", "-1")]
 
 
 def _ask_driver(*options: str) -> list[str]:

@@ -28,7 +28,7 @@ from titan_launch.core.errors import UserError
 from titan_launch.core.patches import environment, replaced, without_garbage_collection
 from titan_launch.core.process import BAD_INPUT, EXITED_DIRECTLY, FAILED, remove_folders, usable_cores
 from titan_launch.core.signals import AGENT_PID, signal_name, signals_handled
-from titan_launch.core.terminal import as_message, say, shortened
+from titan_launch.core.terminal import as_message, counted, say, shortened
 from titan_launch.launch.options import Processes
 
 if TYPE_CHECKING:
@@ -41,8 +41,9 @@ def launch(processes: Processes, worker_args: Sequence[str], final_statuses: Col
     """Run the training processes (workers), wait for them, and return an exit status. Raise UserError for invalid
     options.
 
-    After success the status is 0. Otherwise it is that of the worker that failed first, 128 + SIGKILL if workers were
-    killed because they did not end in time, or that of torchrun itself, for example if its port is in use.
+    After success the status is 0. If a worker has failed, it is the status of the first failed worker. If workers were
+    killed because they did not end in time, the status is 128 + SIGKILL. If the port of the rendezvous is in use, the
+    status is 2. If torchrun itself fails in another way, the status is 1, or 128 + the number of a signal.
 
     `final_statuses`: exit statuses of workers after which a restart would fail in the same way. `run_folder`: folder to
     which the workers write their flight records.
@@ -63,13 +64,17 @@ def _run_torchrun(
     run_folder: Path,
     stopping: Stopping,
 ) -> int:
-    _share_cores(processes.per_node)
+    # Without this variable, torchrun would give each of several processes only one thread.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // processes.per_node)))
     if "--standalone" not in processes.torchrun_args:
         # By default, agents would reuse the address of their shared store after the host of this store is gone. With
         # the variable, rank 0 of each start hosts a new store.
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     with without_garbage_collection():
-        _import_torch_quietly()
+        # If another host is gone, PyTorch's native code would log twenty lines of addresses. This module itself reports
+        # the lost host. The workers do not inherit this log level.
+        with environment(TORCH_CPP_LOG_LEVEL=os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")):
+            importlib.import_module("torch")
         from torch.distributed import DistError, launcher
         from torch.distributed import run as torchrun
         from torch.distributed.elastic.multiprocessing import SignalException
@@ -79,18 +84,14 @@ def _run_torchrun(
         from titan_launch.launch.agent import ElasticAgent
 
     logging.disable(logging.CRITICAL)  # torchrun's report of a failure would hide the worker's error
-    signals = f"--signals-to-handle={','.join(_torchrun_signals())}"
+    handled = [signal.SIGQUIT, signal.SIGHUP]
+    # If this process ignores a signal, as after `nohup`, torchrun must not handle it.
+    names = [number.name for number in handled if signal.getsignal(number) is not signal.SIG_IGN]
+    signals = f"--signals-to-handle={','.join(names)}"
     log_dir = f"--log-dir={stopping.rank_folders}"  # torchrun would not delete its own temporary folder
     args = torchrun.parse_args([signals, log_dir, *processes.torchrun_args, "-m", "titan_launch", *worker_args])
     report_failure = partial(_report_failure, run_folder=run_folder, stopping=stopping)
-    agent = partial(
-        ElasticAgent,
-        on_start=stopping.started,
-        on_failure=report_failure,
-        is_stopping=stopping.is_requested,
-        stop_timeout_s=processes.shutdown_timeout_s,
-        final_statuses=final_statuses,
-    )
+    agent = partial(ElasticAgent, stopping=stopping, on_failure=report_failure, final_statuses=final_statuses)
     try:
         with replaced(launcher.api, "LocalElasticAgent", agent):
             torchrun.run(args)
@@ -99,9 +100,13 @@ def _run_torchrun(
     except SignalException as error:
         return 128 + error.sigval
     except (RendezvousError, DistError) as error:
-        is_in_use = "EADDRINUSE" in str(error)
-        say(as_message(f"error: {_PORT_IN_USE if is_in_use else _rendezvous_failure(error)}"), file=sys.stderr)
-        return BAD_INPUT if is_in_use else FAILED
+        if "EADDRINUSE" not in str(error):
+            say(as_message(f"error: {_rendezvous_failure(error)}"), file=sys.stderr)
+            return FAILED
+        remedy = "choose another port with --master-port or --rdzv-endpoint"
+        reason = "the port of the rendezvous is in use on this host, perhaps by another run"
+        say(f"error: {reason}; {remedy}", file=sys.stderr)
+        return BAD_INPUT
     except (AssertionError, ImportError, OSError, ValueError) as error:
         if stopping.last_start:  # otherwise no rank was started, and the options are wrong
             raise
@@ -109,21 +114,10 @@ def _run_torchrun(
     return 0
 
 
-def _import_torch_quietly() -> None:
-    """Import torch with its native logging limited to errors, unless TORCH_CPP_LOG_LEVEL is set. The workers do not
-    inherit this limit.
-
-    Without the limit, the native code would log twenty lines of addresses if another host is gone. This module reports
-    the lost host itself.
-    """
-    with environment(TORCH_CPP_LOG_LEVEL=os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")):
-        importlib.import_module("torch")
-
-
 class Stopping:
     """A forwarder of signals to the workers of this host. It kills workers that do not end in time."""
 
-    def __init__(self, timeout_s: float, rank_folders: str):
+    def __init__(self, timeout_s: int, rank_folders: str):
         self.rank_folders = rank_folders
         """Temporary folder in which torchrun creates a folder for each rank."""
 
@@ -133,35 +127,35 @@ class Stopping:
         self.last_start = 0.0
         """Time of the last start of workers, in seconds since the epoch; 0 before the first start."""
 
-        self._timeout_s = timeout_s
-        self._number = 0
+        self.timeout_s = timeout_s
+        """Seconds after a signal until workers that still run are killed."""
+
+        self.signal: int | None = None
+        """Number of the last signal that arrived. None: no signal has arrived."""
+
         self._workers: Sequence[subprocess.Popen[bytes]] = ()
         self._lock = threading.Lock()  # a signal may arrive while workers are started
-
-    def is_requested(self) -> bool:
-        """Return True if a signal has arrived."""
-        return self._number != 0
 
     def started(self, workers: Sequence[subprocess.Popen[bytes]]) -> None:
         """Register the processes of a new start of the workers. If a signal has arrived already, forward it to them."""
         with self._lock:
             self.last_start = time.time()
             self._workers = workers
-            if self._number:
-                self._pass_on(self._number)
+            if self.signal is not None:
+                self._pass_on(self.signal)
 
     def on_request(self, number: int, is_repeated: bool) -> None:
         """Forward the signal `number` to the workers. If no worker is running, end this process: with status 0, or with
         128 + `number` if a worker has failed. After the timeout, kill the workers that still run; a repeated signal
         shortens the timeout to at most 5 s. This method is called in a thread other than the main thread."""
         with self._lock:
-            self._number = number
+            self.signal = number
             if not any(worker.poll() is None for worker in self._workers):
                 os.write(2, f"stopped by {signal_name(number)} while no rank was running on this host\n".encode())
                 remove_folders(self.rank_folders)
                 os._exit(128 + number if any(worker.returncode for worker in self._workers) else 0)
             self._pass_on(number)
-        wait_s = min(_AFTER_SECOND_SIGNAL_S, self._timeout_s) if is_repeated else self._timeout_s
+        wait_s = min(_AFTER_SECOND_SIGNAL_S, self.timeout_s) if is_repeated else self.timeout_s
         cause = f"a second {signal_name(number)}" if is_repeated else f"{signal_name(number)} (--shutdown-timeout)"
         timer = threading.Timer(wait_s, self._kill, (f"within {wait_s:g} s after {cause}",))
         timer.daemon = True
@@ -176,17 +170,10 @@ class Stopping:
         if not slow:
             return
         self.has_killed = True
-        ranks = "1 rank" if len(slow) == 1 else f"{len(slow)} ranks"
+        ranks = counted(len(slow), "rank")
         os.write(2, f"error: {ranks} of this host did not end {deadline}, and will be killed with SIGKILL\n".encode())
         for worker in slow:
             os.killpg(worker.pid, signal.SIGKILL)  # torchrun starts each worker in its own process group
-
-
-def _torchrun_signals() -> list[str]:
-    """Return the names of the signals that torchrun should handle: SIGQUIT and SIGHUP. A signal that this process
-    ignores is omitted, because torchrun would override the SIG_IGN of `nohup`."""
-    signals = [signal.SIGQUIT, signal.SIGHUP]
-    return [number.name for number in signals if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 def _report_failure(failures: Mapping[int, ProcessFailure], run_folder: Path, stopping: Stopping) -> int:
@@ -253,15 +240,3 @@ def _rendezvous_failure(error: Exception) -> str:
 
 def _first_line(error: Exception) -> str:
     return shortened(str(error).partition("\n")[0] or type(error).__name__, 500)
-
-
-_PORT_IN_USE = (
-    "the port of the rendezvous is in use on this host, perhaps by another run; choose another port with --master-port "
-    "or --rdzv-endpoint"
-)
-
-
-def _share_cores(processes: int) -> None:
-    """Set OMP_NUM_THREADS, unless it is set, so that the processes divide the CPU cores evenly. Otherwise torchrun
-    would give each of several processes one thread."""
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // processes)))

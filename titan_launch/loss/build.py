@@ -19,7 +19,7 @@ from titan_launch.loss.preferences import PreferenceLoss
 from titan_launch.loss.second_model import Base, FrozenModel
 from titan_launch.loss.user_function import FunctionLoss, import_loss
 from titan_launch.models.architectures import labels_taken
-from titan_launch.models.stages import PassThrough
+from titan_launch.models.blocks import PassThrough
 from titan_launch.parallel.compile import compile_loss
 from titan_launch.plan.module_selection import describe_loss
 from titan_launch.plan.types import ModelPlan

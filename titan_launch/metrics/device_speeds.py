@@ -35,16 +35,18 @@ _REPETITIONS = 5
 
 _KEPT_BYTES = 31 * MIB
 """Bytes of a host tensor that is created and freed before the measurements. After that, glibc keeps the memory of freed
-tensors up to this size (mallopt(3), M_MMAP_THRESHOLD). In a CPU run, glibc keeps the memory of freed tensors of all
-sizes (`cpu/allocator.py`)."""
+tensors up to this size (mallopt(3), M_MMAP_THRESHOLD), similar to a CPU run (`cpu/allocator.py`)."""
 
 _OLD_BYTES = 64 * MIB
 """Smallest size in bytes of the tensors from which matrix products and elementwise operations take their inputs. Each
-call takes the next part. The parts together do not fit into a core's own cache, so a call reads its input from outside
+call takes the next part. All parts together do not fit into a core's own cache. So a call reads its input from outside
 of this cache, as an operation in training does."""
 
 _MOST_OLD = 4096
-"""Largest number of parts of such a tensor that are used."""
+"""Largest number of parts that `_in_turn` takes from a tensor."""
+
+_MODULES = 32
+"""Number of modules in the stack that `_operation_seconds` measures."""
 
 _UNITS = 8
 """Number of linear layers, each an FSDP2 unit, in the stack that `_unit_seconds` measures."""
@@ -101,8 +103,8 @@ def scope_of(device: torch.device) -> Scope:
 def measure(ranks: Ranks, scope: Scope, tell: Callable[[str], None]) -> Measured:
     """Measure the speeds of the ranks' devices. Collective over all ranks of the default process group.
 
-    Operations on a CPU use the threads of the process, as in training. (The torchrun command gives each of several
-    ranks one thread, unless OMP_NUM_THREADS is set.) Rank 0 calls `tell` with a line of text before each group of
+    Operations on a CPU use the threads of the process, as in training. (torchrun gives each of several ranks one
+    thread, unless OMP_NUM_THREADS is set.) `tell`: function that rank 0 calls with a line of text before each group of
     measurements.
     """
 
@@ -146,7 +148,8 @@ def measure(ranks: Ranks, scope: Scope, tell: Callable[[str], None]) -> Measured
 
 
 class _Stopwatch:
-    """A clock of operations that all ranks start at the same time. Its methods are collective over all ranks."""
+    """A clock that times operations, which all ranks start at the same time. Its methods are collective over all
+    ranks."""
 
     def __init__(self, device: torch.device, budget_seconds: float):
         self.device = device
@@ -262,8 +265,8 @@ def _convolution(watch: _Stopwatch, images: tuple[int, int, int], dtype: torch.d
 
 
 def _memory(watch: _Stopwatch, elements: int) -> tuple[float, float]:
-    """Return the means (bytes that are read and written, seconds) of three elementwise operations on float32 tensors:
-    a sum of two tensors, an activation function, and a cast to bfloat16."""
+    """Return the means (bytes that are read and written, seconds) of three elementwise operations on float32 tensors: a
+    sum of two tensors, an activation function, and a cast to bfloat16."""
     parts = _in_turn(torch.randn(max(_OLD_BYTES // 4, elements), device=watch.device), elements)
     calls: tuple[Callable[[], Tensor], ...] = (
         lambda: next(parts) + next(parts),
@@ -278,7 +281,7 @@ def _step_of(stack: nn.Module, x: Tensor) -> Callable[[], None]:
     """Return a function that runs forward and backward."""
 
     def step() -> None:
-        stack.zero_grad()  # here and not at the end: `_unit_seconds` needs the gradients of the last call
+        stack.zero_grad()  # not at the end, because `_unit_seconds` needs the gradients of the last call
         stack(x).sum().backward()
 
     return step
@@ -318,7 +321,6 @@ class _Scaled(nn.Module):
         self.weight = nn.Parameter(torch.ones(1024, device=device))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return a tensor of the shape of `x`: (1024,)."""
         return F.silu(x * self.weight)
 
 
@@ -327,9 +329,6 @@ def _operation_seconds(watch: _Stopwatch) -> float:
     modules = [_Scaled(watch.device) for _ in range(_MODULES)]
     x = torch.ones(1024, device=watch.device, requires_grad=True)
     return watch.mean_seconds(_step_of(nn.Sequential(*modules), x)) / (5 * _MODULES)
-
-
-_MODULES = 32
 
 
 def _exchange_seconds(watch: _Stopwatch) -> float:
@@ -382,6 +381,8 @@ def _stage_seconds(watch: _Stopwatch) -> float:
 
 
 def _ranks_per_core(ranks: Ranks) -> float:
+    """Return the threads of all ranks of a host, divided by the cores that they may use, but at least 1. Return 1 on a
+    GPU."""
     if ranks.device.type != "cpu":
         return 1.0
     threads = torch.get_num_threads() * max(Counter(on_all_ranks(lambda: ranks.first_on_host)).values())

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,9 +32,9 @@ class Learned(Observer):
         stack: ExitStack,
         replicas: int = 1,
     ):
-        """`modules`: this rank's modules by path; the path of the root is "". `paths`: paths of the modules, of all
-        pipeline ranks, that are measured one by one. `groups`: for each name of a group, the paths of the modules whose
-        outputs are measured together; None if no outputs are measured. Closing `stack` removes all hooks.
+        """`modules`: this rank's modules by path; the path of the root is "". `paths`: paths of the modules, on any
+        pipeline rank, that are measured one by one. `groups`: by name of a group, the paths of modules whose outputs
+        are measured together; None if no outputs are measured. Closing `stack` removes all hooks.
 
         `replicas`: number of replicas over which the optimizer is sharded. Each replica has all parameters, but only a
         part of each gradient. So the squares of parameters and updates are divided by this number. 1: the optimizer is
@@ -55,12 +56,11 @@ class Learned(Observer):
         self._outputs = torch.zeros(len(self._names), 1 + len(_OUTPUTS), device=device)
         for index, members in enumerate(outputs.values()):
             for path in members:
-                if path in modules:  # else another pipeline rank has the module
-                    hook = modules[path].register_forward_hook(_output_hook(self, index))
+                if path in modules:  # otherwise another pipeline rank has the module
+                    hook = modules[path].register_forward_hook(partial(self._add_outputs, index))
                     stack.callback(hook.remove)
 
     def before_step(self, step: WatchedStep) -> None:
-        """Measure the step if it will be reported."""
         self._is_measured = self._is_on = step.is_reported
         if self._is_on:
             self._outputs.zero_()
@@ -77,7 +77,6 @@ class Learned(Observer):
         self._before = values
 
     def after_step(self, step: WatchedStep, result: StepResult) -> None:
-        """Measure the update."""
         if self._before:
             torch._foreach_sub_(self._before, self._locals())
             self._norms[2] = self._squares(self._before) / self._replicas
@@ -100,19 +99,19 @@ class Learned(Observer):
         norms = torch.stack(torch._foreach_norm(list(tensors))).to(sums.device)
         return sums.index_add_(0, self._owners, (norms.square() * self._shares)[self._members])
 
-    def add_output(self, index: int, output: Tensor) -> None:
-        """Add an output to the sums of the module or group with the number `index`."""
-        x = output.detach().float()
-        size, largest = x.abs(), torch.finfo(torch.bfloat16)
-        self._outputs[index, 0] += x.numel()
-        self._outputs[index, 1] += x.square().sum()
-        self._outputs[index, 2] += ((size < largest.tiny) & (size > 0)).sum()
-        self._outputs[index, 3] += (~(size <= largest.max)).sum()
-
-    @property
-    def is_on(self) -> bool:
-        """True during a step that is measured."""
-        return self._is_on
+    def _add_outputs(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
+        """Add the outputs of a forward to the sums of the module or group with the number `index`."""
+        if not self._is_on or not torch.is_grad_enabled():  # a loss may run the model without gradients
+            return
+        limits = torch.finfo(torch.bfloat16)
+        for tensor in output if isinstance(output, (tuple, list)) else [output]:
+            if isinstance(tensor, Tensor) and tensor.is_floating_point():
+                x = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().float()
+                size = x.abs()
+                self._outputs[index, 0] += x.numel()
+                self._outputs[index, 1] += x.square().sum()
+                self._outputs[index, 2] += ((size < limits.tiny) & (size > 0)).sum()
+                self._outputs[index, 3] += (~(size <= limits.max)).sum()
 
     def take_metrics(self) -> dict[str, Tensor]:
         """Return the measurements of the last step by tag, the same on all ranks. The dict is empty if the step was not
@@ -132,19 +131,3 @@ class Learned(Observer):
             found = ((total / count).sqrt(), below / count, above / count)
             values |= {f"{kind}/{name}": value for kind, value in zip(_OUTPUTS, found, strict=True)}
         return values
-
-
-def _output_hook(learned: Learned, index: int) -> Any:
-    def hook(module: nn.Module, args: Any, output: Any) -> None:
-        if learned.is_on and torch.is_grad_enabled():  # a loss may run the model without gradients
-            for tensor in _floating(output):
-                learned.add_output(index, tensor)
-
-    return hook
-
-
-def _floating(output: Any) -> Iterable[Tensor]:
-    found = output if isinstance(output, (tuple, list)) else [output]
-    for tensor in found:
-        if isinstance(tensor, Tensor) and tensor.is_floating_point():
-            yield tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,8 +1,8 @@
 """Measurement of the live bytes of a training step by category, updated at every operation.
 
 Tracking works on real CPU tensors and on fake tensors. A storage counts from the operation that returns it until its
-last reference is gone. Temporary memory inside a kernel does not count. Under any `TorchDispatchMode`, autograd adds
-gradients out of place if a tensor is used twice. This can briefly add the size of one activation.
+last reference is gone. Temporary memory inside a kernel does not count. If a tensor is used twice, autograd adds its
+two gradients in place, but under a `TorchDispatchMode` into a new tensor. For a moment, this tensor counts too.
 """
 
 from __future__ import annotations
@@ -20,13 +20,8 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_launch.core.patches import replaced
+from titan_launch.distributed import torch_private
 from titan_launch.distributed.dtensor import local_tensor
-from titan_launch.distributed.torch_private import (
-    pending_result,
-    shape_propagation_wrapped,
-    unit_steps_wrapped,
-    unsharded_parameter,
-)
 from titan_launch.plan.memory.ledger import Category, Ledger
 
 
@@ -49,12 +44,13 @@ _PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.at
 """Matrix products that call cuBLAS on CUDA. `addmm` is missing, because it calls cuBLASLt."""
 
 OP_DEVICE = torch.ops.prim.device.default
-"""Operation that asks a fake tensor for its device. More than half of all operations of a traced step are of this kind.
-A dispatch mode answers the question itself, so that the modes below it do not spend time on it."""
+"""Operation that returns the device of a fake tensor: more than half of all operations of a traced step. A dispatch
+mode returns the device itself, so that the operation takes no time in other modes."""
 
 
 class LiveMemory(TorchDispatchMode):
-    """A dispatch mode that records the storages of all results in a ledger. `track` enters it."""
+    """A dispatch mode that records the storages of the results of all operations in a ledger. `track` enters this
+    mode."""
 
     def __init__(self, ledger: Ledger):
         super().__init__()
@@ -70,16 +66,17 @@ class LiveMemory(TorchDispatchMode):
         """True while new allocations do not count."""
 
         self.on_operation: Callable[[Any, Sequence[Any], Mapping[str, Any], Any], None] | None = None
-        """A function that is called after each operation that counts, except those within functions of FSDP2 and of the
-        optimizer. Its arguments are the operation, and the operation's arguments, keyword arguments and result. None:
-        no function."""
+        """Function that is called after each operation of the model and the loss, unless the mode is paused. Its
+        arguments are the operation, and the operation's arguments, keyword arguments and result. None: no function."""
 
     def hold(self, tensors: Iterable[Tensor | None], category: Category) -> None:
         """Record the storages of tensors, and assign them to `category`. A DTensor counts as its local shard."""
         record = self.allocating_for(category, self.record)
         for tensor in tensors:
             if tensor is not None:
-                self._move(record(local_tensor(tensor).untyped_storage()), category)
+                entry = record(local_tensor(tensor).untyped_storage())
+                self._ledger.move(entry.num_bytes, entry.category, category)
+                entry.category = category
 
     def ignore(self, tensors: Iterable[Tensor | None]) -> None:
         """Never record the storages of `tensors`. The tensors must live as long as this mode."""
@@ -87,25 +84,20 @@ class LiveMemory(TorchDispatchMode):
 
     def record(self, storage: UntypedStorage) -> _TrackedStorage:
         """Add a storage to the ledger, or update its size. Return the storage's entry."""
-        entry = self._entries.get(storage._cdata) or self._add(storage)
+        entry = self._entries.get(storage._cdata)
+        if entry is None:
+            entry = _TrackedStorage(storage, self._release)
+            entry.key, entry.num_bytes, entry.category = storage._cdata, 0, self._allocation_category()
+            self._entries[entry.key] = entry
         self._resize(entry, storage.nbytes())
-        return entry
-
-    def _add(self, storage: UntypedStorage) -> _TrackedStorage:
-        entry = _TrackedStorage(storage, self._release)
-        entry.key, entry.num_bytes, entry.category = storage._cdata, 0, self._allocation_category()
-        self._entries[entry.key] = entry
         return entry
 
     def allocating_for(self, category: Category, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return `function`, wrapped so that its allocations belong to `category`."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            before, self._current_category = self._current_category, category
-            try:
+            with replaced(self, "_current_category", category):
                 return function(*args, **kwargs)
-            finally:
-                self._current_category = before
 
         return call
 
@@ -124,11 +116,8 @@ class LiveMemory(TorchDispatchMode):
         """Return `function`, wrapped so that its allocations do not count."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            before, self.is_paused = self.is_paused, True
-            try:
+            with replaced(self, "is_paused", True):
                 return function(*args, **kwargs)
-            finally:
-                self.is_paused = before
 
         return call
 
@@ -158,8 +147,8 @@ class LiveMemory(TorchDispatchMode):
     def _record_results(self, result: Any) -> None:
         if isinstance(result, Tensor):
             if result.device.type != "meta":
-                # A pending collective's wrapper has a storage of the same size, which holds no memory.
-                storage = pending_result(result).untyped_storage()
+                # The result of a pending collective is a wrapper, whose own storage holds no memory.
+                storage = torch_private.pending_result(result).untyped_storage()
                 if storage._cdata not in self._ignored:
                     self.record(storage)
         elif isinstance(result, (tuple, list)):
@@ -180,10 +169,6 @@ class LiveMemory(TorchDispatchMode):
         elif num_bytes < entry.num_bytes:
             self._ledger.free(entry.num_bytes - num_bytes, entry.category)
         entry.num_bytes = num_bytes
-
-    def _move(self, entry: _TrackedStorage, category: Category) -> None:
-        self._ledger.move(entry.num_bytes, entry.category, category)
-        entry.category = category
 
     def _release(self, storage: Any) -> None:
         entry: _TrackedStorage = storage
@@ -234,7 +219,7 @@ def _watch_storage(memory: LiveMemory, stack: ExitStack) -> None:
         return result
 
     stack.enter_context(replaced(UntypedStorage, "resize_", resize_))
-    stack.enter_context(shape_propagation_wrapped(memory.paused))
+    stack.enter_context(torch_private.shape_propagation_wrapped(memory.paused))
 
 
 def _watch_fsdp(memory: LiveMemory, stack: ExitStack) -> None:
@@ -248,8 +233,8 @@ def _watch_fsdp(memory: LiveMemory, stack: ExitStack) -> None:
             result = recorded(fsdp_params, *args, **kwargs)
             *_, not_yet_all_reduced = result
             memory.hold([p.sharded_param.grad for p in fsdp_params], Category.GRADIENTS)
-            # With offload, GRADIENTS do not count in the ledger. This tensor does, because it is on the device until
-            # its all-reduce.
+            # With offload, the ledger does not count GRADIENTS. The tensor still counts as REDUCE_SCATTER, because it
+            # stays on the device until its all-reduce.
             if not memory.offloads:
                 memory.hold([not_yet_all_reduced], Category.GRADIENTS)
             return result
@@ -261,7 +246,7 @@ def _watch_fsdp(memory: LiveMemory, stack: ExitStack) -> None:
 
         def init_and_watch(fsdp_param: Any) -> None:
             init_unsharded_param(fsdp_param)
-            parameter = unsharded_parameter(fsdp_param)
+            parameter = torch_private.unsharded_parameter(fsdp_param)
             if parameter.requires_grad and id(parameter) not in watched:
                 watched[id(parameter)] = parameter
                 hook = parameter.register_post_accumulate_grad_hook(
@@ -280,7 +265,7 @@ def _watch_fsdp(memory: LiveMemory, stack: ExitStack) -> None:
         "foreach_reduce": reducing,
         "init_unsharded_param": accumulating,
     }
-    stack.enter_context(unit_steps_wrapped(wraps))
+    stack.enter_context(torch_private.unit_steps_wrapped(wraps))
 
 
 def _watch_optimizer(memory: LiveMemory, optimizer: Optimizer, stack: ExitStack) -> None:

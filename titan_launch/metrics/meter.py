@@ -190,7 +190,7 @@ class Meter(Observer):
                 names[how].append(name)
         on_device = {name: value for name, value in local.items() if isinstance(value, Tensor)}
         on_host = [name for name in local if name not in on_device and name not in unchanged]
-        # float64 holds every integer up to 2^53, float32 only up to 16 million: too few for the targets of a window.
+        # The number of targets in a window may exceed 16 million, above which float32 does not hold every integer.
         # One copy for all values, because the host waits for each copy.
         copied = torch.tensor([local[name] for name in on_host], dtype=torch.float64).to(self._device)
         on_device |= dict(zip(on_host, copied.unbind(), strict=True))

@@ -12,7 +12,6 @@ STEP_PARTS = ("data", "forward", "backward", "communication", "optimizer")
 PAUSES = ("validation", "checkpoint")
 """Parts that do not count as step time."""
 
-
 BEST_LOSS, WITHOUT_IMPROVEMENT = "validation/best_loss", "validation/without_improvement"
 """Metrics of early stopping (`validation.patience`)."""
 
@@ -22,13 +21,13 @@ class Tag:
     """A metric."""
 
     name: str
-    """Name, in which `<source>` stands for the name of a source of a mixture, `<layer>` and `<module>` for the path of
-    a layer or module, and `<group>` for the name of a group of parameters."""
-
-    combine: Literal["sum", "max", "same"]
-    """Reduction over the ranks. `same`: no reduction, because all ranks have the same value."""
+    """Name of the metric. In a name, `<source>` stands for a source of a mixture, `<layer>` and `<module>` for the path
+    of a module, and `<group>` for a group of parameters."""
 
     meaning: str
+    combine: Literal["sum", "max", "same"] = "same"
+    """Reduction over the ranks. `same`: no reduction, because all ranks have the same value."""
+
     chart: tuple[str, str] | None = None
     """(page, title) of the dashboard's chart that shows the metric. Tags with the same pair share a chart. The title
     has the unit of the values, because TensorBoard's axes have no labels."""
@@ -51,249 +50,218 @@ PAGES = ("Learning", "Speed", "Memory", "Precision", "Data", "Experts", "Health"
 TAGS = [
     Tag(
         "train/loss",
-        "sum",
         "Mean loss over all ranks, and over the steps since the last report that were not skipped. If all of these "
         "steps were skipped: the loss of the reported step. The loss is the cross-entropy of all targets that are not "
         "ignored, with label smoothing and without the z-loss, or the loss that `loss.name` names.",
+        combine="sum",
         chart=("Learning", "loss"),
         console="loss {:8.4f}",
     ),
     Tag(
         "train/perplexity",
-        "same",
         "Exponential of `train/loss`. Only models of tokens have it, and only without label smoothing.",
         chart=("Learning", "perplexity"),
     ),
     Tag(
         "train/z_loss",
-        "sum",
         "With `loss.z_loss`: this weight times the mean of (ln Z)² over the targets of the reported step that are not "
         "ignored. Z is the sum of exp(logit). The gradient is that of `train/loss` + `train/z_loss`.",
+        combine="sum",
         chart=("Learning", "z-loss"),
     ),
     Tag(
         "distillation/kl_divergence",
-        "sum",
         'With `loss.name = "distillation"`: mean KL divergence of the step, from the probabilities of the teacher, at '
         "`loss.distillation.temperature`. It is not multiplied by its weight in the loss.",
+        combine="sum",
         chart=("Learning", "parts of the distillation loss"),
     ),
     Tag(
         "distillation/cross_entropy",
-        "sum",
         'With `loss.name = "distillation"`: mean cross-entropy of the step. It is not multiplied by its weight in the '
         "loss.",
+        combine="sum",
         chart=("Learning", "parts of the distillation loss"),
     ),
     Tag(
         "preference/reward_chosen",
-        "sum",
         "With a loss of pairs: mean reward of the chosen answers of the step. The reward of `dpo` is `loss.dpo.beta` "
         "times the log-ratio; docs/how_to/losses.md has those of the other losses.",
+        combine="sum",
         chart=("Learning", "rewards of answers"),
     ),
     Tag(
         "preference/reward_rejected",
-        "sum",
         "With a loss of pairs: mean reward of the rejected answers of the step.",
+        combine="sum",
         chart=("Learning", "rewards of answers"),
     ),
     Tag(
         "preference/reward_margin",
-        "sum",
         "`preference/reward_chosen` minus `preference/reward_rejected`.",
+        combine="sum",
         chart=("Learning", "rewards of answers"),
         console="margin {:8.4f}",
     ),
     Tag(
         "preference/signed_reward",
-        "sum",
         "With `kto`: mean over the answers of the step of their rewards. An undesirable answer counts with the "
         "negative reward.",
+        combine="sum",
         chart=("Learning", "rewards of answers"),
         console="reward {:8.4f}",
     ),
     Tag(
         "preference/baseline",
-        "sum",
         "With `kto`: the baseline of the step, `loss.kto.beta` times the mean log-ratio of mismatched answers, or 0 if "
         "that is negative.",
+        combine="sum",
         chart=("Learning", "rewards of answers"),
     ),
     Tag(
         "preference/accuracy",
-        "sum",
         "With a loss of pairs: fraction of the pairs of the step whose chosen answer has the higher reward, from 0 to "
         "1. With `kto`: fraction of the answers whose reward is on the right side of the baseline.",
+        combine="sum",
         chart=("Learning", "accuracy of preferences (0 to 1)"),
         console="preferred {:7.2%}",
     ),
     Tag(
         "train/loss_max",
-        "max",
         "In the reported step: largest mean loss of a single rank. It is infinite if a rank's loss is not finite.",
+        combine="max",
         chart=("Learning", "loss"),
     ),
     Tag(
         "train/grad_norm",
-        "same",
         "Norm of the whole gradient of the reported step, before clipping.",
         chart=("Learning", "gradient norm"),
         console="grad norm {:8.3f}",
     ),
-    Tag(
-        "train/lr",
-        "same",
-        "Learning rate of the step.",
-        chart=("Learning", "learning rate"),
-        console="lr {:9.3e}",
-    ),
+    Tag("train/lr", "Learning rate of the step.", chart=("Learning", "learning rate"), console="lr {:9.3e}"),
     Tag(
         "train/lr/<group>",
-        "same",
         "Learning rate of a group of `[[optimizer.param_groups]]`, if groups have different ones.",
         chart=("Learning", "learning rate"),
     ),
     Tag(
         "learned/grad_norm/<module>",
-        "same",
         "With `metrics.modules`: norm of the gradients of a module's parameters in the reported step, before clipping.",
         chart=("Learning", "gradient norm of modules"),
     ),
     Tag(
         "learned/param_norm/<module>",
-        "same",
         "With `metrics.modules`: norm of a module's parameters before the update.",
         chart=("Learning", "parameter norm of modules"),
     ),
     Tag(
         "learned/update_norm/<module>",
-        "same",
         "With `metrics.modules`: norm of the change of a module's parameters in the reported step.",
         chart=("Learning", "update norm of modules"),
     ),
     Tag(
         "learned/update_ratio/<module>",
-        "same",
         "With `metrics.modules`: `learned/update_norm` divided by `learned/param_norm`.",
         chart=("Learning", "update norm over parameter norm"),
     ),
     Tag(
         "activations/rms/<module>",
-        "same",
         "With `metrics.modules`: root mean square of a module's outputs in the reported step. For each precision "
         "rule, one more value covers the outputs of all its modules.",
         chart=("Precision", "root mean square of outputs"),
     ),
     Tag(
         "activations/underflow/<module>",
-        "same",
         "With `metrics.modules`: share of the outputs of `activations/rms` that are not 0 and have a magnitude below "
         "the smallest normal bfloat16 number, 1.2e-38.",
         chart=("Precision", "share of outputs that underflow (0 to 1)"),
     ),
     Tag(
         "activations/overflow/<module>",
-        "same",
         "With `metrics.modules`: share of the outputs of `activations/rms` that are NaN, or whose magnitude is above "
         "the largest bfloat16 number, 3.4e38.",
         chart=("Precision", "share of outputs that overflow (0 to 1)"),
     ),
     Tag(
         "train/samples_seen",
-        "same",
         "Samples consumed since the run began, over all ranks.",
         value=lambda run: run.progress.samples_seen,
     ),
     Tag(
         "train/epoch",
-        "same",
         "Position in the data, in epochs, including samples that a rollback skipped. With a mixture, an epoch has as "
         "many samples as all sources together.",
         value=lambda run: run.progress.data_position / run.batches.order.num_samples,
     ),
     Tag(
         "data/share/<source>",
-        "same",
         "Share of a source of the mixture in all samples so far, from 0 to 1.",
         chart=("Data", "share of each source in the samples (0 to 1)"),
     ),
     Tag(
         "data/tokens/<source>",
-        "same",
         "Tokens of a source of the mixture so far, with padding.",
         chart=("Data", "tokens of each source"),
     ),
     Tag(
         "data/epoch/<source>",
-        "same",
         "Position in a source of the mixture, in epochs of this source.",
         chart=("Data", "epochs of each source"),
     ),
     Tag(
         "train/skipped_steps",
-        "same",
         "Skipped steps so far: their loss or gradient was not finite, or was a spike.",
         chart=("Health", "skipped steps"),
         value=lambda run: run.progress.skipped_steps,
     ),
     Tag(
         "train/rollbacks",
-        "same",
         "Rollbacks so far: returns to a checkpoint after too many skipped steps.",
         chart=("Health", "rollbacks"),
         value=lambda run: run.progress.rollbacks,
     ),
     Tag(
         "throughput/tokens_per_second",
-        "same",
         "Targets that are not ignored, per second of training, over all ranks.",
         chart=("Speed", "tokens per second"),
         console="{:>11,.0f} tok/s",
     ),
     Tag(
         "throughput/tokens_per_second_per_device",
-        "same",
         "`throughput/tokens_per_second` divided by the number of devices.",
         chart=("Speed", "tokens per second per device"),
     ),
     Tag(
         "throughput/images_per_second",
-        "same",
         "Images per second of training, over all ranks. It replaces tokens per second if samples are images.",
         chart=("Speed", "images per second"),
         console="{:>11,.0f} img/s",
     ),
     Tag(
         "throughput/images_per_second_per_device",
-        "same",
         "`throughput/images_per_second` divided by the number of devices.",
         chart=("Speed", "images per second per device"),
     ),
     Tag(
         "throughput/tflops_per_device",
-        "same",
         "Floating-point operations of the model per second of training and device, in TFLOP/s. Positions with an "
         "ignored target count, too. Operations that activation checkpointing runs twice count once.",
         chart=("Speed", "TFLOP/s per device"),
     ),
     Tag(
         "throughput/mfu_percent",
-        "same",
         "`throughput/tflops_per_device` in percent of the device's bf16 peak. Reported if the peak is known or given.",
         chart=("Speed", "model FLOPs utilization (%)"),
         console="MFU {:5.1f} %",
     ),
     Tag(
         "time/step_s",
-        "same",
         "Seconds per step, without validation and checkpoints.",
         chart=("Speed", "time of a step (s)"),
         console="{:8.3f} s/step",
     ),
     Tag(
         "time/data_s",
-        "same",
         "Seconds per step that training waits for data. This and the next five metrics are parts of `time/step_s` on "
         "rank 0, and add up to it. On CUDA they are times of the stream that computes, so data that arrives in time "
         "counts 0.",
@@ -301,156 +269,142 @@ TAGS = [
     ),
     Tag(
         "time/forward_s",
-        "same",
         "Seconds per step in forwards and losses, without communication.",
         chart=("Speed", "where the time of a step goes (s)"),
     ),
     Tag(
         "time/backward_s",
-        "same",
         "Seconds per step in backwards. The second forwards of activation checkpointing count, and communication does "
         "not.",
         chart=("Speed", "where the time of a step goes (s)"),
     ),
     Tag(
         "time/communication_s",
-        "same",
         "Seconds per step in which computation waits for FSDP2's collectives or copies to and from their buffers, and "
         "in which a pipeline rank waits for other stages. Collectives of other axes count as forward or backward.",
         chart=("Speed", "where the time of a step goes (s)"),
     ),
     Tag(
         "time/optimizer_s",
-        "same",
         "Seconds per step in clipping and in the update.",
         chart=("Speed", "where the time of a step goes (s)"),
     ),
     Tag(
         "time/other_s",
-        "same",
         "Seconds per step in everything else, such as counting targets, synchronizing ranks, metrics and reports.",
         chart=("Speed", "where the time of a step goes (s)"),
     ),
     Tag(
         "time/validation_s",
-        "same",
         "Seconds of validation per step: all validations since the previous report, including the one of this report, "
         "divided by the steps since then. Not part of `time/step_s`.",
         chart=("Speed", "where the time of a step goes (s)"),
     ),
     Tag(
         "time/checkpoint_s",
-        "same",
         "Seconds per step for which the run waited for checkpoints since the previous report, including returns to a "
         "checkpoint. The last report of a run includes the final checkpoint. Not part of `time/step_s`.",
         chart=("Speed", "where the time of a step goes (s)"),
     ),
     Tag(
         "time/compile_s",
-        "max",
         "Seconds of compilation since the last report, with `compile.enable`. Only the log has the number of graphs "
         "that came from the compile cache.",
+        combine="max",
         chart=("Speed", "compilation (s per report)"),
     ),
     Tag(
         "time/checkpoint_stall_s",
-        "max",
         "Seconds that training waited for checkpoints since the last report: for the previous checkpoint, and for the "
         'copy of the state (with `async_mode = "disabled"`, for the complete checkpoint).',
+        combine="max",
         chart=("Speed", "waiting for checkpoints (s per report)"),
     ),
     Tag(
         "checkpoint/failed_saves",
-        "max",
         "Failed saves of checkpoints since this process started.",
+        combine="max",
         chart=("Health", "failed saves of checkpoints"),
     ),
     Tag(
         "comm/all_gather_gib",
-        "same",
         "With `comm.count_traffic`: bytes of all-gathered parameters on one rank per step, in GiB, without validation; "
         "mean of the steps since the last report.",
         chart=("Speed", "GiB communicated per step"),
     ),
     Tag(
         "comm/reduce_scatter_gib",
-        "same",
         "With `comm.count_traffic`: bytes of reduce-scattered gradients on one rank per step, in GiB; mean of the "
         "steps since the last report.",
         chart=("Speed", "GiB communicated per step"),
     ),
     Tag(
         "comm/all_reduce_gib",
-        "same",
         "With `comm.count_traffic`: bytes of gradients that are all-reduced between replicas (HSDP) on one rank per "
         "step, in GiB; mean of the steps since the last report.",
         chart=("Speed", "GiB communicated per step"),
     ),
     Tag(
         "comm/collectives",
-        "same",
         "With `comm.count_traffic`: number of all-gathers, reduce-scatters and all-reduces of FSDP2 on one rank per "
         "step, without validation; mean of the steps since the last report.",
         chart=("Speed", "collectives per step"),
     ),
     Tag(
         "comm/exposed_s",
-        "max",
         "With `comm.profile_freq`: seconds in which only NCCL kernels ran on the GPU, in the last profiled step since "
         "the last report.",
+        combine="max",
         chart=("Speed", "exposed communication (s per step)"),
     ),
     Tag(
         "memory/predicted_active_gib",
-        "same",
         "The planner's prediction of `memory/max_active_gib`. It needs a recording of the job from an earlier `plan` "
         "or run. If there is none, a run on GPUs starts a process that makes the recording.",
         chart=("Memory", "peak memory (GiB)"),
     ),
     Tag(
         "memory/limit_gib",
-        "same",
         "Memory in GiB that a rank may use, as the planner assumes it: that of its device, its part of the host's "
         "memory, or `planner.memory_gib`.",
         value=lambda run: run.job.hardware.memory_gib,
     ),
     Tag(
         "memory/max_active_gib",
-        "max",
         "Peak memory of tensors since the last report, in GiB. On a CPU it is measured once, in the third step of the "
         "process.",
+        combine="max",
         chart=("Memory", "peak memory (GiB)"),
     ),
     Tag(
         "memory/max_reserved_gib",
-        "max",
         "Peak memory that the CUDA allocator reserved since the last report, in GiB.",
+        combine="max",
         chart=("Memory", "peak memory (GiB)"),
         console="reserved memory {:6.2f} GiB",
     ),
     Tag(
         "memory/max_rss_gib",
-        "max",
         "Peak resident host memory of the process so far, in GiB, without the data workers.",
+        combine="max",
         chart=("Memory", "peak memory (GiB)"),
         console="host memory {:6.2f} GiB",
         console_fallback_for="memory/max_reserved_gib",
     ),
     Tag(
         "memory/alloc_retries",
-        "max",
         "Allocations so far for which the CUDA allocator first had to free cached memory, which is slow.",
+        combine="max",
         chart=("Health", "allocation retries and out-of-memory errors"),
     ),
     Tag(
         "memory/ooms",
-        "max",
         "CUDA out-of-memory errors so far.",
+        combine="max",
         chart=("Health", "allocation retries and out-of-memory errors"),
     ),
     Tag(
         "validation/loss",
-        "same",
         "Mean cross-entropy over all targets of the held-out samples, without label smoothing and z-loss. With a loss "
         "of pairs, `kto` or a function of your own: the mean of that loss, without label smoothing.",
         chart=("Learning", "loss"),
@@ -458,26 +412,22 @@ TAGS = [
     ),
     Tag(
         BEST_LOSS,
-        "same",
         "With `validation.patience`: lowest validation loss so far, of the loss that `checkpoint.keep_best` compares.",
         chart=("Learning", "loss"),
     ),
     Tag(
         WITHOUT_IMPROVEMENT,
-        "same",
         "With `validation.patience`: number of validations in a row without an improvement. The run ends when this "
         "number reaches `validation.patience`.",
         chart=("Learning", "validations without improvement"),
     ),
     Tag(
         "validation/perplexity",
-        "same",
         "Exponential of `validation/loss`. Only models of tokens have it.",
         chart=("Learning", "perplexity"),
     ),
     Tag(
         "validation/accuracy",
-        "same",
         "Fraction of the validation targets (images or next tokens) that are predicted correctly, from 0 to 1. A "
         "target is predicted correctly if its class has the largest logit. With a loss of pairs: fraction of the "
         "held-out pairs whose chosen answer has the higher reward. With `kto`: fraction of the held-out answers whose "
@@ -487,85 +437,79 @@ TAGS = [
     ),
     Tag(
         "validation/loss/<source>",
-        "same",
         "`validation/loss` of one source of a mixture.",
         chart=("Data", "validation loss of each source"),
     ),
     Tag(
         "validation/accuracy/<source>",
-        "same",
         "`validation/accuracy` of one source of a mixture.",
         chart=("Data", "validation accuracy of each source (0 to 1)"),
     ),
     Tag(
         "validation/ema_loss",
-        "same",
         "`validation/loss` of the moving average of the weights (`[ema]`), also for each source of a mixture.",
         chart=("Learning", "loss"),
         console="EMA loss {:8.4f}",
     ),
     Tag(
         "validation/ema_accuracy",
-        "same",
         "`validation/accuracy` of the moving average of the weights (`[ema]`), also for each source of a mixture.",
         chart=("Learning", "accuracy (0 to 1)"),
         console="EMA accuracy {:7.2%}",
     ),
     Tag(
         "batchnorm/running_mean_divergence",
-        "same",
         "Largest distance of a rank's running mean from the pooled mean, in pooled standard deviations. Reported at "
         "validations and checkpoints, with BatchNorm and several ranks.",
         chart=("Health", "divergence of running statistics (relative)"),
     ),
     Tag(
         "batchnorm/running_var_divergence",
-        "same",
         "Largest distance of a rank's running variance from the pooled variance, as a fraction of the pooled variance. "
         "Reported at validations and checkpoints, with BatchNorm and several ranks.",
         chart=("Health", "divergence of running statistics (relative)"),
     ),
     Tag(
         "experts/load_max_over_mean/<layer>",
-        "max",
         "Load of the expert with the largest load, divided by the mean load of the layer's experts. The load is the "
         "number of choices since the last report, over all ranks. 1 is an equal load; `num_experts / top_k` is the "
         "largest possible value.",
+        combine="max",
         chart=("Experts", "largest load over mean load"),
     ),
     Tag(
         "experts/entropy/<layer>",
-        "max",
         "Entropy of the distribution of the load over the layer's experts, divided by the logarithm of their number. "
         "1: all experts have the same load. 0: a single expert has the whole load.",
+        combine="max",
         chart=("Experts", "entropy of the load (0 to 1)"),
     ),
     Tag(
         "experts/unused/<layer>",
-        "max",
         "Share of the layer's experts with a load below 1 % of the mean load, from 0 to 1. 0 if the mean load is below "
         "20, which is too small to tell.",
+        combine="max",
         chart=("Experts", "share of unused experts (0 to 1)"),
     ),
     Tag(
         "experts/balance_loss",
-        "sum",
         "Balance loss with its weight, as it enters the gradient: sum over layers, mean over the samples of the steps "
         "since the last report that were not skipped. It is not part of `train/loss`.",
+        combine="sum",
         chart=("Experts", "auxiliary losses"),
     ),
     Tag(
         "experts/z_loss",
-        "sum",
         "Router z-loss with its weight, as it enters the gradient: squared logsumexp of the router's logits, sum over "
         "layers, mean over the samples of the steps since the last report that were not skipped. It is not part of "
         "`train/loss`.",
+        combine="sum",
         chart=("Experts", "auxiliary losses"),
     ),
     Tag(
         "experts/dropped",
-        "sum",
         "Choices of an expert by a token that were not computed. Always 0, because no token is dropped.",
+        combine="sum",
     ),
 ]
 

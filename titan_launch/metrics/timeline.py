@@ -33,9 +33,9 @@ class Timeline(Parts):
     """The time of a rank, divided into parts. A moment belongs to the innermost part that it lies in, so the parts add
     up to the whole time.
 
-    On CUDA an event in the current stream marks each change of parts. The time of a part is then the time of the
-    stream, and includes the time in which the stream waits for data or for a collective. The host waits for the device
-    only in `take`. An event costs about a microsecond.
+    On CUDA an event in the current stream marks each change of parts. The time of a part is then a time of the stream.
+    It includes waits of the stream for data or for a collective. The host waits for the device only in `take`. An event
+    costs about a microsecond.
     """
 
     def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter):

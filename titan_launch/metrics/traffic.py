@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -41,20 +41,13 @@ class TrafficCount:
         return traffic
 
     def add(self, traffic: Traffic) -> None:
-        """Add traffic."""
         self.traffic += traffic
 
 
-class WatchedExchange(Protocol):
-    """Interface of the exchange between the replicas over which an optimizer is sharded
-    (`optim.replica_shards.ReplicaShards`)."""
-
-    def watched(self, on_collective: CollectiveCallback) -> AbstractContextManager[None]:
-        """Call `on_collective` before every collective of the exchange until the end of the block."""
-
-
 @contextmanager
-def count_collectives(*models: nn.Module, replicas: WatchedExchange | None = None) -> Iterator[TrafficCount]:
+def count_collectives(
+    *models: nn.Module, watch_replicas: Callable[[CollectiveCallback], AbstractContextManager[None]] | None = None
+) -> Iterator[TrafficCount]:
     """Count the collectives of models that FSDP2 wraps, on this rank, until the end of the block. Yield the counter.
 
     The count includes all-gathers of parameters, reduce-scatters of gradients, and all-reduces between replicas (HSDP),
@@ -62,12 +55,17 @@ def count_collectives(*models: nn.Module, replicas: WatchedExchange | None = Non
     axes, and the communication of target counts, clipping, BatchNorm statistics and metrics. Counting does not make the
     host wait for the device.
 
-    `replicas`: the exchange of an optimizer that is sharded over replicas. Its collectives count too.
+    `watch_replicas`: for an optimizer that is sharded over replicas, the method `ReplicaShards.watched`. The
+    collectives of this optimizer count too.
     """
     count = TrafficCount()
 
     def record(part: str, kind: str, output: Tensor, sent: Tensor) -> None:
-        seen = _traffic_of(kind, output, sent)
+        seen = {
+            ALL_GATHER: Traffic(Collectives(all_gathers=1), all_gather_bytes=output.nbytes),
+            REDUCE_SCATTER: Traffic(Collectives(reduce_scatters=1), reduce_scatter_bytes=sent.nbytes),
+            ALL_REDUCE: Traffic(Collectives(all_reduces=1), all_reduce_bytes=output.nbytes),
+        }[kind]
         if part:
             bytes_of_part: dict[str, Any] = {
                 f"{part}_all_gather_bytes": seen.all_gather_bytes,
@@ -77,11 +75,12 @@ def count_collectives(*models: nn.Module, replicas: WatchedExchange | None = Non
         count.add(seen)
 
     with ExitStack() as stack:
-        if replicas is not None:
-            stack.enter_context(replicas.watched(partial(record, "replica")))
+        if watch_replicas is not None:
+            stack.enter_context(watch_replicas(partial(record, "replica")))
         for group in (group for model in models for group in parameter_groups(model)):
-            is_divided = any(_is_of_experts(parameter) for parameter in sharded_parameters(group))
-            stack.enter_context(collectives_watched(group, partial(record, "expert" if is_divided else "")))
+            meshes = [p.device_mesh for p in sharded_parameters(group) if isinstance(p, DTensor)]
+            has_divided_experts = any(EXPERT in (mesh.mesh_dim_names or ()) for mesh in meshes)
+            stack.enter_context(collectives_watched(group, partial(record, "expert" if has_divided_experts else "")))
         yield count
 
 
@@ -93,7 +92,7 @@ def communication_counted(model: nn.Module, timeline: Timeline) -> Iterator[None
     is the time in which the computing stream waits for a collective, or copies to and from its buffers. A unit with a
     single rank in its mesh does not communicate.
 
-    Every call of a unit also sets `timeline.last_unit` to the unit's path.
+    Each such wait or communication also sets `timeline.last_unit` to the path of the unit, even with a single rank.
     """
 
     @contextmanager
@@ -109,20 +108,6 @@ def communication_counted(model: nn.Module, timeline: Timeline) -> Iterator[None
             is_shared = group.mesh_info.mesh.size() > 1
             stack.enter_context(communication_wrapped(group, partial(counted, unit, is_shared)))
         yield
-
-
-def _is_of_experts(parameter: nn.Parameter) -> bool:
-    """Return True if expert parallelism divides a parameter."""
-    return isinstance(parameter, DTensor) and EXPERT in (parameter.device_mesh.mesh_dim_names or ())
-
-
-def _traffic_of(kind: str, output: Tensor, sent: Tensor) -> Traffic:
-    """Return the traffic of one collective, with the bytes of its larger buffer."""
-    return {
-        ALL_GATHER: Traffic(Collectives(all_gathers=1), all_gather_bytes=output.nbytes),
-        REDUCE_SCATTER: Traffic(Collectives(reduce_scatters=1), reduce_scatter_bytes=sent.nbytes),
-        ALL_REDUCE: Traffic(Collectives(all_reduces=1), all_reduce_bytes=output.nbytes),
-    }[kind]
 
 
 class Kernel(NamedTuple):

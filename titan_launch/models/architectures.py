@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from titan_launch.config.image_format import ImageFormat
 from titan_launch.config.sections.data import SampleUnit
 from titan_launch.config.sections.model import HUGGINGFACE, ModelConfig
+from titan_launch.core.errors import did_you_mean
 from titan_launch.models.args import ModelArgs
 from titan_launch.models.decoder.args import DecoderArgs
 from titan_launch.models.decoder.families import FAMILIES
@@ -54,8 +55,8 @@ def named_flavor(name: str, flavor: str | None) -> str:
 def resolve_args(name: str, flavor: str, overrides: Mapping[str, Any]) -> ModelArgs:
     """Return the arguments of a model of this package: the values of its flavor, overridden by `[model.args]`.
 
-    `overrides`: `[model.args]`. A table in `overrides` replaces only the keys that it has. If its `kind` differs from
-    that of the flavor's table, it replaces the whole table.
+    `overrides`: `[model.args]`. A table in `overrides` replaces only the keys that it has, or the whole table of the
+    flavor if their `kind` differs.
 
     Raises pydantic's ValidationError for wrong arguments, and KeyError for an unknown name or flavor.
     """
@@ -72,6 +73,19 @@ def _overridden(table: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[st
         if isinstance(own, dict) and isinstance(change, dict) and change.get("kind", own.get("kind")) == own.get("kind")
     }
     return {**table, **changes, **merged}
+
+
+def unknown_model(name: str) -> str:
+    """Return the error text for a `model.name` that is neither a model of this package nor an import string."""
+    known = (*ARCHITECTURES, HUGGINGFACE)
+    names = ", ".join(f'"{each}"' for each in known)
+    return f"unknown model; must be {names}, or package.module:factory for your own{did_you_mean(name, known)}"
+
+
+def unknown_flavor(name: str, flavor: str) -> str:
+    """Return the error text for a `model.flavor` that the model `name` of this package does not have."""
+    flavors = ARCHITECTURES[name].flavors
+    return f"unknown flavor; {name} has {', '.join(flavors)}{did_you_mean(flavor, flavors)}"
 
 
 def known_args(model: ModelConfig) -> ModelArgs | None:
@@ -103,10 +117,7 @@ def labels_taken(model: ModelConfig) -> int | None:
 
 def images_taken(model: ModelConfig) -> ImageFormat | None:
     """Return the format of the images that a model takes. Return None for a model of tokens, for a user's own model,
-    and for a class of `transformers` without a known number of channels.
-
-    Raises the same errors as `resolve_args`.
-    """
+    and for a class of `transformers` without a known number of channels. Raises the same errors as `resolve_args`."""
     if model.name == HUGGINGFACE:
         return image_format(model.args)
     if model.name not in ARCHITECTURES:

@@ -15,21 +15,22 @@ from titan_launch.config.sections.section import Section
 
 MOST_LAYERS, MOST_PARTS, MOST_WIDTH, MOST_TOKENS = 1000, 1 << 16, 1 << 20, 1 << 31
 """Limits of sizes, far above those of any model: the largest published models have about 130 layers, 512 experts, a
-width of 60,000, and a vocabulary of 260,000. Within the limits, a model is described in seconds, and the bytes of each
-tensor are less than 2^63."""
+width of 60,000, and a vocabulary of 260,000. Within the limits, the checks of a model take seconds, and each tensor has
+less than 2^63 bytes."""
 
 Layers = Annotated[int, Field(ge=1, le=MOST_LAYERS)]
 Parts = Annotated[int, Field(ge=1, le=MOST_PARTS)]
 """A small size: a number of heads, experts or labels, or the width of a head."""
 
 Width = Annotated[int, Field(ge=1, le=MOST_WIDTH)]
+Pixels = Annotated[int, Field(ge=1, le=1 << 16)]
 NumTokens = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
 
 
 @dataclass(frozen=True)
 class TwinNeeds:
-    """The properties of a job that its twin must keep. A twin is a small model with the same structure, which `prove`
-    trains. (`ModelArgs.twin` returns its arguments.)"""
+    """The properties of a job that its twin must keep. A twin is a small model with the same structure, which the
+    command `prove` trains."""
 
     shards: int
     """Number of ranks over which the job shards rows of parameters, tensor parallelism included."""
@@ -47,8 +48,8 @@ class TwinNeeds:
     twin_seq_len: int
 
     def rows(self, own: int, small: int) -> int:
-        """Return the twin's number of rows. `own`: the job's number of rows. `small`: the largest result. If `own` is
-        above `small` and the job shards its rows unevenly, the twin shards the result unevenly too."""
+        """Return the number of rows of a parameter of the twin: that of the job, `own`, or else at most `small`. If the
+        job shards `own` rows unevenly, the twin shards the result unevenly too."""
         uneven = small - (2 if self.is_tensor_parallel else 1)
         return own if own <= small else small if own % self.shards == 0 else uneven
 
@@ -56,8 +57,8 @@ class TwinNeeds:
 class ModelArgs(Section):
     """The base class of the arguments of every model of this package.
 
-    A subclass overrides the methods whose default result is wrong for its model. If the model takes tokens, its
-    argument `vocab_size` must be the number of rows of the embedding.
+    A subclass overrides the methods whose default result is wrong for its model. If the model takes tokens, the
+    argument `vocab_size` is the number of rows of its embedding.
     """
 
     unit: ClassVar[SampleUnit] = "tokens"

@@ -1,11 +1,13 @@
-"""Search for the blocks of a model, which become one FSDP2 unit each, and for its pipeline order."""
+"""Search for the blocks of a model, which become one FSDP2 unit each, and for its pipeline order. Division of a model
+into pipeline stages."""
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -27,9 +29,9 @@ def choose_blocks(module: nn.Module) -> Blocks:
     """Return the blocks of a model that declares none.
 
     The blocks are the entries of the model's outermost `nn.ModuleList`s, except for entries without a matrix, such as
-    norms. Without such entries, the blocks are repeated modules that together hold more than half of the parameters
-    outside of embeddings: entries of `nn.Sequential`s, or else the instances of one class. Without such modules, there
-    are no blocks.
+    norms. Without such entries, the blocks are repeated modules: entries of `nn.Sequential`s, or else the instances of
+    one class. Repeated modules must hold more than half of the parameters outside of embeddings. Otherwise, there are
+    no blocks.
     """
     entries = tuple(_list_entries(module))
     if entries:
@@ -51,10 +53,7 @@ def choose_blocks(module: nn.Module) -> Blocks:
 
 def _list_entries(module: nn.Module, path: str = "") -> Iterator[str]:
     """Yield the paths of the entries of all outermost ModuleLists. Entries without a matrix, such as norms, are
-    skipped.
-
-    If an entry is a container without a forward, the search continues in this container.
-    """
+    skipped. The search continues in an entry that is a container without a forward."""
     for name, child in module.named_children():
         child_path = full_name(path, name)
         if not isinstance(module, nn.ModuleList) or not has_forward(child):
@@ -64,10 +63,8 @@ def _list_entries(module: nn.Module, path: str = "") -> Iterator[str]:
 
 
 def _sequential_entries(module: nn.Module, path: str = "") -> Iterator[str]:
-    """Yield the paths of the composite entries (see `_is_composite`) of the outermost Sequentials.
-
-    If an entry is itself a Sequential with composite entries, its own entries are yielded instead.
-    """
+    """Yield the paths of the composite entries (see `_is_composite`) of the outermost Sequentials. In place of an entry
+    that is itself a Sequential with composite entries, yield these."""
     for name, child in module.named_children():
         child_path = full_name(path, name)
         is_container = isinstance(child, nn.Sequential) and any(map(_is_composite, child.children()))
@@ -106,8 +103,8 @@ def has_forward(module: nn.Module) -> bool:
 def find_blocks(module: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
     """Return the paths of the modules that the globs match, in the order of `named_modules`.
 
-    A block needs a forward, so a ModuleList or ModuleDict cannot be one. Raise ConfigError with a problem on
-    `model.blocks` for every glob that matches no such module.
+    A ModuleList or ModuleDict cannot be a block, because it has no forward. Raise ConfigError with a problem on
+    `model.blocks` for every glob that matches no module with a forward.
     """
     paths, containers = _paths(module)
     unused = [
@@ -158,24 +155,19 @@ def _paths(module: nn.Module) -> tuple[list[str], list[str]]:
     return runnable, containers
 
 
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-
-
 def remove_blocks(model: nn.Module, removed: Iterable[str]) -> None:
-    """Remove blocks from their containers, in place. The remaining blocks keep their names, such as `0` and `3`.
-
-    Raises ValueError for a block that is not in a container, because some forward refers to such a block by name.
-    """
+    """Remove blocks from their containers, in place. The other blocks keep their names, such as `0` and `3`. Raises
+    ValueError for a block that is an attribute, which some forward reads by name."""
     for path in removed:
         container = model.get_submodule(parent(path))
-        if not isinstance(container, _CONTAINERS):
+        if not isinstance(container, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
             raise ValueError(f"{path} is an attribute of a {type(container).__name__}")
         delattr(container, path.rpartition(".")[2])
 
 
 @contextmanager
 def blocks_removed(model: nn.Module, removed: Collection[str]) -> Iterator[None]:
-    """Remove blocks from their containers while the `with` statement runs. Raises ValueError like `remove_blocks`."""
+    """Remove blocks from their containers until the end of the block. Raises ValueError as `remove_blocks` does."""
     containers = [model.get_submodule(path)._modules for path in dict.fromkeys(map(parent, removed))]
     before = [dict(modules) for modules in containers]
     try:
@@ -185,3 +177,45 @@ def blocks_removed(model: nn.Module, removed: Collection[str]) -> Iterator[None]
         for modules, own in zip(containers, before, strict=True):
             modules.clear()  # so that the blocks get their original order
             modules.update(own)
+
+
+class PassThrough(nn.Module):
+    """Replacement for a module that another stage holds. The forward returns the first input unchanged."""
+
+    def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        return x
+
+
+def cut(model: nn.Module, stages: Sequence[Collection[str]], others: Collection[str]) -> tuple[nn.Module, ...]:
+    """Return one module for each stage of this rank: the model's module tree, or a shallow copy of the tree if the rank
+    has several stages. Pass-through modules replace the modules of other stages, and in `model` those of other ranks.
+    So module paths, names in checkpoints and initial values are those of the whole model.
+
+    `stages`: the paths of the modules of each stage of this rank. `others`: the paths of the modules of other ranks.
+    `stages` and `others` together contain the whole pipeline order. Modules outside of the pipeline order have no
+    parameters, and are on every stage. The results share their modules with `model`.
+    """
+    pipeline_order = {path for stage in stages for path in stage} | set(others)
+    views = [_view(model, set(stage), pipeline_order) for stage in stages] if len(stages) > 1 else [model]
+    for path in others:
+        model.set_submodule(path, PassThrough())
+    return tuple(views)
+
+
+def _view(module: nn.Module, kept: Collection[str], pipeline_order: Collection[str], path: str = "") -> nn.Module:
+    """Return a copy of a module tree, in which pass-through modules replace the modules of `pipeline_order` that are
+    not `kept`. A module that is kept, or has no modules of `pipeline_order`, is returned itself. `path`: the module's
+    path in the model."""
+    if path in pipeline_order:
+        return module if path in kept else PassThrough()
+    if not any(other.startswith(f"{path}.") or not path for other in pipeline_order):
+        return module
+    view = copy.copy(module)
+    for name, value in vars(module).items():  # hooks that FSDP2 adds to one stage must not run in the others
+        if isinstance(value, dict) and "hook" in name:
+            vars(view)[name] = value.copy()
+    vars(view)["_modules"] = {
+        name: None if child is None else _view(child, kept, pipeline_order, full_name(path, name))
+        for name, child in module._modules.items()
+    }
+    return view

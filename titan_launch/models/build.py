@@ -29,13 +29,12 @@ from titan_launch.models.factory import (
     build_on_meta,
     build_without_values,
     scalars_as_vectors,
-    uses_meta_device,
 )
 from titan_launch.models.host_values import HostValues
 from titan_launch.models.huggingface import module as huggingface
 from titan_launch.models.huggingface.config_json import read_json
 from titan_launch.models.init import load_weights
-from titan_launch.models.initializers import Initializer, ScaledValues, call_reset_parameters
+from titan_launch.models.initializers import Initializer, call_reset_parameters, scaled_values
 from titan_launch.models.lora import StackedLoRA, add_adapters
 from titan_launch.models.resnet.module import SPEC as RESNET
 from titan_launch.models.spec import AttentionHeads, ModelSpec, TensorStyle
@@ -53,28 +52,23 @@ def take_inventory(
     pipeline_order: tuple[str, ...] = (),
 ) -> Inventory:
     """Return the table of the modules of a model that is not wrapped yet. The model may be on the meta device.
-
-    `blocks`, `head`, `embeddings` and `pipeline_order`: paths of modules, as in `BuiltModel`.
-    """
+    `blocks`, `head`, `embeddings` and `pipeline_order`: paths of modules, as in `BuiltModel`."""
     first_path: dict[int, str] = {}
     first_owner: dict[int, str] = {}
     saved = model.state_dict().keys()
+    stacked = (Experts, StackedLoRA)  # the first axis of their parameters counts the experts
     modules = tuple(
         ModuleInfo(
             path=path,
             same_as=first if (first := first_path.setdefault(id(module), path)) != path else None,
             classes=_class_names(module),
             has_forward=has_forward(module),
-            parameters=_tensors(path, module._parameters.items(), first_owner, saved, isinstance(module, _STACKED)),
+            parameters=_tensors(path, module._parameters.items(), first_owner, saved, isinstance(module, stacked)),
             buffers=_tensors(path, module._buffers.items(), first_owner, saved),
         )
         for path, module in model.named_modules(remove_duplicate=False)
     )
     return Inventory(modules, blocks, head, embeddings, pipeline_order)
-
-
-_STACKED = (Experts, StackedLoRA)
-"""Classes of modules whose parameters are stacked: the first axis counts the experts."""
 
 
 def _class_names(module: nn.Module) -> tuple[str, ...]:
@@ -113,11 +107,7 @@ def _tensors(
 
 T = TypeVar("T")
 
-SPECS: dict[str, ModelSpec] = {
-    **DECODERS,
-    "resnet": RESNET,
-    "vit": VIT,
-}
+SPECS: dict[str, ModelSpec] = {**DECODERS, "resnet": RESNET, "vit": VIT}
 """The models of this package, by `model.name`."""
 
 
@@ -137,8 +127,8 @@ class BuiltModel:
     """Function that fills parameters and buffers after `models.init.allocate`, or the values from a factory."""
 
     flops_per_sample: int | None = None
-    """FLOPs of forward and backward for one sample (a sequence for a language model) that a user's own model declares;
-    None to count them."""
+    """FLOPs of forward and backward for one sample that a user's own model declares; None to count them. A sample of a
+    language model is a sequence."""
 
     embeddings: tuple[str, ...] = ()
     """Paths of the embeddings, as in `ModelSpec`; empty if unknown."""
@@ -161,8 +151,8 @@ class BuiltModel:
 
 
 def _blocks_of(config: ModelConfig, module: nn.Module) -> Blocks:
-    """Return the blocks that `model.blocks` names. If it is unset, return those that a model of this package declares;
-    for a user's own model, those that `choose_blocks` finds."""
+    """Return the blocks that `model.blocks` names. If that key is unset, return those that a model of this package
+    declares, or those that `choose_blocks` finds in a user's own model."""
     if config.blocks is not None:
         return Blocks(find_blocks(module, config.blocks), "by model.blocks")
     if config.is_of_package:
@@ -178,13 +168,13 @@ def build_model(
 
     `host`: the settings with which a user's factory is called to get the initial values of its tensors. If
     `model.weights` has all parameters of a class of `transformers`, only the buffers get values. A factory with
-    `meta_device = True` ignores `host`: later, `reset_parameters` fills its module. With any other factory and without
-    `host`, the model never gets values, and serves for planning.
+    `meta_device = True` ignores `host`, because `reset_parameters` fills its module later. None: the model of any other
+    factory never gets values, and serves for planning.
 
-    A user's module may define the method `flops_per_sample(seq_len)`. It may have the attributes `pipeline_order`,
+    A user's module may have the method `flops_per_sample(seq_len)`, and the attributes `pipeline_order`,
     `tensor_parallel` and `context_parallel`, which `ModelSpec` explains. Raise ConfigError for errors of a user's
-    model, and for targets of `lora` that cannot have an adapter. (`titan_launch.config` has already checked the
-    arguments of this package's models.)
+    model, and for targets of `lora` that cannot have an adapter. `titan_launch.config` has already checked the
+    arguments of this package's models.
     """
     built = _build_of_package(config, seq_len) if config.is_of_package else _build_users_own(config, seq_len, host)
     if lora is not None:
@@ -195,9 +185,8 @@ def build_model(
 def values_of_width(config: ModelConfig, base_width: int, scales: WidthScales) -> Initializer:
     """Return the initializer of a decoder with muP: the values of the same model with the width `base_width`,
     multiplied by `scales`."""
-    args = resolve_args(config.name, config.flavor, config.args)
-    base = args.model_copy(update={"dim": base_width})
-    return ScaledValues(SPECS[config.name].initializer(base), scales)
+    base = resolve_args(config.name, config.flavor, config.args).model_copy(update={"dim": base_width})
+    return scaled_values(SPECS[config.name].initializer(base), scales)
 
 
 def _build_of_package(config: ModelConfig, seq_len: int) -> BuiltModel:
@@ -233,9 +222,9 @@ def recorded_model(config_file: str | Path) -> nn.Module:
     """Build the model of a finished run in plain PyTorch, from the `config.json` in the run's folder.
 
     The module is not sharded, and is on the default device. Its values are not those of the run: load a checkpoint into
-    it. If the run's checkpoints omit frozen parameters, the module gets the values of the folder `model.weights`, if
-    the run had one. Raises ConfigError if this folder does not fit the model or cannot be copied from its URL, and
-    WeightsError if `config_file` cannot be read.
+    the module. If the run's checkpoints omit frozen parameters, the module gets the values of the folder
+    `model.weights`, if the run had one. Raises ConfigError if this folder does not fit the model or cannot be copied
+    from its URL, and WeightsError if `config_file` cannot be read.
     """
     recorded = read_json(Path(config_file))
     config = ModelConfig.model_validate(recorded["model"])
@@ -270,7 +259,7 @@ def _factory(config: ModelConfig, seq_len: int) -> Callable[..., Any]:
 def _build_users_own(config: ModelConfig, seq_len: int, host: HostBuild | None) -> BuiltModel:
     factory = _factory(config, seq_len)
     initializer: Initializer | HostValues = call_reset_parameters
-    if uses_meta_device(factory):
+    if getattr(factory, "meta_device", False) is True:
         module = build_on_meta(config, factory)
     elif host is None:
         module = build_for_planning(config, factory)
@@ -303,13 +292,10 @@ def _check_declarations(module: nn.Module) -> None:
         problems.append(f"pipeline_order must be a tuple of globs; it is {pipeline_order!r}")
     for name, kind in (("tensor_parallel", str), ("context_parallel", int)):
         declared = getattr(module, name, None)
-        if declared is not None and not _is_table(declared, kind):
+        is_table = isinstance(declared, Mapping) and all(
+            isinstance(key, str) and isinstance(value, kind) for key, value in declared.items()
+        )
+        if declared is not None and not is_table:
             problems.append(f"{name} must be a dict from globs to {kind.__name__}; it is {declared!r}")
     if problems:
         raise ConfigError(Problem(("model", "name"), f"the model's attribute {reason}") for reason in problems)
-
-
-def _is_table(declared: Any, kind: type) -> bool:
-    return isinstance(declared, Mapping) and all(
-        isinstance(key, str) and isinstance(value, kind) for key, value in declared.items()
-    )

@@ -28,10 +28,8 @@ _DTYPE = torch.int32
 
 
 def positions_in(documents: Tensor) -> Tensor:
-    """Return the position of each token in its document, from 0: int32 (batch, tokens).
-
-    `documents`: a number for each token (batch, tokens). A document begins where the number changes.
-    """
+    """Return the position of each token in its document, from 0: int32 (batch, tokens). `documents`: a number for each
+    token (batch, tokens). A document begins where the number changes."""
     index = torch.arange(documents.shape[1], dtype=_DTYPE, device=documents.device)
     starts = index[1:].where(documents[:, 1:] != documents[:, :-1], 0).cummax(-1).values
     return index - F.pad(starts, (1, 0))
@@ -55,14 +53,15 @@ def separate_by_positions(model: Any) -> None:
     """Declare that a model of `transformers` separates documents by the `position_ids` that this package makes.
 
     From then on, for all models of `transformers` in this process, the dtype of the positions decides whether masks
-    separate documents. With int32 positions (of this package) they do. With int64 positions (of `transformers`) they do
-    not.
+    separate documents. Masks separate them with int32 positions (of this package), but not with int64 positions (of
+    `transformers`).
     """
     from transformers import masking_utils
 
     model.separates_by_positions = True
     # The original function compares the values of the positions, so every forward would wait for the device. In a
-    # trace, which has no values, it would assume documents, and attention would use a different kernel than in a run.
+    # trace, which has no values, the function would assume documents, and attention would use another kernel than in a
+    # run.
     masking_utils.find_packed_sequence_indices = _documents_at
 
 
@@ -90,10 +89,8 @@ def check_documents(model: nn.Module, seq_len: int, key: KeyPath, value: str) ->
 
 
 def _obstacle_in_transformers(model: Any, seq_len: int) -> str | None:
-    """Return the reason why a model does not separate documents by `position_ids`; None if it does.
-
-    A forward on the meta device shows whether all masks and learned positions are made from these positions.
-    """
+    """Return the reason why a model does not separate documents by `position_ids`; None if it does. A forward on the
+    meta device shows whether all masks and learned positions are made from these positions."""
     from transformers import masking_utils
 
     others = {*(getattr(model.config, "layer_types", None) or ())} - {"full_attention", "sliding_attention"}

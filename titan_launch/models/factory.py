@@ -30,8 +30,7 @@ from titan_launch.plan.hardware import GIB, free_memory_gib
 
 
 class TooLargeError(ConfigError):
-    """Error: the sizes of a model are larger than those of any real model. The build is not tried again on another
-    device."""
+    """Error: a model is larger than any real model. A build with this error is not tried again on another device."""
 
 
 @dataclass(frozen=True)
@@ -48,16 +47,9 @@ class HostBuild:
     """True: the module is built on the meta device, without values, because another rank has the values."""
 
 
-def uses_meta_device(factory: Callable[..., Any]) -> bool:
-    """Return True if a factory has the attribute `meta_device = True`.
-
-    The module of such a factory is built on the meta device, and `reset_parameters` fills it.
-    """
-    return getattr(factory, "meta_device", False) is True
-
-
 def build_on_meta(config: ModelConfig, factory: Callable[..., Any]) -> nn.Module:
-    """Build a factory's module on the meta device. Later `call_reset_parameters` fills it.
+    """Build the module of a factory with the attribute `meta_device = True`, on the meta device. Later
+    `call_reset_parameters` fills it.
 
     Raise ConfigError if the factory fails, or if `reset_parameters` cannot fill the module.
     """
@@ -68,11 +60,10 @@ def build_on_meta(config: ModelConfig, factory: Callable[..., Any]) -> nn.Module
 
 
 def build_for_planning(config: ModelConfig, factory: Callable[..., Any]) -> nn.Module:
-    """Build a factory's module for planning: its parameters and buffers are on the meta device.
+    """Build a factory's module for planning, with parameters and buffers on the meta device.
 
-    If the factory fails on the meta device, it is called on the host. Raise ConfigError if both calls fail. A
-    TooLargeError is raised at once, without a second call. Tensors on the meta device that are plain attributes, not
-    buffers, become zeros on the host.
+    If the factory fails on the meta device, it is called again on the host. Raise ConfigError if both calls fail, and
+    TooLargeError without a second call. Tensors on the meta device that are plain attributes become zeros on the host.
     """
     module = None
     try:
@@ -94,7 +85,7 @@ def build_for_planning(config: ModelConfig, factory: Callable[..., Any]) -> nn.M
 def build_on_host(config: ModelConfig, factory: Callable[..., Any], host: HostBuild) -> tuple[nn.Module, HostValues]:
     """Build a factory's module on the host, with seeded random generators.
 
-    Return the module, in training mode and with its tensors on the meta device, and the values of these tensors. Raise
+    Return the module, in training mode and with its tensors on the meta device, and the values of the tensors. Raise
     ConfigError if the factory fails, if the tensors do not fit into free host memory, if a tensor is not on the host,
     or if two parameters use the same memory.
     """
@@ -113,10 +104,8 @@ def build_on_host(config: ModelConfig, factory: Callable[..., Any], host: HostBu
 def build_without_values(
     config: ModelConfig, factory: Callable[..., Any], host: HostBuild
 ) -> tuple[nn.Module, HostValues]:
-    """Build a factory's module on the meta device, for a rank that gets the values from another rank.
-
-    While the factory runs, `torch.load` returns tensors without values. Raise ConfigError if the factory fails.
-    """
+    """Build a factory's module on the meta device, for a rank that gets the values from another rank. While the factory
+    runs, `torch.load` returns tensors without values. Raise ConfigError if the factory fails."""
 
     def load_without_values(*args: Any, **kwargs: Any) -> Any:
         return load(*args, **{**kwargs, "map_location": "meta"})
@@ -130,10 +119,10 @@ def build_without_values(
 
 
 def build_buffers_on_host(config: ModelConfig, factory: Callable[..., Any]) -> tuple[nn.Module, HostValues]:
-    """Build a factory's module whose parameters will be read from files. Only its buffers get values.
+    """Build a factory's module whose parameters will be read from files.
 
-    Return the module with its tensors on the meta device, and the values of its buffers. A parameter moves to the meta
-    device when it is registered, before a layer initialises it. Raise ConfigError if the factory fails.
+    Return the module, with its tensors on the meta device, and the values of its buffers. A parameter moves to the meta
+    device as soon as it is registered, before it gets values. Raise ConfigError if the factory fails.
     """
 
     def move(module: nn.Module, name: str, parameter: nn.Parameter) -> Any:
@@ -177,16 +166,18 @@ def _call(
         problem = "returns a compiled module; remove torch.compile, and set compile.enable = true"
     if problem is not None:
         raise config_error(("model", "name"), problem, config.name)
-    _check_shapes(module)
+    reason = "the parameter {} is lazy and has no shape; give its module the number of features"
+    if lazy := [name for name, parameter in module.named_parameters() if is_lazy(parameter)]:
+        raise ConfigError(Problem(("model", "name"), reason.format(name)) for name in lazy)
     scalars_as_vectors(module)
     return module
 
 
 def scalars_as_vectors(module: nn.Module) -> None:
-    """Give the scalar parameters of a module the shape (1,), in place, since FSDP2 shards along the first axis.
+    """Give the scalar parameters of a module the shape (1,), in place, because FSDP2 shards along the first axis.
 
-    The module's code still reads scalars: the class of a module that owns a scalar parameter is replaced by a subclass,
-    in which a property with the parameter's name returns the scalar. Checkpoints have the shape (1,).
+    The module's code still reads scalars. Each submodule with scalar parameters gets a subclass of its class, in which
+    a property with the name of each such parameter returns the scalar. Checkpoints have the shape (1,).
     """
     vectors: dict[nn.Parameter, nn.Parameter] = {}
     for child in module.modules():
@@ -231,14 +222,6 @@ def _check_arguments(factory: Callable[..., Any], config: ModelConfig) -> None:
         raise config_error(("model", "args"), f"{config.name}{signature}: {error}{hint}", config.args) from None
 
 
-def _check_shapes(module: nn.Module) -> None:
-    """Raise ConfigError for lazy parameters, which have no shape yet."""
-    reason = "the parameter {} is lazy and has no shape; give its module the number of features"
-    lazy = [name for name, parameter in module.named_parameters() if is_lazy(parameter)]
-    if lazy:
-        raise ConfigError(Problem(("model", "name"), reason.format(name)) for name in lazy)
-
-
 def _check_is_on_host(module: nn.Module) -> None:
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if tensor.is_meta:
@@ -278,8 +261,8 @@ class _OutOfHostMemory(Exception):  # noqa: N818 - never leaves this module
 def _memory_limited(limit_bytes: int) -> Iterator[None]:
     """Raise _OutOfHostMemory as soon as the modules built in the block hold tensors of more than `limit_bytes`.
 
-    A tensor counts as soon as a module registers it. (The free memory of the host would not show it yet, because
-    `torch.empty` does not write to the memory that it allocates.)
+    A tensor counts as soon as a module registers it. The free memory of the host shows a tensor only later, because
+    `torch.empty` does not write to the memory that it allocates.
     """
     sizes: dict[int, int] = {}
 

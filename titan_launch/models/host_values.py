@@ -1,5 +1,5 @@
-"""The initial values that a factory gave its module. One rank of each host has them, and sends every other rank of the
-host its part."""
+"""The initial values that a factory gave its module. One rank of each host has the values, and sends every other rank
+of the host its part."""
 
 from __future__ import annotations
 
@@ -50,15 +50,15 @@ class HostValues:
         return {name: _digest(tensor) for name, tensor in self.by_name.items()}
 
     def owned_by(self, rank: int) -> HostValues:
-        """Return the same tensors without values. A rank with the result gets its parts of the values from `rank`."""
+        """Return the tensors without values, for a rank that gets its parts of the values from `rank`."""
         return replace(self, by_name={name: value.to("meta") for name, value in self.by_name.items()}, owner=rank)
 
     def take_parts(self, boxes: Mapping[str, Box]) -> Iterator[tuple[str, Tensor]]:
         """Yield (full name, this rank's part) of each tensor in `boxes`. Collective over the ranks that share the
         values.
 
-        `boxes`: this rank's part of each tensor, by full name. The rank with the values drops each of its tensors as
-        soon as all ranks have their parts of the tensor. Tensors that are not in `boxes` of any rank are dropped, too.
+        `boxes`: this rank's part of each tensor, by full name. The rank with the values drops each tensor as soon as
+        all ranks have their parts. A tensor that no rank asks for is dropped, too.
         """
         if self.owner is not None:
             dist.send_object_list([dict(boxes)], self.owner)
@@ -141,19 +141,15 @@ def attributes_digest(module: nn.Module) -> str:
     Numbers, texts, plain tensors, and containers or dataclasses of these count by value. Other attributes count by
     their class.
     """
-    attributes = [
-        (path, type(child).__qualname__, _plain({key: vars(child)[key] for key in vars(child).keys() - _OF_MODULES}))
-        for path, child in module.named_modules()
-    ]
-    return digest_of(attributes)
-
-
-_OF_MODULES = vars(nn.Module()).keys()
+    of_all = vars(nn.Module()).keys()
+    own = [(path, child, vars(child).keys() - of_all) for path, child in module.named_modules()]
+    return digest_of(
+        [(path, type(m).__qualname__, _plain({key: vars(m)[key] for key in keys})) for path, m, keys in own]
+    )
 
 
 def _plain(value: Any, depth: int = 4) -> Any:
-    """Return an object as a text, or as a nested list of texts. Containers that are nested deeper than `depth` count by
-    their class."""
+    """Return an object as a text or a nested list of texts. Containers nested deeper than `depth` count by class."""
     if isinstance(value, Tensor):
         return f"{value.dtype} {tuple(value.shape)} on meta" if value.is_meta else _digest(value.detach())
     if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
@@ -176,8 +172,8 @@ def digest_of(value: Any) -> str:
 def _digest(tensor: Tensor) -> str:
     """Return a hexadecimal digest of a tensor's dtype, shape and elements.
 
-    The elements are arranged in a table. Their bits are summed as integers along its rows and along its columns. These
-    sums run at memory bandwidth, and they change if elements are permuted.
+    The elements form a table. The bits of the elements are summed as integers along rows and along columns. These sums
+    run at memory bandwidth, and they change if elements are permuted.
     """
     plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     bits = plain.reshape(-1).view(_INTEGERS[plain.element_size()])

@@ -1,8 +1,8 @@
 """Initial parameters and buffers, which are the same for every sharding and every number of ranks.
 
 Every rank computes the unsharded tensors of one module at a time, and keeps only its own shards. The random seed
-depends only on the job's seed and the module's path. Nothing is communicated. The values of a user's factory are an
-exception: one rank of each host has them, and sends every other rank of the host its shards.
+depends only on the job's seed and the module's path. Nothing is communicated, except for the values of a user's
+factory: one rank of each host has these values, and sends every other rank of the host its shards.
 """
 
 from __future__ import annotations
@@ -25,11 +25,8 @@ from titan_launch.plan.types import full_name
 
 
 def allocate(model: nn.Module, device: torch.device, parameters_on_host: bool = False) -> None:
-    """Move a model from the meta device to `device`, in place. Its tensors are allocated, but not initialised. Shared
-    parameters stay shared.
-
-    With `parameters_on_host` the parameters are allocated on the host.
-    """
+    """Move a model from the meta device to `device`, in place, without values. Shared parameters stay shared.
+    `parameters_on_host`: True to allocate the parameters on the host."""
     before = [(module, dict(module._parameters)) for module in model.modules()]
     model.to_empty(device="cpu" if parameters_on_host else device)
     allocated: dict[nn.Parameter, nn.Parameter | None] = {}
@@ -51,7 +48,7 @@ def initialize(model: nn.Module, initializer: Initializer | HostValues, seed: in
     Adapters (`models.lora`) are always filled by their own `reset_parameters`, whatever `initializer` is.
 
     An Initializer computes on `device` even if the parameters are on the host, so offloading does not change the
-    values. A shared tensor is filled once, by the first module in `named_modules` that owns it. Children are filled
+    values. A shared tensor is filled once, as a tensor of its first owner in `named_modules`. Children are filled
     before parents. The extra memory is that of the largest single module, unsharded and in fp32.
     """
     if isinstance(initializer, HostValues):
@@ -61,7 +58,8 @@ def initialize(model: nn.Module, initializer: Initializer | HostValues, seed: in
         if isinstance(fill, HostValues):
             continue
         twin = _unsharded_twin(module, device)
-        with _seeded(_module_seed(seed, path), device), torch.no_grad():
+        digest = hashlib.blake2b(f"{seed}:{path}".encode(), digest_size=8).digest()
+        with _seeded(int.from_bytes(digest, "little"), device), torch.no_grad():
             fill(twin, path)
             for name in names:
                 _copy_shard(own_tensors(module)[name], own_tensors(twin)[name])
@@ -81,8 +79,7 @@ def load_weights(model: nn.Module, weights: Weights, names: Collection[str] | No
     """Copy the weights into an allocated model, sharded or not, in place. Tensors that `weights` does not have keep
     their values. Return the number of bytes, in the dtypes of the files, that this rank has copied.
 
-    `names`: full names of the tensors to copy, by default all. Nothing is communicated: this rank reads its parts of
-    the tensors.
+    `names`: full names of the tensors to copy, by default all. Nothing is communicated: each rank reads its own parts.
     """
     num_bytes = 0
     for _, target, part in _own_parts(model, weights, weights.pieces if names is None else names):
@@ -93,8 +90,8 @@ def load_weights(model: nn.Module, weights: Weights, names: Collection[str] | No
 
 @torch.no_grad()
 def differing_weights(model: nn.Module, weights: Weights, names: Collection[str]) -> list[str]:
-    """Return the tensors of `names` whose values in the model and in `weights` differ, within this rank's part. The
-    weights are converted to the dtype of the model before the comparison."""
+    """Return the tensors of `names` whose values in the model and in `weights` differ, within this rank's part. Weights
+    are converted to the dtype of the model and then compared."""
     parts = _own_parts(model, weights, names)
     return [name for name, own, part in parts if not torch.equal(own, part.to(own))]
 
@@ -141,12 +138,10 @@ def _owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]]]:
 
 
 def _unsharded_twin(module: nn.Module, device: torch.device) -> nn.Module:
-    """Return a copy of `module` with its original class, and with unsharded, uninitialised tensors.
-
-    The copy shares its other attributes with `module`. It has no children, because those of `module` are sharded.
-    Exception: the copy of an `nn.MultiheadAttention` has the children of `module`.
-    """
-    cls = _original_class(module)
+    """Return a copy of `module` with its original class, and with unsharded, uninitialised tensors. The copy shares its
+    other attributes with `module`. The copy has no children, because those of `module` are sharded."""
+    classes: Iterator[type[nn.Module]] = (cls for cls in type(module).__mro__ if issubclass(cls, nn.Module))
+    cls = next(cls for cls in classes if not issubclass(cls, FSDPModule))  # `fully_shard` replaces the class
     twin = cls.__new__(cls)
     twin.__dict__.update(module.__dict__)
     twin.__dict__["_parameters"] = {
@@ -156,15 +151,9 @@ def _unsharded_twin(module: nn.Module, device: torch.device) -> nn.Module:
     twin.__dict__["_buffers"] = {
         name: None if b is None else _uninitialised(b, device) for name, b in module._buffers.items()
     }
-    if not isinstance(module, nn.MultiheadAttention):  # its reset zeroes its child's bias, also if it is a shard
+    if not isinstance(module, nn.MultiheadAttention):  # its reset zeroes its child's bias, or a shard of it
         twin.__dict__["_modules"] = {}
     return twin
-
-
-def _original_class(module: nn.Module) -> type[nn.Module]:
-    """Return the class of a module, or its class before `fully_shard` replaced it."""
-    classes: Iterator[type[nn.Module]] = (cls for cls in type(module).__mro__ if issubclass(cls, nn.Module))
-    return next(cls for cls in classes if not issubclass(cls, FSDPModule))
 
 
 def _uninitialised(like: Tensor, device: torch.device) -> Tensor:
@@ -182,11 +171,6 @@ def _copy_shard(target: Tensor, source: Tensor) -> None:
         local_tensor(target).copy_(own_part(source.detach(), target))
     else:
         target.copy_(source)
-
-
-def _module_seed(seed: int, path: str) -> int:
-    digest = hashlib.blake2b(f"{seed}:{path}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little")
 
 
 @contextmanager

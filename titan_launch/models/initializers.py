@@ -20,7 +20,7 @@ class Initializer(Protocol):
     def __call__(self, module: nn.Module, path: str) -> None:
         """Fill every parameter and buffer of `module`, whose path in the model is `path`.
 
-        The tensors are unsharded plain tensors. Floating tensors have dtype fp32 or wider and hold NaN; others hold 0.
+        The tensors are plain, not sharded. Floating tensors have a dtype of at least 32 bits and are NaN; others are 0.
         The module has no children, unless it is an `nn.MultiheadAttention`. The caller has seeded torch's default
         generators and disabled gradients.
         """
@@ -59,10 +59,8 @@ def from_reset_parameters(tensor: Tensor, module: nn.Module) -> None:
 
 
 class InitTable:
-    """A table of (glob, fill function). For a parameter or buffer, the first glob that matches its full name decides.
-
-    A name that no glob matches is a mistake in the table, and raises AssertionError.
-    """
+    """A table of (glob, fill function). For a parameter or buffer, the first glob that matches its full name
+    decides."""
 
     def __init__(self, rules: Sequence[tuple[str, Fill]]):
         self._rules = tuple(rules)
@@ -70,34 +68,26 @@ class InitTable:
     def __call__(self, module: nn.Module, path: str) -> None:
         """Fill the module's tensors by their rules."""
         for name, tensor in own_tensors(module).items():
-            self._find(full_name(path, name))(tensor, module)
-
-    def _find(self, name: str) -> Fill:
-        for pattern, fill in self._rules:
-            if matches(pattern, name):
-                return fill
-        raise AssertionError(f"the model's table of initial values has no rule for {name}")
+            own = full_name(path, name)
+            fill = next((fill for pattern, fill in self._rules if matches(pattern, own)), None)
+            assert fill is not None, f"the model's table of initial values has no rule for {own}"
+            fill(tensor, module)
 
 
-class ScaledValues:
-    """An initializer that multiplies each parameter of another initializer by its scale (`WidthScales.of`)."""
+def scaled_values(values: Initializer, scales: WidthScales) -> Initializer:
+    """Return an initializer that multiplies each parameter of the initializer `values` by its scale."""
 
-    def __init__(self, values: Initializer, scales: WidthScales):
-        self._values, self._scales = values, scales
-
-    def __call__(self, module: nn.Module, path: str) -> None:
-        """Fill the module's tensors, and scale its parameters."""
-        self._values(module, path)
+    def fill(module: nn.Module, path: str) -> None:
+        values(module, path)
         for name, parameter in module.named_parameters(recurse=False):
-            parameter.mul_(self._scales.of(full_name(path, name)).std)
+            parameter.mul_(scales.of(full_name(path, name)).std)
+
+    return fill
 
 
 def call_reset_parameters(module: nn.Module, path: str) -> None:
-    """Fill a module's own tensors by calling its `reset_parameters`.
-
-    This initializer is for adapters, and for factories that declare `meta_device = True`. Raise UserError if the method
-    fails, or if it does not fill every tensor.
-    """
+    """Fill a module's own tensors by calling its `reset_parameters`: the initializer of adapters, and of factories that
+    declare `meta_device = True`. Raise UserError if the method fails, or does not fill every tensor."""
     before = {name: (tensor, tensor._version) for name, tensor in own_tensors(module).items()}
     where = f"reset_parameters of {type(module).__name__} ({path or 'the model itself'})"
     reset = _reset_method(module)
@@ -125,18 +115,14 @@ def _is_filled(tensor: Tensor, before: Tensor, version: int) -> bool:
 
 
 def check_reset_parameters(model: nn.Module) -> None:
-    """Raise ConfigError on `model.name` if values would be lost on the meta device.
-
-    Values are lost if a module owns tensors but its class has no `reset_parameters`, or if a tensor is a plain
-    attribute.
-    """
+    """Raise ConfigError on `model.name` if values would be lost on the meta device: those of a module without
+    `reset_parameters`, and those of a tensor that is a plain attribute."""
     problems = [*_without_reset_parameters(model), *_lost_tensors(model)]
     if problems:
         raise ConfigError(problems)
 
 
 def _lost_tensors(model: nn.Module) -> Iterator[Problem]:
-    """Yield a problem for each tensor in a plain attribute. Such a tensor would stay on the meta device."""
     for path, module in model.named_modules():
         names = [name for name, value in vars(module).items() if isinstance(value, Tensor) and value.is_meta]
         for name in names:

@@ -1,11 +1,11 @@
 """Low-rank adapters (LoRA, arXiv:2106.09685) of linear layers, embeddings and experts.
 
-A target is a layer that gets an adapter. It keeps its path and the names of its parameters, and gets a child, `lora`.
-The target computes W x + scale * B A x, and the child returns the second term. The child is a module with a forward of
-its own, so that it can be an FSDP2 unit with its own dtypes.
+A target is a layer that gets an adapter. The target keeps its path and the names of its parameters, and gets a child,
+`lora`. The target computes W x + scale * B A x, and the child returns the second term. The child has a forward of its
+own, so that it can be an FSDP2 unit with its own dtypes.
 
-The sum is formed inside of the target's forward, where `nn.Linear` or `nn.Embedding` computes W x. If the target then
-changes its product, as an output layer with a soft cap does, the change applies to the sum.
+The sum is formed where `nn.Linear` or `nn.Embedding` computes W x. If the forward of the target then changes this
+product, as an output layer with a soft cap does, the change applies to the sum.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,7 @@ from titan_launch.core.globs import alike, matches
 from titan_launch.models.blocks import has_forward
 from titan_launch.models.decoder.huggingface_tensors import ends_in
 from titan_launch.models.decoder.mixture_of_experts import ExpertProduct, Experts, MixtureOfExperts
+from titan_launch.models.weights.adapters import Adapter
 from titan_launch.plan.freezing import ADAPTER
 from titan_launch.plan.types import enclosing, full_name, parent
 from titan_launch.plan.units.rule_assignment import nothing_matched, suggestion
@@ -59,11 +60,6 @@ class LoRA(nn.Module):
         low = product(F.dropout(x, self.dropout, self.training), self.a, None)
         return product(low * self.scale, self.b, None)
 
-    def delta(self) -> Tensor:
-        """Return what the adapter adds to the weight: a tensor with the shape of the weight, in fp32. The parameters
-        must not be sharded."""
-        return delta(self.a, self.b, self.scale)
-
 
 class EmbeddingLoRA(LoRA):
     """The adapter of an embedding, whose weight is (rows, dim): `a` is (rank, rows), and `b` is (dim, rank)."""
@@ -73,8 +69,7 @@ class EmbeddingLoRA(LoRA):
         self.padding_idx = embedding.padding_idx
 
     def reset_parameters(self) -> None:
-        """Set `a` to 0 and draw `b`, as `peft` does. An embedding row that never gets a gradient is then not
-        changed."""
+        """Set `a` to 0 and draw `b`, as `peft` does. The adapter then never changes a row without a gradient."""
         nn.init.zeros_(self.a)
         nn.init.normal_(self.b)
 
@@ -82,40 +77,17 @@ class EmbeddingLoRA(LoRA):
         """Map indices of rows, of any shape, to (..., dim). Dropout is not applied, as in `peft`."""
         return product(F.embedding(x, self.a.T, self.padding_idx) * self.scale, self.b, None)
 
-    def delta(self) -> Tensor:
-        """Return what the adapter adds to the weight: a tensor with the shape of the weight, in fp32."""
-        return delta(self.a, self.b, self.scale, is_embedding=True)
-
 
 class StackedLoRA(LoRA):
-    """The adapter of one stacked weight of experts: `a` is (experts, rank, in), and `b` is (experts, out, rank). The
-    rows of its input are sorted by expert, and its forward gets the `product` of the experts."""
+    """The adapter of one stacked weight of experts: `a` is (experts, rank, in), and `b` is (experts, out, rank). Its
+    forward gets rows that are sorted by expert, and the `product` of the experts."""
 
 
 def delta(a: Tensor, b: Tensor, scale: float, is_embedding: bool = False) -> Tensor:
-    """Return what an adapter adds to the weight of its target: a tensor with the shape of the weight, in fp32."""
+    """Return the product that an adapter adds to the weight of its target, in fp32. It has the shape of the weight. `a`
+    and `b`: the parameters, not sharded."""
     product = b.float() @ a.float() * scale
     return product.mT if is_embedding else product
-
-
-class Adapter(NamedTuple):
-    """The names of an adapter's parameters, and of the weight that it changes."""
-
-    weight: str
-    a: str
-    b: str
-    rank: int
-    scale: float
-    is_embedding: bool
-
-    def merged(self, read: Callable[[str], Tensor]) -> Tensor:
-        """Return the weight with its adapter, in the dtype of the weight. The sum is formed in fp32.
-
-        `read` returns a whole parameter by its name.
-        """
-        weight = read(self.weight)
-        added = delta(read(self.a), read(self.b), self.scale, self.is_embedding)
-        return (weight.float() + added.to(weight.device)).to(weight.dtype)
 
 
 def adapters_of(model: nn.Module) -> Iterator[Adapter]:
@@ -132,11 +104,8 @@ def adapters_of(model: nn.Module) -> Iterator[Adapter]:
 
 @contextmanager
 def adapters_disabled(model: nn.Module) -> Iterator[None]:
-    """Let a model compute the same as without adapters until the end of the block. The model may be wrapped.
-
-    The results of adapters are computed and multiplied by 0, so that the same FSDP2 units run as in every other
-    forward.
-    """
+    """Let a model, wrapped or not, compute the same as without adapters until the end of the block. The results of
+    adapters are still computed, and multiplied by 0. So the same FSDP2 units run as in any forward."""
     adapters = [(module, module.scale) for module in model.modules() if isinstance(module, LoRA)]
     try:
         for adapter, _ in adapters:
@@ -147,20 +116,6 @@ def adapters_disabled(model: nn.Module) -> Iterator[None]:
             adapter.scale = scale
 
 
-@torch.no_grad()
-def merge(model: nn.Module) -> None:
-    """Add the adapters of a model to its weights and remove them, in place. The parameters must not be sharded."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    for adapter in list(adapters_of(model)):
-        parameters[adapter.weight].copy_(adapter.merged(parameters.__getitem__))
-    for module in list(model.modules()):
-        if isinstance(module, Experts):
-            module.lora = None
-        elif isinstance(getattr(module, ADAPTER, None), LoRA):
-            delattr(module, ADAPTER)
-            module.__class__ = class_without_adapter(module)
-
-
 def add_adapters(
     model: nn.Module, config: LoRAConfig, blocks: Sequence[str] = (), device: torch.device | None = None
 ) -> None:
@@ -169,10 +124,10 @@ def add_adapters(
     `blocks`: paths of the model's blocks. `device`: device of the adapters, by default meta. `plan.freezing` freezes
     all other parameters.
 
-    Raises ConfigError if an entry is ambiguous or names no module that can have an adapter, or if a rule of
-    `lora.rules` applies to no target. Also raises it for a target in three cases: its forward does not call that of
-    `nn.Linear` or `nn.Embedding`, another module reads or shares its weight, or the rank is above the smaller dimension
-    of its weight.
+    Raises ConfigError for an ambiguous entry, an entry that names no module that can have an adapter, and a rule of
+    `lora.rules` that applies to no target. Also raises ConfigError for a target in three cases. Its forward does not
+    call that of `nn.Linear` or `nn.Embedding`. Another module reads or shares its weight. The rank is above the smaller
+    dimension of its weight.
     """
     if not config.targets:
         return
@@ -202,10 +157,8 @@ def add_adapters(
 
 
 def attach(module: nn.Module, adapter: LoRA, product: type[nn.Module]) -> None:
-    """Make an adapter a child of its target, and let the target add the adapter's result to its product.
-
-    `product`: the class whose forward computes the product: that of the target, or one of its base classes.
-    """
+    """Make an adapter a child of its target, `module`, and let the target add the adapter's result to its product.
+    `product`: the class whose forward computes the product: that of the target, or one of its base classes."""
     cls: Any = type(module)
     of: Any = product
     module.__class__ = _adapted(cls, of)
@@ -219,8 +172,7 @@ def class_without_adapter(module: nn.Module) -> type[nn.Module]:
 
 
 class _Adapted:
-    """A base class of targets. In the method resolution order, it comes just before the class that computes the
-    product."""
+    """A base class of targets, just before the class that computes the product in the method resolution order."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the sum of the product and of the adapter's result.
@@ -260,14 +212,12 @@ def _find_targets(
     problems = []
     for index, entry in enumerate(entries):
         matched = _named(entry, everything, blocks)
-        found = {first[module]: module for path in matched if isinstance(module := everything[path], _ADAPTABLE)}
+        modules = (everything[path] for path in matched)
+        found = {first[module]: module for module in modules if isinstance(module, (nn.Linear, nn.Embedding, Experts))}
         reason = _why_ambiguous(entry, everything) or (None if found else _why_nothing(entry, matched, everything))
         targets |= found
         problems += [Problem((*_TARGETS, index), reason, entry)] if reason else []
     return targets, problems
-
-
-_ADAPTABLE = (nn.Linear, nn.Embedding, Experts)
 
 
 def _named(entry: str, modules: Mapping[str, nn.Module], blocks: Sequence[str]) -> list[str]:

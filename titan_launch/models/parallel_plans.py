@@ -15,10 +15,10 @@ from titan_launch.config.sections.precision import BatchNormConfig
 from titan_launch.core.errors import ConfigError, KeyPath, Problem, config_error, did_you_mean
 from titan_launch.core.globs import matches
 from titan_launch.core.import_string import user_location
+from titan_launch.models.blocks import PassThrough
 from titan_launch.models.decoder.mixture_of_experts import Experts, MixtureOfExperts
 from titan_launch.models.lora import LoRA
 from titan_launch.models.spec import TensorStyle
-from titan_launch.models.stages import PassThrough
 from titan_launch.plan.freezing import ADAPTER
 from titan_launch.plan.types import full_name
 from titan_launch.plan.units.rule_assignment import nothing_matched

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from titan_launch.core.errors import ConfigError, config_error
 from titan_launch.distributed.mesh import Mesh
 from titan_launch.distributed.torch_private import roots, set_roots
-from titan_launch.models.stages import cut
+from titan_launch.models.blocks import cut
 from titan_launch.parallel.fsdp import cast_at_boundaries
 from titan_launch.plan.pipeline import parts_on_rank, stage_part
 from titan_launch.plan.types import ModelPlan, Stage

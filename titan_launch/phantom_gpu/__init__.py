@@ -3,6 +3,6 @@ to NCCL. Its memory is address space of the host. Operators on small tensors are
 of other operators have no meaning (`phantom_gpu.operators`).
 
 Everything else is real: dispatch, FSDP2, the caching allocator, streams and events, Inductor, Triton and ptxas. So on a
-machine without a GPU, a process runs every branch for CUDA, and allocates what it would allocate on a GPU, except the
+machine without a GPU, a process runs every branch for CUDA. It allocates the same memory as on a GPU, except the
 workspaces of cuDNN.
 """

@@ -9,12 +9,10 @@ import sys
 
 from titan_launch.core.errors import UserError
 from titan_launch.core.process import BAD_INPUT, announce_once
-from titan_launch.phantom_gpu.devices import PHANTOMS
-from titan_launch.phantom_gpu.environment import phantom_gpus
+from titan_launch.phantom_gpu.environment import PHANTOMS, phantom_gpus
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(prog="python -m titan_launch.phantom_gpu", description=__doc__)
     parser.add_argument("--device", default="h100-80gb", metavar="NAME", help=f"one of {', '.join(PHANTOMS)}")
     parser.add_argument("--gpus", type=int, default=1, metavar="N", help="GPUs that the command sees (default: 1)")
@@ -25,7 +23,6 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    """Run the command. Return its exit status."""
     parser = build_parser()
     arguments = parser.parse_args()
     command = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command

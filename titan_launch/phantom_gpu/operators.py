@@ -1,5 +1,5 @@
-"""Operators of the phantom GPU: those on small tensors are computed on the host. The results of all others are zeros or
-ones, except for tensors that an operator changes in place: these stay unchanged.
+"""Operators of the phantom GPU. Operators on small tensors are computed on the host. The results of all others are
+zeros or ones. Tensors that such an operator should change in place stay unchanged.
 
 Memory of the phantom GPU is memory of this process, so a CPU tensor can have the storage of a CUDA tensor. The kernels
 that PyTorch registers for CUDA are replaced by functions that do one of two things:
@@ -28,15 +28,14 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 _MOST_NUMBERS = 1 << 16
-"""An operator with floating-point arguments is computed only if none of its arguments has more elements than this. (If
-the limit held for all arguments together, a sum of two tensors might not be computed although each tensor was.)"""
+"""An operator with floating-point arguments is computed only if none of its arguments has more elements than this."""
 
 _MOST_INTEGERS = 1 << 24
 """The limit in place of `_MOST_NUMBERS` if all arguments are integers or bools."""
 
 _MOST_IN_LISTS = 1 << 22
 """An operator with floating-point arguments is computed only if all its arguments together have at most this many
-elements. Without this second limit, long lists of small tensors would be computed."""
+elements. This limit excludes operators on long lists of small tensors."""
 
 _ALLOCATIONS = ("empty.memory_format", "empty_strided")
 
@@ -47,8 +46,8 @@ _UNIFORM = frozenset(
     {"eq", "ne", "lt", "le", "gt", "ge", "isnan", "isinf", "logical_not", "logical_and", "logical_or"}
     | {"bitwise_and", "bitwise_or", "bitwise_not", "any", "all", "mul"}
 )
-"""Operators whose results can be bools. All elements of a large tensor are equal, so the first elements of the
-arguments decide all elements of a bool result."""
+"""Operators whose results can be bools. All elements of a large tensor are equal on a phantom GPU. So all elements of a
+bool result follow from the first elements of the arguments."""
 
 _BY_SHAPE = frozenset(
     {
@@ -73,14 +72,15 @@ def replace_operators() -> list[torch.library.Library]:
     """Replace PyTorch's kernels for CUDA. The replacements last as long as the returned objects."""
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)  # before 2.13
+        # torch before 2.13 warns
+        warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
         for name in _replaceable():
             operator = _operator(name)
             kernel = torch.library.get_kernel(operator, "CUDA")
             function = _allocate if name in _ALLOCATIONS else partial(_run, operator, _Kind(operator))
             library.impl(name, partial(function, kernel), "CUDA", with_keyset=True, allow_override=True)
     guards: Any = torch._C._dynamo.guards
-    empty_strided = guards._empty_strided_cuda  # compiled code calls it directly
+    empty_strided = guards._empty_strided_cuda  # the function that compiled code calls
     guards._empty_strided_cuda = lambda *args: _zeroed(empty_strided(*args))
     return [library]
 
@@ -151,7 +151,7 @@ def _allocate(kernel: Any, keys: Any, *args: Any, **kwargs: Any) -> Tensor:
 def _run(operator: Any, kind: _Kind, kernel: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
     if kind.runs_on_host and _is_small(args, kwargs):
         if kind.base in _PRODUCTS:
-            kernel.call_boxed(keys, *_numbers_as_tensors(kind, args), **kwargs)  # takes cuBLAS's workspace
+            kernel.call_boxed(keys, *_numbers_as_tensors(kind, args), **kwargs)  # allocates cuBLAS's workspace
         try:
             return _on_host(operator, kind, args, kwargs)
         except (NotImplementedError, RuntimeError):  # no CPU kernel for this dtype, or wrong arguments: run CUDA's code
@@ -197,9 +197,8 @@ def _numbers_as_tensors(kind: _Kind, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _is_small(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return True if an operator on these arguments is to be computed: they have few elements, or they are integers and
-    bools within a larger limit. Return False if a CUDA device is among the arguments, because the operator then makes a
-    new tensor."""
+    """Return True if an operator on these arguments is computed, by the limits above. Return False if a CUDA device is
+    among the arguments, because the operator then makes a new tensor."""
     largest, count, are_integers = 0, 0, True
     for value in (*args, *kwargs.values()):
         for tensor in value if isinstance(value, list | tuple) else (value,):
@@ -210,7 +209,7 @@ def _is_small(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
                 if not are_integers and (largest > _MOST_NUMBERS or count > _MOST_IN_LISTS):
                     return False
             elif isinstance(tensor, torch.device) and tensor.type == "cuda":
-                return False  # a new tensor on the device
+                return False
     return largest <= _MOST_INTEGERS
 
 
@@ -227,7 +226,7 @@ def _on_host(operator: Any, kind: _Kind, args: tuple[Any, ...], kwargs: dict[str
 
 def _on_device(kind: _Kind, index: int, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     argument = kind.returned[index] if index < len(kind.returned) else None
-    if argument is not None:  # written in place, in the memory of the device
+    if argument is not None:  # the operator has written this argument, in the memory of the device
         position, name = argument
         given = kwargs[name] if name in kwargs else args[position]
         if isinstance(given, Tensor) and isinstance(result, Tensor) and not given.numel() and result.numel():
@@ -259,24 +258,24 @@ def _host_view(value: Any) -> Any:
 
 
 def _device_copy(value: Any) -> Any:
+    copy = _empty_on_device(value)
+    if isinstance(copy, Tensor):
+        _host_view(copy).copy_(value)
+    return copy
+
+
+def _empty_on_device(value: Any) -> Any:
+    """Return a CUDA tensor with the shape, strides and dtype of a tensor. Return any other value unchanged."""
     if not isinstance(value, Tensor):
         return value
-    copy = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cuda")
-    host = _host_view(copy)
-    host.copy_(value)
-    return copy
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cuda")
 
 
 def _by_shape(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def shape_of(value: Any) -> Any:
         return value.to("meta") if isinstance(value, Tensor) else value
 
-    def made(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cuda")
-
-    return tree_map(made, operator(*tree_map(shape_of, args), **tree_map(shape_of, kwargs)))
+    return tree_map(_empty_on_device, operator(*tree_map(shape_of, args), **tree_map(shape_of, kwargs)))
 
 
 def _uniform(operator: Any, args: tuple[Any, ...], result: Tensor) -> Tensor:
@@ -290,9 +289,9 @@ def _uniform(operator: Any, args: tuple[Any, ...], result: Tensor) -> Tensor:
 
 
 def _rotate(args: tuple[Any, ...], kwargs: dict[str, Any], results: tuple[Tensor, Tensor]) -> None:
-    """Write the results of `topk`. The values are zeros. In a result with k columns, row `r` of the indices gets `r*k`,
-    `r*k + 1`, ..., modulo the size of the input along `dim` (the number of experts). The numbers of tokens of two
-    experts then differ by at most 1."""
+    """Write the results of `topk`. The values are zeros. The indices are 0, 1, 2, ... in the order of their memory,
+    modulo the size of the input along `dim` (the number of experts). So the numbers of tokens of two experts differ by
+    at most 1."""
     values, indices = results
     _zeroed(values)
     dim = args[2] if len(args) > 2 else kwargs.get("dim", -1)

@@ -34,7 +34,7 @@ class Finding:
 
     what: str
     planned: tuple[str, ...]
-    """All correct dtypes. If nothing is planned, this is empty, and the observed dtypes are shown but not checked."""
+    """All correct dtypes. If empty, the observed dtypes are shown but not checked."""
 
     observed: tuple[str, ...]
     """All observed dtypes. Empty if no such tensor was observed."""
@@ -90,8 +90,7 @@ class Audit:
 
     def as_markdown(self) -> str:
         """Return a table of the modules and a table of the units. Equal rows whose paths differ only in numbers are
-        merged. Observed dtypes that differ from the plan are bold. Observed dtypes of tensors without a plan are in
-        parentheses."""
+        merged. Observed dtypes are bold if they differ from the plan, and in parentheses if nothing is planned."""
         return f"{_markdown('module', self.modules)}\n\n{_markdown('unit', self.units)}\n"
 
 
@@ -135,10 +134,10 @@ def _gradient_dtypes(unit: Unit) -> tuple[str, ...]:
     """Return the dtypes that the gradients of unsharded parameters may have when autograd passes them to hooks.
 
     Before torch 2.15, autograd converts gradients to the compute dtype. From torch 2.15 on, FSDP2 chooses the dtype
-    (`_set_unsharded_grad_dtypes` in its source). If the reduce dtype is not larger than the compute dtype, autograd
-    converts gradients to the reduce dtype. Otherwise a gradient keeps the dtype in which its backward operation
-    computed it. Two kinds of gradients are exceptions, and may have the reduce dtype: the first gradient of a step with
-    deferred reduction, and the gradient of a parameter that tensor parallelism replicates.
+    (`_set_unsharded_grad_dtypes` in its source). A reduce dtype that is not larger than the compute dtype is the dtype
+    of all gradients. With a larger reduce dtype, a gradient has the dtype of its backward operation, except for two
+    kinds of gradients that may have the reduce dtype: the first gradient of a step with deferred reduction, and the
+    gradient of a parameter that tensor parallelism replicates.
     """
     compute, reduce = unit.compute_dtype, unit.reduce_dtype
     if not ACCUMULATES_IN_GRAD:

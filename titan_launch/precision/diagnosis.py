@@ -34,7 +34,13 @@ def explain_dtypes(
     """
     if not isinstance(error, (RuntimeError, ValueError, AssertionError, AttributeError)):
         return None
-    problem = explain(Failure(error, model, plan, precision))
+    failure = Failure(error, model, plan, precision)
+    explain = next((_EXPLANATIONS[pattern] for pattern in _EXPLANATIONS if re.search(pattern, failure.text)), None)
+    text = failure.text.lower()
+    if explain is None and "type" in text:
+        floating = set(re.findall("bfloat16|half|float16|double|float64|float(?!ing|8)", text))
+        explain = clash if len(floating) > 1 else None
+    problem = None if explain is None else explain(failure)
     return None if problem is None else ConfigError([problem])
 
 
@@ -58,12 +64,12 @@ class Failure:
 
     @property
     def line(self) -> str:
-        """The innermost line of the user's code in the traceback, such as `model.py:42`. If there is none, that of the
-        launcher's code."""
+        """The innermost line of the user's code in the traceback, such as `model.py:42`; else of the launcher's
+        code."""
         return Path(user_location(self._error, or_own=True) or "").name
 
     def problem(self, key: KeyPath, reason: str, value: object = UNSET) -> Problem:
-        """Return a problem of a key. Its text ends with PyTorch's message, so that users can search for it."""
+        """Return a problem of a key. The text ends with PyTorch's message, so that users can search for the message."""
         return Problem(key, f"{reason} (PyTorch: {self.text})", value)
 
     def describe(self, path: str) -> str:
@@ -86,8 +92,8 @@ class Failure:
         return [module for module in self.plan.inventory.modules if is_within(module.path, path)]
 
     def glob(self, path: str) -> str:
-        """Return a glob that matches a module and the same module in all other blocks. If the module is not in a
-        numbered block, or if the glob would match modules of other classes, return the path itself."""
+        """Return a glob that matches a module and the same module in all other blocks. Return the path itself if the
+        module is not in a numbered block, or if the glob would match modules of other classes."""
         block = next((block for block in self.plan.inventory.blocks if is_within(path, block)), "")
         around, _, index = block.rpartition(".")
         if not index.isdigit():
@@ -98,8 +104,7 @@ class Failure:
 
     def casting_rule(self, path: str, *dtypes: str) -> tuple[KeyPath, object, str]:
         """Return the key to change, the present value of the key (UNSET if there is none), and a remedy. After the
-        change, FSDP2 casts the inputs of the module at `path` to one of `dtypes`, and the module computes in this
-        dtype."""
+        change, FSDP2 casts the inputs of the module at `path` to one of `dtypes`, in which the module computes."""
         unit, choice = self.plan.unit_of[path], " or ".join(f'"{dtype}"' for dtype in dtypes)
         rule, new = self.rule(unit), f'with match = "{self.glob(path)}" and param_dtype = {choice} (inputs are cast)'
         if rule is None or unit.key is None:
@@ -111,15 +116,6 @@ class Failure:
         value = UNSET if rule.param_dtype is None else rule.param_dtype
         also = "" if rule.cast_forward_inputs else ", and remove cast_forward_inputs = false"
         return (*unit.key, "param_dtype"), value, f"set {choice}{also}, so that inputs are cast"
-
-
-def explain(failure: Failure) -> Problem | None:
-    """Return the problem that caused an error; None for an unknown error."""
-    for pattern, explanation in _EXPLANATIONS.items():
-        if re.search(pattern, failure.text):
-            return explanation(failure)
-    floating = set(re.findall("bfloat16|half|float16|double|float64|float(?!ing|8)", failure.text.lower()))
-    return clash(failure) if "type" in failure.text.lower() and len(floating) > 1 else None
 
 
 def clash(failure: Failure) -> Problem | None:
@@ -143,8 +139,8 @@ def _output_dtype(failure: Failure, consumer: str) -> Problem | None:
     """Explain a precision rule whose `output_dtype` differs from the compute dtype of the module `consumer`; None if
     there is no such rule.
 
-    Of several such rules, the rule of the nearest module is named. The model's last module is not considered, because
-    its output goes to the loss.
+    Of several such rules, the rule of the nearest module is named. The model's last module does not count, because its
+    output goes to the loss.
     """
     computes_in = failure.plan.unit_of[consumer].compute_dtype
     sources = [
@@ -157,10 +153,9 @@ def _output_dtype(failure: Failure, consumer: str) -> Problem | None:
     if not sources:
         return None
 
-    def shared_path(source: tuple[str, Unit, object]) -> str:
-        return commonpath([path.replace(".", "/") for path in (source[0], consumer)])
-
-    _, unit, dtype = max(sources, key=lambda source: len(shared_path(source)))
+    # The nearest module is that with the longest common path.
+    folders = [(commonpath([path.replace(".", "/") for path in (source[0], consumer)]), source) for source in sources]
+    _, unit, dtype = max(folders, key=lambda pair: len(pair[0]))[1]
     reason = f"the consumer of this output, {failure.describe(consumer)}, computes in {computes_in}; remove this key"
     return failure.problem((*(unit.key or ()), "output_dtype"), reason, dtype)
 
@@ -177,8 +172,8 @@ def _beside_buffers(failure: Failure, path: str) -> Problem:
 
 
 def batch_norm_clash(failure: Failure) -> Problem | None:
-    """Explain a dtype error of CUDA's BatchNorm kernels. The error is raised in backward, so it does not tell which
-    module failed. The first BatchNorm whose buffers and parameters have different dtypes is named; None if there is
+    """Explain a dtype error of CUDA's BatchNorm kernels. Backward raises this error, which does not tell the module
+    that failed. So the first BatchNorm whose buffers and parameters have different dtypes is named; None if there is
     none."""
     modules = failure.plan.inventory.modules
     found = [m.path for m in modules if "running_mean" in failure.buffers_in_another_dtype(m)]
@@ -196,8 +191,8 @@ def no_kernel(failure: Failure) -> Problem | None:
 
 
 def _with_casting_rule(failure: Failure, path: str, reason: str, dtypes: Sequence[str]) -> Problem:
-    """Return the problem of an operation in the module at `path`. Add to `reason` a second remedy: a precision rule for
-    this module, or for the nearest module around it that contains parameters. Without such a module, add nothing."""
+    """Return the problem of an operation in the module at `path`. Add a second remedy to `reason`: a precision rule for
+    this module, or for the nearest module around it that contains parameters; nothing if there is no such module."""
     while path and not any(module.parameters for module in failure.inside(path)):
         path = parent(path)
     if not path:
@@ -270,7 +265,7 @@ def used_without_a_call(failure: Failure) -> Problem | None:
 def not_gathered(failure: Failure) -> Problem:
     """Explain a unit's output that is a view and is changed in place.
 
-    The change replaces the view's autograd history, including the hook by which FSDP2 all-gathers for backward. In
+    The change replaces the view's autograd history, and so removes the hook by which FSDP2 all-gathers for backward. In
     wrapping order, the cause is in the last unit whose parameters have no gradient yet, or in a later unit.
     """
     waiting = [

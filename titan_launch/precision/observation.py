@@ -58,9 +58,9 @@ class Observations:
 
 @contextmanager
 def observe(model: nn.Module, plan: ModelPlan) -> Iterator[Observations]:
-    """Record the dtypes of a wrapped model until the end of the block. The hooks do not change any value.
+    """Record the dtypes of a wrapped model until the end of the block, by hooks that change no value.
 
-    The hooks are registered after wrapping, so they receive the inputs that FSDP2 has cast. On an untested release of
+    The hooks are registered after wrapping, so they get the inputs that FSDP2 has cast. On an untested release of
     PyTorch, the collectives of units are not recorded.
     """
     paths = [info.path for info in plan.inventory.modules if info.same_as is None]
@@ -74,8 +74,8 @@ def observe(model: nn.Module, plan: ModelPlan) -> Iterator[Observations]:
 
 
 def look_at_storage(model: nn.Module, observed: Observations) -> None:
-    """Add to `observed` the dtypes of sharded parameters, of frozen parameters that FSDP2 ignores, of gradients, and of
-    buffers. Call this function after a backward."""
+    """After a backward, add to `observed` the dtypes of sharded parameters, of frozen parameters that FSDP2 ignores, of
+    gradients, and of buffers."""
     for path, seen in observed.modules.items():
         module = model.get_submodule(path)
         for parameter in module.parameters(recurse=False):
@@ -91,7 +91,9 @@ def _watch_module(module: nn.Module, seen: Seen, hooks: ExitStack) -> None:
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         seen.num_forwards += 1
         seen.note(INPUTS, (args, kwargs))
-        seen.dtypes[AUTOCAST].update(autocast_dtypes((args, kwargs)))
+        devices = {tensor.device.type for tensor in floating_tensors((args, kwargs))}
+        enabled = [torch.get_autocast_dtype(device) for device in devices if torch.is_autocast_enabled(device)]
+        seen.dtypes[AUTOCAST].update(str(dtype).removeprefix("torch.") for dtype in enabled)
         seen.note(PARAMETERS, list(module._parameters.values()))
         _note_buffers(module, seen)
         for parameter in module._parameters.values():  # unsharded parameters, which autograd uses
@@ -116,8 +118,8 @@ def _note_buffers(module: nn.Module, seen: Seen) -> None:
 def _watch_unit(module: nn.Module, gathers_bytes: bool, seen: Seen, hooks: ExitStack) -> None:
     """Record the collectives of the unit that `module` belongs to. The modules of a unit share them.
 
-    `gathers_bytes`: True if the plan all-gathers parameters of several dtypes as bytes. Bytes of another meaning, such
-    as weights in float8, are not recorded.
+    `gathers_bytes`: True if the plan all-gathers parameters of several dtypes as bytes (uint8), which are then
+    recorded. Other bytes, such as weights in float8, are not recorded.
     """
 
     def note(kind: str, output: Tensor, sent: Tensor) -> None:
@@ -129,13 +131,6 @@ def _watch_unit(module: nn.Module, gathers_bytes: bool, seen: Seen, hooks: ExitS
     group = parameter_group(module)
     if group is not None:
         hooks.enter_context(collectives_watched(group, note))
-
-
-def autocast_dtypes(value: Any) -> Iterator[str]:
-    """Yield the autocast dtypes that are enabled on the devices of a value's floating tensors."""
-    for device_type in {tensor.device.type for tensor in floating_tensors(value)}:
-        if torch.is_autocast_enabled(device_type):
-            yield str(torch.get_autocast_dtype(device_type)).removeprefix("torch.")
 
 
 def floating_tensors(value: Any) -> Iterator[Tensor]:

@@ -27,7 +27,7 @@ _MOST = 0.9
 
 def explain(proof: Proof, case: Case, results: Sequence[Difference]) -> Finding:
     """Return the finding about a case whose `results` differ from those of one process. To find the cause, run the case
-    with each one of its axes and modes alone. If no such run differs, run it with each pair of them."""
+    with each of its axes and modes alone. If no such run differs, run the case with each pair of axes and modes."""
     smallest, parts, is_alone, tolerances = case, list[str](), True, proof.tolerances(case)
     for number, candidates in ((1, single_parts(case)), (2, pairs_of_parts(case))):
         chosen = f"{number} of the {len(case.parts)} axes and modes"
@@ -44,23 +44,13 @@ def explain(proof: Proof, case: Case, results: Sequence[Difference]) -> Finding:
     first = min(of_step, key=_order)
     gradients = sum(result.step == first.step and result.name.startswith("gradient ") for result in results) - 1
     module, how = _module(proof, smallest, of_step, first, gradients)
-    return Finding(
-        run=case.name,
-        result=first.name,
-        step=first.step,
-        error=first.error,
-        ratio=first.ratio,
-        cosine=first.cosine,
-        module=module,
-        how=how,
-        parts=tuple(parts),
-        is_alone=is_alone,
-    )
+    numbers = (first.name, first.step, first.error, first.ratio, first.cosine)
+    return Finding(case.name, *numbers, module, how, tuple(parts), is_alone)
 
 
 def _compared(proof: Proof, case: Case) -> list[Difference]:
-    """Run a case with fewer axes and modes than the one that differs. Return its differences from a single process, or
-    an empty list if the case cannot run: its schedule may need more microbatches."""
+    """Run a case. Return its differences from a single process, or an empty list if the case cannot run. For example, a
+    schedule alone may need more microbatches than the case has."""
     try:
         return proof.compare(case)
     except RunError:
@@ -68,7 +58,7 @@ def _compared(proof: Proof, case: Case) -> list[Difference]:
 
 
 def _order(result: Difference) -> int:
-    """Return the position of a result's kind in the order from cause to effect. Causes have smaller positions."""
+    """Return the position of a result in the order of computation: gradients first, averages last."""
     kinds = ("gradient", "loss", "gradient norm", "buffer", "update", "average")
     return kinds.index(result.name if result.name in kinds else result.name.split(" ")[0])
 

@@ -90,14 +90,8 @@ class Proof:
         self._results: dict[str, list[Difference]] = {}
         self._has_batch_norm = False
         self._rounding: dict[str, dict[tuple[int, str], float]] = {}
-        """The rounding errors in fp32 that have been measured, by the file of the reference: the largest difference by
+        """For each file of a reference whose rounding errors in fp32 have been measured: the largest difference, by
         step and kind of result."""
-
-    def write_second_model(self) -> None:
-        """Write the folder of the second model's twin, which the loss of the twin names."""
-        if self.twin.second is not None:
-            model = self.twin.second.model_dump(mode="json")
-            self._call("weights:write_folder", 1, model, SEQ_LEN, str(self.folder / SECOND))
 
     def run(self) -> None:
         """Compare the cases with a single process, and explain the first case that differs.
@@ -105,8 +99,16 @@ class Proof:
         Stop if the single process is not deterministic, or if rounding leaves no results to compare. Skip the case in
         the precision of the job if a case in fp32 differs.
         """
-        self._check_host(max(case.ranks for case in self.cases))
-        self.write_second_model()
+        processes = max(case.ranks for case in self.cases)
+        free, needed = free_memory_gib(), _RANK_GIB * processes
+        if free < needed:
+            raise UserError(
+                f"{processes} processes need about {needed:.1f} GiB of memory, and {free:.1f} GiB are free; free "
+                "memory, or use a machine with more"
+            )
+        if self.twin.second is not None:  # the loss of the twin names this folder
+            model = self.twin.second.model_dump(mode="json")
+            self._call("weights:write_folder", 1, model, SEQ_LEN, str(self.folder / SECOND))
         all_cases = [*self.cases]
         if self.twin.precision is not None:
             all_cases.append(in_precision(self.cases[-1], self.twin.precision))
@@ -152,7 +154,8 @@ class Proof:
         counts as a difference of 1.
 
         Results that rounding alone changes too much are omitted, and so are statistics that ranks pool. The ranks of a
-        case run only once. A second call omits more of the same results if rounding errors have been measured since.
+        case run only once. If rounding errors have been measured since the first call, a second call omits more of the
+        same results.
         """
         key = structure(case.config)
         if key not in self._results:
@@ -213,8 +216,8 @@ class Proof:
             self.unproven.append(reason)
 
     def reference(self, case: Case) -> tuple[Reference, str]:
-        """Return a pair: the `Reference` of a case, and the file with the results of the single process. Cases with the
-        same reference share one run."""
+        """Return two things: the `Reference` of a case, and the file with the results of the single process. Cases with
+        the same reference share one run."""
         first = self._measured(case)
         if first[0].has_batch_norm and not self._has_batch_norm:
             self._has_batch_norm = True  # the microbatches of the single process must be those of the case
@@ -236,8 +239,8 @@ class Proof:
     def tolerances(self, case: Case) -> dict[str, float]:
         """Return the largest difference that a case may have, by kind of result.
 
-        In fp32, these are fixed numbers. In the precision of the job, they are 3 times the difference between the
-        single process in this precision and in fp32, but at least 100 times the number in `TOLERANCES`.
+        In fp32, these are fixed numbers. In the precision of the job, a tolerance is 3 times the difference that this
+        precision makes in the single process, but at least 100 times the number in `TOLERANCES`.
         """
         if case.is_exact:
             return self._exact_tolerances
@@ -259,7 +262,7 @@ class Proof:
         return ranks.run_ranks(f"titan_launch.prove.{function}", world_size, *args, timeout=_TIMEOUT_S)
 
     def job(self, config: JobConfig) -> dict[str, Any]:
-        """Return a twin as the table of a job, which trains in the folder of this proof. If this host has no C++
+        """Return a twin as the table of a job that trains in the folder of this proof. If this host has no C++
         compiler, compiled modules use the backend `aot_eager` in place of `inductor`."""
         job = config.job.model_copy(update={"dump_folder": str(self.folder)})
         table = config.model_copy(update={"job": job}).model_dump(mode="json")
@@ -329,14 +332,6 @@ class Proof:
         is_statistic = row.name.startswith("buffer ") and row.name.endswith(("running_mean", "running_var"))
         return reference.has_batch_norm and is_local and num_data_ranks > 1 and is_statistic
 
-    def _check_host(self, processes: int) -> None:
-        free, needed = free_memory_gib(), _RANK_GIB * processes
-        if free < needed:
-            raise UserError(
-                f"{processes} processes need about {needed:.1f} GiB of memory, and {free:.1f} GiB are free; free "
-                "memory, or use a machine with more"
-            )
-
 
 _BEYOND_ROUNDING = 10
 """A difference that is more than this many times the rounding error is not caused by rounding."""
@@ -346,8 +341,7 @@ _NO_COMPILER = 'compile.backend = "inductor": this host has no C++ compiler, so 
 
 @contextmanager
 def _failure_on_a_cpu_explained() -> Iterator[None]:
-    """Replace the failure of one process by a UserError. If the twin fails even on one process, that says nothing about
-    the layout."""
+    """Replace the RunError of the single process by a UserError, because this failure says nothing about the layout."""
     try:
         yield
     except RunError as error:
@@ -359,16 +353,15 @@ def _failure_on_a_cpu_explained() -> Iterator[None]:
 
 
 _OTHER_SAMPLES = 48
-"""Number of the first sample of other data. A run of a twin reads only samples before it."""
+"""Index of the first sample of other data. A run of a twin reads only samples with a smaller index."""
 
 _WEIGHTS = ("loss.z_loss", "loss.label_smoothing", "model.args.experts.balance_loss", "model.args.experts.z_loss")
 """Keys of weights of losses. A weight above 0 must change gradients."""
 
 
 def variants(job: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return variants of a twin whose gradients must differ from the twin's own. If the twin trains on random samples,
-    one variant has other samples (key: `data`). The others have one weight of a loss at 0 each (key: the key of the
-    weight)."""
+    """Return variants of a twin, by key. Their gradients must differ from those of the twin. If the twin trains on
+    random samples, the variant `data` has other samples. In each other variant, the loss weight of that key is 0."""
     found = {}
     if job["data"]["kind"] == SAMPLES:
         found["data"] = _changed(job, "data.args.offset", _OTHER_SAMPLES)

@@ -42,9 +42,9 @@ def measure_reference(
     """Train a twin on one process, and write the results of its steps to `file`. Return findings about this run. Raises
     ConfigError if the twin is too large for this host.
 
-    `variants`: variants of the twin whose gradients must differ, by key (`prove.main.variants`). None: earlier runs
-    have shown that the model is deterministic, and that its gradients depend on the data and on the loss weights.
-    `exact_file`: file with the results of the same twin in fp32; None if `job` is in fp32.
+    `variants`: variants of the twin whose gradients must differ, by key (`prove.main.variants`). None: an earlier run
+    has trained them already, and has trained the twin twice. `exact_file`: file with the results of the same twin in
+    fp32; None if `job` is in fp32.
     """
     _check_size(JobConfig.model_validate(job))
     steps, run, _ = train_twin(job)
@@ -71,7 +71,11 @@ def measure_reference(
         dead=tuple(name for name, norm in norms.items() if norm == 0),
         rounding=tuple(name for name, norm in norms.items() if 0 < norm < SMALLEST * scale),
         constant=tuple(constant),
-        without_effect=tuple(key for key, found in others.items() if not _differ(found, steps[0])),
+        without_effect=tuple(
+            key
+            for key, found in others.items()
+            if all(torch.equal(found[name], steps[0][name]) for name in steps[0] if name.startswith("gradient "))
+        ),
         rounding_errors={} if exact_file is None else largest_by_kind(compare(steps, _loaded(exact_file))),
         files=tuple(user_files()),
     )
@@ -79,8 +83,7 @@ def measure_reference(
 
 SMALLEST = 1e-6
 """A gradient counts as a rounding error if its norm is smaller than this share of the norm of all gradients. An example
-is the bias of keys: its gradient is 0, since softmax does not change when all scores rise by the same number."""
-
+is the gradient of the bias of keys. It is 0, since softmax does not change when all scores rise by the same number."""
 
 _BYTES = 100
 """Bytes for each parameter on one process: the parameter, its gradient and optimizer state, and the results of two
@@ -100,14 +103,9 @@ def _check_size(config: JobConfig) -> None:
         raise config_error(("model", "name"), f"{reason}; {advice}", config.model.name)
 
 
-def _differ(step: Step, other: Step) -> bool:
-    return any(not torch.equal(step[name], other[name]) for name in other if name.startswith("gradient "))
-
-
 def measure_case(job: dict[str, Any], file: str) -> list[Difference]:
     """Train a twin on this rank, and compare its steps with those in `file`. Collective."""
-    steps = train_twin(job)[0]
-    return compare(steps, _loaded(file))
+    return compare(train_twin(job)[0], _loaded(file))
 
 
 def _loaded(file: str) -> list[Step]:
@@ -119,8 +117,8 @@ def compare(steps: list[Step], reference: list[Step]) -> list[Difference]:
     """Return the difference between each result of this rank and the reference. A result that the reference lacks is
     compared with zeros.
 
-    Results that depend on a rounding error (`_follows_rounding`), and results with a shape that is not that of the
-    reference, are skipped. With pipeline parallelism, a rank has only the results of its own stages.
+    Results that depend on a rounding error (`_follows_rounding`), and results whose shape differs from the reference,
+    are skipped. With pipeline parallelism, a rank has only the results of its own stages.
     """
     rows = []
     for number, (step, other) in enumerate(zip(steps, reference, strict=True), start=1):
@@ -157,7 +155,7 @@ FLOOR = 1e-4
 
 
 def difference(step: int, name: str, value: Tensor, wanted: Tensor | None, floor: float) -> Difference:
-    """Return the difference of a result from that of one process.
+    """Return the difference between a result and the same result of one process.
 
     `wanted`: the result of one process. None: one process has no such result, which counts as zeros. `floor`: the
     smallest norm to divide the difference by. If a result is not finite, its error is 1e30.
@@ -214,9 +212,7 @@ def train_twin(
             stack.enter_context(ring_attention_on_cpu())
         ranks = Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
         run = build_run(config, ranks, stack, Surroundings(quiet=True))
-        for module in run.model.modules():
-            if isinstance(module, nn.modules.dropout._DropoutNd):
-                module.p = 0.0
+        disable_dropout(run.model)
         if begins_apart:
             with torch.no_grad():
                 for parameter in filter(torch.is_floating_point, map(local_tensor, run.model.parameters())):
@@ -228,6 +224,13 @@ def train_twin(
                 steps.append(_step(run))
             trace = found or trace
     return steps, run, trace
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Set the probability of all dropout layers to 0."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
 
 
 class _Gradients(Observer):

@@ -5,4 +5,4 @@ import titan_launch.prove.weights
 import titan_launch.train.pipeline_step  # noqa: F401
 from titan_launch.config.job import JobConfig
 
-JobConfig.model_validate({})  # pydantic builds the validator of a section when it is first used
+JobConfig.model_validate({})  # builds the validators of pydantic, once for all ranks

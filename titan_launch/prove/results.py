@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 
 class Difference(NamedTuple):
-    """The difference of a result of a step from that of one process."""
+    """The difference between a result of a step and the same result of one process."""
 
     step: int
     name: str
     error: float
-    """Norm of the difference, divided by the norm of the result of one process. If that norm is below the floor of
-    `prove.measure.difference`, the floor is the divisor. 1e30 if a result is not finite."""
+    """Norm of the difference, divided by the norm of one process's result. If this norm is below the argument `floor`
+    of `prove.measure.difference`, the divisor is `floor`. 1e30 if a result is not finite."""
 
     cosine: float
     ratio: float
@@ -90,10 +90,10 @@ class Event(NamedTuple):
 
 
 class Departure(NamedTuple):
-    """An event whose tensor differs from that of one process."""
+    """A traced tensor that differs from the same tensor of one process."""
 
     order: int
-    """Place in the order of one process: the number of the tensor among all traced tensors of the step."""
+    """Number of the tensor among all tensors that one process traces in the step, in the order of computation."""
 
     event: Event
     error: float

@@ -43,7 +43,6 @@ class Samples:
         return _NUM_SAMPLES
 
     def describe(self) -> str:
-        """Return a text for a log line."""
         return "random samples of titan-launch prove"
 
     def __getitem__(self, index: int) -> tuple[Tensor, ...]:

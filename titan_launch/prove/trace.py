@@ -19,11 +19,11 @@ from torch.distributed.tensor import DTensor
 
 from titan_launch.distributed.torch_private import roots
 from titan_launch.metrics.memory import is_in_backward
+from titan_launch.models.blocks import PassThrough
 from titan_launch.models.build import SPECS
 from titan_launch.models.decoder.mixture_of_experts import Experts
 from titan_launch.models.parallel_plans import style_by_module
 from titan_launch.models.spec import TensorStyle
-from titan_launch.models.stages import PassThrough
 from titan_launch.parallel.context_parallel import sequence_part
 from titan_launch.prove.results import INPUT_GRADIENT, LOSS, OUTPUT, Departure, Event
 from titan_launch.train.run import Run
@@ -34,21 +34,20 @@ _PARTS_OF_SUMS: Mapping[str, frozenset[TensorStyle]] = {
         {"colwise", "latent", "by_head", "heads", "experts", "router", "shared_colwise", "shared_rowwise"}
     ),
 }
-"""Tensor-parallel styles, by kind of tensor. In modules of these styles, such a tensor may be a partial sum on each
-rank, so it is not compared."""
+"""Tensor-parallel styles, by kind of tensor. In modules of these styles, a tensor of this kind may be a partial sum on
+each rank, so it is not compared."""
 
 
 @dataclass
 class Trace:
-    """The tensors of a step by event. Each call has an entry: its number among all calls of the step, and the
-    tensor."""
+    """The tensors of a step by event. Each call of a module adds the pair (number, tensor). The number counts the
+    tensors of the step."""
 
     num_microbatches: int
     tensors: dict[Event, list[tuple[int, Tensor]]] = field(default_factory=dict)
     num_calls: int = 0
 
     def add(self, event: Event, tensor: Tensor) -> None:
-        """Add the tensor of one more call."""
         self.tensors.setdefault(event, []).append((self.num_calls, tensor.detach().clone()))
         self.num_calls += 1
 
@@ -96,8 +95,8 @@ def _after(trace: Trace, path: str, module: nn.Module, args: tuple[Any, ...], ou
 
 
 def departures(run: Run, trace: Trace, reference: Trace, tolerance: float) -> list[Departure]:
-    """Return the events of this rank whose tensors differ by more than `tolerance` from those of one process. Each has
-    its position in the order of one process (`Departure.order`); the result is not sorted by it."""
+    """Return the events of this rank whose tensors differ by more than `tolerance` from those of one process, in any
+    order."""
     place = _Place(run)
     found = []
     for event, calls in reference.tensors.items():
@@ -149,8 +148,8 @@ class _Place:
         self._styles = style_by_module(run.model, styles) if styles and layout.tensor > 1 else {}
 
     def skips(self, event: Event) -> bool:
-        """Return True for a tensor that is not compared, because it may be a partial sum, or because it belongs to
-        experts that are divided over ranks."""
+        """Return True for a tensor that is not compared: it may be a partial sum, or it belongs to experts that are
+        divided over ranks."""
         if event.path in self._experts:
             return True
         return self._styles.get(event.path) in _PARTS_OF_SUMS.get(event.kind, ())

@@ -22,7 +22,7 @@ from titan_launch.models.init import allocate, initialize, load_weights
 from titan_launch.models.weights.folder import find_weights, open_weights
 from titan_launch.models.weights.writing import Entry, write_json, write_tensors
 from titan_launch.plan.hardware import GIB, free_memory_gib
-from titan_launch.prove.measure import difference
+from titan_launch.prove.measure import difference, disable_dropout
 from titan_launch.prove.results import Difference
 from titan_launch.train.model import build_job_model
 
@@ -32,11 +32,11 @@ _COPIES = 5 * 4
 
 
 def compare_weights(job: dict[str, Any]) -> list[Difference] | str:
-    """Compare logits and gradients of a job's model with those of the folder's class in `transformers`, in fp32, on a
-    few sequences. Return a sentence if they cannot be compared.
+    """Compare logits and gradients of a job's model with those of the class of `transformers` that `config.json` names,
+    in fp32, on a few sequences. Return the reason as a sentence if they cannot be compared.
 
-    The gradients of the model of `transformers` are written as a weights folder, which is then read in the same way as
-    the job's folder. So if the reader puts a tensor into a wrong place, both logits and gradients differ.
+    The gradients of the model of `transformers` are written as a weights folder. This folder is then read in the same
+    way as the job's folder. So if the reader puts a tensor into a wrong place, both logits and gradients differ.
     """
     config = JobConfig.model_validate(job)
     if find_spec("transformers") is None:
@@ -83,9 +83,7 @@ def compare_weights(job: dict[str, Any]) -> list[Difference] | str:
 
 def _model_with_weights(config: JobConfig) -> nn.Module:
     built = build_job_model(config)
-    for module in built.module.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):
-            module.p = 0.0
+    disable_dropout(built.module)
     allocate(built.module, torch.device("cpu"))
     initialize(built.module, built.initializer, config.training.seed, torch.device("cpu"))
     load_weights(built.module, find_weights(config.model, take_inventory(built.module, ()), _places(built.module)))

@@ -11,33 +11,21 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from titan_launch.config.paths import (
-    COMPRESSED,
-    IMAGE_SUFFIXES,
-    PYTHON_STDLIB,
-    SKLEARN_DIGITS,
-    LinkError,
-    class_folders,
-    count_ends,
-    describe_ends,
-    expand_paths,
-    files_left_out,
-    glob_of_sort,
-)
+from titan_launch.config import paths
 from titan_launch.config.sections.data import JsonlData, LinesData, ParquetData, misread_as_text
 from titan_launch.config.sections.model import HUGGINGFACE
 from titan_launch.config.sections.tokenizer import TEMPLATE_FILE, TOKENIZER_FILE, TokenizerConfig
 from titan_launch.core.errors import ConfigError, UserError, listed, toml_string
 from titan_launch.core.files import open_regular, read_regular
-from titan_launch.core.terminal import one_line, short_name
+from titan_launch.core.terminal import counted, one_line, short_name
 from titan_launch.models.huggingface.args import image_format
 from titan_launch.models.huggingface.config_json import longest_sequence, read_folder_config, read_json, refuse_adapter
 from titan_launch.models.huggingface.files import CONFIG_FILE, WeightsError
 from titan_launch.recipes.writing import Row
 
 _FEW_RECORDS = 200
-"""Number of records below which no validation split is made, because it could be empty. Text files have no records: the
-limit is then a tenth of this number of files."""
+"""Number of records below which no validation split is made, because the split could be empty. For text files, which
+have no records, the limit is a tenth as many files."""
 
 _SHORT_SIDE = 224
 """Image size in pixels for which the published image classifiers are made."""
@@ -103,8 +91,8 @@ class DataFolder:
     """Keys of `[data]` only."""
 
     validation: str | None = None
-    """Path of separate validation data; None if there are none. (A split of `path` may be used then: see
-    `is_split`.)"""
+    """Path of separate validation data; None if there are none. (Then `is_split` tells whether a split of `path` is
+    used.)"""
 
     is_split: bool = True
     """True if a split of `path` is held out for validation."""
@@ -135,7 +123,7 @@ def look_at_data(path: str, kinds: Sequence[str] = ()) -> DataFolder:
     """
     try:
         return _facts_about(path, kinds)
-    except LinkError as error:
+    except paths.LinkError as error:
         raise UnknownDataError(f"{error}, or name the target") from None
     except (OSError, RecursionError) as error:
         reason = "has folders that are nested too deeply"
@@ -145,10 +133,10 @@ def look_at_data(path: str, kinds: Sequence[str] = ()) -> DataFolder:
 
 
 def _facts_about(path: str, kinds: Sequence[str]) -> DataFolder:
-    if path == PYTHON_STDLIB:
-        num_bytes = sum(file.stat().st_size for _, file in expand_paths(path))
+    if path == paths.PYTHON_STDLIB:
+        num_bytes = sum(file.stat().st_size for _, file in paths.expand_paths(path))
         return DataFolder(path, "text", "text files: the standard library of Python", num_bytes=num_bytes)
-    if path == SKLEARN_DIGITS:
+    if path == paths.SKLEARN_DIGITS:
         rows = (Row("validation_percent", 20), Row("mean", 0.305, "mean pixel value of all digits"), Row("std", 0.376))
         facts = {"channels": 1, "size": 8, "classes": 10}
         return DataFolder(path, "images", "1,797 digits of 8x8 pixels", rows, facts=facts)
@@ -157,7 +145,7 @@ def _facts_about(path: str, kinds: Sequence[str]) -> DataFolder:
         if found := look(folder):
             return found
     try:
-        files = [file for _, file in expand_paths(path)]
+        files = [file for _, file in paths.expand_paths(path)]
     except FileNotFoundError:
         raise UnknownDataError("no such file or folder, or no files in it") from None
     return _by_suffix(path, files, kinds)
@@ -185,7 +173,7 @@ def _dataset(folder: Path) -> DataFolder | None:
     split = "train" if "train" in splits else next(iter(splits), "")
     try:
         if Path(split).name != split:
-            return None  # a path, which could lead out of the folder
+            return None  # `split` is a path, which could lead out of the folder
         features = read_json(folder / split / "dataset_info.json").get("features")
     except WeightsError:
         return None
@@ -201,15 +189,15 @@ def _images(folder: Path) -> DataFolder | None:
     None for any other folder."""
     if next(folder.glob("*.tar"), None):
         return _shards(str(folder / "*.tar"))
-    classes = class_folders(str(folder))
+    classes = paths.class_folders(str(folder))
     files = [file for name in classes for file in itertools.islice((folder / name).rglob("*.*"), 10)]
-    images = [file for file in files if file.name.lower().endswith(IMAGE_SUFFIXES)]
+    images = [file for file in files if file.name.lower().endswith(paths.IMAGE_SUFFIXES)]
     if 2 * len(images) <= len(files):
         return None
     size = _size_of(images[0])
     about = f"images of {len(classes)} classes"
     found = (names for name in classes for _, _, names in os.walk(folder / name))
-    number = sum(file.lower().endswith(IMAGE_SUFFIXES) for names in found for file in names)
+    number = sum(file.lower().endswith(paths.IMAGE_SUFFIXES) for names in found for file in names)
     facts = _facts(size, classes)
     return DataFolder(str(folder), "images", about, *_transforms(size), facts=facts, num_images=number)
 
@@ -271,16 +259,16 @@ _ENDS = {
 
 
 def _by_suffix(path: str, files: list[Path], kinds: Sequence[str]) -> DataFolder:
-    """Return the facts about files. The kind of the data is the kind with the most bytes.
+    """Return the facts about files. The kind of the data is the kind whose files have the most bytes.
 
-    Raises UnknownDataError if that kind is JSON lines or Parquet, and other files have a suffix of another kind, such
-    as `.txt`. (Files with unknown suffixes may lie beside them.) Also raises UnknownDataError if the kind is text, and
-    some files have the suffix of a format of records (`misread_as_text`).
+    Raises UnknownDataError if the kind is JSON lines or Parquet, and other files have a suffix of another kind, such as
+    `.txt`. Files with a suffix that is not in `_ENDS` are no error. Also raises UnknownDataError if the kind is text,
+    and some files have the suffix of a format of records (`misread_as_text`).
     """
     sizes: Counter[str] = Counter()
     data: set[str] = set()
     for file in files:
-        name = str(file.with_suffix("")) if file.suffix in COMPRESSED else file.name
+        name = str(file.with_suffix("")) if file.suffix in paths.COMPRESSED else file.name
         kind = next((kind for kind, ends in _ENDS.items() if name.endswith(ends)), None)
         sizes[kind or "text"] += file.stat().st_size
         data |= {kind} if kind is not None else set()
@@ -289,37 +277,32 @@ def _by_suffix(path: str, files: list[Path], kinds: Sequence[str]) -> DataFolder
     if kind == "text" and (misread := misread_as_text(path, names)):
         raise UnknownDataError(misread)
     if kind in ("jsonl", "parquet") and data - {kind}:
-        remedy = f"name the files of one sort by a glob such as {glob_of_sort(path, _ENDS[kind][0])}"
+        remedy = f"name the files of one sort by a glob such as {paths.glob_of_sort(path, _ENDS[kind][0])}"
         mixed = "to use several, write a table [[data.sources]] for each"
-        raise UnknownDataError(f"has files of several sorts ({describe_ends(count_ends(names))}); {remedy}; {mixed}")
-    num_bytes = None if any(file.suffix in COMPRESSED for file in files) else size
+        sorts = paths.describe_ends(paths.count_ends(names))
+        raise UnknownDataError(f"has files of several sorts ({sorts}); {remedy}; {mixed}")
+    num_bytes = None if any(file.suffix in paths.COMPRESSED for file in files) else size
     match kind:
         case "parquet":
             return _parquet(path, next(file for file in files if ".parquet" in file.suffixes))
         case "jsonl":
             return replace(_lines(path, kinds), num_bytes=num_bytes)
         case "tokens":
-            return _foreign_tokens(path)
+            pattern = str(Path(path, "*.bin")) if Path(path).is_dir() else path
+            return DataFolder(pattern, "tokens", "tokens of another program", is_split=False)
         case "images":
             return _shards(path)
     is_split = len(files) >= _FEW_RECORDS / 10
-    about, reason = f"{len(files):,} text file{'s' * (len(files) > 1)}", "the files have no records"
+    about, reason = counted(len(files), "text file"), "the files have no records"
     return DataFolder(path, "text", about, is_split=is_split, reason=reason, num_bytes=num_bytes)
-
-
-def _foreign_tokens(path: str) -> DataFolder:
-    is_folder = Path(path).is_dir()
-    path = str(Path(path, "*.bin")) if is_folder else path
-    return DataFolder(path, "tokens", "tokens of another program", is_split=False)
 
 
 def _parquet(path: str, file: Path) -> DataFolder:
     try:
         from pyarrow import parquet
     except ImportError:
-        return DataFolder(
-            path, "parquet", "Parquet files", (Row("column", "text", "name of the column with the text"),)
-        )
+        column = Row("column", "text", "name of the column with the text")
+        return DataFolder(path, "parquet", "Parquet files", (column,))
     try:
         with open_regular(file) as stream:
             metadata = parquet.read_metadata(stream)
@@ -342,8 +325,8 @@ _KINDS_OF_LINES = {
 
 def _lines(path: str, kinds: Sequence[str]) -> DataFolder:
     """Return the facts about JSON lines: chats, pairs of answers, or text in a field. Raises UnknownDataError if the
-    first lines suit several kinds and none of these is in `kinds`, if a line is not an object, and if no key has
-    text."""
+    first lines suit several kinds and none of these is in `kinds`. Also raises it if a line is not an object, or if no
+    key has text."""
     records = _records(path)
     first, number = next(records), 1
     found = _kinds_of_line(first)
@@ -364,7 +347,7 @@ def _lines(path: str, kinds: Sequence[str]) -> DataFolder:
         name = _text_of(texts, "key", list(first))
         rows = (Row("field", name, "" if name == "text" else "the longest text of the first line"),)
     about = _KINDS_OF_LINES[kind]
-    if left_out := describe_ends(files_left_out(path, LinesData.suffixes)):
+    if left_out := paths.describe_ends(paths.files_left_out(path, LinesData.suffixes)):
         about += f"; not read: {left_out}"
     keys = candidates.get(kind)
     what = "the first lines have" if common else "the first line has"

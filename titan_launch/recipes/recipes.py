@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from titan_launch.config.paths import PYTHON_STDLIB, SKLEARN_DIGITS
+from titan_launch.config.sections.data import DATA_KINDS
 from titan_launch.config.sections.model import HUGGINGFACE
 from titan_launch.core.errors import UserError
+from titan_launch.core.terminal import counted
+from titan_launch.data.epochs import known_samples, steps_of
 from titan_launch.models.architectures import ALL_IN_ARGS, ARCHITECTURES
 from titan_launch.recipes.facts import DataFolder, ModelFolder, UnknownDataError, classes_of_model, look_at_data
-from titan_launch.recipes.length import Length, count_samples, length_of
 from titan_launch.recipes.sizes import Sizes
 from titan_launch.recipes.writing import Row, Table
 
@@ -20,17 +22,14 @@ CHAT_KINDS = ("chat", "preferences")
 MODEL, CHATS, PAIRS = "MODEL_FOLDER", "CHATS.jsonl", "PAIRS.jsonl"
 """Placeholders for paths that the user did not give. `check` names the keys that have a placeholder."""
 
-_LARGE_VOCABULARY = 100_000
-_RESNET = "resnet18"
-
 
 @dataclass(frozen=True)
 class Recipe:
-    """A kind of training, with the values that are usual for it."""
+    """A kind of training, with the values that are usual for it. The default values are those of fine-tuning."""
 
     title: str
-    about: tuple[str, ...]
-    """Lines at the head of the job file."""
+    about: str
+    """The first line of the job file."""
 
     kinds: tuple[str, ...]
     """Kinds of data (`data.kind`) that suit the recipe. The first is the kind of the default data."""
@@ -38,23 +37,23 @@ class Recipe:
     default_data: str
     """Data of the job if the user names none: data that every machine has, or a placeholder."""
 
-    needs_model: bool
-    """True if the user must name a folder with weights."""
-
-    longest: int
-    """`training.seq_len`, unless the model takes only shorter sequences or is the flavor `debug` (`seq_len_of`)."""
-
     tokens_per_step: int
-    """Largest number of tokens per step, at most 8192 for a small model (`_is_small`). For images: largest number of
-    samples per step. (A rank has at least one sample, so a step may have more.)"""
+    """Largest number of tokens per step; for a small model (`_is_small`), the largest number is at most 8192. For
+    images: largest number of samples per step. (A rank has at least one sample, so a step may have more.)"""
 
     steps: int
-    """Usual number of steps. With `prefers_steps`, the job has this number. Otherwise it only determines warm-up and
-    intervals, if the number of samples is unknown."""
+    """Usual number of steps. With `prefers_steps`, the job has this number of steps. Otherwise, if the number of
+    samples is unknown, warm-up and intervals follow from this number."""
 
     lr: float
     lr_comment: str
-    warmup_steps: int
+    needs_model: bool = True
+    """True if the user must name a folder with weights."""
+
+    longest: int = 2048
+    """`training.seq_len`, unless the model takes only shorter sequences, or is the flavor `debug`. For images: 1."""
+
+    warmup_steps: int = 20
     small_batch: int = 1
     """`training.local_batch_size` if no size can be planned: without a GPU, without a model, or without torch."""
 
@@ -65,9 +64,9 @@ class Recipe:
     epochs_from_random: int = 3
     """Number of epochs if the user names no model folder."""
 
-    least_steps: int = 0
-    """Least number of steps. A small data set gets a smaller global batch, so that the run has this number, as far as
-    each rank keeps a sample. 0 sets no limit."""
+    least_steps: int = 50
+    """Least number of steps. A small data set gets a smaller global batch, so that the run has this number of steps.
+    (The batch keeps one sample for each rank, so the run may have fewer.) 0 sets no limit."""
 
     lora_rank: int = 0
     """Rank of the adapters; 0 trains all parameters."""
@@ -75,14 +74,16 @@ class Recipe:
     is_reward: bool = False
     """True for a reward model: a decoder with one output."""
 
-    weight_decay: float | None = None
+    weight_decay: float | None = 0.0
+    """None: the default of the optimizer."""
+
     min_lr_factor: float = 0.1
 
 
 RECIPES: dict[str, Recipe] = {
     "pretrain": Recipe(
         "pre-training: a decoder from random values, on text",
-        ("Pre-training from random values.",),
+        "Pre-training from random values.",
         TEXT_KINDS,
         PYTHON_STDLIB,
         needs_model=False,
@@ -94,13 +95,14 @@ RECIPES: dict[str, Recipe] = {
         warmup_steps=100,
         small_batch=4,
         prefers_steps=True,
+        least_steps=0,
+        weight_decay=None,
     ),
     "continued_pretrain": Recipe(
         "continued pre-training: published weights, on text of your field",
-        ("Continued pre-training: the weights of a folder, on text of another field.",),
+        "Continued pre-training: the weights of a folder, on text of another field.",
         TEXT_KINDS,
         PYTHON_STDLIB,
-        needs_model=True,
         longest=4096,
         tokens_per_step=2**18,
         steps=1000,
@@ -108,74 +110,56 @@ RECIPES: dict[str, Recipe] = {
         lr_comment="a tenth of the rate of pre-training, so that the model keeps its knowledge",
         warmup_steps=50,
         prefers_steps=True,
+        least_steps=0,
+        weight_decay=None,
     ),
     "sft": Recipe(
         "supervised fine-tuning: all parameters, on chats or prompts with responses",
-        ("Supervised fine-tuning of all parameters. Only the turns of the assistant are targets.",),
+        "Supervised fine-tuning of all parameters. Only the turns of the assistant are targets.",
         ("chat",),
         CHATS,
-        needs_model=True,
-        longest=2048,
         tokens_per_step=2**17,
         steps=500,
         lr=1e-5,
         lr_comment="usual for all parameters: 5e-6 to 2e-5",
-        warmup_steps=20,
-        least_steps=50,
-        weight_decay=0.0,
     ),
     "lora": Recipe(
         "LoRA: low-rank adapters of a frozen model, on chats or text",
-        ("LoRA: adapters of a frozen model. `titan-launch export` merges them, or writes them alone.",),
+        "LoRA: adapters of a frozen model. `titan-launch export` merges them, or writes them alone.",
         ("chat", *TEXT_KINDS),
         CHATS,
-        needs_model=True,
-        longest=2048,
         tokens_per_step=2**16,
         steps=500,
         lr=2e-4,
         lr_comment="usual for adapters: ten times the rate for all parameters",
-        warmup_steps=20,
-        least_steps=50,
         lora_rank=16,
-        weight_decay=0.0,
     ),
     "dpo": Recipe(
         "DPO: direct preference optimization with adapters, on pairs of answers",
-        ("Direct preference optimization. The reference is the model without its adapters, so it needs no memory.",),
+        "Direct preference optimization. The reference is the model without its adapters, so it needs no memory.",
         ("preferences",),
         PAIRS,
-        needs_model=True,
-        longest=2048,
         tokens_per_step=2**16,
         steps=200,
         lr=5e-6,
         lr_comment="higher rates soon move the model far from the reference",
-        warmup_steps=20,
-        least_steps=50,
         lora_rank=16,
-        weight_decay=0.0,
     ),
     "reward": Recipe(
         "reward model: one number for each answer, learned from pairs of answers",
-        ("A reward model. Its output after the last token of a chat is the reward.",),
+        "A reward model. Its output after the last token of a chat is the reward.",
         ("preferences",),
         PAIRS,
-        needs_model=True,
-        longest=2048,
         tokens_per_step=2**17,
         steps=500,
         lr=1e-5,
         lr_comment="usual for all parameters",
-        warmup_steps=20,
-        least_steps=50,
         epochs=1,
         is_reward=True,
-        weight_decay=0.0,
     ),
     "image_classification": Recipe(
         "image classification: a ResNet from random values, or a published classifier with --model",
-        ("Image classification.",),
+        "Image classification.",
         ("images",),
         SKLEARN_DIGITS,
         needs_model=False,
@@ -188,6 +172,8 @@ RECIPES: dict[str, Recipe] = {
         small_batch=16,
         epochs_from_random=90,
         min_lr_factor=0.01,
+        least_steps=0,
+        weight_decay=None,
     ),
 }
 """The recipes, by name."""
@@ -250,16 +236,16 @@ def tables_of(name: str, inputs: Inputs) -> Iterator[Table]:
         yield Table("loss", [Row("name", "dpo")])
         reference = Row("reference", "base", "the model without its adapters; without [lora], name a folder")
         yield Table("loss.dpo", [reference, Row("beta", 0.1, "larger values stay closer to the reference")])
-    elif not is_images and _vocabulary(model) >= _LARGE_VOCABULARY:
+    elif not is_images and model is not None and _size(model, "vocab_size") >= 100_000:
         yield Table("loss", [Row("chunks", 8, "logits exist for one eighth of the classes at a time")])
     frozen = Row("frozen_storage_dtype", "bfloat16", "the base, which is not trained; adapters are in float32")
     computed = Row("param_dtype", "bfloat16", "dtype of computation; trained parameters are stored in float32")
     yield Table("precision", [computed, *([frozen] if recipe.lora_rank else [])])
-    mode = inputs.sizes.activation_checkpoint
-    comment = '"none" is faster, if the job then fits into memory'
-    if mode == "none":
-        comment = '"selective" and "full" save memory, but take more time'
     if not is_images:
+        mode = inputs.sizes.activation_checkpoint
+        comment = '"none" is faster, if the job then fits into memory'
+        if mode == "none":
+            comment = '"selective" and "full" save memory, but take more time'
         yield Table("activation_checkpoint", [Row("mode", mode, comment)])
     yield Table("optimizer", list(_optimizer(recipe, model)))
     yield Table(
@@ -282,7 +268,7 @@ def tables_of(name: str, inputs: Inputs) -> Iterator[Table]:
     yield Table("planner", [Row("device", inputs.device)] if inputs.device else [])
 
 
-def _batch_and_length(recipe: Recipe, inputs: Inputs) -> tuple[int, Length]:
+def _batch_and_length(recipe: Recipe, inputs: Inputs) -> tuple[int, _Length]:
     """Return the number of samples per step, and the length of the run.
 
     The number of samples per rank and step is a power of two: the largest one with which a step has at most the
@@ -297,11 +283,11 @@ def _batch_and_length(recipe: Recipe, inputs: Inputs) -> tuple[int, Length]:
     if data is not None:
         rows = [*_data(recipe, inputs), *data.training_rows]
         has_tokenizer = recipe.needs_model or model is not None
-        samples = count_samples(data, {row.key: row.value for row in rows}, seq_len, has_tokenizer)
+        samples = _count_samples(data, {row.key: row.value for row in rows}, seq_len, has_tokenizer)
     if samples is not None and recipe.least_steps:
         per_step = min(per_step, max(1, epochs * samples.number // recipe.least_steps))
     batch = inputs.ranks * 2 ** max(0, (per_step // inputs.ranks).bit_length() - 1)
-    return batch, length_of(epochs, recipe.steps, recipe.prefers_steps, samples, batch)
+    return batch, _length_of(epochs, recipe.steps, recipe.prefers_steps, samples, batch)
 
 
 def _text_model(recipe: Recipe, model: ModelFolder | None) -> Iterator[Table]:
@@ -324,11 +310,8 @@ def _text_model(recipe: Recipe, model: ModelFolder | None) -> Iterator[Table]:
         if recipe.is_reward:
             yield Table("model.args", [Row("num_labels", 1, "one number")])
     elif model.name == HUGGINGFACE:
-        rows = [
-            Row("name", HUGGINGFACE, "the class of `transformers`"),
-            Row("path", path, "only its config.json is read"),
-        ]
-        yield Table("model", rows)
+        name = Row("name", HUGGINGFACE, "the class of `transformers`")
+        yield Table("model", [name, Row("path", path, "only its config.json is read")])
     else:
         flavor = Row("flavor", model.flavor or ALL_IN_ARGS, f"the shape of {path}, with random values")
         yield Table("model", [Row("name", model.name), flavor])
@@ -348,29 +331,27 @@ def _image_model(model: ModelFolder | None, data: DataFolder) -> Iterator[Table]
         yield Table("model", rows)
         return
     if data.path == SKLEARN_DIGITS:
-        yield Table(
-            "model", [Row("name", "resnet"), Row("flavor", "debug", "resnet18, resnet50, ... for larger images")]
-        )
+        flavor = Row("flavor", "debug", "resnet18, resnet50, ... for larger images")
+        yield Table("model", [Row("name", "resnet"), flavor])
         return
     args: dict[str, Any] = {"image_size": size, "in_channels": channels}
     if size is not None and size <= 64:
         args["stem"] = "small"
     if classes is not None:
         args["num_classes"] = classes
-    rows = [Row("name", "resnet"), Row("flavor", _RESNET, 'or resnet34, resnet50; name = "vit" for a transformer')]
+    rows = [Row("name", "resnet"), Row("flavor", "resnet18", 'or resnet34, resnet50; name = "vit" for a transformer')]
     yield Table("model", rows)
     known = [Row(key, value) for key, value in args.items()]
     unknown = [] if classes is not None else [Row("num_classes", 1000, "REPLACE: larger than the largest label")]
     yield Table("model.args", known + unknown)
 
 
-_TARGETS = ("layers.*.attention.*", "layers.*.feed_forward.*")
-
-
 def _lora(recipe: Recipe, model: ModelFolder | None) -> Iterator[Row]:
-    """Yield the keys of `[lora]`. For a model of this package, the targets are the linear layers of attention, and
-    those of feed-forward layers if the model has no experts. For a class of `transformers`, they are `**.*_proj`."""
-    targets, comment = list(_TARGETS), "modules that match: linear layers, embeddings, experts"
+    """Yield the keys of `[lora]`. For a model of this package, the targets are the linear layers of attention. If the
+    model has no experts, they include those of feed-forward layers. For a class of `transformers`, the targets are
+    `**.*_proj`."""
+    targets = ["layers.*.attention.*", "layers.*.feed_forward.*"]
+    comment = "modules that match: linear layers, embeddings, experts"
     if model is not None and model.name == HUGGINGFACE:
         targets, comment = ["**.*_proj"], "the usual names in `transformers`"
     elif model is not None and "experts" in model.args:
@@ -411,7 +392,7 @@ def _training(recipe: Recipe, inputs: Inputs, batch: int) -> Iterator[Row]:
     local = min(inputs.sizes.local_batch_size, batch // inputs.ranks)
     yield Row("local_batch_size", local, "samples of a rank in a microbatch")
     microbatches = batch // (local * inputs.ranks)
-    division = f"{microbatches} microbatch{'es' * (microbatches > 1)} on {inputs.ranks} rank{'s' * (inputs.ranks > 1)}"
+    division = f"{microbatches} microbatch{'es' * (microbatches > 1)} on {counted(inputs.ranks, 'rank')}"
     yield Row("global_batch_size", batch, f"samples of a step: {division}")
 
 
@@ -433,7 +414,7 @@ def _optimizer(recipe: Recipe, model: ModelFolder | None) -> Iterator[Row]:
         yield Row("weight_decay", recipe.weight_decay)
 
 
-def _validation(recipe: Recipe, inputs: Inputs, length: Length) -> Iterator[Table]:
+def _validation(recipe: Recipe, inputs: Inputs, length: _Length) -> Iterator[Table]:
     data = inputs.data
     if data is None or not (data.is_split or data.validation):
         return
@@ -448,25 +429,23 @@ def _validation(recipe: Recipe, inputs: Inputs, length: Length) -> Iterator[Tabl
     yield Table("validation.data", list(_data(recipe, inputs, is_validation=True)))
 
 
-def _vocabulary(model: ModelFolder | None) -> int:
-    size = None if model is None else model.config.get("vocab_size")
-    return size if isinstance(size, int) else 0
+def _size(model: ModelFolder, *names: str) -> int:
+    """Return the first of these numbers that the `config.json` of a model has; 0 if there is none."""
+    return next((size for name in names if isinstance(size := model.config.get(name), int)), 0)
 
 
 def _is_small(recipe: Recipe, model: ModelFolder | None) -> bool:
     """Return True for the flavor `debug`, and for a model folder whose hidden size is at most 256."""
     if model is None:
         return not recipe.needs_model
-    width = model.config.get("hidden_size", model.config.get("n_embd"))
-    return isinstance(width, int) and width <= 256
+    return 0 < _size(model, "hidden_size", "n_embd") <= 256
 
 
 def head_of(name: str, inputs: Inputs, file: str) -> Iterable[str]:
     """Return the comment lines at the head of a job file."""
-    recipe = RECIPES[name]
     ranks = f" --world-size {inputs.ranks}"
     return (
-        *recipe.about,
+        RECIPES[name].about,
         *inputs.sizes.comments,
         "",
         f"  titan-launch check --config {file}{ranks}",
@@ -474,3 +453,62 @@ def head_of(name: str, inputs: Inputs, file: str) -> Iterable[str]:
         f"  titan-launch plan --config {file}{ranks}",
         f"  titan-launch launch --config {file}",
     )
+
+
+_BYTES_PER_TOKEN = 4
+"""Approximate bytes of text per token of a published tokenizer."""
+
+
+@dataclass(frozen=True)
+class _Samples:
+    """The training samples of an epoch."""
+
+    number: int
+    is_exact: bool
+    """False for an estimate from the sizes of files, or from the share of the validation split."""
+
+
+def _count_samples(data: DataFolder, keys: Mapping[str, Any], seq_len: int, has_tokenizer: bool) -> _Samples | None:
+    """Return the number of training samples of an epoch; None if it is unknown before the data is read.
+
+    `keys`: the keys of `[data]`. `has_tokenizer`: False if each byte is a token."""
+    known = known_samples(DATA_KINDS[data.kind].model_validate(keys), seq_len)
+    if known is not None:
+        return _Samples(known, is_exact=True)
+    share = 1 - keys.get("validation_percent", 5) / 100 if data.is_split else 1.0
+    if data.num_images is not None:
+        number = data.num_images * share
+    elif data.num_bytes is not None:
+        number = data.num_bytes * share / (_BYTES_PER_TOKEN if has_tokenizer else 1) / seq_len
+    else:
+        return None
+    return _Samples(max(1, round(number)), is_exact=data.num_images is not None and not data.is_split)
+
+
+@dataclass(frozen=True)
+class _Length:
+    """The length of a run."""
+
+    row: Row
+    """The key `epochs` or `steps` of `[training]`."""
+
+    steps: int
+    """Approximate number of steps, from which warm-up and intervals follow."""
+
+
+def _length_of(epochs: int, steps: int, prefers_steps: bool, samples: _Samples | None, batch: int) -> _Length:
+    """Return the length of a run with `batch` samples per step.
+
+    `steps`: usual number of steps of the recipe. `prefers_steps`: True to write the key `steps` instead of `epochs`,
+    unless the steps would be `epochs` epochs or more."""
+    name, value = ("steps", steps) if prefers_steps else ("epochs", epochs)
+    if samples is None:
+        other = "epochs" if prefers_steps else "steps"
+        return _Length(Row(name, value, f"`titan-launch data` shows how many {other} these are"), steps)
+    needed = steps_of(epochs, samples.number, batch)
+    about, note = ("", "") if samples.is_exact else ("about ", "; `titan-launch data` counts them")
+    size = f"{counted(samples.number, 'sample')}{note}"
+    if prefers_steps and steps < needed:
+        return _Length(Row(name, value, f"{about}{steps * batch / samples.number:.2g} epochs of {size}"), steps)
+    comment = f"{about}{counted(needed, 'step')}; an epoch has {about}{size}"
+    return _Length(Row("epochs", epochs, comment), needed)

@@ -8,7 +8,7 @@ from functools import cache
 
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import ConfigError
-from titan_launch.plan.auto_mode import resolve_auto
+from titan_launch.plan.auto_mode import recommend
 from titan_launch.plan.batch_size import with_local_batch_size
 from titan_launch.plan.communication import Traffic, on_line
 from titan_launch.plan.hardware import GIB, Hardware, Kernels, hardware_of
@@ -18,7 +18,7 @@ from titan_launch.plan.memory.clock import Seconds, seconds_on_line
 from titan_launch.plan.memory.ledger import Footprint, extrapolate
 from titan_launch.plan.memory.recordings import Recordings
 from titan_launch.plan.memory.replay_engine import ReplayEngine
-from titan_launch.plan.report.modes import Subject
+from titan_launch.plan.report.modes import Subject, compare
 
 _LARGEST_MICROBATCH = 64
 
@@ -53,23 +53,29 @@ def planned_sizes(config: JobConfig, machine: Machine, recordings_of: Recordings
     """Return the microbatch size and the activation checkpointing with the shortest predicted step among those that
     fit.
 
-    Step times that agree to two digits count as equal, and so do unknown times. Of equal candidates, the one whose mode
-    adds less time is taken, and then the one with the larger microbatch, because it has fewer collectives. If nothing
-    fits, return a microbatch of one sample and mode `full`.
+    Step times that agree to two digits count as equal, and so do unknown times. Of candidates with equal times, the one
+    whose mode adds less time is taken. If the modes are equal too, the one with the larger microbatch is taken, because
+    it has fewer collectives. If no candidate fits, or if the job cannot be planned, return a microbatch of one sample
+    and mode `full`.
 
     `config`: the job, whose global batch size does not change. Raises the errors of `recordings_of`, except
-    ConfigError, which counts as a size that does not fit.
+    ConfigError.
     """
     where = f"{machine.ranks} {machine.device}"
-    found = [(_order(candidate), candidate) for candidate in _candidates(config, machine, recordings_of)]
-    if not found:
+    try:
+        candidates = list(_candidates(config, machine, recordings_of))
+    except ConfigError as error:  # such as that of a model that cannot be traced
+        reason, _, _ = error.problems[0].reason.partition("\n")
+        return Sizes(1, "full", (f"Sizes: the smallest ones, because the planner cannot predict the job: {reason}",))
+    if not candidates:
         comments = (
             f"Sizes: the smallest ones. Even with these, the planner predicts that the job does not fit into {where}.",
             "`titan-launch plan` shows what the job needs. Use more GPUs, or a smaller training.seq_len.",
         )
         return Sizes(1, "full", comments)
-    _, best = min(found, key=lambda pair: pair[0])
-    return best.sizes(where)
+    best = min(candidates, key=_order)
+    memory = f"{best.reserved_gib:.1f} of {best.limit_gib:.1f} GiB per rank"
+    return Sizes(best.local_batch_size, best.mode, (f"Sizes: for {where}; the planner predicts {memory}.",))
 
 
 @dataclass(frozen=True)
@@ -77,15 +83,11 @@ class _Candidate:
     local_batch_size: int
     mode: str
     seconds: float | None
-    """Lower end of the predicted interval of the step time. None if the links or the peak FLOP/s of the device are
-    unknown."""
+    """Lower end of the predicted interval of the step time. None if the speed of links or the peak FLOP/s of the device
+    are unknown."""
 
     reserved_gib: float
     limit_gib: float
-
-    def sizes(self, where: str) -> Sizes:
-        memory = f"{self.reserved_gib:.1f} of {self.limit_gib:.1f} GiB per rank"
-        return Sizes(self.local_batch_size, self.mode, (f"Sizes: for {where}; the planner predicts {memory}.",))
 
 
 _COST = ("none", "selective", "full")
@@ -93,13 +95,14 @@ _COST = ("none", "selective", "full")
 
 
 def _order(candidate: _Candidate) -> tuple[float, int, int]:
+    """Return a sort key. The best candidate has the smallest key."""
     seconds = 0.0 if candidate.seconds is None else float(f"{candidate.seconds:.2g}")
     return seconds, _COST.index(candidate.mode), -candidate.local_batch_size
 
 
 def _candidates(config: JobConfig, machine: Machine, recordings_of: RecordingsOf) -> Iterator[_Candidate]:
-    """Yield the best choice of modes for each microbatch size that fits. The sizes are the powers of two up to 64 that
-    divide the number of samples per rank and step. Sizes after one that does not fit are not tried."""
+    """Yield the best choice of modes for each microbatch size that fits, up to the first size that does not fit. The
+    sizes are the powers of two up to 64 that divide the number of samples per rank and step."""
     hardware = hardware_of(config, machine.ranks, "cuda", machine.device, machine.memory_gib)
     hardware = replace(hardware, gpus_per_node=max(1, min(machine.ranks, hardware.gpus_per_node)))
     auto = config.activation_checkpoint.model_copy(update={"mode": "auto"})
@@ -108,12 +111,12 @@ def _candidates(config: JobConfig, machine: Machine, recordings_of: RecordingsOf
     while size <= min(per_rank, _LARGEST_MICROBATCH) and per_rank % size == 0:
         job = with_local_batch_size(config.model_copy(update={"activation_checkpoint": auto}), size)
         layout = plan_layout(job.parallelism, job.training, machine.ranks)
-        try:
-            engine = _BySize(job, layout, hardware, recordings_of)
-            resolution = resolve_auto(job, layout, Subject(engine.inventory, engine.flops, engine), hardware)
-        except ConfigError:
+        engine = _BySize(job, layout, hardware, recordings_of)
+        subject = Subject(engine.inventory, engine.flops, engine)
+        best = recommend(compare(job, layout, subject, hardware, only_own=True), hardware)
+        if best is None:
             return  # neither this microbatch nor a larger one fits
-        row, limit = resolution.row, hardware.memory_gib or 0.0
+        row, limit = best.row, hardware.memory_gib or 0.0
         seconds = row.time.interval[0] if row.time.interval else None
         mode = row.choice.activation_checkpoint.mode
         yield _Candidate(size, mode, seconds, row.reserved_bytes / GIB, limit)
@@ -143,9 +146,7 @@ class _BySize:
         return extrapolate(self._two(choice), self._four(choice), self._factor) or self._own()(choice)
 
     def traffic(self, choice: Choice) -> Traffic:
-        """Return the traffic of a step."""
         return on_line(self._two.traffic(choice), self._four.traffic(choice), self._factor)
 
     def seconds(self, choice: Choice) -> Seconds | None:
-        """Return the times of a step; None if they are unknown."""
         return seconds_on_line(self._two.seconds(choice), self._four.seconds(choice), self._factor)

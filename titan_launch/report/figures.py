@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from titan_launch.core.terminal import counted
 from titan_launch.metrics.sinks.jsonl import json_number
 from titan_launch.metrics.tags import PAUSES, STEP_PARTS
 from titan_launch.models.architectures import named_flavor
@@ -292,11 +293,6 @@ def _saved(run: RecordedRun) -> str:
         return "There is no checkpoint."
     result = "" if run.best_step is None else f" The best is of step {run.best_step:,} and is the result."
     return f"Checkpoints: {len(run.checkpoints):,}. The newest is of step {run.checkpoints[0].step:,}.{result}"
-
-
-def counted(number: int, noun: str) -> str:
-    """Return `1 rank`, `2 ranks`."""
-    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def gib(size: float) -> str:

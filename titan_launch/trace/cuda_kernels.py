@@ -4,22 +4,22 @@ Eager PyTorch saves the same tensors on both devices, except for a few operation
 Their outputs have the right shape, dtype and strides, and the tensors that they save have the right size.
 
 - RMSNorm: a CPU runs several operations, which save two fp32 copies of the input. CUDA's `_fused_rms_norm` saves the
-  input and an fp32 factor for each row. It requires that weight and input have the same dtype. If their dtypes differ,
-  CUDA runs the several operations too, and nothing is replaced.
+  input and an fp32 factor for each row. If weight and input have different dtypes, CUDA also runs the several
+  operations, and nothing is replaced.
 - LayerNorm: both devices run the same operation. CUDA saves mean and factor of the rows in fp32 even for a bf16 input.
 - Attention: CUDA runs flash attention for fp16 and bf16, and memory-efficient attention for fp32 or with a mask. If the
-  shapes are not (batch, heads, tokens, head_dim), and for grouped queries in fp32 or with a mask, CUDA runs the kernel
-  that stores all scores. If values in fp16 or bf16 have another width than queries, and no width is above
-  `plan.attention_kernels.WIDEST_FLASH`, the replacement uses cuDNN's kernel. That kernel saves as many bytes as flash
-  attention. With `kernels.attention = "math"`, the kernel that stores all scores always runs.
+  shapes are not (batch, heads, tokens, head_dim), CUDA runs the kernel that stores all scores. The same holds for
+  grouped queries in fp32 or with a mask, and for every call with `kernels.attention = "math"`. For values in fp16 or
+  bf16 that have another width than queries, the replacement uses cuDNN's kernel, which saves as many bytes as flash
+  attention. cuDNN takes widths up to `plan.attention_kernels.WIDEST_FLASH`.
 - Attention with a sliding window, a soft cap, attention sinks or documents: CUDA runs FlexAttention, which saves its
   inputs, its output, and an fp32 logarithm for each query. The memory of its block mask is not counted.
 - Matrix products of experts: CUDA runs one grouped product in bf16 (`plan.experts.is_grouped`). With other dtypes, and
   on a CPU, there is one product for each expert. In both cases, the rows and the stacked matrices are saved. A trace
   does not know how many rows each expert gets, so it divides the rows of a rank equally among its experts. With expert
-  parallelism, the rank receives `planner.expert_load` times as many rows as the mean rank. Classes of `transformers`
-  call the grouped product in any dtype, and a CPU computes it too. Before 2.15, PyTorch's function that computes the
-  shapes of a grouped product rejects fp32, so it is replaced.
+  parallelism, a rank receives `planner.expert_load` times the mean number of rows. Classes of `transformers` call the
+  grouped product in any dtype, also on a CPU. Before 2.15, PyTorch's shape function of the grouped product rejects
+  fp32, so this function is replaced.
 - BatchNorm needs no replacement: CUDA's native kernel, cuDNN's and the CPU's save the input and two fp32 numbers for
   each channel.
 
@@ -64,8 +64,8 @@ def kernels_replaced(
     expert_load: float = 1.0,
     note: Callable[[Work], None] = lambda work: None,
 ) -> Iterator[None]:
-    """Let CPU operations save the tensors for backward that they would save on a device of the family `kernels`, until
-    the end of the block.
+    """Until the end of the block, let CPU operations save the same tensors for backward as operations on a device of
+    the family `kernels`.
 
     `backend`: value of `kernels.attention` in the job. `expert_load`: value of `planner.expert_load`. `note`: function
     that is called with the work of a kernel whose replacement runs no operation.
@@ -125,7 +125,7 @@ class _FusedNorm(torch.autograd.Function):
         return (result, *(torch.empty_like(tensor) if needs else None for tensor, needs in kept), None, None)
 
 
-_original_rms_norm = torch.rms_norm  # `F.rms_norm` calls it
+_original_rms_norm = torch.rms_norm  # the function that `F.rms_norm` calls
 
 
 def _rms_norm(
@@ -169,12 +169,10 @@ def scaled_dot_product_attention(  # noqa: PLR0913 - the signature is PyTorch's
             return _first(flash)
         # Values have another width only if the model does not pad them (`ScoreOptions.pads_values`).
         if has_equal_heads and max(query.shape[-1], value.shape[-1]) <= WIDEST_FLASH:
-            needs_gradient = torch.is_grad_enabled()
-            return _first(
-                _aten._scaled_dot_product_cudnn_attention(
-                    query, key, value, None, needs_gradient, dropout_p, is_causal, False, scale=scale
-                )
+            cudnn = _aten._scaled_dot_product_cudnn_attention(
+                query, key, value, None, torch.is_grad_enabled(), dropout_p, is_causal, False, scale=scale
             )
+            return _first(cudnn)
     if has_equal_heads and query.dtype in (*_REDUCED, torch.float32):
         needs_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
         bias = None if attn_mask is None else attn_mask.expand(*query.shape[:3], key.shape[2])
@@ -182,24 +180,12 @@ def scaled_dot_product_attention(  # noqa: PLR0913 - the signature is PyTorch's
             query, key, value, bias, needs_gradient, dropout_p, is_causal, scale=scale
         )
         return _first(efficient)
-    return _attention_of_all_scores(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    options = {"scale": scale, "enable_gqa": enable_gqa}
+    return _attention_of_all_scores(query, key, value, attn_mask, dropout_p, is_causal, **options)
 
 
-def _attention_of_all_scores(  # noqa: PLR0913 - the signature is PyTorch's
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    return _first(
-        _aten._scaled_dot_product_attention_math(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
-    )
+def _attention_of_all_scores(*args: Any, **options: Any) -> Tensor:
+    return _first(_aten._scaled_dot_product_attention_math(*args, **options))
 
 
 class _FlexAttention(torch.autograd.Function):
@@ -208,7 +194,7 @@ class _FlexAttention(torch.autograd.Function):
         q, k, v = qkv
         ctx.note, ctx.work = note, _attention_work(q, k, v, window)
         note(ctx.work)
-        as_queries = sorted(range(4), key=q.stride, reverse=True)  # values may be narrower
+        as_queries = sorted(range(4), key=q.stride, reverse=True)  # the widths of queries and values may differ
         output = torch.empty_permuted((*q.shape[:3], v.shape[3]), as_queries, dtype=q.dtype, device=q.device)
         logsumexp = q.new_empty(q.shape[:3], dtype=torch.float32)
         ctx.save_for_backward(q, k, v, output, logsumexp)
@@ -218,7 +204,7 @@ class _FlexAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors  # the kernel reads all of them
+        saved = ctx.saved_tensors  # unpacks all saved tensors, because the kernel reads them
         flops, *others = ctx.work.sizes
         ctx.note(ctx.work._replace(kind="attention_backward", sizes=(2 * flops, *others)))
         return (None, None, *(torch.empty_like(x) for x in saved[:3]))

@@ -35,8 +35,8 @@ def dry_run(config: JobConfig, layout: Layout, hardware: Hardware, rank: int) ->
     backward are traced as in `trace_rank`. Nothing is written. No data is read, except one image if only the data
     determines the size of the images. The job's modes must not be `auto`. The process must have no process group.
 
-    Raises the ConfigErrors that a run raises before it allocates memory, ConfigError for a model that cannot be traced,
-    and UserError on an untested release of PyTorch.
+    Raises ConfigError for a model that cannot be traced, and as a run does before it allocates memory. Raises UserError
+    on an untested release of PyTorch.
     """
     check_release()
     built = build_job_model(config)

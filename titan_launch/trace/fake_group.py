@@ -18,13 +18,12 @@ from titan_launch.core.patches import loggers_silenced, replaced
 
 @contextmanager
 def fake_process_group(world_size: int, rank: int = 0) -> Iterator[None]:
-    """Run the block as rank `rank` of `world_size`. Collectives return at once, and their results have no values of
-    other ranks.
+    """Run the block as rank `rank` of `world_size`. Collectives return at once, without values of other ranks.
 
     The default is rank 0, which has the largest shards. Raises RuntimeError if this process already has a process
     group, because FSDP2 and the mesh would use that group.
     """
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # importing it registers the backend `fake`
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # this import registers the backend `fake`
 
     if dist.is_initialized():
         raise RuntimeError(
@@ -38,7 +37,7 @@ def fake_process_group(world_size: int, rank: int = 0) -> Iterator[None]:
             yield
     finally:
         dist.destroy_process_group()
-        _clear_sharding_prop_cache()  # its entries refer to this group's meshes, and would match equal meshes later
+        _clear_sharding_prop_cache()  # its entries have meshes of this group, but would match later meshes
 
 
 _WITHOUT_VOTE = {
@@ -81,8 +80,9 @@ class _Sent:
 
 @contextmanager
 def silence() -> Iterator[None]:
-    """Until the end of the block, drop Python's warnings, and the logs of fake tensors, of DTensor's redistribution and
-    of `titan_launch.parallel`. A run repeats the warnings, and PyTorch also raises the errors that it logs."""
+    """Drop Python's warnings and some logs until the end of the block. The logs are those of fake tensors, DTensor's
+    redistribution and `titan_launch.parallel`. A run shows the warnings, and PyTorch also raises the errors that it
+    logs."""
     names = ("torch._subclasses.fake_tensor", "torch.distributed.tensor._redistribute", "titan_launch.parallel")
     with loggers_silenced(*names), warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -107,19 +107,18 @@ def modules_in_order(model: nn.Module, inventory: Inventory) -> list[str]:
 
     A forward runs these modules one after another. Modules of other pipeline stages are omitted.
     """
-    blocks = outermost(inventory.blocks)
-    found: list[str] = []
-    _collect(model, "", set(blocks), {around for block in blocks for around in outward(parent(block))}, found)
-    return [path for path in found if path in inventory.by_path]
+    blocks = set(outermost(inventory.blocks))
+    around_blocks = {path for block in blocks for path in outward(parent(block))}
 
+    def inside(module: nn.Module, path: str) -> Iterator[str]:
+        for name, child in module.named_children():
+            child_path = full_name(path, name)
+            if child_path in around_blocks or (child_path not in blocks and not has_forward(child)):
+                yield from inside(child, child_path)
+            else:
+                yield child_path
 
-def _collect(module: nn.Module, path: str, blocks: set[str], around: set[str], found: list[str]) -> None:
-    for name, child in module.named_children():
-        child_path = full_name(path, name)
-        if child_path in around or (child_path not in blocks and not has_forward(child)):
-            _collect(child, child_path, blocks, around, found)
-        else:
-            found.append(child_path)
+    return [path for path in inside(model, "") if path in inventory.by_path]
 
 
 _SENT_SHARE: dict[str, Callable[[int], Fraction]] = {
@@ -175,7 +174,7 @@ class ExchangesCounted(TorchDispatchMode):
         if func.namespace in ("c10d", "_c10d_functional"):
             name = func.overloadpacket.__name__
             if name == "wait_tensor" and isinstance(args[0], FakeTensor):
-                return args[0]  # as in a run; the function would return a new fake tensor
+                return args[0]  # a run returns this tensor; the operation would return a new fake tensor
             self._see(name, args)
         return func(*args, **(kwargs or {}))
 
@@ -184,7 +183,8 @@ class ExchangesCounted(TorchDispatchMode):
             return
         axis, size = self._axes[group]
         name, index = _IN_PLACE.get(operation, (operation, 0))
-        if axis in ("context", "expert") and operation in _OF_FSDP:  # FSDP2's own: its group may have the same ranks
+        # A group of FSDP2 may have the same ranks as the axis.
+        if axis in ("context", "expert") and operation in _OF_FSDP:
             return
         sent = _num_bytes(args[index]) * _SENT_SHARE[name](size)
         counted: dict[str, Any] = {axis: Exchange(1, round(sent))}
@@ -197,7 +197,7 @@ def _group_of(args: Sequence[Any]) -> str:
     names = [arg for arg in args if isinstance(arg, str)]
     if names:
         return names[-1]
-    group = next(arg for arg in args if isinstance(arg, torch.ScriptObject))  # a later one is the reduce operation
+    group = next(arg for arg in args if isinstance(arg, torch.ScriptObject))  # a second object is the reduce operation
     name: str = dist.ProcessGroup.unbox(group).group_name
     return name
 

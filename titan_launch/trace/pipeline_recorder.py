@@ -37,7 +37,7 @@ from titan_launch.train.pipeline_step import HiddenModule, PipelinedStep, Schedu
 
 
 class Mark(NamedTuple):
-    """A note that a stage begins or ends a call for a microbatch."""
+    """A note that a method of a stage begins or ends, for one microbatch."""
 
     method: str
     """The called method of PyTorch's stage, such as `forward_one_chunk`."""
@@ -79,7 +79,7 @@ class PipelineRecorder:
     notes: list[Note]
     memory: LiveMemory
     take_gradients: Callable[[nn.Module], None]
-    """Function that notes that the parameters of a stage take their gradients."""
+    """Function that notes the gradients of the parameters of a stage, which a split backward has set."""
 
     roots: dict[nn.Module, str]
     """Path of each stage's FSDP2 root on the tape."""
@@ -117,7 +117,7 @@ class PipelineRecorder:
         for local in self.pipeline.local:
             discard_pending(local.module)
             local.module.zero_grad()
-        gc.collect()  # frees what is left of an earlier step
+        gc.collect()  # frees objects that an earlier step has left
         with ExitStack() as stack:
             self._watch(stack)
             self._kinds = _kinds_of(
@@ -131,16 +131,16 @@ class PipelineRecorder:
             self.notes.clear()
             step(microbatches, loss, lambda: num_items)
         composed = list(self._composed(self.notes))
-        # The schedule frees the output of the last microbatch after its backward. The composed notes free this output
-        # twice, because its backward has the notes of the first microbatch, which freed its output in backward. The
-        # difference is added to the notes.
+        # The schedule frees the output of the last microbatch after backward. The composed notes also free this output
+        # in backward, because they repeat the notes of the first microbatch. The difference is added at the end.
         left = _left(self.notes)
         left.subtract(_left(composed))
         self.notes[:] = [*composed, Bytes(tuple((category, n) for category, n in left.items() if n))]
 
     def _microbatches_to_run(self) -> set[tuple[int, int]]:
-        """Return the first microbatch of each kind that no earlier call of `run` has run. With activation offloading,
-        return all microbatches, because a forward completes the copies of the forward before it."""
+        """Return the first microbatch of each kind, without the kinds that an earlier call of `run` has run. With
+        activation offloading, return all microbatches, because a forward completes the copies of the forward before
+        it."""
         if self.config.activation_checkpoint.offload:
             return set(self._kinds)
         known, first = {kind for _, kind in self._known}, dict[_Kind, tuple[int, int]]()
@@ -203,7 +203,7 @@ class PipelineRecorder:
         notes of the first microbatch of the same kind that the stage has run.
         """
         parts = list(_between_marks(notes))
-        for mark, own in parts:  # in a loop of its own: LoopedBFS runs the backward of the first microbatch last
+        for mark, own in parts:  # a separate loop, because LoopedBFS runs the backward of the first microbatch last
             if mark is not None and mark.key in self._runs:
                 self._known.setdefault((mark.method, self._kinds[mark.key]), own)
         for mark, own in parts:
@@ -270,7 +270,6 @@ class _Output(NamedTuple):
 
     @classmethod
     def of(cls, output: Tensor) -> _Output:
-        """Return the description of an output."""
         if not isinstance(output, DTensor):
             return cls(output.shape, output.dtype)
         return cls(local_tensor(output).shape, output.dtype, output.device_mesh, output.placements)

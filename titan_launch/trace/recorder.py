@@ -1,9 +1,9 @@
-"""Recording of a tape: one microbatch of one rank, forward and backward, with tensors that have shapes and no values.
-With pipeline parallelism, a tape has the microbatches of a step.
+"""The recorder of tapes (`plan.memory.tape`). A tape lists what one rank allocates and frees in forward and backward of
+one microbatch. With pipeline parallelism, a tape has the microbatches of a step.
 
-The functions of a run build, wrap and train the model. Memory that FSDP2 allocates is not recorded; the calls of its
-hooks are recorded instead. So the tape depends neither on the mode of gradient accumulation nor on the number of shards
-(see `plan.memory.recordings.recorded_job`).
+The model is built, wrapped and trained by the functions of a run, with tensors that have shapes and no values. In place
+of the memory that FSDP2 allocates, a tape has the calls of FSDP2's hooks. So the tape depends neither on the mode of
+gradient accumulation nor on the number of shards (see `plan.memory.recordings.recorded_job`).
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class _Recorder(Ledger):
         super().__init__()
         self.notes: list[Note] = []
         self.taking: tuple[str, str] | None = None
-        """Full name of the parameter that takes its gradient, and the dtype of the gradient."""
+        """Full name of the parameter whose gradient is being set, and the dtype of the gradient."""
         self.reducing: tuple[str, int] | None = None
         """Full name of the parameter whose gradient FSDP2 is about to reduce, and the bytes of an element."""
         self.reduced: dict[str, int] = {}
@@ -199,8 +199,8 @@ class TorchRecorder:
             own = block_signatures(part)
             if job.model.is_of_package:
                 return own
-            # If the block before this one saves its output, this block need not save it as its input. So the kind of a
-            # block includes the kind of the block before it.
+            # The kind of a block includes the kind of the block before it. If that block saves its output, this block
+            # saves no copy of it as its input.
             return list(zip(own[:1] + own, own, strict=False))
 
         def shortened(rank: int) -> tuple[Blocks, ...]:
@@ -208,8 +208,8 @@ class TorchRecorder:
             return tuple(Blocks.shortened(blocks, of_blocks, variants(blocks)) for blocks, of_blocks in own)
 
         def variants(blocks: Sequence[str]) -> dict[str, Hashable]:
-            """Return a digest of the attributes of each block; an empty dict if the model is not of this package.
-            Attributes, such as the window of a layer, decide what a block computes."""
+            """Return a digest of each block's attributes, such as the window of a layer. Return an empty dict if the
+            model is not of this package."""
             own = blocks if job.model.is_of_package else ()
             return {path: attributes_digest(whole.module.get_submodule(path)) for path in own}
 
@@ -332,8 +332,8 @@ def _buffers(model: nn.Module, copied: Mapping[str, int], prefix: str) -> dict[s
 
 @contextmanager
 def _gradients_named(recorder: _Recorder, name_of: Mapping[int, str]) -> Iterator[None]:
-    """Until the end of the block, set `recorder.taking` when a parameter takes its gradient, and `recorder.reducing`
-    while FSDP2 prepares a gradient for its reduction. `name_of`: full names of the model's parameters by their ids."""
+    """Until the end of the block, set `recorder.taking` when autograd sets a gradient, and `recorder.reducing` while
+    FSDP2 prepares a gradient for its reduction. `name_of`: full names of the model's parameters by their ids."""
     watched: dict[int, Tensor] = {}  # keeps the parameters alive, so that ids stay unique
     with ExitStack() as stack:
 

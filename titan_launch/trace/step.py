@@ -1,7 +1,7 @@
 """A trace of one rank's training step, with tensors that have shapes and no values.
 
-The functions of a run build, plan, wrap and train the model: units, hooks, gradient accumulation and loss are the same.
-Only data, initial values, the conversion to float8 and the update are missing.
+The model is built, planned, wrapped and trained by the functions of a run, so units, hooks, gradient accumulation and
+loss are the same. Only data, initial values, the conversion to float8 and the update are missing.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from titan_launch.data.sources import Batch
 from titan_launch.distributed.dtensor import local_tensor
 from titan_launch.distributed.mesh import build_mesh
 from titan_launch.loss.build import build_loss
-from titan_launch.loss.interface import Loss
 from titan_launch.metrics.memory import LiveMemory, track
-from titan_launch.metrics.traffic import TrafficCount, count_collectives
+from titan_launch.metrics.traffic import count_collectives
 from titan_launch.models.build import BuiltModel
 from titan_launch.optim.groups import group_parameters
 from titan_launch.optim.replica_shards import ReplicaShards, trained_by_unit
@@ -32,7 +31,7 @@ from titan_launch.parallel.activation_offload import HostCopies
 from titan_launch.parallel.batchnorm import RunningStatistics
 from titan_launch.parallel.context_parallel import SequencePart, sequence_part
 from titan_launch.parallel.fsdp import discard_pending
-from titan_launch.parallel.pipeline import Pipeline, parts, pipeline_of
+from titan_launch.parallel.pipeline import parts, pipeline_of
 from titan_launch.plan.communication import Traffic, traffic_of_microbatches, traffic_of_replicas
 from titan_launch.plan.hardware import Kernels, find_device
 from titan_launch.plan.layout import Layout
@@ -54,6 +53,7 @@ from titan_launch.plan.pipeline import counts_to_run, scaled_to_step
 from titan_launch.plan.replica_shards import ExchangedUnit, chunk_numel, exchanged_unit, gradients_leave_early
 from titan_launch.plan.speeds import Work
 from titan_launch.plan.types import ModelPlan
+from titan_launch.precision.observation import dtype_of
 from titan_launch.trace.cuda_kernels import copies_from_host, kernels_replaced
 from titan_launch.trace.fake_group import fake_process_group, sends_held, silence
 from titan_launch.trace.observers import ExchangesCounted, StepPoints, modules_in_order
@@ -68,11 +68,11 @@ from titan_launch.train.step import forward_backward
 
 
 class Batches:
-    """A maker of a rank's microbatches. All microbatches are equal. Implements `SampleFormat` for traces and trials."""
+    """A maker of a rank's microbatches, which are all equal. It implements `SampleFormat` for traces and trials."""
 
     def __init__(self, config: JobConfig, layout: Layout, part: SequencePart | None):
-        """`part`: the tokens of every sequence that belong to the rank; None without context parallelism. Raises
-        ConfigError as `sample_format` does."""
+        """`part`: the rank's tokens of every sequence; None without context parallelism. Raises ConfigError as
+        `sample_format` does."""
         self._config = config
         self._batch_size = layout.local_batch_size
         self._shape, self.num_classes = sample_format(config)
@@ -105,9 +105,9 @@ def trace_step(
 ) -> TracedStep:
     """Trace a step as rank `rank` of `layout.world_size`. `built` is on the meta device, and is wrapped in place.
 
-    The trace stops at the number of microbatches from which activations no longer add to the peak memory. In a
-    pipeline, other memory may still grow. Then a second step with more microbatches is traced, and the growth of each
-    phase's peak is extrapolated.
+    Only as many microbatches are traced as add activations to the peak memory. In a pipeline, other memory may grow
+    with each further microbatch. Then a second step with more microbatches is traced, and the growth of each phase's
+    peak is extrapolated.
 
     Raises ConfigError as `assemble_model` does. Errors in the model's forward and backward, such as dtype errors, are
     explained by `explain_model`; unknown errors are raised unchanged. A matrix product of two different dtypes is no
@@ -139,9 +139,9 @@ def assembled_without_values(  # noqa: PLR0913 - six describe the rank
     """Assemble a model as `rank` of `layout.world_size` would, with fake tensors on the CPU. Yield the model and the
     maker of its microbatches.
 
-    In the block this process acts as that rank, tensors are fake, and operations save the same tensors for backward as
+    In the block, this process acts as that rank, and tensors are fake. Operations save the same tensors for backward as
     on a device of the family `kernels`. No layer is converted to float8, because the memory that torchao needs is not
-    known. `note`: see `kernels_replaced`.
+    known. `note`: as in `kernels_replaced`.
     """
     with ExitStack() as stack:
         stack.enter_context(silence())
@@ -167,11 +167,7 @@ def assembled_without_values(  # noqa: PLR0913 - six describe the rank
 
 
 def _trace_microbatches(
-    config: JobConfig,
-    assembled: AssembledModel,
-    batches: Batches,
-    ledger: Ledger,
-    num_microbatches: int,
+    config: JobConfig, assembled: AssembledModel, batches: Batches, ledger: Ledger, num_microbatches: int
 ) -> TracedStep:
     """Trace forward and backward of `num_microbatches` microbatches. Add the memory of the optimizer state, the moving
     average and the update by formulas.
@@ -200,9 +196,25 @@ def _trace_microbatches(
         hold_frozen(memory, loss)
         leave_early = gradients_leave_early(config.training)
         replicas = build_replica_shards(config, assembled) if leave_early else None
-        traffic = _Accumulation(
-            config, model, mesh.layout, num_microbatches, batches, loss, step_points, memory, count, replicas
-        ).run()
+        strategy = Accumulation(config.gradient_accumulation, replicas)
+        num_items, device = memory.paused(torch.ones)((), dtype=torch.int64), torch.device("cpu")
+        pipeline = pipeline_of(model)
+        if pipeline is None:
+            of_microbatches = []
+            for index in range(num_microbatches):
+                step_points.begin_microbatch(index)
+                strategy.begin_microbatch(model, is_last=index == num_microbatches - 1)
+                microbatch = batches.make()
+                memory.hold(microbatch, Category.INPUTS)
+                forward_backward(model, microbatch, device, lambda: num_items, loss)
+                del microbatch
+                of_microbatches.append(count.take())
+            traffic = traffic_of_microbatches(of_microbatches, mesh.layout.num_microbatches)
+        else:
+            microbatch = memory.paused(batches.make)()  # not counted, because a run keeps it in host memory
+            step = PipelinedStep(pipeline, config.parallelism, strategy, device)
+            step([microbatch] * num_microbatches, loss, lambda: num_items)
+            traffic = scaled_to_step(count.take(), num_microbatches, mesh.layout, config.gradient_accumulation)
         ledger.enter(StepPoint(num_microbatches - 1, "optimizer", ""))
         if replicas is not None:
             replicas.reduce_gradients()
@@ -230,79 +242,27 @@ def watched_memory(model: nn.Module, ledger: Ledger) -> Iterator[LiveMemory]:
 
 @contextmanager
 def watched_parts(config: JobConfig, model: nn.Module, plan: ModelPlan, points: StepPoints) -> Iterator[None]:
-    """Until the end of the block, set the step points of the modules of a model, or of this rank's pipeline stages, and
-    explain errors of the model."""
+    """Until the end of the block, let hooks enter a step point for each module of a model, or of this rank's pipeline
+    stages. Errors of the model are raised again with an explanation (`explained_in_trace`)."""
+    pipeline = pipeline_of(model)
     with ExitStack() as stack:
         for module, part in parts(model, plan):
-            order = modules_in_order(module, part.inventory)
-            stack.enter_context(points.watch(module, order, _makes_logits(model, module)))
+            has_loss = pipeline is None or (pipeline.has_last and module is pipeline.local[-1].module)
+            stack.enter_context(points.watch(module, modules_in_order(module, part.inventory), has_loss))
         with explained_in_trace(ModelFacts(config, model, plan)):
             yield
-
-
-def _makes_logits(model: nn.Module, module: nn.Module) -> bool:
-    """Return True if the loss is computed from the output of `module`, which is the model or a pipeline stage."""
-    pipeline = pipeline_of(model)
-    return pipeline is None or (pipeline.has_last and module is pipeline.local[-1].module)
-
-
-@dataclass(frozen=True)
-class _Accumulation:
-    """The traced microbatches of a step, with the objects that observe them."""
-
-    config: JobConfig
-    model: nn.Module
-    layout: Layout
-    num_microbatches: int
-    batches: Batches
-    loss: Loss
-    step_points: StepPoints
-    memory: LiveMemory
-    count: TrafficCount
-    replicas: ReplicaShards | None
-
-    def run(self) -> Traffic:
-        """Compute the gradients of all microbatches. Return the traffic of the whole step."""
-        pipeline, num_items = pipeline_of(self.model), self.memory.paused(torch.ones)((), dtype=torch.int64)
-        if pipeline is None:
-            return self._run_in_sequence(num_items)
-        return self._run_pipeline(pipeline, num_items)
-
-    def _run_in_sequence(self, num_items: Tensor) -> Traffic:
-        strategy = Accumulation(self.config.gradient_accumulation, self.replicas)
-        traffic = []
-        for index in range(self.num_microbatches):
-            self.step_points.begin_microbatch(index)
-            strategy.begin_microbatch(self.model, is_last=index == self.num_microbatches - 1)
-            microbatch = self.batches.make()
-            self.memory.hold(microbatch, Category.INPUTS)
-            forward_backward(self.model, microbatch, torch.device("cpu"), lambda: num_items, self.loss)
-            del microbatch
-            traffic.append(self.count.take())
-        return traffic_of_microbatches(traffic, self.layout.num_microbatches)
-
-    def _run_pipeline(self, pipeline: Pipeline, num_items: Tensor) -> Traffic:
-        """Run the microbatches through the pipeline's stages, by its schedule."""
-        config, layout = self.config, self.layout
-        microbatch = self.memory.paused(self.batches.make)()  # not counted, because a run keeps it in host memory
-        strategy = Accumulation(config.gradient_accumulation, self.replicas)
-        step = PipelinedStep(pipeline, config.parallelism, strategy, torch.device("cpu"))
-        step([microbatch] * self.num_microbatches, self.loss, lambda: num_items)
-        traffic = self.count.take()
-        return scaled_to_step(traffic, self.num_microbatches, layout, config.gradient_accumulation)
 
 
 def _group_sizes(config: JobConfig, model: nn.Module, plan: ModelPlan, layout: Layout) -> list[GroupSizes]:
     """Return the sizes of the trainable parameters on this rank, for each parameter group. If the optimizer is sharded
     over replicas, these are the sizes of the chunks that this rank updates."""
+
+    def size_of(parameter: nn.Parameter) -> ShardSize:
+        num_elements = chunk_numel(local_tensor(parameter).shape, layout.optimizer_replicas)
+        return ShardSize(tuple(parameter.shape), num_elements, dtype_of(parameter))
+
     groups = group_parameters(model, config.optimizer, plan.inventory.head, width_scales(config))
-    return [GroupSizes(g.settings, [_shard_size(p, layout) for p in g.parameters.values()]) for g in groups]
-
-
-def _shard_size(parameter: nn.Parameter, layout: Layout) -> ShardSize:
-    shard = local_tensor(parameter)
-    num_elements = chunk_numel(shard.shape, layout.optimizer_replicas)
-    return ShardSize(tuple(parameter.shape), num_elements, str(shard.dtype).removeprefix("torch."))
+    return [GroupSizes(group.settings, list(map(size_of, group.parameters.values()))) for group in groups]
 
 
 def _exchanged_units(model: nn.Module, plan: ModelPlan, layout: Layout) -> list[ExchangedUnit]:

@@ -1,5 +1,5 @@
-"""The reference engine of the planner, for any model. It traces a step with torch to find memory and traffic. If
-possible, it traces two shallower models instead of the whole model, and extrapolates."""
+"""The planner's reference engine, for any model. The engine traces a step with torch to predict memory and traffic. If
+possible, it traces two models with fewer blocks instead of the whole model, and extrapolates."""
 
 from __future__ import annotations
 
@@ -8,12 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedFakeTensorException,
-    UnsupportedOperatorException,
-)
+from torch._subclasses import fake_tensor
 
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.model import ModelConfig
@@ -37,18 +32,20 @@ from titan_launch.train.model import build_job_model
 _log = logging.getLogger(__name__)
 
 _ON_THE_LINE = 1e-4
-"""Memory counts as affine in depth if the relative error of the extrapolated peak memory at a third depth is below this
-value."""
+"""Largest relative error of the extrapolated peak memory at a third depth (number of blocks). With a larger error,
+memory does not count as a linear function of depth."""
 
 
 def trace_rank(config: JobConfig, plan: ModelPlan, layout: Layout, kernels: Kernels, rank: int) -> TracedStep:
     """Trace the step of one rank. `plan`: plan of the model with all stages.
 
     If one block repeats often, and the rank has one pipeline stage, trace the model at two smaller depths and
-    extrapolate. Otherwise, or if memory is not affine in depth, trace all blocks. Raises ConfigError as `trace_step`
-    does, and for a model that cannot be traced.
+    extrapolate. Otherwise, or if memory is not a linear function of depth, trace all blocks. Raises ConfigError as
+    `trace_step` does, and for a model that cannot be traced.
     """
-    shortcut = _find_shortcut(plan, layout.pipeline_rank(rank))
+    parts = parts_on_rank(plan, layout.pipeline_rank(rank))
+    # With several stages, each stage holds the activations of a different number of microbatches.
+    shortcut = find_shortcut(parts[0]) if len(parts) == 1 else None
     if shortcut is not None:
         short = _trace_short(config, plan, layout, kernels, rank, shortcut)
         if short is not None:
@@ -57,23 +54,14 @@ def trace_rank(config: JobConfig, plan: ModelPlan, layout: Layout, kernels: Kern
         return _trace_without(config, plan, layout, kernels, rank, ())
 
 
-def _find_shortcut(plan: ModelPlan, pipeline_rank: int) -> Shortcut | None:
-    """Return the blocks that a trace of the rank may omit; None if all blocks are needed. A rank with several pipeline
-    stages needs all blocks, because each stage holds the activations of a different number of microbatches."""
-    parts = parts_on_rank(plan, pipeline_rank)
-    if len(parts) > 1:
-        return None
-    return find_shortcut(parts[0])
-
-
 def _trace_short(
     config: JobConfig, plan: ModelPlan, layout: Layout, kernels: Kernels, rank: int, shortcut: Shortcut
 ) -> TracedStep | None:
     """Trace the model at two depths and extrapolate.
 
-    Return None if the model does not run without some of its blocks. Also return None if the two depths, or a third
-    depth, show that memory or traffic is not affine in depth; for example, if blocks read the outputs of all earlier
-    blocks. The third depth is not traced for models of this package, because their memory is affine.
+    Return None if the model does not run without some of its blocks. Also return None if memory or traffic is not a
+    linear function of depth. An example is a model whose blocks read the outputs of all earlier blocks. For a model
+    that is not of this package, a third depth is traced to find this out.
     """
     with whole_traced_on_error():
         shorter = _trace_without(config, plan, layout, kernels, rank, shortcut.removed_from_shorter)
@@ -127,8 +115,8 @@ def _extrapolated(shorter: TracedStep, longer: TracedStep, factor: float) -> Tra
     return TracedStep(footprint, on_line(shorter.traffic, longer.traffic, factor))
 
 
-_NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
-_UNSUPPORTED = (UnsupportedOperatorException, UnsupportedFakeTensorException)
+_NEEDS_VALUES = (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException)
+_UNSUPPORTED = (fake_tensor.UnsupportedOperatorException, fake_tensor.UnsupportedFakeTensorException)
 _OPERATION_BY_ERROR_TEXT = {".numpy()": "tensor.numpy()", "Cannot access data pointer": "tensor.data_ptr()"}
 
 
@@ -147,20 +135,17 @@ def failures_explained(config: ModelConfig) -> Iterator[None]:
     except Exception as error:
         operation = _untraceable_operation(error)
         if operation is not None:
-            reason = _needs_values(operation, user_location(error, or_own=True))
+            location = user_location(error, or_own=True)
+            reason = (
+                f"cannot be traced: {operation}{f' at {location}' if location else ''} needs the values of a tensor, "
+                "and a trace has only shapes; compute it with operations whose output shapes do not depend on values "
+                "(torch.where, masked_fill)"
+            )
             raise config_error(("model", "name"), reason, config.name) from error
         if config.is_of_package:
             raise
         reason = "failed in a trace, on tensors that have shapes but no values:"
         raise config_error(("model", "name"), f"{reason}\n{user_traceback(error)}", config.name) from error
-
-
-def _needs_values(operation: str, location: str | None) -> str:
-    return (
-        f"cannot be traced: {operation}{f' at {location}' if location else ''} needs the values of a tensor, and a "
-        "trace has only shapes; compute it with operations whose output shapes do not depend on values (torch.where, "
-        "masked_fill)"
-    )
 
 
 def _untraceable_operation(error: Exception) -> str | None:
@@ -183,6 +168,9 @@ class TraceEngine:
     """An engine that traces a job's step once for each choice. Compiled models are traced without compilation."""
 
     def __init__(self, config: JobConfig, layout: Layout, kernels: Kernels):
+        """`kernels`: the device family whose memory is predicted. For CUDA, `trace.cuda_kernels` replaces CPU
+        operations. The process must have no process group. Raises UserError on an untested release of PyTorch."""
+        check_release()
         self._config = config.model_copy(update={"compile": CompileConfig()})
         self._layout = layout
         self._kernels = kernels
@@ -225,16 +213,6 @@ class TraceEngine:
         if not plan.stages:
             return traced
         return replace(traced, footprint=replace(traced.footprint, pipeline_rank=pipeline_rank))
-
-
-def trace_engine(config: JobConfig, layout: Layout, kernels: Kernels) -> TraceEngine:
-    """Return an engine for any model that the job can build. The process must have no process group.
-
-    `kernels`: the device family whose memory is predicted. For CUDA, `trace.cuda_kernels` replaces CPU operations.
-    Raises UserError on an untested release of PyTorch.
-    """
-    check_release()
-    return TraceEngine(config, layout, kernels)
 
 
 def check_release() -> None:

@@ -1,8 +1,8 @@
 """A trial: three training steps of one rank with real tensors on its device, without other ranks.
 
 Collectives return at once, so the values are meaningless, but the allocations on the device are those of a run. So a
-trial shows whether a rank has enough memory. If the memory does not suffice, no other rank is left waiting. On a
-phantom GPU (`phantom_gpu`) a trial measures what the allocator of a GPU would reserve.
+trial shows whether a rank has enough memory. On a phantom GPU (`phantom_gpu`), a trial measures what the allocator of a
+GPU would reserve.
 """
 
 from __future__ import annotations
@@ -44,9 +44,8 @@ from titan_launch.train.step import forward_backward
 from titan_launch.train.trace_subprocess import OUT_OF_MEMORY
 
 _STEPS = 3
-"""Number of steps. The optimizer creates its state at the end of the first step, so the second step is the first that
-has this state from the beginning. The third step shows whether the allocator needs more memory for the same tensors."""
-
+"""Number of steps. The optimizer creates its state at the end of the first step. So the second step is the first with
+this state. The third step shows whether the allocator needs more memory for the same tensors."""
 
 _SHARE = 0.95
 """Share of this process's memory limits on the host (`ulimit`) that a trial on a CPU may use. A run needs a little more
@@ -90,7 +89,7 @@ def run_trial(config: JobConfig, layout: Layout, rank: int, device: torch.device
         plan = plan_precision(config, built)
         use_kernels(config, built, plan, layout, device, stack)
         model = assemble_model(config, built, plan, mesh, batches)
-        if device.type == "cpu":  # the speedups change memory: the host's allocator keeps freed memory
+        if device.type == "cpu":  # the speedups change memory: glibc then keeps freed memory
             speed_up_on_cpu(config, model, stack)
         allocate_model(model, config, device, stack, initial_values=False)
         modules = [model.module, *([] if model.frozen is None else [model.frozen.module])]
@@ -122,7 +121,7 @@ def run_trial(config: JobConfig, layout: Layout, rank: int, device: torch.device
                 replicas.gather_parameters()
             optimizer.zero_grad()
             if ema is not None:
-                ema.update(config.ema.every_steps, torch.zeros_like(valid))  # a step whose update is due
+                ema.update(config.ema.every_steps, torch.zeros_like(valid))  # the update is due in this step
         if device.type != "cuda":
             return None
         torch.cuda.synchronize(device)
@@ -132,9 +131,9 @@ def run_trial(config: JobConfig, layout: Layout, rank: int, device: torch.device
 
 
 def _equal_counts(load: float, counts: Tensor, ranks: int, group: str) -> Tensor:
-    """Replace `expert_parallel.exchanged_counts`, because no other rank exists that could say how many rows it sends.
-    The rows that this rank is planned to receive are divided equally among the sending ranks and this rank's experts.
-    `load`: value of `planner.expert_load`."""
+    """Replace `expert_parallel.exchanged_counts`, because there is no other rank to send its counts. Divide the rows
+    that this rank is planned to receive equally among the sending ranks and this rank's experts. `load`: value of
+    `planner.expert_load`."""
     rows = received_rows(int(counts.sum()), ranks, load)
     return torch.tensor(equal_parts(rows, counts.numel()), device=counts.device).view(ranks, -1)
 

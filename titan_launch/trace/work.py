@@ -41,13 +41,14 @@ def work_of(operation: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any
     if operation.namespace != "aten" or packet in _NO_WORK or _is_view(operation):
         return None
     if packet in _FACTORS:
-        first = _FACTORS[packet]
-        return _product(*args[first : first + 2])
+        a, b = args[_FACTORS[packet] : _FACTORS[packet] + 2]  # matrices, or stacks of matrices
+        *stacked, rows, inner = a.shape
+        return Work("product", dtype_of(a), (prod(stacked), rows, inner, b.shape[-1]))
     if packet is _aten._grouped_mm:
         return _grouped_product(*args)
     formula = FORMULAS.get(packet)
     if formula is not None and "attention" in packet.__name__:
-        is_backward = "backward" in packet.__name__  # then the first argument is the gradient
+        is_backward = "backward" in packet.__name__  # the first argument of a backward is the gradient
         query, key, value = args[is_backward : is_backward + 3]
         sizes = (
             attention_flops(query, key, value) * (1 + is_backward),
@@ -60,12 +61,6 @@ def work_of(operation: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any
         return Work("convolution", dtype_of(args[0]), (int(formula(*args, **kwargs, out_val=result)),))
     inputs, results = (sum(map(_num_bytes, _tensors(value))) for value in ([*args, *kwargs.values()], result))
     return Work("memory", "", (2 * results if packet in _READS_ROWS else inputs + results,))
-
-
-def _product(a: Tensor, b: Tensor) -> Work:
-    """Return the work of a product of two matrices, or of two stacks of them."""
-    *stacked, rows, inner = a.shape
-    return Work("product", dtype_of(a), (prod(stacked), rows, inner, b.shape[-1]))
 
 
 def _grouped_product(a: Tensor, b: Tensor, ends: Tensor | None = None, *_: Any) -> Work:

@@ -22,8 +22,7 @@ from titan_launch.models.architectures import resolve_args
 from titan_launch.models.decoder.huggingface_tensors import Piece
 from titan_launch.models.huggingface.files import WeightsError
 from titan_launch.models.init import copy_whole, differing_weights, load_weights
-from titan_launch.models.lora import Adapter
-from titan_launch.models.weights.adapters import AdapterFolder, Target, file_places, targets_of
+from titan_launch.models.weights.adapters import Adapter, AdapterFolder, Target, file_places, targets_of
 from titan_launch.models.weights.folder import Weights, WeightsFolder, find_weights, open_weights
 from titan_launch.plan.hardware import format_bytes
 from titan_launch.plan.types import Inventory, full_name

@@ -23,11 +23,13 @@ from titan_launch.distributed.process_group import Ranks, set_timeouts
 from titan_launch.distributed.random_state import RandomState, random_stream
 from titan_launch.loss.build import build_loss
 from titan_launch.metrics.learned import Learned
-from titan_launch.metrics.sinks import ConsoleSink, import_sinks
+from titan_launch.metrics.sinks import import_sinks
+from titan_launch.metrics.sinks.console import ConsoleSink
 from titan_launch.metrics.timeline import Timeline
 from titan_launch.metrics.traffic import communication_counted
-from titan_launch.models.lora import Adapter, adapters_of
-from titan_launch.models.stages import PassThrough
+from titan_launch.models.blocks import PassThrough
+from titan_launch.models.lora import adapters_of
+from titan_launch.models.weights.adapters import Adapter
 from titan_launch.optim.ema import WeightEMA, build_ema
 from titan_launch.optim.registry import build_optimizer, replicas_of
 from titan_launch.optim.replica_shards import ReplicaShards

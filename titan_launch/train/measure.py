@@ -158,7 +158,8 @@ class StepMeasurements(Observer):
         if config.comm.count_traffic and is_tested_release():
             frozen = train_step.loss.frozen
             models = [train_step.model] if frozen is None else [train_step.model, frozen]
-            counted = count_collectives(*models, replicas=replicas_of(train_step.optimizer))
+            replicas = replicas_of(train_step.optimizer)
+            counted = count_collectives(*models, watch_replicas=None if replicas is None else replicas.watched)
             self._traffic = stack.enter_context(counted)
         self._compile_time = stack.enter_context(compile_time()) if is_compiled else None
         self._seen: dict[str, float] = {}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from titan_launch.core.observer import Observer
 from titan_launch.metrics.learned import Learned
 from titan_launch.metrics.meter import Meter
-from titan_launch.metrics.sinks import ConsoleSink
+from titan_launch.metrics.sinks.console import ConsoleSink
 from titan_launch.optim.ema import WeightEMA
 from titan_launch.train.measure import StepMeasurements
 from titan_launch.train.precision_audit import PrecisionAudit

@@ -16,7 +16,9 @@ from titan_launch.config.loading.provenance import toml_value
 from titan_launch.config.sections.section import Section
 from titan_launch.core.errors import format_key
 from titan_launch.distributed.collectives import on_rank_0
-from titan_launch.metrics.sinks import ConsoleSink, GuardedSink, RunDescription, Sink, SinkContext, open_sinks
+from titan_launch.metrics.sinks import Sink, SinkContext, open_sinks
+from titan_launch.metrics.sinks.console import ConsoleSink
+from titan_launch.metrics.sinks.interface import GuardedSink, RunDescription
 from titan_launch.metrics.tags import BEST_LOSS, WITHOUT_IMPROVEMENT
 from titan_launch.plan.report.unit_table import format_plan
 from titan_launch.plan.units.rule_assignment import is_batch_norm

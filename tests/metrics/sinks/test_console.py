@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from titan_launch.metrics.sinks import ConsoleSink
+from titan_launch.metrics.sinks.console import ConsoleSink
 
 REPORT = {
     "train/loss": 5.4321,

@@ -14,7 +14,8 @@ import pytest
 from titan_launch.config.sections.run import MetricsConfig
 from titan_launch.core.errors import ConfigError
 from titan_launch.core.files import RecordFile
-from titan_launch.metrics.sinks import GuardedSink, Sink, SinkContext, open_sinks
+from titan_launch.metrics.sinks import Sink, SinkContext, open_sinks
+from titan_launch.metrics.sinks.interface import GuardedSink
 
 
 class Recorder(Sink):

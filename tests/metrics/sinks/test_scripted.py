@@ -15,7 +15,8 @@ from tests.metrics.test_meter import CPU, Clock, train
 from tests.train.jobs import read_metrics
 from titan_launch.config.sections.run import MetricsConfig
 from titan_launch.metrics.meter import Meter
-from titan_launch.metrics.sinks import ConsoleSink, Sink, SinkContext, open_sinks
+from titan_launch.metrics.sinks import Sink, SinkContext, open_sinks
+from titan_launch.metrics.sinks.console import ConsoleSink
 from titan_launch.metrics.timeline import Timeline
 
 Reports = list[dict[str, float]]

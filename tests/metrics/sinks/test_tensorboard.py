@@ -18,8 +18,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.distributed import run_ranks
 from tests.train.jobs import read_metrics, record, run_job, tiny_job
 from titan_launch.config.job import JobConfig
-from titan_launch.metrics.sinks import RunDescription, TensorBoardSink
-from titan_launch.metrics.sinks.tensorboard import _OVERVIEW
+from titan_launch.metrics.sinks.interface import RunDescription
+from titan_launch.metrics.sinks.tensorboard import _OVERVIEW, TensorBoardSink
 from titan_launch.metrics.tags import TAGS
 from titan_launch.train.output import settings_of
 

@@ -19,6 +19,7 @@ from titan_launch.config.loading.urls import has_copies, with_local_copies
 from titan_launch.config.rules import RULES, Rule
 from titan_launch.config.sections.model import HUGGINGFACE
 from titan_launch.core.errors import ConfigError, KeyPath, Problem, UserError, config_error, did_you_mean
+from titan_launch.core.import_string import FOLDERS_CHOOSE_NO_CODE
 from titan_launch.core.object_store import with_urls
 
 
@@ -188,8 +189,7 @@ def _model_of_weights(model: Mapping[str, Any]) -> FolderFile | None:
     except WeightsError as error:
         raise config_error(("model", "weights"), str(error), weights, also=(("model",),)) from None
     if ":" in folder.name:
-        why = f"its {CONFIG_FILE} names the factory {folder.name}, and code that only a folder names is not run"
-        reason = f"{why}; set model.name"
+        reason = f"its {CONFIG_FILE} names the factory {folder.name}, and {FOLDERS_CHOOSE_NO_CODE}; set model.name"
         raise config_error(("model", "weights"), reason, weights, also=(("model",),))
     if name not in (None, folder.name):
         remedy = f'set "{folder.name}", or name another folder in model.weights'

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from titan_launch.config.job import JobConfig
 from titan_launch.config.rules.data import sources_of
-from titan_launch.config.rules.model import args_problem, unknown_name
+from titan_launch.config.rules.model import args_problem
 from titan_launch.config.rules.tables import changed_keys
 from titan_launch.config.sections.data import ClassificationData, FactoryData, PreferenceData, TokensData
 from titan_launch.config.sections.lora import LoRAConfig
@@ -22,8 +22,9 @@ from titan_launch.config.sections.loss import (
 from titan_launch.config.sections.model import ModelConfig
 from titan_launch.config.sections.parallelism import ActivationCheckpointConfig, CompileConfig
 from titan_launch.config.sections.precision import BatchNormConfig, Float8Config
+from titan_launch.config.sections.section import is_import_string
 from titan_launch.config.sections.training import GradientAccumulationConfig
-from titan_launch.core.errors import ConfigError, KeyPath, Problem, config_error, format_key
+from titan_launch.core.errors import ConfigError, KeyPath, Problem, config_error, did_you_mean, format_key
 from titan_launch.models.architectures import ARCHITECTURES, known_args, labels_taken, unit_taken, vocabulary_taken
 
 _NAME: KeyPath = ("loss", "name")
@@ -31,7 +32,13 @@ _NAME: KeyPath = ("loss", "name")
 
 def loss_exists(config: JobConfig) -> Iterator[Problem]:
     """Report a problem if `loss.name` is neither a loss of this package nor a valid import string."""
-    return unknown_name(_NAME, config.loss.name, tuple(LOSSES), "loss", "package.module:function")
+    name, known = config.loss.name, tuple(LOSSES)
+    if ":" in name:
+        if not is_import_string(name):
+            yield Problem(_NAME, "must have the form package.module:function for a loss of your own", name)
+    elif name not in known:
+        names, hint = ", ".join(f'"{loss}"' for loss in known), did_you_mean(name, known)
+        yield Problem(_NAME, f"unknown loss; must be {names}, or package.module:function for your own{hint}", name)
 
 
 def loss_has_its_table(config: JobConfig) -> Iterator[Problem]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,15 @@ from pydantic import ValidationError
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.model import HUGGINGFACE
 from titan_launch.config.sections.section import is_import_string
-from titan_launch.core.errors import KeyPath, Problem, did_you_mean, format_key, scalars
-from titan_launch.models.architectures import ALL_IN_ARGS, ARCHITECTURES, known_args, resolve_args
+from titan_launch.core.errors import KeyPath, Problem, format_key, scalars
+from titan_launch.models.architectures import (
+    ALL_IN_ARGS,
+    ARCHITECTURES,
+    known_args,
+    resolve_args,
+    unknown_flavor,
+    unknown_model,
+)
 from titan_launch.models.huggingface import args as huggingface
 
 _NAME, _FLAVOR, _ARGS = ("model", "name"), ("model", "flavor"), ("model", "args")
@@ -23,27 +30,19 @@ _NAME, _FLAVOR, _ARGS = ("model", "name"), ("model", "flavor"), ("model", "args"
 
 def model_exists(config: JobConfig) -> Iterator[Problem]:
     """Report a problem if `model.name` is neither a known model nor a valid import string."""
-    return unknown_name(_NAME, config.model.name, (*ARCHITECTURES, HUGGINGFACE), "model", "package.module:factory")
-
-
-def unknown_name(key: KeyPath, name: str, known: Sequence[str], noun: str, form: str) -> Iterator[Problem]:
-    """Yield a problem if `name`, the value of `key`, is neither a known name nor a valid import string. `noun` and
-    `form`: what has the name, and the form of an import string for it, as messages name them."""
+    name = config.model.name
     if ":" in name:
         if not is_import_string(name):
-            yield Problem(key, f"must have the form {form} for a {noun} of your own", name)
-    elif name not in known:
-        names, hint = ", ".join(f'"{each}"' for each in known), did_you_mean(name, known)
-        yield Problem(key, f"unknown {noun}; must be {names}, or {form} for your own{hint}", name)
+            yield Problem(_NAME, "must have the form package.module:factory for a model of your own", name)
+    elif name not in (*ARCHITECTURES, HUGGINGFACE):
+        yield Problem(_NAME, unknown_model(name), name)
 
 
 def flavor_exists(config: JobConfig) -> Iterator[Problem]:
     """Report a problem if `model.flavor` is neither a row of the model's size table nor `none`."""
     name, flavor = config.model.name, config.model.flavor
     if name in ARCHITECTURES and flavor not in (ALL_IN_ARGS, *ARCHITECTURES[name].flavors):
-        flavors = ARCHITECTURES[name].flavors
-        reason = f"unknown flavor; {name} has {', '.join(flavors)}{did_you_mean(flavor, flavors)}"
-        yield Problem(_FLAVOR, reason, flavor, also=(_NAME,))
+        yield Problem(_FLAVOR, unknown_flavor(name, flavor), flavor, also=(_NAME,))
 
 
 def huggingface_has_a_config(config: JobConfig) -> Iterator[Problem]:

@@ -8,23 +8,11 @@ from titan_launch.core.errors import config_error
 from titan_launch.core.import_string import import_factory, user_traceback
 from titan_launch.core.packages import install
 from titan_launch.core.phantom import is_phantom
-from titan_launch.metrics.sinks.console import ConsoleSink
-from titan_launch.metrics.sinks.interface import GuardedSink, MarkedSink, RunDescription, Sink, SinkContext
+from titan_launch.metrics.sinks.interface import MarkedSink, Sink, SinkContext
 from titan_launch.metrics.sinks.jsonl import METRICS_FILE, JsonlSink
 from titan_launch.metrics.sinks.tensorboard import TensorBoardSink
 
-__all__ = [
-    "SINKS",
-    "ConsoleSink",
-    "GuardedSink",
-    "JsonlSink",
-    "RunDescription",
-    "Sink",
-    "SinkContext",
-    "TensorBoardSink",
-    "import_sinks",
-    "open_sinks",
-]
+__all__ = ["SINKS", "Sink", "SinkContext", "import_sinks", "open_sinks"]
 
 SINKS: dict[str, Callable[[MetricsConfig, SinkContext], Sink | None]] = {
     METRICS_FILE: lambda config, run: JsonlSink(run.folder / METRICS_FILE, run.step),
@@ -42,21 +30,19 @@ sink."""
 
 def import_sinks(config: MetricsConfig) -> dict[str, Callable[[SinkContext], Sink]]:
     """Return the sink factories that `metrics.sinks` names, by name. Raises ConfigError if one cannot be imported."""
-    return dict(_import_each(config))
-
-
-def _import_each(config: MetricsConfig) -> Iterator[tuple[str, Callable[[SinkContext], Sink]]]:
+    factories: dict[str, Callable[[SinkContext], Sink]] = {}
     for index, name in enumerate(config.sinks):
         key = ("metrics", "sinks", index)
         if name not in _EXTRAS:
-            yield name, import_factory(name, key)
+            factories[name] = import_factory(name, key)
             continue
         try:
             module = import_module(f"titan_launch.metrics.sinks.{name}")
         except ImportError as error:
             reason = f"needs {name}, which cannot be imported ({error}): {install(name)}"
             raise config_error(key, reason, name) from None
-        yield name, getattr(module, _EXTRAS[name])
+        factories[name] = getattr(module, _EXTRAS[name])
+    return factories
 
 
 def open_sinks(config: MetricsConfig, run: SinkContext) -> Iterator[tuple[str, Sink]]:

@@ -12,18 +12,18 @@ from typing import TextIO
 
 from titan_launch.core.observer import Observer, StepResult, WatchedStep
 from titan_launch.core.phantom import marked
-from titan_launch.core.terminal import say_escaped
+from titan_launch.core.terminal import CLEAR_LINE, say_escaped
 from titan_launch.metrics.sinks.interface import Sink
-from titan_launch.metrics.tags import TAGS, Tag
+from titan_launch.metrics.tags import TAGS
 
 _BOLD, _CYAN, _RED = "1", "36", "31"
-_CLEAR_LINE = "\r\x1b[K"
 _SECONDS_BETWEEN_REDRAWS = 0.1
 _BAR_WIDTH = 24
 
 
 class ConsoleSink(Sink, Observer):
-    """A sink that prints one aligned line per report. On a terminal it also shows a bar with the remaining time.
+    """A sink that prints one line per report, with aligned fields. On a terminal it also shows a progress bar with the
+    remaining time.
 
     Only terminals get escape sequences, so a log file stays plain text. The variable NO_COLOR disables colours
     (https://no-color.org).
@@ -36,25 +36,28 @@ class ConsoleSink(Sink, Observer):
         self._clock = clock
         self._has_bar = stream.isatty() and os.environ.get("TERM") != "dumb"
         self._has_color = self._has_bar and not os.environ.get("NO_COLOR")
-        self._first: tuple[int, float] | None = None  # step and time of the first progress
+        self._first: tuple[int, float] | None = None  # step and time of the first call of `progress`
         self._drawn_step: int | None = None
         self._drawn_at = -math.inf
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Print the line of `step`, with those `scalars` that have a `console` field in `TAGS`. If there are none,
         print nothing."""
-        fields = [self._field(tag, scalars[tag.name]) for tag in TAGS if _is_shown(tag, scalars)]
+        fields = [
+            self._field(tag.name, tag.console, scalars[tag.name])
+            for tag in TAGS
+            if tag.console is not None and tag.name in scalars and tag.console_fallback_for not in scalars
+        ]
         if not fields:
             return
         width = len(str(self._total_steps))
         line = "  ".join([self._paint(f"step {step:>{width}}/{self._total_steps}", _BOLD), *fields])
-        say_escaped(f"{_CLEAR_LINE if self._drawn_step is not None else ''}{marked(line)}", self._stream)
+        say_escaped(f"{CLEAR_LINE if self._drawn_step is not None else ''}{marked(line)}", self._stream)
         if self._drawn_step is not None:
             self._draw(step)
         self._stream.flush()
 
     def after_step(self, step: WatchedStep, result: StepResult) -> None:
-        """Redraw the bar."""
         self.progress(step.number)
 
     def progress(self, step: int) -> None:
@@ -66,14 +69,14 @@ class ConsoleSink(Sink, Observer):
         self._first = self._first or (step, now)
         if now - self._drawn_at >= _SECONDS_BETWEEN_REDRAWS or step == self._total_steps:
             self._drawn_at = now
-            say_escaped(_CLEAR_LINE, self._stream, end="")
+            say_escaped(CLEAR_LINE, self._stream, end="")
             self._draw(step)
             self._stream.flush()
 
     def clear(self) -> None:
         """Remove the bar, so that other lines can be printed. The next call of `progress` draws it again."""
         if self._drawn_step is not None:
-            say_escaped(_CLEAR_LINE, self._stream, end="", flush=True)
+            say_escaped(CLEAR_LINE, self._stream, end="", flush=True)
             self._drawn_step, self._drawn_at = None, -math.inf
 
     def rewind(self, step: int) -> None:
@@ -100,16 +103,11 @@ class ConsoleSink(Sink, Observer):
         seconds = round((self._clock() - first_time) / (step - first_step) * (self._total_steps - step))
         return f"ETA {seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
 
-    def _field(self, tag: Tag, value: float) -> str:
-        assert tag.console is not None
-        text = tag.console.format(value)
+    def _field(self, name: str, pattern: str, value: float) -> str:
+        text = pattern.format(value)
         if not math.isfinite(value):
             return self._paint(text, _RED)
-        return self._paint(text, _CYAN) if tag.name.endswith("/loss") else text
+        return self._paint(text, _CYAN) if name.endswith("/loss") else text
 
     def _paint(self, text: str, code: str) -> str:
         return f"\x1b[{code}m{text}\x1b[0m" if self._has_color else text
-
-
-def _is_shown(tag: Tag, scalars: Mapping[str, float]) -> bool:
-    return tag.console is not None and tag.name in scalars and tag.console_fallback_for not in scalars

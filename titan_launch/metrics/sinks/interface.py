@@ -77,16 +77,13 @@ class MarkedSink(Sink):
         self.rewind, self.close = sink.rewind, sink.close  # type: ignore[method-assign]
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Write the metrics of a step."""
         self._sink.write(step, {TAG_PREFIX + tag: value for tag, value in scalars.items()})
 
     def describe(self, description: RunDescription) -> None:
-        """Pass on the description, with marked tags."""
         metrics = frozenset(TAG_PREFIX + tag for tag in description.later_metrics)
         self._sink.describe(replace(description, later_metrics=metrics))
 
     def text(self, tag: str, text: str) -> None:
-        """Store a text."""
         self._sink.text(TAG_PREFIX + tag, text)
 
 
@@ -107,23 +104,18 @@ class GuardedSink(Sink):
         self._sink: Sink | None = sink
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Write the metrics of a step."""
         self._call(f"the report of step {step}", lambda sink: sink.write(step, scalars))
 
     def describe(self, description: RunDescription) -> None:
-        """Pass on the description of the run."""
         self._call("the start of the run", lambda sink: sink.describe(description))
 
     def text(self, tag: str, text: str) -> None:
-        """Store a text."""
         self._call(f'the text "{tag}"', lambda sink: sink.text(tag, text))
 
     def rewind(self, step: int) -> None:
-        """Remove the metrics of steps after `step`."""
         self._call(f"the return to step {step}", lambda sink: sink.rewind(step))
 
     def close(self, failed: bool = False) -> None:
-        """Close the sink."""
         self._call("the end of the run", lambda sink: sink.close(failed))
 
     def _call(self, at: str, action: Callable[[Sink], None]) -> None:

@@ -6,10 +6,9 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from titan_launch.core.errors import UserError
 from titan_launch.core.files import RecordFile, open_regular
@@ -64,7 +63,7 @@ class JsonlSink(Sink):
         if length:
             with self._path.open("r+b", buffering=0) as file:
                 file.seek(-length, os.SEEK_END)
-                file.write(line)  # one call, so that a kill leaves a whole line
+                file.write(line)  # a single write, so that a kill leaves a whole line
         else:
             self._file.append(line)
         self._last = step, content, len(line)
@@ -79,7 +78,6 @@ class JsonlSink(Sink):
         self._last = _NO_LINE
 
     def close(self, failed: bool = False) -> None:
-        """Close the file."""
         self._file.close()
 
 
@@ -117,18 +115,14 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
             yield number, line
 
 
-@dataclass(frozen=True)
-class _Report:
+class _Report(BaseModel):
     step: int
-
-
-_REPORT = TypeAdapter(_Report)
 
 
 def _step_of(line: bytes, location: str) -> int:
     try:
         if line.count(b",") + line.count(b"[") + line.count(b"{") <= _MOST_VALUES:
-            return _REPORT.validate_json(line, strict=True).step
+            return _Report.model_validate_json(line, strict=True).step
         raise UserError(f"{location}: the line has more than {_MOST_VALUES:,} values; delete the line")
     except ValidationError:
         reason = 'is not a report of a run (a JSON object with an integer "step")'

@@ -65,7 +65,6 @@ class TensorBoardSink(Sink):
         self._opened, self._resume_step = None, step
 
     def close(self, failed: bool = False) -> None:
-        """Close the event file, if it was opened."""
         if self._opened is not None:
             self._opened.close()
 
@@ -128,7 +127,6 @@ class _EventFile:
         self._file.append(record.getvalue())
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 

@@ -17,9 +17,6 @@ from titan_launch.models.decoder.expert_args import ExpertArgs
 
 Theta = Annotated[float, Field(gt=1, le=1e30)]
 NormKind = Literal["rmsnorm", "layernorm", "batchnorm"]
-NORMS_OF_TOKENS: tuple[NormKind, ...] = ("rmsnorm", "layernorm")
-"""The norms whose result for a token does not depend on other tokens."""
-
 Activation = Literal["silu", "gelu_tanh"]
 
 
@@ -154,11 +151,6 @@ class DecoderArgs(ModelArgs):
     then has a weight of its own, whatever `tie_embeddings` is. Unset: a language model, with `vocab_size` outputs."""
 
     @property
-    def num_outputs(self) -> int:
-        """Number of outputs of the output layer."""
-        return self.num_labels or self.vocab_size
-
-    @property
     def head_width(self) -> int:
         """Width of one head of queries and keys, whether or not `head_dim` is set."""
         if self.latent_attention is not None:
@@ -215,8 +207,9 @@ class DecoderArgs(ModelArgs):
         """Number of layers with a mixture of experts."""
         return sum(map(self.has_experts, range(self.n_layers)))
 
+    # `ModelArgs` documents the methods below that have no docstring.
+
     def problems(self) -> Iterator[tuple[tuple[str, ...], str]]:
-        """Yield (names of the arguments, reason) for each contradiction between arguments."""
         dim, n_heads, n_kv_heads, n_layers = self.dim, self.n_heads, self.n_kv_heads, self.n_layers
         if n_heads % n_kv_heads:
             yield ("n_kv_heads", "n_heads"), f"n_heads ({n_heads}) must be a multiple of n_kv_heads ({n_kv_heads})"
@@ -265,7 +258,7 @@ class DecoderArgs(ModelArgs):
             yield ("n_kv_heads", "n_heads", "latent_attention"), f"{reason}, in which each head has keys of its own"
         for name, allowed, why in (
             ("positions", "rope", "which needs rotary embedding"),
-            ("norm", NORMS_OF_TOKENS, "which normalizes the latent of each token"),
+            ("norm", ("rmsnorm", "layernorm"), "which normalizes the latent of each token"),
             ("sliding_window", None, "whose layers attend to all earlier tokens"),
             ("attention_sinks", False, "which has no sinks"),
             ("qk_norm", False, "which normalizes latents, not heads"),
@@ -278,8 +271,6 @@ class DecoderArgs(ModelArgs):
                 yield (name, "latent_attention"), f"{reason}; remove one of them"
 
     def unused(self) -> Iterator[tuple[str, str]]:
-        """Yield (argument, reason and remedy) for each argument whose value is not the default, but has no effect
-        because of other arguments."""
         rope = ("rope_theta", "rope_scaling", "local_rope_theta")
         of_windows = ("full_attention_every", "full_attention_layers", "local_rope_theta")
         for names, reason, has_no_effect in (
@@ -300,8 +291,6 @@ class DecoderArgs(ModelArgs):
             yield f"experts.{name}", reason
 
     def effective(self) -> dict[str, Any]:
-        """Return the arguments that have an effect. An unset `head_dim` or `query_scale` gets the value that the model
-        uses. So does an unset `local_rope_theta` without `rope_scaling`."""
         table = super().effective()
         table["head_dim"] = self.head_width
         table["query_scale"] = self.score_scale
@@ -316,12 +305,9 @@ class DecoderArgs(ModelArgs):
         return table
 
     def longest_sequence(self) -> tuple[str, int] | None:
-        """Return the argument `max_positions` and its value; None with rotary embedding."""
         return ("max_positions", self.num_positions) if self.num_positions else None
 
     def beyond_causal_attention(self, seq_len: int) -> str | None:
-        """Return the argument that makes attention in sequences of `seq_len` tokens differ from plain causal attention,
-        with its value, such as `sliding_window = 4096`. Return None if there is none."""
         if self.attention_soft_cap is not None:
             return f"attention_soft_cap = {self.attention_soft_cap}"
         if self.attention_sinks:
@@ -337,16 +323,12 @@ class DecoderArgs(ModelArgs):
         return window is not None and window < seq_len
 
     def num_layers(self) -> int:
-        """Return the number of blocks."""
         return self.n_layers
 
     def tied_by(self) -> str | None:
-        """Return the argument that ties the output layer to the embedding; None if each has a weight of its own."""
         return "tie_embeddings" if self.tie_embeddings and self.num_labels is None else None
 
     def tensor_parallel_sizes(self) -> Mapping[str, int]:
-        """Return the numbers of heads, the widths of feed-forward layers and experts, the vocabulary size and the
-        number of labels, by argument."""
         sizes = {"n_heads": self.n_heads, "n_kv_heads": self.n_kv_heads}
         if self.num_expert_layers < self.n_layers:
             sizes["hidden_dim"] = self.hidden_dim
@@ -358,11 +340,9 @@ class DecoderArgs(ModelArgs):
         return {**sizes, "vocab_size": self.vocab_size, **labels}
 
     def width(self) -> int | None:
-        """Return the width of the residual stream."""
         return self.dim
 
     def beyond_mup(self) -> Iterator[str]:
-        """Yield the features of the model for which muP has no rule."""
         if self.tied_by() is not None:
             yield "a weight that embedding and output layer share; set model.args.tie_embeddings = false"
         if self.scale_embeddings:
@@ -371,21 +351,15 @@ class DecoderArgs(ModelArgs):
             yield "latent attention"
 
     def num_experts(self) -> int | None:
-        """Return the number of experts in a layer; None for a model without experts."""
         return None if self.experts is None else self.experts.num_experts
 
     def experts_per_token(self) -> int | None:
-        """Return the number of experts that process a token in a layer; None for a model without experts."""
         return None if self.experts is None else self.experts.top_k
 
     def batchnorm_over_tokens(self) -> str | None:
-        """Return the setting in `[model.args]` that selects BatchNorm, such as `norm = "batchnorm"`; None for other
-        norms."""
         return 'norm = "batchnorm"' if self.norm == "batchnorm" else None
 
     def twin(self, needs: TwinNeeds) -> dict[str, Any]:
-        """Return the arguments of a small twin. Its layers have every combination of window and experts that the layers
-        of this decoder have. It has at least two layers, unless this decoder has only one."""
         kv_heads = min(self.n_kv_heads, 2)
         heads = kv_heads * min(self.n_heads // self.n_kv_heads, 2)
         has_own_width = self.head_dim is not None and self.head_dim * self.n_heads != self.dim
@@ -411,6 +385,9 @@ class DecoderArgs(ModelArgs):
         return {**sizes, **self._twin_layers(needs)}
 
     def _twin_layers(self, needs: TwinNeeds) -> dict[str, Any]:
+        """Return the arguments for the fewest layers, at least two, that have every combination of window and experts
+        of this decoder's layers; none if all layers are needed."""
+
         def kinds(args: DecoderArgs) -> set[tuple[bool, bool]]:
             return {(args.window_of(layer) is None, args.has_experts(layer)) for layer in range(args.n_layers)}
 

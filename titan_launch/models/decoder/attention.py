@@ -56,17 +56,14 @@ class ScoreOptions:
 class Documents:
     """The documents of the tokens in a microbatch. A token attends only to tokens of its own document.
 
-    A decoder makes one object for each microbatch and passes it to all layers. On CUDA it holds a block mask for each
-    window, so the layers, and the second forward of activation checkpointing, share the masks. The class is no
+    A decoder makes one object for each microbatch and passes the object to all layers. On CUDA, the object has a block
+    mask for each window, which all layers and the second forward of activation checkpointing share. The class is no
     dataclass, because each FSDP2 unit copies the dataclasses among its inputs.
     """
 
     def __init__(self, numbers: Tensor, windows: Iterable[int | None]):
-        """Build the block masks if the tokens are on CUDA.
-
-        `numbers`: the document of each token, a whole number (batch, tokens). `windows`: the sliding windows of all
-        layers; None for a layer without one.
-        """
+        """Build the block masks if the tokens are on CUDA. `numbers`: the document of each token, a whole number
+        (batch, tokens). `windows`: the sliding windows of all layers; None for a layer without one."""
         self.numbers = numbers
         self.positions = positions_in(numbers)
         """The position of each token in its document (batch, tokens)."""
@@ -82,9 +79,9 @@ def attend(
 ) -> Tensor:
     """Return causal attention: (batch, heads, tokens, width of `v`), in the dtype of `q`.
 
-    `q`: (batch, heads, tokens, head_dim). `k` and `v` may have fewer heads, and `v` may have a different width. `k` and
-    `v` may also have more tokens, from a `KeyValueCache`. The tokens of `q` are then the last ones, and `documents` has
-    no effect. Soft cap and softmax are computed in fp32.
+    `q`: (batch, heads, tokens, head_dim). `k` and `v` may have fewer heads, and `v` may have a different width. With a
+    `KeyValueCache`, `k` and `v` also have earlier tokens, and `documents` has no effect. Soft cap and softmax are
+    computed in fp32.
     """
     if q.shape[2] < k.shape[2]:
         return _explicitly_masked(q, k, v, options)
@@ -95,7 +92,7 @@ def attend(
 
 
 class Attended(NamedTuple):
-    """The result of attention, with the denominators of its softmax."""
+    """The result of attention, and the logarithm of the denominators of its softmax."""
 
     values: Tensor
     """Weighted sums of the values: (batch, heads, tokens, width of a value)."""
@@ -107,7 +104,8 @@ class Attended(NamedTuple):
 def attend_with_logsumexp(
     q: Tensor, k: Tensor, v: Tensor, options: ScoreOptions = ScoreOptions(), documents: Documents | None = None
 ) -> Attended:
-    """Return the same attention as `attend`, with the logsumexp of the scores. (A trace replaces this function.)"""
+    """Return the same attention as `attend`, with the logsumexp of the scores. (`trace.cuda_kernels` replaces this
+    function.)"""
     if q.is_cuda and not options.has_many_lengths:
         return Attended(*_flex_attention(q, k, v, options, documents, has_logsumexp=True))
     return _explicit_attention(q, k, v, options, documents)
@@ -140,16 +138,16 @@ def _of_equal_width(*tensors: Tensor) -> Iterator[Tensor]:
 
 
 def takes_equal_heads_only(q: Tensor) -> bool:
-    """Return True for fp32 on CUDA: the fused kernel requires as many heads of keys and values as of queries.
+    """Return True if the fused kernel requires as many heads of keys and values as of queries: in fp32 on CUDA.
 
-    With `enable_gqa`, PyTorch would use the kernel that stores all tokens x tokens scores. Once a release contains
+    With `enable_gqa`, PyTorch would then use the kernel that stores all tokens x tokens scores. Once a release contains
     https://github.com/pytorch/pytorch/pull/191085, this function is unnecessary.
     """
     return q.is_cuda and q.dtype == torch.float32
 
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, options: ScoreOptions, documents: Documents | None) -> Tensor:
-    """Return causal attention with a window, a soft cap or documents. (A trace replaces this function.)"""
+    """Return causal attention with a window, a soft cap or documents. (`trace.cuda_kernels` replaces this function.)"""
     if q.is_cuda and not options.has_many_lengths:
         return _flex_attention(q, k, v, options, documents)
     return _explicitly_masked(q, k, v, options, documents)
@@ -172,8 +170,8 @@ class KeyValueCache:
     """Keys and values of one layer, for all tokens of a sequence so far. Generation attaches a cache to a layer."""
 
     def __init__(self, max_tokens: int):
-        """`max_tokens`: number of tokens for which memory is allocated at first. If there are more tokens, the memory
-        is at least doubled."""
+        """`max_tokens`: number of tokens for which memory is allocated at first. More tokens at least double the
+        memory."""
         self._max_tokens = max_tokens
         self._num_tokens = 0
         self._tensors: tuple[Tensor, ...] = ()
@@ -296,8 +294,8 @@ def _compiled_flex_attention() -> Callable[..., Any]:
     without compilation would store all scores."""
     import torch._dynamo.config as limits
 
-    # PyTorch compiles a function 8 times by default. All layers share this one: each window, soft cap, dtype, shape and
-    # grad mode is a variant.
+    # By default, PyTorch compiles a function at most 8 times. All layers share this function, and each window, soft
+    # cap, dtype, shape and grad mode is a variant.
     limits.recompile_limit = max(limits.recompile_limit, _VARIANTS)
     limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, _VARIANTS)
     # With this option, the graph is one operation for selective activation checkpointing, which saves its result.
@@ -365,5 +363,5 @@ def _listed(pairs: Tensor) -> tuple[Tensor, Tensor]:
 @lru_cache(maxsize=16)
 def _block_mask_of_length(num_tokens: int, window: int | None, device: torch.device) -> BlockMask:
     """Return a block mask that all layers with this window share."""
-    with torch.inference_mode(False):  # even if validation makes the mask: training uses it too
+    with torch.inference_mode(False):  # training may use a mask that validation has made
         return make_block_mask(num_tokens, window, None, device)

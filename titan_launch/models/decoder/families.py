@@ -16,16 +16,6 @@ def _flavors(common: dict[str, Any], **flavors: dict[str, Any]) -> Flavors:
     return {name: {**common, **flavor} for name, flavor in flavors.items()}
 
 
-_DEBUG: dict[str, Any] = {
-    "dim": 256,
-    "n_layers": 6,
-    "n_heads": 8,
-    "n_kv_heads": 4,
-    "hidden_dim": 768,
-    "vocab_size": 320,
-}
-
-
 def _size(
     dim: int, n_layers: int, n_heads: int, n_kv_heads: int, hidden_dim: int, vocab_size: int, **others: Any
 ) -> dict[str, Any]:
@@ -33,6 +23,11 @@ def _size(
     return {**shape, "hidden_dim": hidden_dim, "vocab_size": vocab_size, **others}
 
 
+def _experts(num_experts: int, top_k: int, hidden_dim: int, **others: Any) -> dict[str, Any]:
+    return {"num_experts": num_experts, "top_k": top_k, "hidden_dim": hidden_dim, "balance_loss": 0.001, **others}
+
+
+_DEBUG = _size(256, 6, 8, 4, 768, 320)
 _LLAMA_3_1: dict[str, Any] = {"rope_scaling": {"kind": "llama3", "factor": 8.0}}
 _LLAMA_3_2: dict[str, Any] = {"rope_scaling": {"kind": "llama3", "factor": 32.0}, "tie_embeddings": True}
 
@@ -77,19 +72,12 @@ QWEN3 = _flavors(
 )
 """Qwen 3 (arXiv:2505.09388), the dense models."""
 
-_EXPERTS_OF_DEBUG = {"num_experts": 8, "top_k": 2, "hidden_dim": 256, "balance_loss": 0.001}
-_EXPERTS_OF_QWEN3 = {"num_experts": 128, "top_k": 8, "balance_loss": 0.001}
-
 QWEN3_MOE = _flavors(
     {**_QWEN, "qk_norm": True, "head_dim": 128},
     **{
-        "debug": {
-            **_DEBUG,
-            "head_dim": 32,
-            "experts": _EXPERTS_OF_DEBUG,
-        },
-        "30B-A3B": _size(2048, 48, 32, 4, 6144, 151_936, experts={**_EXPERTS_OF_QWEN3, "hidden_dim": 768}),
-        "235B-A22B": _size(4096, 94, 64, 4, 12_288, 151_936, experts={**_EXPERTS_OF_QWEN3, "hidden_dim": 1536}),
+        "debug": {**_DEBUG, "head_dim": 32, "experts": _experts(8, 2, 256)},
+        "30B-A3B": _size(2048, 48, 32, 4, 6144, 151_936, experts=_experts(128, 8, 768)),
+        "235B-A22B": _size(4096, 94, 64, 4, 12_288, 151_936, experts=_experts(128, 8, 1536)),
     },
 )
 """Qwen 3 (arXiv:2505.09388), the mixtures of experts."""
@@ -101,14 +89,12 @@ MISTRAL: Flavors = {
 }
 """Mistral 7B (arXiv:2310.06825): `7B` is version 0.1."""
 
-_EXPERTS_OF_MIXTRAL = {"num_experts": 8, "top_k": 2, "balance_loss": 0.001}
-
 MIXTRAL = _flavors(
     {"rope_theta": 1_000_000.0},
     **{
-        "debug": {**_DEBUG, "experts": _EXPERTS_OF_DEBUG},
-        "8x7B": _size(4096, 32, 32, 8, 14_336, 32_000, experts={**_EXPERTS_OF_MIXTRAL, "hidden_dim": 14_336}),
-        "8x22B": _size(6144, 56, 48, 8, 16_384, 32_000, experts={**_EXPERTS_OF_MIXTRAL, "hidden_dim": 16_384}),
+        "debug": {**_DEBUG, "experts": _experts(8, 2, 256)},
+        "8x7B": _size(4096, 32, 32, 8, 14_336, 32_000, experts=_experts(8, 2, 14_336)),
+        "8x22B": _size(6144, 56, 48, 8, 16_384, 32_000, experts=_experts(8, 2, 16_384)),
     },
 )
 """Mixtral 8x7B (arXiv:2401.04088) and 8x22B, version 0.1."""
@@ -183,14 +169,7 @@ GPT2 = _flavors(
 )
 """GPT-2 (Radford et al., 2019)."""
 
-_EXPERTS_OF_GPT_OSS = {
-    "top_k": 4,
-    "hidden_dim": 2880,
-    "router_bias": True,
-    "expert_bias": True,
-    "gate_limit": 7.0,
-    "balance_loss": 0.001,
-}
+_GPT_OSS: dict[str, Any] = {"router_bias": True, "expert_bias": True, "gate_limit": 7.0}
 
 GPT_OSS = _flavors(
     {
@@ -204,14 +183,9 @@ GPT_OSS = _flavors(
         "head_dim": 64,
     },
     **{
-        "debug": {
-            **_DEBUG,
-            "head_dim": 32,
-            "sliding_window": 64,
-            "experts": {**_EXPERTS_OF_GPT_OSS, "num_experts": 8, "hidden_dim": 256},
-        },
-        "20B": _size(2880, 24, 64, 8, 2880, 201_088, experts={**_EXPERTS_OF_GPT_OSS, "num_experts": 32}),
-        "120B": _size(2880, 36, 64, 8, 2880, 201_088, experts={**_EXPERTS_OF_GPT_OSS, "num_experts": 128}),
+        "debug": {**_DEBUG, "head_dim": 32, "sliding_window": 64, "experts": _experts(8, 4, 256, **_GPT_OSS)},
+        "20B": _size(2880, 24, 64, 8, 2880, 201_088, experts=_experts(32, 4, 2880, **_GPT_OSS)),
+        "120B": _size(2880, 36, 64, 8, 2880, 201_088, experts=_experts(128, 4, 2880, **_GPT_OSS)),
     },
 )
 """GPT-OSS (arXiv:2508.10925)."""
@@ -244,9 +218,10 @@ OLMO2 = _flavors(
 )
 """OLMo 2 (arXiv:2501.00656)."""
 
-_BALANCE_OF_DEEPSEEK = {"selection_bias_rate": 0.001, "balance_loss": 0.0001}
-_EXPERTS_OF_DEEPSEEK = {**_BALANCE_OF_DEEPSEEK, "score": "sigmoid"}
+_DEEPSEEK: dict[str, Any] = {"score": "sigmoid", "selection_bias_rate": 0.001, "balance_loss": 0.0001, "scale": 2.5}
 _LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+_SMALL_LATENT = {"kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
+_YARN = {"kind": "yarn", "factor": 40.0, "original_max_position": 4096, "mscale": 1.0, "mscale_all_dim": 1.0}
 
 DEEPSEEK_V3 = _flavors(
     {"norm_eps": 1e-6, "rope_theta": 10_000.0},
@@ -254,71 +229,27 @@ DEEPSEEK_V3 = _flavors(
         "debug": {
             **_DEBUG,
             "n_kv_heads": 8,
-            "latent_attention": {
-                "q_lora_rank": 96,
-                "kv_lora_rank": 64,
-                "qk_nope_head_dim": 32,
-                "qk_rope_head_dim": 16,
-                "v_head_dim": 32,
-            },
-            "experts": {
-                **_EXPERTS_OF_DEEPSEEK,
-                "num_experts": 8,
-                "top_k": 2,
-                "hidden_dim": 192,
-                "shared_hidden_dim": 192,
-                "first_dense_layers": 1,
-                "num_groups": 4,
-                "top_k_groups": 2,
-                "scale": 2.5,
-            },
+            "latent_attention": {**_SMALL_LATENT, "q_lora_rank": 96},
+            "experts": _experts(
+                8, 2, 192, shared_hidden_dim=192, first_dense_layers=1, num_groups=4, top_k_groups=2, **_DEEPSEEK
+            ),
         },
         "16B-A3B": _size(
-            2048,
-            27,
-            16,
-            16,
-            11_264,
-            163_840,
+            *(2048, 27, 16, 16, 11_264, 163_840),
             norm_eps=1e-5,
             rope_theta=50_000.0,
             latent_attention=_LATENT,
-            experts={
-                **_EXPERTS_OF_DEEPSEEK,
-                "num_experts": 64,
-                "top_k": 6,
-                "hidden_dim": 1408,
-                "shared_hidden_dim": 2816,
-                "first_dense_layers": 1,
-                "scale": 2.446,
-            },
+            experts=_experts(
+                64, 6, 1408, shared_hidden_dim=2816, first_dense_layers=1, **{**_DEEPSEEK, "scale": 2.446}
+            ),
         ),
         "671B-A37B": _size(
-            7168,
-            61,
-            128,
-            128,
-            18_432,
-            129_280,
+            *(7168, 61, 128, 128, 18_432, 129_280),
             latent_attention={**_LATENT, "q_lora_rank": 1536},
-            rope_scaling={
-                "kind": "yarn",
-                "factor": 40.0,
-                "original_max_position": 4096,
-                "mscale": 1.0,
-                "mscale_all_dim": 1.0,
-            },
-            experts={
-                **_EXPERTS_OF_DEEPSEEK,
-                "num_experts": 256,
-                "top_k": 8,
-                "hidden_dim": 2048,
-                "shared_hidden_dim": 2048,
-                "first_dense_layers": 3,
-                "num_groups": 8,
-                "top_k_groups": 4,
-                "scale": 2.5,
-            },
+            rope_scaling=_YARN,
+            experts=_experts(
+                256, 8, 2048, shared_hidden_dim=2048, first_dense_layers=3, num_groups=8, top_k_groups=4, **_DEEPSEEK
+            ),
         ),
     },
 )

@@ -47,7 +47,7 @@ class Family:
     """Name of the class in `transformers`."""
 
     features: tuple[Feature, ...]
-    fixed: Mapping[str, Any]
+    fixed: Mapping[str, Any] = field(default_factory=dict)
     """Arguments that are the same for every `config.json` of the class."""
 
     neutral: Mapping[str, Any] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class Family:
     """The class's default of `pad_token_id`."""
 
     classifier: str = ""
-    """Name of the class in `transformers` for classifiers and reward models; "" if it follows from `model_class`."""
+    """Name of the class in `transformers` for classifiers and reward models; "" if `class_of` can derive the name."""
 
     pads: bool = True
     """True if the class gives no gradient to the row of `pad_token_id` in the embedding."""
@@ -90,12 +90,12 @@ _SIZES_WITHOUT_HEADS = (
     same("num_attention_heads", "n_heads"),
     same("vocab_size", "vocab_size"),
 )
-_SIZES_OF_EXPERTS = (*_SIZES_WITHOUT_HEADS, key_value_heads())
 _WIDTH, _EPS_6, _EPS_5 = (
     same("intermediate_size", "hidden_dim"),
     same("rms_norm_eps", "norm_eps", 1e-6),
     same("rms_norm_eps", "norm_eps", 1e-5),
 )
+_SIZES_OF_EXPERTS = (*_SIZES_WITHOUT_HEADS, key_value_heads())
 _SIZES = (*_SIZES_OF_EXPERTS, _WIDTH, _EPS_6)
 _UNTIED, _TIED = (same("tie_word_embeddings", "tie_embeddings", tied) for tied in (False, True))
 _SILU = activation("hidden_act", "silu")
@@ -118,10 +118,6 @@ _UNUSED_BY_GEMMA = {
     "hidden_act": "the class reads hidden_activation",
     "sliding_window_size": "the class reads sliding_window",
 }
-_SUMMARY = (
-    *("summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type"),
-    "summary_use_proj",
-)
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(
@@ -131,7 +127,6 @@ FAMILIES: dict[str, Family] = {
             *(*_SIZES_WITHOUT_HEADS, key_value_heads(None), _WIDTH, _EPS_6),
             *(head_dim(may_be_null=True, must_divide=True), _SILU, _ROPE, _UNTIED, _ATTENTION_BIAS, FEED_FORWARD_BIAS),
         ),
-        fixed={},
         neutral={"pretraining_tp": 1, "rope_interleaved": False},
         unused={"is_llama_config": "a mark of the SmolLM files"},
     ),
@@ -161,22 +156,14 @@ FAMILIES: dict[str, Family] = {
         "mistral",
         "MistralForCausalLM",
         (*_SIZES, head_dim(may_be_null=True), _SILU, _ROPE, _UNTIED, same("sliding_window", "sliding_window", 4096)),
-        fixed={},
     ),
     "mixtral": Family(
         "mixtral",
         "MixtralForCausalLM",
         (
-            *_SIZES_OF_EXPERTS,
-            _EPS_5,
-            head_dim(may_be_null=True),
-            _SILU,
-            rope(1e6, yarn_needs="head_dim"),
-            _UNTIED,
-            same("sliding_window", "sliding_window", None),
-            EXPERTS_OF_MIXTRAL,
+            *(*_SIZES_OF_EXPERTS, _EPS_5, head_dim(may_be_null=True), _SILU, rope(1e6, yarn_needs="head_dim"), _UNTIED),
+            *(same("sliding_window", "sliding_window", None), EXPERTS_OF_MIXTRAL),
         ),
-        fixed={},
         neutral={"router_jitter_noise": 0.0},
         unused=_AUXILIARY,
         aliases=_EXPERTS,
@@ -218,15 +205,9 @@ FAMILIES: dict[str, Family] = {
         "gpt2",
         "GPT2LMHeadModel",
         (
-            same("n_embd", "dim"),
-            same("n_layer", "n_layers"),
-            HEADS_OF_GPT2,
-            WIDTH_OF_GPT2,
-            same("vocab_size", "vocab_size"),
-            same("n_positions", "max_positions", 1024),
-            same("layer_norm_epsilon", "norm_eps", 1e-5),
-            activation("activation_function", "gelu_new"),
-            _TIED,
+            *(same("n_embd", "dim"), same("n_layer", "n_layers"), HEADS_OF_GPT2, WIDTH_OF_GPT2),
+            *(same("vocab_size", "vocab_size"), same("n_positions", "max_positions", 1024)),
+            *(same("layer_norm_epsilon", "norm_eps", 1e-5), activation("activation_function", "gelu_new"), _TIED),
         ),
         fixed={
             "norm": "layernorm",
@@ -246,7 +227,10 @@ FAMILIES: dict[str, Family] = {
                 ("n_ctx", "n_special", "predict_special_tokens", "output_past", "_num_labels"),
                 "releases before 4.0 wrote it, and the class does not read it",
             ),
-            **dict.fromkeys(_SUMMARY, "classes with another head read it"),
+            **dict.fromkeys(
+                (f"summary_{name}" for name in ("activation", "first_dropout", "proj_to_labels", "type", "use_proj")),
+                "classes with another head read it",
+            ),
         },
         aliases={
             "hidden_size": "n_embd",
@@ -260,14 +244,8 @@ FAMILIES: dict[str, Family] = {
         "gpt_oss",
         "GptOssForCausalLM",
         (
-            *_SIZES_OF_EXPERTS,
-            _EPS_5,
-            head_dim(64),
-            rope(150_000.0, YARN_OF_GPT_OSS),
-            _UNTIED,
-            attention_bias(True),
-            windows_by_pattern(2, 128),
-            EXPERTS_OF_GPT_OSS,
+            *(*_SIZES_OF_EXPERTS, _EPS_5, head_dim(64), rope(150_000.0, YARN_OF_GPT_OSS), _UNTIED),
+            *(attention_bias(True), windows_by_pattern(2, 128), EXPERTS_OF_GPT_OSS),
         ),
         fixed={"attention_sinks": True},
         neutral={"swiglu_alpha": 1.702},
@@ -287,7 +265,6 @@ FAMILIES: dict[str, Family] = {
             *(head_dim(), _SILU, rope(kinds=("default",)), _UNTIED),
             same("sliding_window", "sliding_window", None),
         ),
-        fixed={},
         neutral={"attention_bias": False},
         unused={"ignore_keys_at_rope_validation": "it only silences a warning of transformers"},
         pad_token=32000,
@@ -306,7 +283,6 @@ FAMILIES: dict[str, Family] = {
         "deepseek_v3",
         "DeepseekV3ForCausalLM",
         (*_SIZES, _SILU, _ROPE, _UNTIED, LATENT_ATTENTION, EXPERTS_OF_DEEPSEEK),
-        fixed={},
         neutral={
             "attention_bias": False,
             "rope_interleave": True,

@@ -1,20 +1,18 @@
-"""Keys of Hugging Face's `config.json`, and the model arguments with the same meaning. This module does not import
-torch."""
+"""Keys of Hugging Face's `config.json`, and the model arguments with the same meaning, without torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from titan_launch.models.args import MOST_LAYERS, MOST_TOKENS
 from titan_launch.models.decoder.args import DecoderArgs
-from titan_launch.models.decoder.expert_args import ExpertArgs
 from titan_launch.models.huggingface.files import CONFIG_FILE, Config, WeightsError, as_text, is_equal, unsupported
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
-"""Kinds of attention in `layer_types`."""
+"""Values in `layer_types`, the list of `config.json` with the attention of each layer."""
 
 
 @dataclass(frozen=True)
@@ -23,14 +21,14 @@ class Feature:
 
     keys: tuple[str, ...]
     read: Callable[[Config], Mapping[str, Any]]
-    """Function from a `config.json` to arguments. It raises WeightsError for a value that is not supported."""
+    """Function of a `config.json` that returns arguments. Raises WeightsError for a value that is not supported."""
 
     write: Callable[[DecoderArgs], Mapping[str, Any]]
-    """Function from all arguments to values of `keys`."""
+    """Function of all arguments that returns the values of `keys`."""
 
 
 def same(key: str, argument: str, *default: Any) -> Feature:
-    """Return the feature of a key that differs from an argument only by its name. Without `default` the key must be in
+    """Return the feature of a key and an argument with the same value. Without `default`, the key must be in
     `config.json`."""
     return Feature(
         (key,), lambda config: {argument: _lookup(config, key, *default)}, lambda args: {key: getattr(args, argument)}
@@ -44,12 +42,11 @@ def _lookup(config: Config, key: str, *default: Any) -> Any:
 
 
 def _size(config: Config, key: str, *default: int, smallest: int = 1, largest: int = MOST_TOKENS) -> int:
-    """Return the value of a key, a whole number, from which arguments are computed. Without `default` the key must be
-    in `config.json`. Raises WeightsError if the key is missing, or if the value is not a whole number from `smallest`
-    to `largest`."""
+    """Return a whole number from `smallest` to `largest`, the value of a key. Raises WeightsError for any other value,
+    and for a missing key without `default`."""
     value = _lookup(config, key, *default)
     if type(value) is not int or not smallest <= value <= largest:
-        raise unsupported(key, value, f"a whole number of at least {smallest} and at most {largest}")
+        raise unsupported(key, value, f"supported: whole numbers from {smallest} to {largest}")
     return value
 
 
@@ -61,7 +58,7 @@ _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh
 
 
 def activation(key: str, default: str) -> Feature:
-    """Return the feature of the feed-forward layer's activation. `default`: the value of an absent key."""
+    """Return the feature of the feed-forward layer's activation. `default`: the class's value if the key is absent."""
 
     def read(config: Config) -> dict[str, Any]:
         value = config.get(key, default)
@@ -70,16 +67,14 @@ def activation(key: str, default: str) -> Feature:
         return {"activation": _ACTIVATIONS[value]}
 
     def write(args: DecoderArgs) -> dict[str, Any]:
-        own = args.activation
-        names = [default, *_ACTIVATIONS]
-        return {key: next(name for name in names if _ACTIVATIONS[name] == own)}
+        return {key: next(name for name in (default, *_ACTIVATIONS) if _ACTIVATIONS[name] == args.activation)}
 
     return Feature((key,), read, write)
 
 
 def key_value_heads(*default: None) -> Feature:
-    """Return the feature of the number of key and value heads. Without `default` the key must be in `config.json`. With
-    the default None, an absent key or null stands for the number of query heads."""
+    """Return the feature of the number of key and value heads. With the default None, an absent key or null stands for
+    the number of query heads. Without `default`, the key must be in `config.json`."""
 
     def read(config: Config) -> dict[str, Any]:
         number = _lookup(config, "num_key_value_heads", *default)
@@ -103,10 +98,11 @@ WIDTH_OF_GPT2 = Feature(
 
 
 def head_dim(default: int | None = None, may_be_null: bool = False, must_divide: bool = False) -> Feature:
-    """Return the feature of the width of a head. The argument stays unset if it follows from the other sizes.
+    """Return the feature of the width of a head. The argument stays unset for the width `hidden_size` / number of
+    heads.
 
-    `default`: the value of an absent key. `may_be_null`: True if the class accepts null. `must_divide`: True if the
-    class refuses a `hidden_size` that is no multiple of the number of heads, whatever the width is.
+    `default`: the class's value if the key is absent. `may_be_null`: True if the class accepts null. `must_divide`:
+    True if the class refuses a `hidden_size` that is no multiple of the number of heads.
     """
 
     def read(config: Config) -> dict[str, Any]:
@@ -166,39 +162,42 @@ _YARN = {
     **{name: name for name in _YARN_OPTIONAL},
 }
 _SCALINGS = {"default": {}, "linear": {"factor": "factor"}, "llama3": _LLAMA3, "yarn": _YARN}
-"""Keys of each supported RoPE type, with the fields of `rope_scaling` of this package."""
+"""For each supported RoPE type, its keys in `config.json`, with their names in `rope_scaling` of this package."""
 
 _ORIGINAL = "original_max_position_embeddings"
 _ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta")
 
 
 def _rope_table(config: Config, key: str) -> dict[str, Any]:
-    """Return a table of RoPE parameters; empty if the key is absent or null."""
+    """Return the table of RoPE parameters that a key has. The table is empty if the key is absent or null."""
     table = config.get(key)
     if not isinstance(table, dict | None):
-        raise unsupported(key, table, "a table of RoPE parameters, or null")
+        raise unsupported(key, table, "supported: a table of RoPE parameters, or null")
     return dict(table or {})
 
 
 def _read_rope(
     rope: Config, theta: Any, key: str, longest: Any, kinds: Sequence[str] = tuple(_SCALINGS)
 ) -> tuple[Any, dict[str, Any] | None]:
-    """Return the base and the scaling of a table of RoPE parameters. The scaling is None for the RoPE type `default`.
+    """Return the base and the scaling of `rope`, a table of RoPE parameters. The scaling is None for the type
+    `default`.
 
-    `theta`: the base if the table has none. `longest`: `max_position_embeddings`, which is used if the table has no
-    sequence length of pre-training. `kinds`: RoPE types of the class. Raises WeightsError for values that are not
+    `theta`: the base if the table has none. `key`: key of the table, for errors. `longest`: the sequence length of
+    pre-training if the table has none. `kinds`: RoPE types of the class. Raises WeightsError for values that are not
     supported.
     """
     rope = dict(rope)
     theta = rope.pop("rope_theta", theta)
     if theta is None:
-        raise unsupported(f"{key}.rope_theta", None, "a number above 1")
+        raise unsupported(f"{key}.rope_theta", None, "supported: numbers above 1")
     names = [rope.pop(name) for name in ("rope_type", "type") if name in rope]
     kind = names[0] if names else "default"
     if names[1:] not in ([], [kind]):
         raise unsupported(f"{key}.type", names[1], f"rope_type is {as_text(kind)}; remove the key type")
     if not is_equal(factor := rope.pop("partial_rotary_factor", 1.0), 1.0):
-        raise unsupported(f"{key}.partial_rotary_factor", factor, "all channels of a head are rotated")
+        raise unsupported(
+            f"{key}.partial_rotary_factor", factor, "supported: 1.0, which rotates all channels of a head"
+        )
     if kind not in kinds:
         raise unsupported(f"{key}.rope_type", kind, f"supported: {', '.join(kinds)}")
     known = _SCALINGS[kind]
@@ -222,11 +221,9 @@ def _write_scaling(args: DecoderArgs) -> dict[str, Any] | None:
     return {"rope_type": scaling.kind, **{key: value for key, value in values.items() if value is not None}}
 
 
-def _beside(config: Config) -> WeightsError:
+def _contradiction(config: Config) -> WeightsError:
     """Return the error for two tables of RoPE parameters that contradict each other."""
-    reason = (
-        "it differs from rope_parameters, and transformers would ignore a part of rope_parameters, such as rope_theta"
-    )
+    reason = "it differs from rope_parameters, and transformers would ignore a part of that, such as rope_theta"
     return unsupported("rope_scaling", config["rope_scaling"], f"{reason}; put all parameters into rope_parameters")
 
 
@@ -238,9 +235,9 @@ def _one_rope(
         raise unsupported("rope_parameters", None, reason)
     outside = {name: config[name] for name in ("partial_rotary_factor", _ORIGINAL) if name in config}
     if not is_equal(factor := outside.pop("partial_rotary_factor", 1.0), 1.0):
-        raise unsupported("partial_rotary_factor", factor, "all channels of a head are rotated")
+        raise unsupported("partial_rotary_factor", factor, "supported: 1.0, which rotates all channels of a head")
     if _ORIGINAL in outside and type(outside[_ORIGINAL]) is not int:
-        raise unsupported(_ORIGINAL, outside[_ORIGINAL], "a number of tokens")
+        raise unsupported(_ORIGINAL, outside[_ORIGINAL], "supported: a number of tokens")
     found = []
     for key in ("rope_scaling", "rope_parameters"):  # the order of precedence in transformers
         table = _rope_table(config, key)
@@ -254,7 +251,7 @@ def _one_rope(
         found.append((*_read_rope(table, config.get("rope_theta", theta), key, None, kinds), key))
     base, scaling, key = found[0]
     if (base, scaling) != found[-1][:2]:
-        raise _beside(config)
+        raise _contradiction(config)
     if scaling is not None and scaling["kind"] == "yarn" and yarn_needs and config.get(yarn_needs) is None:
         reason = f"transformers computes YaRN for this class only with {yarn_needs}"
         raise unsupported(f"{key}.rope_type", "yarn", reason)
@@ -269,8 +266,8 @@ def rope(
 ) -> Feature:
     """Return the feature of rotary embeddings that all layers share.
 
-    `theta` and `scaling`: the class's own defaults. `kinds`: RoPE types of the class. `yarn_needs`: a key without which
-    the class cannot compute YaRN.
+    `theta` and `scaling`: the class's own defaults. `kinds`: RoPE types of the class. `yarn_needs`: a key that the
+    class needs to compute YaRN; None if it needs none.
     """
     unscaled = None if scaling is None else {"rope_type": "default"}
     return Feature(
@@ -280,12 +277,7 @@ def rope(
     )
 
 
-YARN_OF_GPT_OSS = {
-    "rope_type": "yarn",
-    "factor": 32.0,
-    "original_max_position_embeddings": 4096,
-    "truncate": False,
-}
+YARN_OF_GPT_OSS = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
 
 
 def _two_ropes(config: Config) -> dict[str, Any]:
@@ -294,19 +286,19 @@ def _two_ropes(config: Config) -> dict[str, Any]:
     if config.get("rope_parameters") is None:
         tables = {name: {"rope_type": "default"} for name in (_FULL, _SLIDING)}
     if tables.keys() != {_FULL, _SLIDING} or None in tables.values():
-        raise unsupported("rope_parameters", tables, f"a table with the tables {_FULL} and {_SLIDING}")
+        raise unsupported("rope_parameters", tables, f"supported: a table with the tables {_FULL} and {_SLIDING}")
     for name, table, base in (
         (_FULL, {**_rope_table(tables, _FULL), **old}, config.get("rope_theta", 1e6)),
         (_SLIDING, _rope_table(tables, _SLIDING), config.get("rope_local_base_freq", 10_000.0)),
     ):
         key = "rope_scaling" if name == _FULL and old else f"rope_parameters.{name}"
         if not is_equal(table.get("truncate", True), True):
-            raise unsupported(f"{key}.truncate", table["truncate"], "transformers does not read it here")
+            raise unsupported(f"{key}.truncate", table["truncate"], "the class ignores this key; remove it")
         ropes[name] = _read_rope(table, base, key, longest, tuple(_SCALINGS) if name == _FULL else ("default",))
     if old and config.get("rope_parameters") is not None:
         alone = _two_ropes({key: value for key, value in config.items() if key != "rope_scaling"})
         if (alone["rope_theta"], alone["rope_scaling"]) != ropes[_FULL]:
-            raise _beside(config)
+            raise _contradiction(config)
     theta, scaling = ropes[_FULL]
     return {"rope_theta": theta, "rope_scaling": scaling, "local_rope_theta": ropes[_SLIDING][0]}
 
@@ -321,19 +313,20 @@ ROPES_OF_GEMMA3 = Feature(
     },
 )
 
-# Sliding windows. `layer_types` names the attention of each layer; without it each class has a rule of its own.
+# Sliding windows. `layer_types` names the attention of each layer. If that key is absent, each class has a rule.
 
 
 def _window_arguments(config: Config, window: Any, rule: Sequence[str]) -> dict[str, Any]:
-    """Return the arguments for the layers' kinds of attention: those of `layer_types` or, without this key, those of
-    `rule`. Raises WeightsError for values that are not supported."""
+    """Return the arguments that choose the attention of each layer. `rule`: the attention of each layer if
+    `config.json` has no `layer_types`. Raises WeightsError for values that are not supported."""
     types = rule if config.get("layer_types") is None else config["layer_types"]
     if not isinstance(types, list) or len(types) != len(rule) or {*types} - {_FULL, _SLIDING}:
-        raise unsupported("layer_types", types, f"num_hidden_layers = {len(rule)} times {_FULL} or {_SLIDING}")
+        needed = f"{len(rule)} entries (num_hidden_layers), each {_FULL} or {_SLIDING}"
+        raise unsupported("layer_types", types, f"supported: {needed}")
     if _SLIDING not in types:
         return {"sliding_window": None}
     if window is None:
-        raise unsupported("sliding_window", None, f"layer_types has {_SLIDING}, which needs a window")
+        raise unsupported("sliding_window", None, f"layers with {_SLIDING} (layer_types) need a window")
     full = [layer + 1 for layer, kind in enumerate(types) if kind == _FULL]
     if not full or list(types) == _layer_types(len(types), window, full[0], None):
         return {"sliding_window": window, "full_attention_every": full[0] if full else None}
@@ -362,15 +355,15 @@ def _windows_of_qwen(config: Config) -> dict[str, Any]:
 def _window_of_qwen(config: Config) -> dict[str, Any]:
     is_used = config.get("use_sliding_window", False)
     if not isinstance(is_used, bool):
-        raise unsupported("use_sliding_window", is_used, "true or false")
+        raise unsupported("use_sliding_window", is_used, "supported: true or false")
     window = config.get("sliding_window", 4096)
     if type(window) not in (int, type(None)):
-        raise unsupported("sliding_window", window, "a number of tokens, or null")
+        raise unsupported("sliding_window", window, "supported: a number of tokens, or null")
     return {"sliding_window": window if is_used else None}
 
 
 def windows_by_pattern(default: int, default_window: int, pattern: str | None = None) -> Feature:
-    """Return the feature of sliding windows in all layers except every N-th. `layer_types` overrides this rule.
+    """Return the feature of sliding windows in all layers except every N-th, unless `layer_types` is set.
 
     `default`: the class's default of N. `default_window`: the class's default of the window. `pattern`: the key for N,
     if the class has one.
@@ -379,7 +372,7 @@ def windows_by_pattern(default: int, default_window: int, pattern: str | None = 
     def read(config: Config) -> dict[str, Any]:
         window, every = config.get("sliding_window", default_window), default
         if type(window) is not int:  # these classes make a mask with a window whether or not a layer has one
-            raise unsupported("sliding_window", window, "a number of tokens")
+            raise unsupported("sliding_window", window, "supported: a number of tokens")
         if pattern is not None:
             every = config.get(pattern, default)
         return _window_arguments(config, window, _layer_types(_num_layers(config), window, every, None))
@@ -408,155 +401,124 @@ WINDOWS_OF_QWEN3_MOE = Feature(
     _window_of_qwen,
     lambda args: {"use_sliding_window": args.sliding_window is not None, "sliding_window": args.sliding_window},
 )
-"""The feature of the sliding window of Qwen3-MoE. With `use_sliding_window`, all layers have the window, whatever
-`max_window_layers` is."""
+"""The sliding window of Qwen3-MoE. With `use_sliding_window`, all layers have it: the class ignores
+`max_window_layers`."""
 
 
-# Mixtures of experts. The auxiliary losses are no part of the model that a folder holds: the job sets them.
+# Mixtures of experts, and latent attention. The auxiliary losses of experts are no part of the model that a folder
+# holds: the job sets them.
 
 
-def _experts(args: DecoderArgs) -> ExpertArgs:
-    if args.experts is None:
-        raise WeightsError("the class of transformers has experts, but model.args.experts is unset")
-    return args.experts
+def _in_table(argument: str, **keys: tuple[Any, ...]) -> Feature:
+    """Return the feature of keys whose values are arguments in the table `argument`, such as `experts`. `keys`: for
+    each key, the argument in the table, and the class's default. A key without a default must be in `config.json`."""
+
+    def read(config: Config) -> dict[str, Any]:
+        return {argument: {own: _lookup(config, key, *default) for key, (own, *default) in keys.items()}}
+
+    def write(args: DecoderArgs) -> dict[str, Any]:
+        table = getattr(args, argument)
+        if table is None:
+            name = argument.replace("_", " ")
+            raise WeightsError(f"the class of transformers has {name}, but model.args.{argument} is unset")
+        return {key: getattr(table, own) for key, (own, *_) in keys.items()}
+
+    return Feature(tuple(keys), read, write)
+
+
+_QWEN3_MOE = _in_table(
+    "experts",
+    num_local_experts=("num_experts",),
+    num_experts_per_tok=("top_k", 8),
+    moe_intermediate_size=("hidden_dim",),
+    norm_topk_prob=("normalize", False),
+    mlp_only_layers=("first_dense_layers", None),
+)
 
 
 def _read_experts_of_qwen3(config: Config) -> dict[str, Any]:
-    dense = [] if config.get("mlp_only_layers") is None else config["mlp_only_layers"]
+    experts = _QWEN3_MOE.read(config)["experts"]
+    dense = [] if experts["first_dense_layers"] is None else experts["first_dense_layers"]
     if not isinstance(dense, list) or dense != list(range(len(dense))):
         raise unsupported("mlp_only_layers", dense, "layers without experts must be the first ones")
-    return {
-        "experts": {
-            "num_experts": _lookup(config, "num_local_experts"),
-            "top_k": config.get("num_experts_per_tok", 8),
-            "hidden_dim": _lookup(config, "moe_intermediate_size"),
-            "normalize": config.get("norm_topk_prob", False),
-            "first_dense_layers": len(dense),
-        }
-    }
+    return {"experts": {**experts, "first_dense_layers": len(dense)}}
 
 
 def _write_experts_of_qwen3(args: DecoderArgs) -> dict[str, Any]:
-    experts = _experts(args)
-    return {
-        "num_experts": experts.num_experts,
-        "num_experts_per_tok": experts.top_k,
-        "moe_intermediate_size": experts.hidden_dim,
-        "norm_topk_prob": experts.normalize,
-        "mlp_only_layers": list(range(experts.first_dense_layers)),
-    }
+    written = dict(_QWEN3_MOE.write(args))
+    number = written.pop("num_local_experts")  # all releases of transformers read the name num_experts
+    return {"num_experts": number, **written, "mlp_only_layers": list(range(written["mlp_only_layers"]))}
 
 
-EXPERTS_OF_QWEN3_MOE = Feature(
-    ("num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "mlp_only_layers"),
-    _read_experts_of_qwen3,
-    _write_experts_of_qwen3,
-)
+EXPERTS_OF_QWEN3_MOE = Feature(_QWEN3_MOE.keys, _read_experts_of_qwen3, _write_experts_of_qwen3)
 
 
-def _read_experts_of_mixtral(config: Config) -> dict[str, Any]:
-    width = _lookup(config, "intermediate_size")
-    experts = {
-        "num_experts": _lookup(config, "num_local_experts"),
-        "top_k": config.get("num_experts_per_tok", 2),
-        "hidden_dim": width,
-    }
-    return {"hidden_dim": width, "experts": experts}
+def _experts_of_mixtral(top_k: int, **others: tuple[Any, ...]) -> Feature:
+    """Return the feature of experts whose width is also that of the feed-forward layer. `top_k`: the class's
+    default."""
+    experts = _in_table(
+        "experts",
+        num_local_experts=("num_experts",),
+        num_experts_per_tok=("top_k", top_k),
+        intermediate_size=("hidden_dim",),
+        **others,
+    )
+    return replace(experts, read=lambda config: {**experts.read(config), "hidden_dim": config["intermediate_size"]})
 
 
-def _write_experts_of_mixtral(args: DecoderArgs) -> dict[str, Any]:
-    experts = _experts(args)
-    return {
-        "num_local_experts": experts.num_experts,
-        "num_experts_per_tok": experts.top_k,
-        "intermediate_size": experts.hidden_dim,
-    }
-
-
-EXPERTS_OF_MIXTRAL = Feature(
-    ("num_local_experts", "num_experts_per_tok", "intermediate_size"),
-    _read_experts_of_mixtral,
-    _write_experts_of_mixtral,
-)
+EXPERTS_OF_MIXTRAL = _experts_of_mixtral(2)
+_GPT_OSS = _experts_of_mixtral(4, swiglu_limit=("gate_limit", 7.0))
 
 
 def _read_experts_of_gpt_oss(config: Config) -> dict[str, Any]:
-    found = _read_experts_of_mixtral({"num_experts_per_tok": 4, **config})
-    limit = config.get("swiglu_limit", 7.0)
-    if limit is None:
-        raise unsupported("swiglu_limit", None, "a number above 0")
-    own = {"router_bias": True, "expert_bias": True, "gate_limit": limit}
-    return {**found, "experts": {**found["experts"], **own}}
+    found = _GPT_OSS.read(config)
+    if found["experts"]["gate_limit"] is None:
+        raise unsupported("swiglu_limit", None, "supported: numbers above 0")
+    return {**found, "experts": {**found["experts"], "router_bias": True, "expert_bias": True}}
 
 
-EXPERTS_OF_GPT_OSS = Feature(
-    (*EXPERTS_OF_MIXTRAL.keys, "swiglu_limit"),
-    _read_experts_of_gpt_oss,
-    lambda args: {**_write_experts_of_mixtral(args), "swiglu_limit": _experts(args).gate_limit},
+EXPERTS_OF_GPT_OSS = replace(_GPT_OSS, read=_read_experts_of_gpt_oss)
+_DEEPSEEK = _in_table(
+    "experts",
+    n_routed_experts=("num_experts", 256),
+    num_experts_per_tok=("top_k", 8),
+    moe_intermediate_size=("hidden_dim", 2048),
+    first_k_dense_replace=("first_dense_layers", 3),
+    norm_topk_prob=("normalize", True),
+    routed_scaling_factor=("scale", 2.5),
+    n_group=("num_groups", 8),
+    topk_group=("top_k_groups", 4),
 )
 
 
 def _read_experts_of_deepseek(config: Config) -> dict[str, Any]:
     width, num_shared = _size(config, "moe_intermediate_size", 2048), _size(config, "n_shared_experts", 1)
     _size(config, "num_nextn_predict_layers", 1, smallest=0)  # modules for further tokens, which are not loaded
-    return {
-        "experts": {
-            "num_experts": config.get("n_routed_experts", 256),
-            "top_k": config.get("num_experts_per_tok", 8),
-            "hidden_dim": width,
-            "shared_hidden_dim": num_shared * width,
-            "first_dense_layers": config.get("first_k_dense_replace", 3),
-            "score": "sigmoid",
-            "normalize": config.get("norm_topk_prob", True),
-            "scale": config.get("routed_scaling_factor", 2.5),
-            "num_groups": config.get("n_group", 8),
-            "top_k_groups": config.get("topk_group", 4),
-            "selection_bias_rate": 0.0,
-        }
-    }
+    shared = {"shared_hidden_dim": num_shared * width, "score": "sigmoid", "selection_bias_rate": 0.0}
+    return {"experts": {**_DEEPSEEK.read(config)["experts"], **shared}}
 
 
 def _write_experts_of_deepseek(args: DecoderArgs) -> dict[str, Any]:
-    experts = _experts(args)
+    written, experts = _DEEPSEEK.write(args), args.experts
+    assert experts is not None
     num_shared, rest = divmod(experts.shared_hidden_dim or 0, experts.hidden_dim)
     if rest or not num_shared or experts.selection_bias_rate is None:
         reason = "and a shared expert whose width is a multiple of that of an expert"
         raise WeightsError(f"DeepseekV3ForCausalLM of transformers needs selection biases, {reason}")
-    return {
-        "n_routed_experts": experts.num_experts,
-        "num_experts_per_tok": experts.top_k,
-        "moe_intermediate_size": experts.hidden_dim,
-        "n_shared_experts": num_shared,
-        "first_k_dense_replace": experts.first_dense_layers,
-        "norm_topk_prob": experts.normalize,
-        "routed_scaling_factor": experts.scale,
-        "n_group": experts.num_groups,
-        "topk_group": experts.top_k_groups,
-        "num_nextn_predict_layers": 0,
-    }
+    return {**written, "n_shared_experts": num_shared, "num_nextn_predict_layers": 0}
 
 
 EXPERTS_OF_DEEPSEEK = Feature(
-    (
-        *("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts"),
-        *("first_k_dense_replace", "norm_topk_prob", "routed_scaling_factor", "n_group", "topk_group"),
-        "num_nextn_predict_layers",
-    ),
+    (*_DEEPSEEK.keys, "n_shared_experts", "num_nextn_predict_layers"),
     _read_experts_of_deepseek,
     _write_experts_of_deepseek,
 )
-
-_LATENT = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
-
-
-def _write_latent_attention(args: DecoderArgs) -> dict[str, Any]:
-    if args.latent_attention is None:
-        raise WeightsError("the class of transformers has latent attention, but model.args.latent_attention is unset")
-    return {key: getattr(args.latent_attention, key) for key in _LATENT}
+_WIDTHS = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+_LATENT = _in_table("latent_attention", **{key: (key, default) for key, default in _WIDTHS.items()})
 
 
 def _read_latent_attention(config: Config) -> dict[str, Any]:
-    latent = {key: config.get(key, default) for key, default in _LATENT.items()}
+    latent = _LATENT.read(config)["latent_attention"]
     rotated = latent["qk_rope_head_dim"]
     for key, width in (("head_dim", rotated), ("qk_head_dim", latent["qk_nope_head_dim"] + rotated)):
         if not is_equal(config.get(key, width), width):
@@ -564,4 +526,4 @@ def _read_latent_attention(config: Config) -> dict[str, Any]:
     return {"latent_attention": latent}
 
 
-LATENT_ATTENTION = Feature((*_LATENT, "qk_head_dim", "head_dim"), _read_latent_attention, _write_latent_attention)
+LATENT_ATTENTION = Feature((*_LATENT.keys, "qk_head_dim", "head_dim"), _read_latent_attention, _LATENT.write)

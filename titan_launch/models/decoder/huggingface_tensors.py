@@ -1,8 +1,6 @@
-"""Names and layouts of the tensors in Hugging Face files, for the parameters of this package's models. This module does
-not import torch.
+"""Names and layouts of the tensors in Hugging Face files, for the parameters of this package's models, without torch.
 
-`NAMES` has a row for each class of `transformers`. `names_in_transformers` finds the classes that fit a model, by the
-paths of the model's modules.
+`NAMES` has a row for each class of `transformers`.
 """
 
 from __future__ import annotations
@@ -33,8 +31,8 @@ class Piece:
     """Number of output features of other parameters before the first of this one."""
 
     step: int = 1
-    """Distance between the output features of this parameter. If it is above 1, they alternate with those of other
-    parameters."""
+    """Distance from one output feature of this parameter to the next. If the distance is above 1, output features of
+    other parameters lie between."""
 
     is_transposed: bool = False
 
@@ -42,8 +40,8 @@ class Piece:
     """Number of experts along the first axis; None for a parameter that is not of experts."""
 
     rotary_width: int | None = None
-    """Width of a head, if the file has the rows of each head in a different order. Rotary embeddings rotate pairs of
-    channels: the channels 2i and 2i + 1 here, and i and i + width / 2 in the file. None: the same order."""
+    """Width of a head, if the file has the rows of each head in another order; None for the same order. Rotary
+    embeddings rotate pairs of channels: 2i and 2i + 1 in this package, i and i + width / 2 in such a file."""
 
     @property
     def has_tensor_per_expert(self) -> bool:
@@ -59,8 +57,8 @@ class Piece:
 
     @property
     def axis(self) -> int:
-        """Axis of the output features, after a tensor of the file is brought into this package's layout: 1 if its first
-        axis is that of the experts, else 0."""
+        """Axis of the output features of a tensor of the file, in the layout of this package: 1 if axis 0 is that of
+        the experts, else 0."""
         return int(self.num_experts is not None and not self.has_tensor_per_expert)
 
 
@@ -77,8 +75,8 @@ class TensorNames:
     their modules. The first `*` is the number of the layer, and a second one that of the expert."""
 
     prefix: str = "model."
-    """Prefix of the names of all tensors except those of the output layer. In files of a model without an output layer,
-    no tensor has the prefix."""
+    """Prefix of the names of all tensors except those of the output layer. Files without an output layer have no
+    prefix."""
 
     transposed: tuple[str, ...] = ()
     """Endings of the names of the file's tensors that are (input features, output features)."""
@@ -95,8 +93,7 @@ class TensorNames:
 
     def tensor_of(self, pattern: str) -> str | None:
         """Return the name of the file's tensor for a parameter, without `prefix`; None if the file has none. In both
-        names, the first `*` stands for the number of the layer. In the result, a second one stands for that of the
-        expert."""
+        names, the first `*` is the number of the layer. In the result, a second `*` is the number of the expert."""
         module, leaf = _split(pattern)
         if pattern in self.parameters:
             return self.parameters[pattern]
@@ -135,11 +132,8 @@ _GEMMA = {
 }
 _PHI3 = {
     **_LLAMA,
-    "layers.*.attention.wq": "layers.*.self_attn.qkv_proj",
-    "layers.*.attention.wk": "layers.*.self_attn.qkv_proj",
-    "layers.*.attention.wv": "layers.*.self_attn.qkv_proj",
-    "layers.*.feed_forward.w1": "layers.*.mlp.gate_up_proj",
-    "layers.*.feed_forward.w3": "layers.*.mlp.gate_up_proj",
+    **dict.fromkeys((f"layers.*.attention.{name}" for name in ("wq", "wk", "wv")), "layers.*.self_attn.qkv_proj"),
+    **dict.fromkeys((f"layers.*.feed_forward.{name}" for name in ("w1", "w3")), "layers.*.mlp.gate_up_proj"),
 }
 _OLMO2 = {
     **{own: theirs for own, theirs in _LLAMA.items() if own not in ("layers.*.attention_norm", "layers.*.ffn_norm")},
@@ -162,9 +156,9 @@ _GPT2 = {
 }
 
 _EXPERTS, _SELECTION_BIAS = "layers.*.moe.experts", "layers.*.moe.selection_bias"
-_QWEN3_MOE = {**_LLAMA, "layers.*.moe.router": "layers.*.mlp.gate"}
 _MIXTRAL = {**_LLAMA, "layers.*.moe.router": "layers.*.block_sparse_moe.gate"}
 _GPT_OSS = {**_LLAMA, "layers.*.moe.router": "layers.*.mlp.router"}
+_QWEN3_MOE = {**_LLAMA, "layers.*.moe.router": "layers.*.mlp.gate"}
 _EXPERTS_OF_GPT_OSS = {
     f"{_EXPERTS}.w1": "layers.*.mlp.experts.gate_up_proj",
     f"{_EXPERTS}.w3": "layers.*.mlp.experts.gate_up_proj",
@@ -174,14 +168,13 @@ _EXPERTS_OF_GPT_OSS = {
     f"{_EXPERTS}.b2": "layers.*.mlp.experts.down_proj_bias",
 }
 _DEEPSEEK_V3 = {
-    **_LLAMA,
+    **_QWEN3_MOE,
     "layers.*.attention.wq_a": "layers.*.self_attn.q_a_proj",
     "layers.*.attention.q_norm": "layers.*.self_attn.q_a_layernorm",
     "layers.*.attention.wq_b": "layers.*.self_attn.q_b_proj",
     "layers.*.attention.wkv_a": "layers.*.self_attn.kv_a_proj_with_mqa",
     "layers.*.attention.kv_norm": "layers.*.self_attn.kv_a_layernorm",
     "layers.*.attention.wkv_b": "layers.*.self_attn.kv_b_proj",
-    "layers.*.moe.router": "layers.*.mlp.gate",
     "layers.*.moe.shared_experts.w1": "layers.*.mlp.shared_experts.gate_proj",
     "layers.*.moe.shared_experts.w3": "layers.*.mlp.shared_experts.up_proj",
     "layers.*.moe.shared_experts.w2": "layers.*.mlp.shared_experts.down_proj",
@@ -232,12 +225,9 @@ NAMES: dict[str, TensorNames] = {
 
 
 def is_selection_bias(name: str) -> bool:
-    """Return True for the name of selection biases of experts. These are buffers that decide what a model computes, so
-    no file may lack them. They are fp32 whatever the dtype of the parameters, as in `transformers`."""
+    """Return True for the name of selection biases of experts. These buffers change what a model computes. As in
+    `transformers`, every file has them, in fp32 whatever the dtype of the parameters."""
     return matches(_SELECTION_BIAS, name)
-
-
-_ROTATED = ("wq", "wk", "q_norm", "k_norm")
 
 
 def pieces_of(
@@ -251,8 +241,8 @@ def pieces_of(
 
     `model_type`: None for a folder with the names of this package. `shapes`: shape of each parameter by full name.
     `head_width`: width of an attention head. `names_in_file`: names of the folder's tensors, to recognize files without
-    the prefix. `has_labels`: the output layer is that of a classifier or a reward model. Names that the table does not
-    have, such as buffers of BatchNorm, have no piece.
+    the prefix. `has_labels`: True for a classifier or a reward model. Names that `NAMES` lacks, such as buffers of
+    BatchNorm, have no piece.
     """
     if model_type is None:
         return {name: Piece(name) for name in shapes}
@@ -271,7 +261,7 @@ def pieces_of(
         before = sharing[: sharing.index(pattern)] if sharing else []
         is_alternating, is_of_experts = theirs.endswith(names.alternating or ("?",)), module == _EXPERTS
         sizes = [shapes[other.replace("*", layer)][int(is_of_experts)] for other in before]
-        is_rotated = names.has_halves and module.rpartition(".")[2] in _ROTATED
+        is_rotated = names.has_halves and module.rpartition(".")[2] in ("wq", "wk", "q_norm", "k_norm")
         own_prefix = "" if _split(theirs)[0] in (LM_HEAD, SCORE) else prefix
         pieces[name] = Piece(
             tensor=own_prefix + (theirs.replace("*", layer, 1) if layer else theirs),
@@ -287,9 +277,9 @@ def pieces_of(
 def names_in_transformers(paths: Iterable[str]) -> dict[str, set[str]]:
     """Return the names that classes of `transformers` give to modules and parameters of a model, by their path here.
 
-    A class counts only if it has every path of the model that any class has. For example, `layers.0.ffn_norm` has
-    different names in Gemma and in Llama, and the other paths decide between the two. Paths that no class has, such as
-    those of a user's own model, are omitted.
+    A class counts only if it has all paths of the model that any class has. For example, `layers.0.ffn_norm` has
+    different names in Gemma and in Llama, and other paths of the model exclude one of the two. Paths that no class has,
+    such as those of a user's own model, are omitted.
     """
     patterns = {path: _pattern(path) for path in paths}
     known = {pattern for _, pattern in patterns.values() if any(names.name_of(pattern) for names in NAMES.values())}

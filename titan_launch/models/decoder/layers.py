@@ -16,13 +16,12 @@ from titan_launch.models.decoder.attention_args import RopeScaling
 
 
 class RotaryEmbedding(nn.Module):
-    """A module that rotates each pair of neighbouring channels of a head by an angle proportional to the token's
-    position.
+    """Rotation of each pair of neighbouring channels of a head by an angle proportional to the token's position.
 
     All layers with the same frequencies share one instance. The table of angles is a buffer, not an argument: FSDP2
     casts every floating argument of a wrapped module to the compute dtype, and bf16 cannot distinguish position 8000
-    from 8001. Checkpoints do not contain the table. `reset_parameters` computes it for a model that was built on the
-    meta device.
+    from 8001. Checkpoints do not contain the table. `reset_parameters` computes the table of a model that was built on
+    the meta device.
     """
 
     position: int = 0
@@ -72,11 +71,8 @@ class RotaryEmbedding(nn.Module):
 
 
 def _rotated(pairs: Tensor, table: Tensor) -> Tensor:
-    """Return the rotated pairs, by one product of complex numbers.
-
-    In eager mode this function runs a seventh of the kernels that `_rotated_by_parts` runs. On a CPU, its kernels are
-    vectorized.
-    """
+    """Return the rotated pairs, by one product of complex numbers. In eager mode this function runs a seventh of the
+    kernels that `_rotated_by_parts` runs. On a CPU, its kernels are vectorized."""
     return torch.view_as_real(torch.view_as_complex(pairs) * torch.view_as_complex(table))
 
 
@@ -92,8 +88,8 @@ def rotary_frequencies(
     """Return the angle per token of each channel pair in radians, [head_dim / 2]: theta^(-2 i / head_dim).
 
     Linear scaling divides all frequencies by `factor`. Llama 3.1 divides the frequencies of slow pairs and keeps those
-    of fast pairs. For pairs between the two, it interpolates linearly by the number of turns within the original
-    context (Meta's `apply_scaling` in `llama-models`). YaRN does the same, but interpolates by the index of the pair
+    of fast pairs. Between them, the scaling changes linearly with the number of turns within the original context
+    (Meta's `apply_scaling` in `llama-models`). With YaRN, the scaling changes linearly with the index of the pair
     (arXiv:2309.00071, section 3.2; `_compute_yarn_parameters` of `transformers`).
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
@@ -176,7 +172,7 @@ class CappedLinear(nn.Linear):
 
 
 class AttentionSinks(nn.Module):
-    """A learned logit for each head. The denominator of the softmax contains it in addition to the scores.
+    """A learned logit for each head, the sink. Its exponential is added to the denominator of the softmax.
 
     With the logsumexp L of a query's scores and the sink s, the fraction of the denominator that comes from the scores
     is exp(L) / (exp(L) + exp(s)) = sigmoid(L - s).
@@ -189,8 +185,8 @@ class AttentionSinks(nn.Module):
     def forward(self, attended: Tensor, logsumexp: Tensor) -> Tensor:
         """Return the attention with sinks: the same shape and dtype as `attended`.
 
-        `attended`: the attention without sinks, (batch, heads, tokens, head_dim). `logsumexp`: that of each query's
-        scores, fp32 (batch, heads, tokens). The product is computed in fp32.
+        `attended`: the attention without sinks, (batch, heads, tokens, head_dim). `logsumexp`: logsumexp of
+        each query's scores, fp32 (batch, heads, tokens). The product is computed in fp32.
         """
         shares = torch.sigmoid(logsumexp - self.weight[:, None])
         return (attended * shares[..., None]).to(attended.dtype)
@@ -276,7 +272,7 @@ class LatentAttention(nn.Module):
         latent, k_rotated = self.wkv_a(x).split(self.latent_widths, -1)
         expanded = self.wkv_b(self.kv_norm(latent)).unflatten(-1, (-1, sum(self.expanded_widths)))
         k, v = expanded.split(self.expanded_widths, -1)
-        k_rotated = k_rotated.unsqueeze(-2)  # one head
+        k_rotated = k_rotated.unsqueeze(-2)  # one head, which all heads share
         assert self.rope is not None
         positions = None if documents is None else documents.positions
         q_rotated, k_rotated = self.rope(q_rotated, positions), self.rope(k_rotated, positions)
@@ -296,11 +292,8 @@ class LatentAttention(nn.Module):
 
 
 class BatchNorm(nn.BatchNorm1d):
-    """BatchNorm of each channel over all tokens of the microbatch. Evaluation uses the running statistics.
-
-    The input may be bf16 while parameters and statistics are fp32. The kernels then compute in fp32, and the output is
-    bf16.
-    """
+    """BatchNorm of each channel over all tokens of the microbatch. Evaluation uses the running statistics. The input
+    may be bf16 while parameters and statistics are fp32. The kernels then compute in fp32, and the output is bf16."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., dim) to the same shape; training needs at least two tokens."""

@@ -3,9 +3,9 @@
     x -> router -> logits -> choose -> weights and numbers of the chosen experts, for each token
     x -> experts, for the chosen ones -> one output for each choice -> sum with the weights [+ shared experts]
 
-Each token is computed by all experts that it chooses, whatever their load (dropless). Tokens are sorted by expert, so
-that each expert computes one matrix product, and results return to the order of the tokens. Both changes of the order
-are gathers, in forward and in backward, so sums have a fixed order.
+All experts that a token chooses compute it, whatever their load (dropless). Rows of tokens are sorted by expert, so
+that each expert computes one matrix product. Then the results return to the order of the tokens. Both changes of the
+order are gathers, in forward and in backward. So sums have a fixed order.
 """
 
 from __future__ import annotations
@@ -20,9 +20,6 @@ from torch import Tensor, nn
 from titan_launch.distributed.collectives import all_reduced
 from titan_launch.models.decoder.expert_args import ExpertArgs
 from titan_launch.plan.experts import MIN_GROUPED_WIDTH, is_grouped
-
-_GATE_SLOPE = 1.702
-"""Factor in the sigmoid of GPT-OSS's activation, which approximates GELU."""
 
 
 class ContextGroup(NamedTuple):
@@ -49,11 +46,8 @@ class Choice(NamedTuple):
 
 
 def choose(logits: Tensor, args: ExpertArgs, selection_bias: Tensor | None = None) -> Choice:
-    """Return the choice of each token, computed in fp32.
-
-    `logits`: (batch, tokens, experts). `selection_bias`: (experts); it changes which experts are chosen, but not their
-    weights.
-    """
+    """Return the choice of each token, computed in fp32. `logits`: (batch, tokens, experts). `selection_bias`:
+    (experts); it changes which experts are chosen, but not their weights."""
     logits = logits.float()
     scores = logits.softmax(-1) if args.score == "softmax" else logits.sigmoid()
     ranked = scores.detach() if selection_bias is None else scores.detach() + selection_bias
@@ -71,16 +65,16 @@ def choose(logits: Tensor, args: ExpertArgs, selection_bias: Tensor | None = Non
 
 Compute = Callable[[Tensor, Tensor], Tensor]
 """A function of two tensors: rows that are sorted by expert (rows, dim), and the number of rows of each expert
-(experts). It returns the results of the experts (rows, dim)."""
+(experts). The function returns the results of the experts (rows, dim)."""
 
 
 class Experts(nn.Module):
-    """The experts of a layer, with stacked parameters: feed-forward layers w2(activation(w1 x) * w3 x), or those of
-    GPT-OSS with `ExpertArgs.gate_limit`."""
+    """The experts of a layer, with stacked parameters. An expert is a feed-forward layer w2(activation(w1 x) * w3 x).
+    `ExpertArgs.gate_limit` explains the layer of GPT-OSS."""
 
     dispatch: Callable[[Compute, Tensor, Tensor], Tensor] | None = None
-    """Function of (compute, rows, counts) that sends rows to the ranks that have their experts, computes there, and
-    returns the results (`parallel.expert_parallel`). None: this rank has all experts."""
+    """Function of (compute, rows, counts) that sends rows to the ranks of their experts, computes there, and returns
+    the results. `parallel.expert_parallel` sets it. None: this rank has all experts."""
 
     def __init__(self, dim: int, args: ExpertArgs, activation: Callable[[Tensor], Tensor]):
         super().__init__()
@@ -106,10 +100,8 @@ class Experts(nn.Module):
                     nn.init.uniform_(tensor, -bound, bound)
 
     def forward(self, x: Tensor, chosen: Tensor, counts: Tensor) -> Tensor:
-        """Return the outputs of the chosen experts, not weighted: (tokens, top_k, dim).
-
-        `x`: (tokens, dim). `chosen`: numbers of experts (tokens, top_k). `counts`: result of `count_choices`.
-        """
+        """Return the outputs of the chosen experts, not weighted: (tokens, top_k, dim). `x`: (tokens, dim). `chosen`:
+        numbers of experts (tokens, top_k). `counts`: result of `count_choices`."""
         order = chosen.flatten().argsort(stable=True)
         inverse = inverse_of(order).view(chosen.shape)
         rows = _Spread.apply(x, order, inverse)
@@ -132,7 +124,7 @@ class Experts(nn.Module):
             hidden = self.activation(gate) * up
         else:
             gate, up = gate.clamp(max=self.gate_limit), up.clamp(-self.gate_limit, self.gate_limit)
-            hidden = gate * torch.sigmoid(_GATE_SLOPE * gate) * (up + 1)
+            hidden = gate * torch.sigmoid(1.702 * gate) * (up + 1)  # GELU, approximated with a sigmoid
         return product(hidden, "w2", self.w2, self.b2)
 
 
@@ -143,8 +135,8 @@ def count_choices(chosen: Tensor, num_experts: int) -> Tensor:
 
 
 ExpertProduct = Callable[[Tensor, Tensor, "Tensor | None"], Tensor]
-"""A function of rows (rows, in), stacked matrices (experts, out, in) and biases (experts, out) or None. It multiplies
-each row by the matrix of its expert, and adds the bias of its expert."""
+"""A function of rows (rows, in), stacked matrices (experts, out, in) and biases (experts, out) or None. The function
+multiplies each row by the matrix of its expert, and adds the bias of its expert."""
 
 
 def expert_product(rows: Tensor, counts: Tensor, weights: Tensor) -> ExpertProduct:
@@ -152,7 +144,7 @@ def expert_product(rows: Tensor, counts: Tensor, weights: Tensor) -> ExpertProdu
 
     `rows`: (rows, in). `counts`: number of rows of each expert. `weights`: stacked matrices (experts, out, in) of the
     first product. `plan.experts.is_grouped` decides by their shape, the dtype and the device whether one kernel
-    computes all experts. If not, the host waits for the counts.
+    computes all experts. Otherwise, the host waits for the counts.
     """
     kind, (_, *widths) = rows.device.type, weights.shape
     if len(rows) and is_grouped(kind, str(rows.dtype).removeprefix("torch."), widths):
@@ -161,10 +153,8 @@ def expert_product(rows: Tensor, counts: Tensor, weights: Tensor) -> ExpertProdu
 
 
 def counts_on_host(counts: Tensor, num_rows: int) -> list[int]:
-    """Return the number of rows of each expert as Python numbers. The host waits for the device if there are rows.
-
-    On the meta device, where tensors have no values, all rows go to the first expert: the results have the same shapes.
-    """
+    """Return the number of rows of each expert as Python numbers. The host waits for the device if there are rows. On
+    the meta device, tensors have no values. All rows then count for the first expert, which changes no shape."""
     return [num_rows, *[0] * (len(counts) - 1)] if counts.is_meta or not num_rows else counts.tolist()
 
 
@@ -173,7 +163,8 @@ def grouped_product(counts: Tensor) -> ExpertProduct:
     ends = counts.cumsum(0).to(torch.int32)
 
     def product(rows: Tensor, weights: Tensor, bias: Tensor | None) -> Tensor:
-        if weights.is_cuda and torch.cuda.get_device_capability(weights.device)[0] >= _BLACKWELL:
+        # From Blackwell on, `F.grouped_mm` gives experts without rows a gradient that is not 0 (pytorch issue 172439).
+        if weights.is_cuda and torch.cuda.get_device_capability(weights.device)[0] >= 10:
             weights = _OfUsedExperts.apply(weights, counts)
         result = F.grouped_mm(rows, weights.mT, offs=ends)
         if bias is None:
@@ -183,13 +174,9 @@ def grouped_product(counts: Tensor) -> ExpertProduct:
     return product
 
 
-_BLACKWELL = 10
-"""Major number of the compute capability from which `F.grouped_mm` gives experts without rows a gradient that is not
-zero (pytorch issue 172439)."""
-
-
 class _OfUsedExperts(torch.autograd.Function):
-    """Stacked matrices (experts, out, in), unchanged. In backward, those of experts without rows get the gradient 0."""
+    """Return stacked matrices (experts, out, in) unchanged. Their backward sets the gradients of experts without rows
+    to 0."""
 
     @staticmethod
     def forward(ctx: Any, weights: Tensor, counts: Tensor) -> Tensor:
@@ -203,10 +190,10 @@ class _OfUsedExperts(torch.autograd.Function):
 
 
 class _OfRows(torch.autograd.Function):
-    """The bias of each row's expert: (experts, out) to (rows, out), for rows that are sorted by expert.
+    """Return the bias of each row's expert: (experts, out) to (rows, out). The rows are sorted by expert.
 
-    Autograd's own backward, `index_add_`, adds the rows in bf16, on CUDA with atomics in any order. This backward
-    multiplies the gradient by ones, with the kernel of the weights' gradients. It adds in fp32, in a fixed order.
+    Autograd's own backward, `index_add_`, adds the rows in bf16, on CUDA in any order. This backward multiplies the
+    gradient by ones with `F.grouped_mm`, which adds in fp32 and in a fixed order.
     """
 
     @staticmethod
@@ -223,16 +210,12 @@ class _OfRows(torch.autograd.Function):
 
 
 def looped_product(counts: Sequence[int]) -> ExpertProduct:
-    """Return a product that computes the experts one after another."""
-
-    def product(rows: Tensor, weights: Tensor, bias: Tensor | None) -> Tensor:
-        return _Looped.apply(rows, weights, bias, counts)
-
-    return product
+    """Return a product that computes the experts one after another. `counts`: number of rows of each expert."""
+    return lambda rows, weights, bias: _Looped.apply(rows, weights, bias, counts)
 
 
 class _Looped(torch.autograd.Function):
-    """One product for each expert. Each is written to its part of the result and of the gradients, without a copy.
+    """Compute one product for each expert, and write it to its part of the result or of a gradient without a copy.
 
     `F.grouped_mm` does the same on a CPU, but its meta function rejects fp32 before PyTorch 2.15, and it requires that
     each row of a matrix has a multiple of 16 bytes.
@@ -270,10 +253,8 @@ class _Looped(torch.autograd.Function):
 
 
 class _Spread(torch.autograd.Function):
-    """The rows of the tokens, one for each of their choices, in the order of the experts: (tokens, dim) to (rows, dim).
-
-    `order`: result of `argsort` (rows). `inverse`: its inverse (tokens, top_k).
-    """
+    """Copy the row of each token once for each of its choices, sorted by expert: (tokens, dim) to (rows, dim). `order`:
+    result of `argsort` (rows). `inverse`: its inverse (tokens, top_k)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
@@ -287,10 +268,10 @@ class _Spread(torch.autograd.Function):
 
 
 class Permuted(torch.autograd.Function):
-    """The rows whose numbers are in `places`: (rows, dim) to (*places.shape, dim). `places` is a permutation.
+    """Return the rows whose numbers are in `places`: (rows, dim) to (*places.shape, dim). `places` is a permutation.
 
-    `inverse`: the inverse of `places` (rows). A lookup in a table, `F.embedding`, copies whole rows, so it is several
-    times faster on a CPU than an index. Its result is not a view: FSDP2 would warn about a view.
+    `inverse`: the inverse of `places` (rows). `F.embedding` copies whole rows, so it is several times faster on a CPU
+    than indexing. Its result is not a view: FSDP2 would warn about a view.
     """
 
     @staticmethod
@@ -317,17 +298,16 @@ class MixtureOfExperts(nn.Module):
     """Number of choices of each expert since the last reset, in training on this rank: fp32 (experts)."""
 
     selection_bias: Tensor | None
-    """Biases that balance the load by changing the choice of experts: fp32 (experts). None without
-    `selection_bias_rate`."""
+    """Biases of the scores, which change the choice of experts: fp32 (experts). None without `selection_bias_rate`."""
 
     auxiliary_losses: Tensor
-    """Sums of the balance losses and of the z-losses since the last reset, in training on this rank, with their weights
-    and `loss_scale`: fp32 (2). The sum over all ranks is this layer's part of the mean over the sequences."""
+    """Sum of the balance losses, and sum of the z-losses, in training on this rank since the last reset: fp32 (2). Each
+    loss is multiplied by its weight and `loss_scale`. The sum over ranks and layers is the mean over the sequences."""
 
     loss_scale: float | None = None
-    """Factor of the auxiliary losses of a sequence. `parallel.expert_balance` sets it to 1 / (sequences of a step x
-    tensor-parallel ranks), so that the losses of all microbatches and ranks of a step add up to means. None: 1 /
-    (sequences of the input)."""
+    """Factor of the auxiliary losses of a sequence; None for 1 / (sequences of the input). `parallel.expert_balance`
+    sets it to 1 / (sequences of a step x tensor-parallel ranks). The losses of all microbatches and ranks of a step
+    then add up to means."""
 
     context_group: ContextGroup | None = None
     """The ranks that have the other tokens of this rank's sequences; None: this rank has whole sequences."""
@@ -356,7 +336,7 @@ class MixtureOfExperts(nn.Module):
         choice = choose(logits, self.args, self.selection_bias)
         counts = count_choices(choice.experts, self.args.num_experts)
         outputs = self.experts(x.flatten(0, 1), choice.experts.flatten(0, 1), counts).unflatten(0, x.shape[:2])
-        combined = combine(outputs, choice.weights).to(x.dtype)
+        combined = _Combined.apply(outputs, choice.weights).to(x.dtype)
         if self.training:
             self.load.add_(counts)
             combined = self._with_losses(combined, logits, choice)
@@ -375,17 +355,12 @@ class MixtureOfExperts(nn.Module):
         return output
 
 
-def combine(outputs: Tensor, weights: Tensor) -> Tensor:
+class _Combined(torch.autograd.Function):
     """Return the weighted sums of the experts' outputs in fp32, added in the order of the choices.
 
-    `outputs`: (..., top_k, dim). `weights`: fp32 (..., top_k).
+    `outputs`: (..., top_k, dim). `weights`: fp32 (..., top_k). The backward takes less time than that of autograd, and
+    no memory for a copy of the outputs' gradient.
     """
-    return _Combined.apply(outputs, weights)
-
-
-class _Combined(torch.autograd.Function):
-    """The weighted sums of `combine`, with a backward of their own. Autograd's backward would need more time, and
-    memory for a copy of the outputs' gradient."""
 
     @staticmethod
     def forward(ctx: Any, outputs: Tensor, weights: Tensor) -> Tensor:
@@ -420,15 +395,13 @@ def balance_losses(choice: Choice, group: ContextGroup | None = None) -> Tensor:
 
 def z_losses(logits: Tensor, group: ContextGroup | None = None) -> Tensor:
     """Return the z-loss of each sequence: the mean over tokens of the squared logsumexp of the logits, fp32 (batch).
-
-    With a context group, return this rank's part of the mean over the tokens of all ranks.
-    """
+    With a context group, return this rank's part of the mean over the tokens of all ranks."""
     losses = logits.float().logsumexp(-1).square().mean(-1)
     return losses if group is None else losses / group.size
 
 
 class _WithLoss(torch.autograd.Function):
-    """The first input, unchanged. In backward, the second input, a scalar, gets the gradient 1, as a loss does."""
+    """Return `output` unchanged. The backward gives `loss`, a scalar, the gradient 1."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, loss: Tensor) -> Tensor:

@@ -5,8 +5,8 @@ OLMo 2 and DeepSeek-V3.
            -> n_layers x [ x + attention(attention_norm(x)), x + feed_forward(ffn_norm(x)) or x + moe(ffn_norm(x)) ]
            -> norm -> output -> logits
 
-The families are tables of arguments. A module exists only if the arguments ask for it. Module names are those of
-TorchTitan and Meta, not of Hugging Face. The arguments are in `titan_launch.models.decoder.args`.
+A family is a table of arguments (`titan_launch.models.decoder.args`). The arguments decide which of these modules
+exist. Module names are those of TorchTitan and Meta.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(self._block(args, layer) for layer in range(args.n_layers))
         self.norm = build_norm(args, args.dim)
         if args.logits_soft_cap is None or args.num_labels is not None:
-            self.output = nn.Linear(args.dim, args.num_outputs, bias=False)
+            self.output = nn.Linear(args.dim, args.num_labels or args.vocab_size, bias=False)
         else:
             self.output = CappedLinear(args.dim, args.vocab_size, args.logits_soft_cap)
         if args.tied_by() is not None:
@@ -107,9 +107,7 @@ class Decoder(nn.Module):
 
     def forward(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
         """Map token ids (batch, tokens) to logits (batch, tokens, vocab_size), or (batch, tokens, num_labels).
-
-        `documents`: the number of each token's document (batch, tokens); None if each sequence is one document.
-        """
+        `documents`: the number of each token's document (batch, tokens); None if each sequence is one document."""
         separated = None if documents is None else Documents(documents, self._windows)
         x = self.tok_embeddings(tokens)
         if self.pos_embeddings is not None:
@@ -120,9 +118,10 @@ class Decoder(nn.Module):
 
 
 def llama_values(args: DecoderArgs) -> InitTable:
-    """Return TorchTitan's initial values: the logits' standard deviation is near 1, and deeper blocks add less.
+    """Return TorchTitan's initial values: logits have a standard deviation near 1, and deeper blocks add less to the
+    residual stream.
 
-    A tied embedding gets the values of the output matrix. With an embedding's usual standard deviation of 1, the
+    A tied embedding gets the values of the output layer. With the usual standard deviation of an embedding, 1, the
     logits would have a standard deviation of `sqrt(dim)`.
     """
     output, linear = truncated_normal(args.dim**-0.5), truncated_normal(0.02)
@@ -155,7 +154,13 @@ def _init_table(
     """Return the table of initial values. `into_stream`: those of `wo` and `w2`, whose outputs are added to the
     residual stream, by layer."""
     norms = ("layers.*.*_norm", "layers.*.attention.*_norm", "norm")
-    norm_values = {**_NORM_VALUES, "weight": constant(0.0 if args.norm_unit_offset else 1.0)}
+    norm_values = {
+        "weight": constant(0.0 if args.norm_unit_offset else 1.0),
+        "bias": constant(0.0),
+        "running_mean": constant(0.0),
+        "running_var": constant(1.0),
+        "num_batches_tracked": constant(0),
+    }
     return InitTable(
         [
             ("*rope.*", from_reset_parameters),
@@ -170,12 +175,10 @@ def _init_table(
             ("layers.*.moe.experts.w[13]", linear),
             ("layers.*.moe.router.weight", linear),
             ("layers.*.moe.experts.b?", constant(0.0)),
-            ("layers.*.moe.router.bias", constant(0.0)),
-            ("layers.*.moe.shared_experts.w?.bias", constant(0.0)),
             ("layers.*.moe.selection_bias", constant(0.0)),
             ("layers.*.moe.load", constant(0.0)),
             ("layers.*.moe.auxiliary_losses", constant(0.0)),
-            ("layers.*.*.w?.bias", constant(0.0)),
+            ("layers.**.bias", constant(0.0)),
             ("layers.*.attention.sinks.weight", linear),
             *((f"{norm}.{name}", fill) for norm in norms for name, fill in norm_values.items()),
             *(
@@ -191,13 +194,6 @@ def _init_table(
         ]
     )
 
-
-_NORM_VALUES = {
-    "bias": constant(0.0),
-    "running_mean": constant(0.0),
-    "running_var": constant(1.0),
-    "num_batches_tracked": constant(0),
-}
 
 TENSOR_PARALLEL: dict[str, TensorStyle] = {
     "tok_embeddings": "embedding",
@@ -251,6 +247,8 @@ def _spec(initial_values: Callable[[DecoderArgs], InitTable]) -> ModelSpec:
     )
 
 
-_OWN_VALUES = {"llama3": llama_values, "gpt2": gpt2_values}
-
-SPECS = {family: _spec(_OWN_VALUES.get(family, normal_values)) for family in FAMILIES}
+SPECS = {
+    **{family: _spec(normal_values) for family in FAMILIES},
+    "llama3": _spec(llama_values),
+    "gpt2": _spec(gpt2_values),
+}

@@ -34,39 +34,24 @@ from titan_launch.models.args import MOST_WIDTH
 from titan_launch.models.huggingface.config_json import read_json
 from titan_launch.models.huggingface.files import ADAPTER_CONFIG_FILE, WeightsError, as_text
 
-_INITIAL = (
-    "other initializations change the base or the training; for PiSSA, OLoRA and CorDA, "
-    "save_pretrained(..., path_initial_model_for_weight_conversion=...) of peft writes adapters of the original base"
-)
-
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "task_type": ("CAUSAL_LM", "FEATURE_EXTRACTION", None),
     "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),
     "bias": ("none",),
-    "lora_bias": (False,),
     "modules_to_save": (None, []),
-    "trainable_token_indices": (None,),
-    "ensure_weight_tying": (False,),
-    "layer_replication": (None,),
-    "megatron_config": (None,),
     "loftq_config": ({}, None),
-    "corda_config": (None,),
-    "lora_ga_config": (None,),
-    "use_dora": (False,),
-    "use_qalora": (False,),
-    "use_bdlora": (None,),
-    "velora_config": (None,),
-    "kasa_config": (None,),
-    "monteclora_config": (None,),
-    "arrow_config": (None,),
-    "alora_invocation_tokens": (None,),
-    "enable_lora": (None,),
+    **dict.fromkeys(("lora_bias", "ensure_weight_tying", "use_dora", "use_qalora"), (False,)),
+    **dict.fromkeys(("trainable_token_indices", "layer_replication", "alora_invocation_tokens"), (None,)),
+    **dict.fromkeys(("enable_lora", "use_bdlora", "megatron_config", "corda_config", "lora_ga_config"), (None,)),
+    **dict.fromkeys(("velora_config", "kasa_config", "monteclora_config", "arrow_config"), (None,)),
 }
-"""Keys, each with the values that it may have. With these values, an adapter is plain LoRA. Any other value is
-refused."""
+"""Keys, each with its supported values. With these values, an adapter is plain LoRA."""
 
-_REMEDIES = {"init_lora_weights": _INITIAL}
+_REMEDIES = {
+    "init_lora_weights": "other initializations change the base or the training; for PiSSA, OLoRA and CorDA, "
+    "save_pretrained(..., path_initial_model_for_weight_conversion=...) of peft writes adapters of the original base"
+}
 
 WITHOUT_EFFECT: Mapping[str, str] = {
     "base_model_name_or_path": "`model.weights` names the base",
@@ -98,20 +83,20 @@ class Wanted(NamedTuple):
 
 
 _Rank = Annotated[int, Field(ge=1, le=MOST_WIDTH)]
-_Names = Annotated[list[str], AfterValidator(frozenset)]  # a set: each path of a model is looked up in it
+_Names = Annotated[list[str], AfterValidator(frozenset)]  # a set, because each path of a model is looked up
 
 _MOST_PATTERN = 10_000
 """Largest number of characters of a regular expression."""
 
 _MATCHING_SECONDS = 2.0
 """Limit of the CPU time in seconds for matching patterns with the names of modules. Matching usually takes
-milliseconds, but the time of some regular expressions grows exponentially with the length of a name."""
+milliseconds. The time of some regular expressions grows exponentially with the length of a name."""
 
 
 @contextmanager
 def matching_limited() -> Iterator[None]:
-    """Raise WeightsError if the block takes longer than `_MATCHING_SECONDS` of CPU time. A thread other than the main
-    thread has no limit, because it gets no signals."""
+    """Raise WeightsError if the block takes more than `_MATCHING_SECONDS` of CPU time. Only the main thread has this
+    limit, because other threads get no signals."""
 
     def stop(*_: object) -> None:
         raise WeightsError(f"the patterns in its {ADAPTER_CONFIG_FILE} take too long to match; simplify them")
@@ -148,9 +133,8 @@ class AdapterConfig(BaseModel):
     @field_validator("rank_pattern", "alpha_pattern", "target_modules", "exclude_modules", "layers_pattern")
     @classmethod
     def _compiles(cls, value: Any, info: ValidationInfo) -> Any:
-        """Raise ValueError if a regular expression is invalid or too long. Regular expressions are the keys of
-        `rank_pattern` and `alpha_pattern`, the values of `layers_pattern`, and a string in place of a list of
-        modules."""
+        """Raise ValueError for an invalid or too long regular expression: a key of `rank_pattern` or `alpha_pattern`, a
+        value of `layers_pattern`, or a string in place of a list of modules."""
         are_names = isinstance(value, frozenset)
         for pattern in [value] if isinstance(value, str) else [] if are_names else value or ():
             if len(pattern) > _MOST_PATTERN:
@@ -213,9 +197,9 @@ class AdapterConfig(BaseModel):
         """Return a clause for each difference of the adapters from `[lora]`: in ranks, in scales, and in dropout if the
         job does not set `lora.dropout`.
 
-        `targets`: what the job needs, by target of `peft`. None: the targets are not known yet, so ranks and scales are
-        compared only if all targets have the same rank and scale. Raises WeightsError for patterns that take too long
-        to match.
+        `targets`: the adapters of the job, by target of `peft`. None: the targets are not known yet. Ranks and scales
+        are then compared only if all targets have the same ones. Raises WeightsError for patterns that take too long to
+        match.
         """
         with matching_limited():
             return list(self._differences(config, targets))
@@ -226,7 +210,8 @@ class AdapterConfig(BaseModel):
             targets = {} if has_several else {"": Wanted([""], {config.rank}, {config.scale})}
         ranks = {path: self.rank_of(path) for path in targets}
         scales = {path: self.scale_of(path) for path in targets}
-        options = [{rank} | _quotient(rank, len(targets[path].names)) for path, rank in ranks.items()]
+        parts = {path: len(wanted.names) for path, wanted in targets.items()}
+        options = [{rank, *([] if rank % parts[path] else [rank // parts[path]])} for path, rank in ranks.items()]
         common = set[int]().union(*options).intersection(*options)
         rank = next((rank for rank in (config.rank, self.r) if rank in common), max(common, default=None))
         if any(ranks[path] not in wanted.ranks for path, wanted in targets.items()):
@@ -250,7 +235,6 @@ class AdapterConfig(BaseModel):
             yield f"its lora_dropout is {self.lora_dropout}; set lora.dropout to this or another value"
 
 
-_FIELDS = frozenset(AdapterConfig.model_fields)
 _MOST_SHOWN = 30
 """Largest number of unsupported keys in an error."""
 
@@ -265,7 +249,7 @@ def read_config(folder: Path) -> AdapterConfig:
     problems = list(islice(_unsupported(found), _MOST_SHOWN))
     try:
         with matching_limited():
-            config = AdapterConfig.model_validate({key: value for key, value in found.items() if key in _FIELDS})
+            config = AdapterConfig.model_validate(found)
     except ValidationError as error:
         first = {
             problem["loc"][:1]: problem["msg"].removeprefix("Value error, ") for problem in reversed(error.errors())
@@ -290,10 +274,6 @@ def _unsupported(found: Mapping[str, Any]) -> Iterator[str]:
         elif key not in WITHOUT_EFFECT and key not in AdapterConfig.model_fields and value is not None:
             shown = f"{short_name(key)} = {as_text(value)}"
             yield f"{shown} is a key that this package does not know; it must be null or absent"
-
-
-def _quotient(rank: int, parts: int) -> set[int]:
-    return {rank // parts} if rank % parts == 0 else set()
 
 
 def _matches(names: Collection[str] | str, path: str) -> bool:

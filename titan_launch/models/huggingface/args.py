@@ -1,5 +1,4 @@
-"""Facts about a model of the library `transformers`, from the keys of its `config.json`. This module does not import
-torch.
+"""Facts about a model of the library `transformers`, from the keys of its `config.json`, without torch.
 
 `[model.args]` of such a model has these keys. Keys that the job does not set come from the folder `model.path`.
 """
@@ -7,7 +6,7 @@ torch.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -35,10 +34,7 @@ def class_name(args: Mapping[str, Any]) -> str:
 
 def image_format(args: Mapping[str, Any]) -> ImageFormat | None:
     """Return the format of the images that a model takes; None for a model of tokens, and if the number of channels is
-    unknown.
-
-    Height and width are None if `image_size` does not name them. The class then takes images of any size.
-    """
+    unknown. Height and width are None if `image_size` does not name them. The class then takes images of any size."""
     channels, size = args.get("num_channels"), args.get("image_size")
     sizes = size if isinstance(size, list) and len(size) == 2 else [size, size]
     if unit_of(args) != "images" or not isinstance(channels, int):
@@ -59,7 +55,7 @@ _REFUSED = {
 `timm`."""
 
 _TIMM = ("timm_wrapper", "timm_backbone", "gemma3n", "gemma3n_vision")
-"""Types of models that the library `timm` builds. This library downloads and reads files by name."""
+"""Values of `model_type` whose models the library `timm` builds. `timm` downloads and reads files by name."""
 
 _KERNELS = re.compile("_?(attn|experts)_implementation(_internal)?")
 """Keys that choose kernels. Their values can be names of kernels on the Hugging Face hub."""
@@ -69,14 +65,14 @@ _COUNTS = re.compile(".*(layers?|depths?|blocks|stages|labels|experts)")
 each label."""
 
 _MOST_LAYERS, _MOST_OBJECTS = 256, 1 << 17
-"""Limits of the numbers of `_COUNTS`: of layers, and of other objects. The largest published models have about 130
-layers and 22,000 classes."""
+"""Limits of the values of `_COUNTS`: numbers of layers, and of other objects. The largest published models have about
+130 layers and 22,000 classes."""
 
 
 def refused(args: Mapping[str, Any]) -> Iterator[tuple[KeyPath, str, Any]]:
-    """Yield (path, reason, value) for each argument that is not supported. These are arguments that could load code or
-    files by name, `quantization_config`, whole numbers that are larger than in any real model, and a `model_type` that
-    is not a string."""
+    """Yield (path, reason, value) for each argument that is not supported: arguments that could load code or files by
+    name, `quantization_config`, whole numbers that are larger than in any real model, and a `model_type` that is not a
+    string."""
     if not isinstance(args.get("model_type", ""), str):
         yield ("model_type",), "must be a string", args["model_type"]
     for path, value in _values((), args):
@@ -84,11 +80,8 @@ def refused(args: Mapping[str, Any]) -> Iterator[tuple[KeyPath, str, Any]]:
         if key in _REFUSED and path[-1] == key and value not in (None, False, "", {}, []):
             yield path, _REFUSED[key], value
         elif key == "model_type" and value in _TIMM:
-            yield (
-                path,
-                "is built by timm, which can load files by name, so it is not supported; use another class",
-                value,
-            )
+            reason = "is built by timm, which can load files by name, so it is not supported; use another class"
+            yield path, reason, value
         elif _KERNELS.fullmatch(key) and "/" in str(value):
             yield path, "names kernels on the hub, which are not loaded; remove the key", value
         elif type(value) is int:
@@ -107,18 +100,21 @@ def _values(path: KeyPath, value: Any) -> Iterator[tuple[KeyPath, Any]]:
 
 
 def missing_in_transformers(args: Mapping[str, Any]) -> str | None:
-    """Return the error text if the library `transformers` is not installed, or if its list of model types lacks the
-    `model_type`. Return None if the list has the type, or has an unexpected form. The library is not imported, because
-    its import takes seconds."""
+    """Return the error text if the library `transformers` is not installed, or does not list the `model_type`. Return
+    None if the library lists the type, or if its list has an unexpected form. The library is not imported, because its
+    import takes seconds."""
     known, model_type = _model_types(), str(args["model_type"])
     if known is None:
         return not_installed("transformers")
-    if known and model_type not in known:
-        release = f"transformers {version('transformers')} has no such model_type"
-        if "auto_map" in args:
-            return f"{release}: its class is code in the folder (auto_map), which is never run"
-        return f"{release}{did_you_mean(model_type, known)}"
-    return None
+    return unknown_model_type(args, known) if known and model_type not in known else None
+
+
+def unknown_model_type(args: Mapping[str, Any], known: Iterable[str]) -> str:
+    """Return the error text for a `model_type` that is not among the types `known` to the installed `transformers`."""
+    release = f"transformers {version('transformers')} has no such model_type"
+    if "auto_map" in args:
+        return f"{release}: its class is code in the folder (auto_map), which is never run; use a class of transformers"
+    return f"{release}{did_you_mean(str(args.get('model_type')), known)}"
 
 
 @cache

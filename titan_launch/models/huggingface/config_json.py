@@ -1,5 +1,4 @@
-"""The `config.json` of a folder of weights: read into the arguments of a model, and written from them. This module does
-not import torch."""
+"""The `config.json` of a folder of weights, read into a model's arguments and written from them, without torch."""
 
 from __future__ import annotations
 
@@ -7,17 +6,18 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from titan_launch.config.sections.model import HUGGINGFACE, ModelConfig
+from titan_launch.config.sections.model import ModelConfig
 from titan_launch.core import json_files
 from titan_launch.core.errors import did_you_mean, format_key, leaves
 from titan_launch.core.files import MIB, file_inside
 from titan_launch.core.terminal import short_name
-from titan_launch.models.architectures import ALL_IN_ARGS, ARCHITECTURES, resolve_args
+from titan_launch.models.architectures import ALL_IN_ARGS, ARCHITECTURES, resolve_args, unknown_flavor, unknown_model
 from titan_launch.models.args import ModelArgs
 from titan_launch.models.decoder.args import DecoderArgs
 from titan_launch.models.decoder.huggingface_classes import DROPOUT, FAMILIES, NEUTRAL, REFUSED, Family
@@ -49,7 +49,7 @@ class FolderConfig:
     """The whole `config.json`."""
 
     notes: tuple[str, ...] = ()
-    """Sentences for the log about keys that `transformers` honours and this package does not."""
+    """Sentences for the log about keys that `transformers` applies and this package ignores."""
 
 
 def read_folder_config(folder: str | Path) -> FolderConfig:
@@ -74,7 +74,7 @@ def read_folder_config(folder: str | Path) -> FolderConfig:
 
 
 def own_config(config: Config) -> FolderConfig:
-    """Return the model in a `config.json` in this package's own format. The factory of a user's model is not imported.
+    """Return the model that a `config.json` in this package's own format names, without an import of a user's factory.
     Raises WeightsError for an unknown format, model or flavor, and for arguments that the model cannot have."""
     table: Any = config.get("model")
     try:
@@ -87,7 +87,10 @@ def own_config(config: Config) -> FolderConfig:
         try:
             problems = list(resolve_args(model.name, model.flavor, model.args).problems())
         except KeyError:
-            raise WeightsError(_unknown_name(model)) from None
+            reason = f"its model.name is {as_text(model.name)}: {unknown_model(model.name)}"
+            if model.name in ARCHITECTURES:
+                reason = f"its model.flavor is {as_text(model.flavor)}: {unknown_flavor(model.name, model.flavor)}"
+            raise WeightsError(reason) from None
         except ValidationError as error:
             first = error.errors()[0]
             reason = f"{short_name(format_key(first['loc']))} = {as_text(first['input'])}: {first['msg']}"
@@ -95,16 +98,6 @@ def own_config(config: Config) -> FolderConfig:
         for _, reason in problems:
             raise WeightsError(f"{CONFIG_FILE} has an impossible value in model.args: {reason}")
     return found
-
-
-def _unknown_name(model: ModelConfig) -> str:
-    """Return the error text for a model or flavor that does not exist."""
-    if model.name in ARCHITECTURES:
-        known = f"{model.name} has {', '.join(ARCHITECTURES[model.name].flavors)}"
-        return f"its model.flavor is {as_text(model.flavor)}: unknown flavor; {known}"
-    known = ", ".join(f'"{name}"' for name in (*ARCHITECTURES, HUGGINGFACE))
-    reason = f"unknown model; must be {known}, or package.module:factory for your own"
-    return f"its model.name is {as_text(model.name)}: {reason}{did_you_mean(model.name, ARCHITECTURES)}"
 
 
 def refuse_adapter(folder: Path) -> None:
@@ -146,20 +139,13 @@ def longest_sequence(config: Config) -> int | None:
     return found if type(found) is int and found > 0 else None
 
 
-_CLASSIFIER = "ForSequenceClassification"
-"""End of the names of classes with an output for each label."""
-
 _MOST_SHOWN = 10
 """Largest number of unknown keys in an error."""
 
 
 def arguments_of(config: Config) -> dict[str, Any]:
-    """Return the `[model.args]` of a Hugging Face `config.json`, without arguments that have their default or have no
-    effect.
-
-    Raises WeightsError if keys are not supported (the error names at most 10 unknown keys), or for values that the
-    model cannot have.
-    """
+    """Return the `[model.args]` of a Hugging Face `config.json`, without arguments that have their default or no
+    effect. Raises WeightsError for keys that are not supported, and for values that the model cannot have."""
     family = FAMILIES[config["model_type"]]
     problems = [f"{CONFIG_FILE} has {key}: {reason}" for key, reason in REFUSED.items() if config.get(key) is not None]
     known_keys = family.known_keys
@@ -173,7 +159,7 @@ def arguments_of(config: Config) -> dict[str, Any]:
         if not is_equal(config.get(key, value), value):
             problems.append(str(unsupported(key, config[key], f"supported: {json.dumps(value)}")))
     given: dict[str, Any] = dict(family.fixed)
-    if class_name(config).endswith(_CLASSIFIER):
+    if class_name(config).endswith("ForSequenceClassification"):
         given["num_labels"] = _num_labels(config)
     keys_of: dict[str, tuple[str, ...]] = {"num_labels": ("id2label", "num_labels")}
     for feature in family.features:
@@ -196,7 +182,9 @@ def arguments_of(config: Config) -> dict[str, Any]:
         keys = _keys(config, keys_of, [str(first["loc"][0])])
         reason = f"the model's argument {format_key(first['loc'])} would be {as_text(first['input'])}: {first['msg']}"
         raise WeightsError(f"{CONFIG_FILE} has an impossible value{keys}: {reason}") from None
-    _check_padding(family, config)
+    token, size = _padding(family, config), config["vocab_size"]
+    if token is not None and not (type(token) is int and -size <= token < size):
+        raise unsupported("pad_token_id", token, f"supported: tokens of the vocabulary of {size}, and null")
     for names, reason in args.problems():
         raise WeightsError(f"{CONFIG_FILE} has an impossible value{_keys(config, keys_of, names)}: {reason}")
     without_effect = {name for name, _ in args.unused()}
@@ -205,7 +193,7 @@ def arguments_of(config: Config) -> dict[str, Any]:
 
 def _num_labels(config: Config) -> Any:
     """Return the number of labels of a classifier: the length of `id2label`, else `num_labels`, else 2, the default of
-    `transformers`. Return 0 for an `id2label` that does not name the numbers from 0."""
+    `transformers`. Return 0, which is refused later, if the keys of `id2label` are not "0", "1" and so on."""
     names = config.get("id2label")
     if names is None:
         return config.get("num_labels", 2)
@@ -214,20 +202,20 @@ def _num_labels(config: Config) -> Any:
 
 
 def _keys(config: Config, keys_of: Mapping[str, tuple[str, ...]], arguments: Iterable[str]) -> str:
-    """Return the keys that some arguments come from, with their values, as part of a message."""
+    """Return a part of a message: the keys, with their values, from which some arguments come. `keys_of`: the keys of
+    each argument."""
     keys = dict.fromkeys(key for name in arguments for key in keys_of.get(name.partition(".")[0], ()))
     return f" in {', '.join(f'{key} = {as_text(config[key])}' if key in config else f'{key} (absent)' for key in keys)}"
 
 
 def _unknown(family: Family, key: str, value: Any) -> str:
-    """Return the error text for a key that the class is not known to have."""
     hint = did_you_mean(key, family.known_keys)
     reason = f"which is not a known key of {family.model_class}{hint}; remove the key if it has no effect"
     return f"{CONFIG_FILE} has {short_name(key)} = {as_text(value)}, {reason}"
 
 
 def _without_aliases(family: Family, config: Config) -> tuple[dict[str, Any], list[str]]:
-    """Return a `config.json` in which each alias of a key is replaced by the key, and a problem for each key that has
+    """Return a `config.json` with the keys themselves in place of their aliases, and a problem for each key that has
     two different values."""
     table, problems = dict(config), []
     for alias, key in family.aliases.items():
@@ -241,15 +229,8 @@ def _without_aliases(family: Family, config: Config) -> tuple[dict[str, Any], li
 
 
 def _padding(family: Family, config: Config) -> int | None:
-    """Return the padding token, whose row in the embedding gets no gradient in `transformers`; None if there is
-    none."""
+    """Return the token whose row in the embedding gets no gradient in `transformers`; None if there is none."""
     return config.get("pad_token_id", family.pad_token) if family.pads else None
-
-
-def _check_padding(family: Family, config: Config) -> None:
-    token, size = _padding(family, config), config["vocab_size"]
-    if token is not None and not (type(token) is int and -size <= token < size):
-        raise unsupported("pad_token_id", token, f"a token of the vocabulary of {size}, or null")
 
 
 def config_of(
@@ -262,10 +243,10 @@ def config_of(
 ) -> dict[str, Any]:
     """Return the Hugging Face `config.json` of a model of this package.
 
-    `dtype`: dtype of the weights. `max_positions`: sequence length of training. `original`: the `config.json` that the
-    weights came with. If it is of the same class, its keys without effect on the computation, such as token ids, are
-    kept. `labels`: names of the outputs of a classifier. None: the names of `original` if it has as many, else LABEL_0
-    and so on. Raises WeightsError if no class of `transformers` implements the model with these arguments.
+    `dtype`: dtype of the weights. `max_positions`: sequence length of training. `original`: the `config.json` from
+    which training started. If it is of the same class, its keys without effect on the computation are kept, such as
+    token ids. `labels`: names of the outputs of a classifier. None: the names in `original` if it has as many, else
+    LABEL_0 and so on. Raises WeightsError if no class of `transformers` implements the model with these arguments.
     """
     model_type = model_type_of(name)
     family = FAMILIES[model_type]
@@ -314,9 +295,8 @@ def model_type_of(name: str) -> str:
 
 
 def differences(name: str, own: ModelArgs, folder: FolderConfig) -> list[tuple[str, Any, Any]]:
-    """Return the arguments that differ between a job and a folder, as (argument, value of the job, value of the
-    folder). A larger vocabulary of the job is no difference, because its last rows are padding. `num_labels` is not
-    compared."""
+    """Return (argument, value of the job, value of the folder) for each argument that differs. A larger vocabulary of
+    the job is no difference, because its last rows are padding. `num_labels` is not compared."""
     theirs = resolve_args(folder.name, folder.flavor, folder.args)
     differing = _differing(own, theirs)
     return [(key, a, b) for key, a, b in differing if key != "num_labels" and not (key == "vocab_size" and a > b)]
@@ -333,12 +313,9 @@ def _differing(own: ModelArgs, other: ModelArgs) -> list[tuple[str, Any, Any]]:
     ]
 
 
-def _value(args: ModelArgs, key: str) -> Any:
+def _value(args: Any, key: str) -> Any:
     """Return the argument with a dotted key; None if its table is unset."""
-    value: Any = args
-    for name in key.split("."):
-        value = getattr(value, name, None)
-    return value
+    return reduce(lambda value, name: getattr(value, name, None), key.split("."), args)
 
 
 def _notes(family: Family, config: Config) -> list[str]:

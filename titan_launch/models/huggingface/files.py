@@ -1,5 +1,4 @@
-"""The files of Hugging Face folders: their names, values of their JSON, and the error for a folder. This module does
-not import torch."""
+"""The files of Hugging Face folders: their names, values of their JSON, and the error for a folder, without torch."""
 
 from __future__ import annotations
 
@@ -30,6 +29,6 @@ def as_text(value: Any) -> str:
 
 
 def is_equal(value: Any, other: Any) -> bool:
-    """Return True if a value of JSON equals the expected value `other`. `true` does not equal 1. If `other` is a float,
-    `value` may be a whole number, but not the other way round."""
+    """Return True if `value`, from a JSON file, equals the expected value `other`. `true` does not equal 1. A whole
+    number equals an expected float, but a float does not equal an expected whole number."""
     return value == other and (type(value) is type(other) or (type(value), type(other)) == (int, float))

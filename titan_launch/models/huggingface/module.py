@@ -21,7 +21,7 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
 )
 
-from titan_launch.core.errors import ConfigError, Problem, config_error, did_you_mean, listed
+from titan_launch.core.errors import ConfigError, Problem, config_error, listed
 from titan_launch.core.globs import matches
 from titan_launch.core.packages import install
 from titan_launch.core.patches import replaced, torchao_import_silenced
@@ -29,7 +29,7 @@ from titan_launch.core.terminal import short_name
 from titan_launch.models.decoder.huggingface_tensors import Piece
 from titan_launch.models.documents import separate_by_positions
 from titan_launch.models.factory import TooLargeError
-from titan_launch.models.huggingface.args import class_name, refused
+from titan_launch.models.huggingface.args import class_name, refused, unknown_model_type
 from titan_launch.models.spec import TensorStyle
 from titan_launch.models.weights.folder import FLOATS, Converted, FileTensor, Place, Places, PlacesInFiles
 
@@ -40,9 +40,6 @@ _STYLES: Mapping[str, TensorStyle] = {
     "replicated_with_grad_allreduce": "heads",
 }
 """The style of this package for each style of `transformers` that divides a module in the same way."""
-
-_GATHERED = ("colwise_gather_output", "colwise_rep")
-"""Styles of `transformers` that become `head` for the module that makes the logits."""
 
 
 def build(seq_len: int, /, **args: Any) -> nn.Module:
@@ -85,11 +82,7 @@ def _class_and_config(args: Mapping[str, Any]) -> tuple[Any, Any]:
         raise config_error(("model", "args", *path), reason, value)
     kind, name = args.get("model_type"), class_name(args)
     if kind not in CONFIG_MAPPING:
-        release = f"transformers {transformers.__version__} has no model_type {kind!r}"
-        if "auto_map" in args:
-            reason = f"{release}: its class is code in the folder (auto_map), which is never run"
-            raise config_error(("model", "args", "model_type"), f"{reason}; use a class of transformers", kind)
-        raise config_error(("model", "args", "model_type"), f"{release}{did_you_mean(str(kind), CONFIG_MAPPING)}", kind)
+        raise config_error(("model", "args", "model_type"), unknown_model_type(args, CONFIG_MAPPING), kind)
     known: list[str] = []
     for table in (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES):
         names = table.get(kind, ())
@@ -109,8 +102,8 @@ def _class_and_config(args: Mapping[str, Any]) -> tuple[Any, Any]:
 
 
 def _without_code(value: Any) -> Any:
-    """Return a table without the key `auto_map`, also in nested tables. This key names code in the folder, and some
-    classes ask the user whether to run this code."""
+    """Return a table without the key `auto_map`, also in nested tables. The key names code in the folder, and some
+    classes ask the user whether to run that code."""
     if isinstance(value, Mapping):
         return {key: _without_code(inner) for key, inner in value.items() if key != "auto_map"}
     return [_without_code(inner) for inner in value] if isinstance(value, list) else value
@@ -123,8 +116,8 @@ layer, since its experts are stacked. Buffers are tables of positions and masks.
 
 @contextmanager
 def _size_limited() -> Iterator[None]:
-    """Raise TooLargeError as soon as the modules that are built in the block exceed the limits above. Without the
-    limit, a `config.json` with huge numbers would fill the memory."""
+    """Raise TooLargeError as soon as the modules that are built in the block exceed `_MOST_MODULES` or
+    `_MOST_BUFFER_BYTES`. Otherwise, a `config.json` with huge numbers would fill the memory."""
     counted = {"modules": 0, "bytes of buffers": 0}
     most = {"modules": _MOST_MODULES, "bytes of buffers": _MOST_BUFFER_BYTES}
 
@@ -195,30 +188,24 @@ def _declare_tensor_parallel(module: Any) -> None:
         return
     output = module.get_output_embeddings()
     head = next((path for path, child in module.named_modules() if child is output), None)
-    styles = {
-        glob: "head" if style in _GATHERED and glob == head else _STYLES.get(style) for glob, style in plan.items()
-    }
+    styles = {glob: _STYLES.get(style) for glob, style in plan.items()}
+    if head is not None and plan.get(head) in ("colwise_gather_output", "colwise_rep"):
+        styles[head] = "head"
     unknown = [f"{glob} ({plan[glob]})" for glob, style in styles.items() if style is None]
     if unknown:
         reason = f"{name} divides modules in a way that is not supported: {listed(unknown, most=1)}; set 1"
         module.no_tensor_parallel = reason
         return
-    module.sequence_parallel = False  # its forward counts the tokens of the stream
-    module.tensor_parallel = {**styles, **dict.fromkeys(_others_with_parameters(module, styles), "sequence")}
-
-
-def _others_with_parameters(module: nn.Module, styles: Mapping[str, Any]) -> list[str]:
-    return [
-        path
-        for path, child in module.named_modules()
-        if next(child.parameters(recurse=False), None) is not None and not any(matches(glob, path) for glob in styles)
-    ]
+    module.sequence_parallel = False  # the forward counts the tokens between the layers
+    others = [path for path, child in module.named_modules() if next(child.parameters(recurse=False), None) is not None]
+    others = [path for path in others if not any(matches(glob, path) for glob in styles)]
+    module.tensor_parallel = {**styles, **dict.fromkeys(others, "sequence")}
 
 
 def _places_in_files(module: Any) -> PlacesInFiles:
-    """Return a function that finds the module's tensors in files that this or an older release of `transformers` wrote.
-    The function uses the conversions that `transformers` has for the module's class, and raises ConfigError if a
-    conversion is not possible."""
+    """Return a function that finds the module's tensors in files of this or an older release of `transformers`. The
+    function uses the conversions of `transformers` for the module's class. It raises ConfigError if one of them
+    fails."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, dot_natural_key, rename_source_key
 
@@ -228,7 +215,7 @@ def _places_in_files(module: Any) -> PlacesInFiles:
     def places(files: Mapping[str, FileTensor], own_names: Collection[str]) -> tuple[Places, Collection[str]]:
         renamings: list[Any] = []
         converters: list[Any] = []
-        for conversion in deepcopy(conversions):  # some of them have a state
+        for conversion in deepcopy(conversions):  # some conversions have a state
             (renamings if isinstance(conversion, WeightRenaming) else converters).append(conversion)
         by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
         known, found, ignored = dict.fromkeys(own_names, True), dict[str, Place](), set[str]()
@@ -246,7 +233,7 @@ def _places_in_files(module: Any) -> PlacesInFiles:
                 ignored.add(name)
         for conversion in converted.values():
             results = conversion.places(files)
-            if results.keys() <= known.keys():  # else its tensors are unexpected
+            if results.keys() <= known.keys():  # otherwise, the source tensors are unexpected
                 found |= results
         return found, ignored
 
@@ -268,8 +255,7 @@ class _Conversion:
     """Names of the tensors in the folder, each with the converter's pattern that it matches."""
 
     def places(self, files: Mapping[str, FileTensor]) -> dict[str, Converted]:
-        """Return the place of each parameter that this conversion computes, by the parameter's name. A place has the
-        source tensors in the folder, the shape of the parameter, and the function that computes it. Raises ConfigError
+        """Return the place of each parameter that this conversion computes, by the parameter's name. Raises ConfigError
         if the tensors of the folder cannot be converted."""
         names = tuple(name for name, _ in self.sources)
         tensors = [
@@ -314,7 +300,7 @@ def in_published_format(module: Any, tensors: Mapping[str, Tensor]) -> dict[str,
     """Return tensors of a module with the names and layouts of published files, as `save_pretrained` writes them. Tied
     copies, and tensors that the class does not save, are omitted.
 
-    `tensors`: tensors by their name in the module. They must include all tensors that are converted together.
+    `tensors`: tensors by name in the module, among them all tensors that are converted together.
     """
     from transformers.core_model_loading import revert_weight_conversion
 

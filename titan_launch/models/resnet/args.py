@@ -10,10 +10,7 @@ from pydantic import Field
 from titan_launch.config.image_format import ImageFormat
 from titan_launch.config.sections.data import SampleUnit
 from titan_launch.config.sections.section import Array
-from titan_launch.models.args import MOST_LAYERS, Layers, ModelArgs, TwinNeeds, Width
-
-ImageSize = Annotated[int, Field(ge=1, le=1 << 16)]
-BlockKind = Literal["basic", "bottleneck"]
+from titan_launch.models.args import MOST_LAYERS, Layers, ModelArgs, Pixels, TwinNeeds, Width
 
 EXPANSION = {"basic": 1, "bottleneck": 4}
 """Output channels of a block, as a multiple of the width of its stage."""
@@ -24,7 +21,7 @@ class ResNetArgs(ModelArgs):
 
     unit: ClassVar[SampleUnit] = "images"
 
-    block: BlockKind
+    block: Literal["basic", "bottleneck"]
     """Kind of the residual blocks. `basic`: two 3x3 convolutions. `bottleneck`: 1x1, 3x3 and 1x1 convolutions; the last
     has four times the channels."""
 
@@ -38,7 +35,7 @@ class ResNetArgs(ModelArgs):
     """The layers before the blocks. `imagenet`: a 7x7 convolution and a pooling layer, which divide height and width by
     4. `small`: a 3x3 convolution that does not change height and width, for images of up to about 64 pixels."""
 
-    image_size: ImageSize
+    image_size: Pixels
     """Height and width of the images."""
 
     in_channels: Width = 3
@@ -57,9 +54,9 @@ class ResNetArgs(ModelArgs):
     """Initialize the weight of the last BatchNorm of each block with 0, so that at first a block returns only its
     shortcut (arXiv:1706.02677, section 5.1)."""
 
+    # `ModelArgs` documents the methods below.
+
     def problems(self) -> Iterator[tuple[tuple[str, ...], str]]:
-        """Yield a problem if `depths` is empty or has too many blocks, or if `depths` and `widths` have different
-        lengths."""
         if not self.depths:
             yield ("depths",), "must have at least one stage"
         elif sum(self.depths) > MOST_LAYERS:
@@ -69,8 +66,6 @@ class ResNetArgs(ModelArgs):
             yield ("widths", "depths"), f"{stages}; write one number per stage in both"
 
     def twin(self, needs: TwinNeeds) -> dict[str, Any]:
-        """Return the arguments that a small twin changes (see `TwinNeeds`). A stage of the twin has at most two blocks,
-        unless `needs.keeps_depth` is True."""
         return {
             "depths": self.depths if needs.keeps_depth else [min(depth, 2) for depth in self.depths],
             "widths": [min(width, 8 * 2**index) for index, width in enumerate(self.widths)],
@@ -79,7 +74,6 @@ class ResNetArgs(ModelArgs):
         }
 
     def images_taken(self) -> ImageFormat:
-        """Return the format of the images that the model takes."""
         return ImageFormat(self.in_channels, self.image_size, self.image_size, self.num_classes)
 
 

@@ -8,6 +8,8 @@ Module names and the position of the stride are those of torchvision. The argume
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -59,7 +61,7 @@ class Bottleneck(nn.Module):
 
 
 class MeanOverPixels(nn.Module):
-    """Mean of each channel over all pixels."""
+    """The mean of each channel over all pixels."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (batch, channels, height, width) to (batch, channels)."""
@@ -120,6 +122,7 @@ def _shortcut(args: ResNetArgs, channels: int, out_channels: int, stride: int) -
 
 def initial_values(args: ResNetArgs) -> InitTable:
     """Return initial values: convolutions preserve the gradient's variance (arXiv:1502.01852), logits are near 0."""
+    draw = partial(nn.init.kaiming_normal_, mode="fan_out", nonlinearity="relu")
     last_norm = "layer*.*.bn2.weight" if args.block == "basic" else "layer*.*.bn3.weight"
     return InitTable(
         [
@@ -129,14 +132,10 @@ def initial_values(args: ResNetArgs) -> InitTable:
             ("**.running_mean", constant(0.0)),
             ("**.running_var", constant(1.0)),
             ("**.num_batches_tracked", constant(0)),
-            *((f"**.{conv}.weight", _kaiming_normal) for conv in ("conv[123]", "downsample.0")),
+            *((f"**.{conv}.weight", lambda tensor, module: draw(tensor)) for conv in ("conv[123]", "downsample.0")),
             *((f"**.{norm}.weight", constant(1.0)) for norm in ("bn[123]", "downsample.1")),
         ]
     )
-
-
-def _kaiming_normal(tensor: Tensor, module: nn.Module) -> None:
-    nn.init.kaiming_normal_(tensor, mode="fan_out", nonlinearity="relu")
 
 
 SPEC = ModelSpec(

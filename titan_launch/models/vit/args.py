@@ -9,9 +9,7 @@ from pydantic import Field
 
 from titan_launch.config.image_format import ImageFormat
 from titan_launch.config.sections.data import SampleUnit
-from titan_launch.models.args import Layers, ModelArgs, Parts, TwinNeeds, Width
-
-ImageSize = Annotated[int, Field(ge=1, le=1 << 16)]
+from titan_launch.models.args import Layers, ModelArgs, Parts, Pixels, TwinNeeds, Width
 
 
 class ViTArgs(ModelArgs):
@@ -20,10 +18,10 @@ class ViTArgs(ModelArgs):
     unit: ClassVar[SampleUnit] = "images"
     supports_tensor_parallel: ClassVar[bool] = True
 
-    image_size: ImageSize
+    image_size: Pixels
     """Height and width of the images: a multiple of `patch_size`."""
 
-    patch_size: ImageSize
+    patch_size: Pixels
     """Height and width of a patch in pixels. Each patch is a token."""
 
     dim: Width
@@ -57,33 +55,25 @@ class ViTArgs(ModelArgs):
         return self.dim // self.n_heads
 
     @property
-    def num_patches(self) -> int:
-        """Number of patches of an image."""
-        return (self.image_size // self.patch_size) ** 2
-
-    @property
     def num_tokens(self) -> int:
         """Number of tokens of an image: its patches, and the class token if there is one."""
-        return self.num_patches + (self.pool == "class_token")
+        return (self.image_size // self.patch_size) ** 2 + (self.pool == "class_token")
+
+    # `ModelArgs` documents the methods below.
 
     def problems(self) -> Iterator[tuple[tuple[str, ...], str]]:
-        """Yield (names of the arguments, reason) if `patch_size` does not divide `image_size`, and if `n_heads` does
-        not divide `dim`."""
         for whole, part in (("image_size", "patch_size"), ("dim", "n_heads")):
             if getattr(self, whole) % getattr(self, part):
                 reason = f"{whole} ({getattr(self, whole)}) must be a multiple of {part} ({getattr(self, part)})"
                 yield (part, whole), reason
 
     def images_taken(self) -> ImageFormat:
-        """Return the format of the images that the model takes."""
         return ImageFormat(self.in_channels, self.image_size, self.image_size, self.num_classes)
 
     def num_layers(self) -> int:
-        """Return the number of blocks."""
         return self.n_layers
 
     def twin(self, needs: TwinNeeds) -> dict[str, Any]:
-        """Return the arguments that a small twin changes (see `TwinNeeds`). An image of the twin has 16 patches."""
         heads = min(self.n_heads, 2)
         return {
             "image_size": 8,
@@ -96,7 +86,6 @@ class ViTArgs(ModelArgs):
         }
 
     def tensor_parallel_sizes(self) -> Mapping[str, int]:
-        """Return the arguments, with their values, that the tensor-parallel degree must divide."""
         return {name: int(getattr(self, name)) for name in ("n_heads", "hidden_dim", "num_classes")}
 
 

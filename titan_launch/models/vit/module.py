@@ -28,7 +28,7 @@ class PatchEmbedding(nn.Module):
         self.projection = nn.Conv2d(args.in_channels, args.dim, kernel_size=size, stride=size)
         token = nn.Parameter(torch.zeros(args.dim)) if args.pool == "class_token" else None
         self.register_parameter("class_token", token)
-        self.positions = nn.Embedding(args.num_tokens, args.dim)  # as an embedding, it has no weight decay
+        self.positions = nn.Embedding(args.num_tokens, args.dim)  # embeddings get no weight decay
 
     def forward(self, images: Tensor) -> Tensor:
         """Map (batch, in_channels, image_size, image_size) to (batch, tokens, dim). The class token is first."""
@@ -131,13 +131,9 @@ def initial_values(args: ViTArgs) -> InitTable:
             ("output.weight", constant(0.0)),
             ("**.bias", constant(0.0)),
             ("**.*norm.weight", constant(1.0)),
-            ("layers.**.w?.weight", _xavier_uniform),
+            ("layers.**.w?.weight", lambda tensor, module: nn.init.xavier_uniform_(tensor)),
         ]
     )
-
-
-def _xavier_uniform(tensor: Tensor, module: nn.Module) -> None:
-    nn.init.xavier_uniform_(tensor)
 
 
 TENSOR_PARALLEL: dict[str, TensorStyle] = {

@@ -1,9 +1,8 @@
-"""Folders of adapters in the format of the library `peft`: names, layouts, and reads. The metadata is read without
-torch.
+"""Folders of adapters in the format of the library `peft`: names, layouts, and reads. Metadata is read without torch.
 
 A module of `transformers` may correspond to several modules of this package, such as `qkv_proj` to `wq`, `wk` and `wv`.
-Their adapters are a single adapter in `peft`. Its A has the rows of their A, one after another. Its B has their B as
-blocks, and zeros elsewhere. Its rank is the sum of their ranks.
+In `peft`, a single adapter replaces their adapters. Its A has the rows of each A, one after another. Its B has each B
+as a block, and zeros elsewhere. Its rank is the sum of the ranks.
 """
 
 from __future__ import annotations
@@ -12,9 +11,8 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from titan_launch.config.sections.lora import LoRAConfig
 from titan_launch.config.sections.model import HUGGINGFACE, ModelConfig
@@ -46,47 +44,42 @@ _PICKLE = "adapter_model.bin"
 BASE = "base_fingerprint"
 """Key in the metadata of an exported file. Its value is the digest of the folder `model.weights`."""
 
+_WRAPPING_ORDER = ("gate_up_proj", "down_proj", "w1", "w2", "w3")
+"""Stacked parameters of a module, in the order in which `peft` wraps them."""
+
 _PREFIX = "base_model.model."
 _MATRICES = (".lora_A.weight", ".lora_B.weight", ".lora_embedding_A", ".lora_embedding_B")
-
-_CHANGED = "neither LoRA matrices nor copies of tensors of the base"
 
 _EXPERTS = {"w1": ("gate_up_proj", 0), "w3": ("gate_up_proj", 1), "w2": ("down_proj", 0)}
 """For each weight of the experts: the stacked parameter of `transformers` that contains it, and its position there. The
 table is for classes whose files have a tensor for each expert."""
 
 
-class AdapterNames(Protocol):
-    """The names of an adapter's parameters, and of the weight that it changes (`models.lora.Adapter`)."""
+class Adapter(NamedTuple):
+    """The names of an adapter's parameters, and of the weight that the adapter changes, in a model of this package."""
 
-    @property
-    def weight(self) -> str: ...
-    @property
-    def a(self) -> str: ...
-    @property
-    def b(self) -> str: ...
-    @property
-    def rank(self) -> int: ...
-    @property
-    def scale(self) -> float: ...
-    @property
-    def is_embedding(self) -> bool: ...
+    weight: str
+    a: str
+    b: str
+    rank: int
+    scale: float
+    is_embedding: bool
 
 
 @dataclass(frozen=True)
 class Part:
-    """An adapter of this package, and the place of its output features in the target of `peft`.
+    """An adapter of this package, and the place of its output features in the target of `peft`."""
 
-    `start` is the first of these features. `step` and `rotary_width` are those of the weight's `Piece`.
-    """
-
-    adapter: AdapterNames
+    adapter: Adapter
     shape: Shape
     """Shape of the weight, as `file_places` returns it."""
 
     start: int
+    """First output feature of the adapter in the target."""
+
     step: int
     rotary_width: int | None
+    """`step` and `rotary_width` are those of the weight's `Piece`."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +106,6 @@ class Target:
 
     @property
     def is_embedding(self) -> bool:
-        """True for an embedding."""
         return self.parts[0].adapter.is_embedding
 
     @property
@@ -214,7 +206,7 @@ def file_places(
     """
     if is_plain or model.name == HUGGINGFACE:
         return dict(shapes), pieces_of(None, shapes, None)
-    model_type = model_type_of(model.name)  # raises for models that are not decoders
+    model_type = model_type_of(model.name)  # raises WeightsError for other models than decoders
     args = cast(DecoderArgs, resolve_args(model.name, model.flavor, model.args))
     has_labels = args.num_labels is not None
     cut = {name: (rows or shapes[name][0], *shapes[name][1:]) for name in vocabulary_of(has_labels) if name in shapes}
@@ -222,14 +214,9 @@ def file_places(
     return in_files, pieces_of(model_type, in_files, args.head_width, has_labels=has_labels)
 
 
-def targets_of(
-    adapters: Sequence[AdapterNames], shapes: Mapping[str, Shape], pieces: Mapping[str, Piece]
-) -> list[Target]:
-    """Return the targets of `peft` for the adapters of a model.
-
-    `shapes` and `pieces`: shape and place of each weight in the files, as `file_places` returns them. Raises
-    WeightsError for an adapter that has no target in `peft`.
-    """
+def targets_of(adapters: Sequence[Adapter], shapes: Mapping[str, Shape], pieces: Mapping[str, Piece]) -> list[Target]:
+    """Return the targets of `peft` for the adapters of a model. `shapes` and `pieces`: shape and place of each weight
+    in the files, as `file_places` returns them. Raises WeightsError for an adapter that has no target in `peft`."""
     whole = tensor_shapes(pieces, shapes)
     found: defaultdict[tuple[str, str | None], list[Part]] = defaultdict(list)
     sizes: dict[tuple[str, str | None], int] = {}
@@ -259,7 +246,7 @@ def targets_of(
     targets = []
     for (module, stacked), parts in found.items():
         siblings = [other for path, other in found if path == module]
-        depth = 0 if stacked is None else len(siblings) - 1 - sorted(siblings, key=_wrapping_order).index(stacked)
+        depth = 0 if stacked is None else len(siblings) - 1 - sorted(siblings, key=_WRAPPING_ORDER.index).index(stacked)
         experts = None if stacked is None else parts[0].shape[0]
         ordered = tuple(sorted(parts, key=lambda part: part.start))
         targets.append(Target(module, stacked, ordered, sizes[module, stacked], experts, depth))
@@ -284,18 +271,11 @@ def names_of_base(pieces: Mapping[str, Piece]) -> tuple[set[str], set[str]]:
     return {".".join(path[:end]) for path in segments for end in range(1, len(path))}, parameters
 
 
-def _wrapping_order(parameter: str | None) -> int:
-    """Return the position of a stacked parameter in the order in which `peft` wraps those of a module."""
-    return ("gate_up_proj", "down_proj", "w1", "w2", "w3").index(str(parameter))
-
-
 def config_of(
     targets: Sequence[Target], config: LoRAConfig, pieces: Mapping[str, Piece], base: str | None
 ) -> dict[str, Any]:
-    """Return the content of `adapter_config.json`.
-
-    `pieces`: place of each weight of the model in the files. `base`: folder of the model without adapters.
-    """
+    """Return the content of `adapter_config.json`. `pieces`: place of each weight of the model in the files. `base`:
+    folder of the model without adapters."""
     modules, parameters = names_of_base(pieces)
     plain = {target.path for target in targets if target.parameter is None}
     stacked = {target.path for target in targets if target.parameter is not None}
@@ -321,8 +301,8 @@ def config_of(
 
 
 def _shortest(paths: Collection[str], everything: Collection[str], least: int = 1) -> list[str]:
-    """Return ends that select exactly `paths` among `everything`: for each path its shortest end that no path outside
-    of `paths` has. `least`: smallest number of segments of an end, if the path has as many."""
+    """Return ends that select exactly `paths` among `everything`: for each path, its shortest end that selects no other
+    path. `least`: smallest number of segments of an end, if the path has as many."""
     chosen = set[str]()
     for path in paths:
         segments = path.split(".")
@@ -344,15 +324,12 @@ class AdapterFolder:
         if not os.path.lexists(self.path / FILE):
             advice = f"; {_PICKLE} is a pickle, which is not read: load it in peft, and save it again"
             raise WeightsError(f"it has no {FILE}{advice if (self.path / _PICKLE).is_file() else ''}")
-        self.tensors, self.metadata = read_header(self.path / FILE)
-
-    @cached_property
-    def base(self) -> str | None:
-        """Digest of the folder of the model without adapters; None if the file does not name it."""
-        return self.metadata.get(BASE)
+        self.tensors, metadata = read_header(self.path / FILE)
+        self.base = metadata.get(BASE)
+        """Digest of the folder of the model without adapters; None if the file does not have it."""
 
     def ignore_copies(self, base: WeightsFolder) -> None:
-        """Ignore the tensors that are equal to those of the base. `peft` writes the weight of an embedding or of an
+        """Drop the tensors that are equal to those of the folder `base`. `peft` writes the weight of an embedding or
         output layer beside its adapter."""
         for name in [name for name in self.tensors if not name.endswith(_MATRICES)]:
             original = name.removeprefix(_PREFIX).replace(".base_layer.", ".")
@@ -370,7 +347,15 @@ class AdapterFolder:
         `pieces`: place of each weight of the model in the files. `base`: digest of the job's folder `model.weights`;
         None if it is not compared.
         """
-        problems = list(self.config.differences(config, {target.path: _wanted(target) for target in targets}))
+        wanted = {
+            target.path: Wanted(
+                [part.adapter.weight.removesuffix(".weight") for part in target.parts],
+                target.ranks,
+                {part.adapter.scale for part in target.parts},
+            )
+            for target in targets
+        }
+        problems = list(self.config.differences(config, wanted))
         expected: dict[str, list[Shape]] = {}
         for target in targets:
             for rank in target.ranks:
@@ -386,7 +371,10 @@ class AdapterFolder:
         for what, names in (
             ("missing", missing),
             ("unexpected (lora.targets does not match them)", [n for n in unexpected if n.endswith(_MATRICES)]),
-            (_CHANGED, [n for n in unexpected if not n.endswith(_MATRICES)]),
+            (
+                "neither LoRA matrices nor copies of tensors of the base",
+                [n for n in unexpected if not n.endswith(_MATRICES)],
+            ),
             ("of another shape", misshaped if not problems else []),
             (
                 f"of a dtype other than {', '.join(FLOATS)}",
@@ -405,8 +393,8 @@ class AdapterFolder:
             raise WeightsError("\n    ".join(["its adapters are not those of this job:", *problems]))
 
     def _targets_problems(self, targets: Sequence[Target], pieces: Mapping[str, Piece]) -> Iterator[str]:
-        """Yield a clause if `peft` would ignore adapters of the file, or would give adapters to modules that the file
-        lacks."""
+        """Yield a clause if `peft` would ignore adapters of the file, and a clause if `peft` would adapt modules whose
+        adapters the file lacks."""
         modules, parameters = names_of_base(pieces)
         adapted = {*filter(self.config.adapts_module, modules), *filter(self.config.adapts_parameter, parameters)}
         in_file = {target.path for target in targets}
@@ -418,17 +406,10 @@ class AdapterFolder:
             yield f"{keys} in {ADAPTER_CONFIG_FILE} name {listed(absent)}, and {FILE} lacks them"
 
     def shares_a(self, target: Target) -> bool:
-        """Return True if all parts of a target share one A in the file. (In this package, each part has an A of its
-        own.)"""
+        """Return True if all parts of a target share one A in the file. In this package, each part has its own A."""
         return self.tensors[target.keys[0]].shape[0] != target.rank * (target.num_experts or 1)
 
     def read(self, target: Target) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, value) for each parameter of the adapters of a target, with its name in this package. Raises
         WeightsError as `Target.from_file` does."""
-        a, b = read_file(self.path / FILE, target.keys)
-        yield from target.from_file(a, b)
-
-
-def _wanted(target: Target) -> Wanted:
-    names = [part.adapter.weight.removesuffix(".weight") for part in target.parts]
-    return Wanted(names, target.ranks, {part.adapter.scale for part in target.parts})
+        yield from target.from_file(*read_file(self.path / FILE, target.keys))

@@ -1,6 +1,6 @@
-"""A folder of safetensors files: its tensors, its comparison with a model, and reads of parts of tensors.
+"""A folder of safetensors files: its tensors, their comparison with a model, and reads of parts of tensors.
 
-Nothing is unpickled. Names in the index cannot lead out of the folder. The metadata is read without torch.
+Nothing is unpickled, and no name in the index leads out of the folder. The metadata is read without torch.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import chain, groupby
 from pathlib import Path
 from types import ModuleType
@@ -61,11 +60,11 @@ _MOST_HEADER_BYTES = 16 * MIB
 """Largest size of the header of a file in bytes. A header has about 100 bytes for each tensor."""
 
 _MOST_METADATA = MIB
-"""Largest number of characters of a file's metadata. The metadata is parsed again for each tensor that is read."""
+"""Largest number of characters of a file's metadata. Each read of a tensor parses the metadata again."""
 
 _MOST_DIMENSIONS, _MOST_ELEMENTS = 8, 1 << 48
-"""Limits of a shape: number of dims, and size of a dim. The library does not limit the shapes of tensors without
-elements."""
+"""Limits of a shape: number of dims, and size of a dim. The library `safetensors` has no such limits for tensors
+without elements."""
 
 
 @dataclass(frozen=True)
@@ -83,10 +82,7 @@ class WeightsFolder:
 
     def __init__(self, path: str | Path, of_any_class: bool = False):
         """Read the folder's `config.json` and the headers of its files. Raises WeightsError if the folder cannot be
-        used.
-
-        `of_any_class`: True if the model is a class of `transformers` itself. `config.json` is then not read.
-        """
+        used. `of_any_class`: True if the model is a class of `transformers` itself. `config.json` is then not read."""
         self.path = Path(path)
         refuse_adapter(self.path)
         self.config = FolderConfig(HUGGINGFACE, ALL_IN_ARGS, {}, None, {}) if of_any_class else read_folder_config(path)
@@ -103,8 +99,8 @@ class WeightsFolder:
         self._check_layers()
 
     def _check_layers(self) -> None:
-        """Raise WeightsError if the files have fewer tensors than `config.json` has layers. This check runs before a
-        model with these layers is built."""
+        """Raise WeightsError if the files have fewer tensors than `config.json` has layers, before a model with so many
+        layers is built."""
         if self.config.name in ARCHITECTURES:
             layers = resolve_args(self.config.name, self.config.flavor, self.config.args).num_layers()
             if layers is not None and layers > len(self.tensors):
@@ -113,8 +109,7 @@ class WeightsFolder:
                 )
 
     def _names_by_file(self) -> Mapping[str, list[str] | None]:
-        """Return the files to read, each with the names of its tensors in the index. Without an index, the names are
-        None."""
+        """Return the files to read, each with the names of its tensors by the index; None without an index."""
         if os.path.lexists(self.path / FILE):
             return {FILE: None}
         if not os.path.lexists(self.path / INDEX):
@@ -136,20 +131,20 @@ class WeightsFolder:
         return {file: by_file[file] for file in sorted(by_file)}
 
     def fingerprint(self) -> Fingerprint:
-        """Return the fingerprint of the files: their sizes, and bytes at places that a fixed seed draws."""
+        """Return the fingerprint of the files: their sizes, and bytes at positions that a fixed seed draws."""
         files = sorted({tensor.file for tensor in self.tensors.values()})
         return fingerprint_of_files([(file, self.path / file) for file in files], _SAMPLE_BYTES)
 
     def read(self, name: str, start: Sequence[int], stop: Sequence[int]) -> Tensor:
-        """Return a part of a tensor, in the dtype of the file. Only this part is read. `start`, `stop`: its bounds by
-        dim; empty for the whole tensor."""
+        """Return a part of a tensor, in the dtype of the file, and read only this part. `start`, `stop`: bounds of the
+        part by dim; empty for the whole tensor."""
         (part,) = self.read_each([name], start, stop)
         return part
 
     def read_each(self, names: Sequence[str], start: Sequence[int], stop: Sequence[int]) -> Iterator[Tensor]:
-        """Yield the same part of several tensors, as for `read`. A file is opened once for consecutive names, because
-        reading a header takes milliseconds."""
+        """Yield the same part of several tensors, as `read` does."""
         for file_name, group in groupby(names, key=lambda name: self.tensors[name].file):
+            # The file is opened once for consecutive names, because opening it takes milliseconds.
             with _library().safe_open(self.path / file_name, framework="pt") as file:
                 for name in group:
                     if stop:
@@ -169,9 +164,9 @@ def _library() -> ModuleType:
 
 
 def read_header(path: Path) -> tuple[dict[str, FileTensor], dict[str, str]]:
-    """Return the tensors of a file by name, and its metadata. The library checks that the bytes of the tensors lie
-    within the file and do not overlap. Raises WeightsError if the file cannot be read, is damaged, or exceeds one of
-    the limits above."""
+    """Return the tensors of a file by name, and its metadata. The library `safetensors` checks that the bytes of the
+    tensors lie within the file and do not overlap. Raises WeightsError if the file cannot be read, is damaged, or
+    exceeds a limit of this module."""
     library, shown = _library(), short_name(path.name)
     try:
         with open_regular(file_inside(path.parent, path.name)) as start:
@@ -231,19 +226,14 @@ class Weights:
     """The initial values of a model's parameters and saved buffers, in a folder."""
 
     def __init__(self, folder: WeightsFolder, pieces: Places, copies: Mapping[str, Sequence[Place]] | None = None):
-        """`pieces`: places of the parameters that the folder gives values to. `copies`: further places of parameters
-        that several modules of the model share, and that the folder has more than once."""
+        """`pieces`: place in the folder of each tensor that gets its values from there. `copies`: further places of a
+        parameter that several modules of the model share, if the folder has the parameter more than once."""
         self.folder = folder
         self.pieces = pieces
         self.copies = copies or {}
 
-    @cached_property
-    def num_bytes(self) -> int:
-        """Bytes of all tensors of the files from which parameters are read."""
-        return self.bytes_of(self.pieces)
-
     def bytes_of(self, names: Collection[str]) -> int:
-        """Return the bytes of the tensors of the files from which the parameters `names` are read."""
+        """Return the bytes of the tensors from which the parameters `names` are read."""
         tensors = (self.folder.tensors[name] for name in {t for name in names for t in self.pieces[name].tensors})
         return sum(math.prod(tensor.shape) * int(tensor.dtype.strip("BIF")) // 8 for tensor in tensors)
 
@@ -251,9 +241,9 @@ class Weights:
         """Return a part of a parameter, in the dtype of the file. Rows beyond those of the file are zeros.
 
         Only the part is read from the file, with three exceptions. If the file has the rows of heads in another order,
-        whole heads are read. If the output features of several parameters alternate in the file, those of all these
-        parameters are read. If the parameter is computed from several tensors (`Converted`), the tensors are read
-        whole. Raises ConfigError if the folder has the parameter twice, with different values.
+        whole heads are read. If output features of several parameters alternate in the file, those of all these
+        parameters are read. If the parameter is a `Converted`, its tensors are read whole. Raises ConfigError if the
+        folder has the parameter twice, with different values.
         """
         piece = self.pieces[name]
         part = self._read(piece, offsets, lengths)
@@ -270,7 +260,8 @@ class Weights:
             whole = piece.convert(list(self.folder.read_each(piece.tensors, (), ())))
             return whole[tuple(slice(a, a + b) for a, b in zip(offsets, lengths, strict=True))].clone()
         if len(piece.tensors) == 1 and not self.folder.tensors[piece.tensors[0]].shape:
-            return self.folder.read(piece.tensor, (), ()).reshape(tuple(lengths))  # the model may have a vector of one
+            # The file may have a scalar where the model has a vector with one element.
+            return self.folder.read(piece.tensor, (), ()).reshape(tuple(lengths))
         if not piece.has_tensor_per_expert:
             (part,) = self._read_each(piece, piece.tensors, offsets, lengths)
             return part
@@ -285,8 +276,7 @@ class Weights:
     def _read_each(
         self, piece: Piece, tensors: Sequence[str], offsets: Sequence[int], lengths: Sequence[int]
     ) -> Iterator[Tensor]:
-        """Yield the same part of several tensors of the file, in the layout of this package. All tensors have the same
-        shape."""
+        """Yield the same part of several tensors of one shape, in the layout of this package."""
         on_file, axis = self.folder.tensors[tensors[0]].shape, piece.axis
         rows = on_file[-1 if piece.is_transposed else axis] // piece.step
         first, last = min(offsets[axis], rows), min(offsets[axis] + lengths[axis], rows)
@@ -331,8 +321,8 @@ def open_weights(config: ModelConfig) -> WeightsFolder:
 
 
 PlacesInFiles = Callable[[Mapping[str, FileTensor], Collection[str]], tuple[Places, Collection[str]]]
-"""A function of a folder's tensors and of the names of a model's tensors. It returns the places of the model's tensors,
-and the names of the folder's tensors without effect."""
+"""A function of a folder's tensors and of the names of a model's tensors. The function returns the places of the
+model's tensors, and the names of the folder's tensors that the model ignores."""
 
 
 def find_weights(
@@ -346,9 +336,9 @@ def find_weights(
     `places_in_files`: the model's own function, for a class of `transformers`. `folder`: the result of `open_weights`,
     if the files have already been read.
 
-    Raises ConfigError if tensors are missing, unexpected, or of another shape or dtype. Also raises it if the folder
-    cannot be read, or if a glob of `model.exclude_from_weights` matches nothing. Only headers are read. Torch is needed
-    only by `places_in_files`.
+    Only headers are read, and only `places_in_files` needs torch. Raises ConfigError if the folder cannot be read, if
+    tensors are missing, unexpected, or of another shape or dtype, or if a glob of `model.exclude_from_weights` matches
+    nothing.
     """
     folder = open_weights(config) if folder is None else folder
     excluded, own = config.exclude_from_weights, dict(_own_tensors(inventory))
@@ -375,12 +365,9 @@ def find_weights(
     for first, others in copies.items():
         if not any(tensor in folder.tensors for tensor in pieces[first].tensors):
             pieces[first] = others.pop()
-    optional = {name for name, tensor in own.items() if not tensor.is_floating}  # counters of BatchNorm
-    pieces = {
-        name: piece
-        for name, piece in pieces.items()
-        if not (name in optional and piece.tensors[0] not in folder.tensors)
-    }
+    counters = {name for name, tensor in own.items() if not tensor.is_floating}  # of BatchNorm; files may lack them
+    absent = {name for name in counters & pieces.keys() if pieces[name].tensors[0] not in folder.tensors}
+    pieces = {name: piece for name, piece in pieces.items() if name not in absent}
     expected = tensor_shapes({name: piece for name, piece in pieces.items() if isinstance(piece, Piece)}, shapes)
     taken = {tensor for piece in chain(pieces.values(), *copies.values()) for tensor in piece.tensors}
     pieces = {name: piece for name, piece in pieces.items() if not any(matches(glob, name) for glob in excluded)}
@@ -423,16 +410,12 @@ def find_weights(
     return Weights(folder, pieces, copies)
 
 
-_MOST_ABSENT = 200_000
-"""If more tensors than this are missing, the error has their number instead of their names."""
-
-
 def _check_number(places: Collection[Place], folder: WeightsFolder) -> None:
-    """Raise ConfigError if a model has far more tensors than its folder. This check does not make the names of the
-    tensors of experts, because there may be too many."""
+    """Raise ConfigError if a model has over 200,000 tensors more than its folder. If fewer tensors are missing,
+    `find_weights` names them."""
     stacked = (place for place in places if isinstance(place, Piece) and place.has_tensor_per_expert)
     expected = len(places) + sum(place.num_experts or 0 for place in stacked)
-    if expected > len(folder.tensors) + _MOST_ABSENT:
+    if expected > len(folder.tensors) + 200_000:
         reason = f"its files have {len(folder.tensors):,} tensors, but a model with these layers and experts has"
         raise config_error(("model", "weights"), f"{reason} {expected:,}", str(folder.path))
 

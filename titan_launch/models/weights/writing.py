@@ -1,5 +1,4 @@
-"""Folders of safetensors files, written tensor by tensor: `write_tensors` has at most one tensor in memory at a
-time."""
+"""Folders of safetensors files, written tensor by tensor, with at most one tensor in memory."""
 
 from __future__ import annotations
 
@@ -34,8 +33,6 @@ DTYPE_CODES = {
 }
 """Names of dtypes in the header of a file."""
 
-_ALIGNMENT = 8  # bytes: readers map the tensors into memory
-
 
 @dataclass(frozen=True)
 class Entry:
@@ -55,8 +52,8 @@ class Entry:
 def new_folder(path: Path) -> Iterator[Path]:
     """Yield an empty folder that gets the name `path` when the block ends without an error.
 
-    Until then the folder is `<path>.tmp`, so a folder with its final name is complete. Raises UserError if `path`
-    exists (except as an empty folder), is inside of a folder with weights, or cannot be written.
+    Until then, the folder is `<path>.tmp`. So a folder with its final name is complete. Raises UserError if `path` is
+    inside of a folder with weights, cannot be written, or exists and is not an empty folder.
     """
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise UserError(f"error: {path} exists already; choose another name, or remove it")
@@ -86,16 +83,18 @@ def write_tensors(
     """Write tensors into one file, or into several of at most `max_file_bytes` with an index. Return the number of
     bytes of all tensors.
 
-    `file`: name of the file, if there is only one. `metadata`: added to the header of each file.
-
-    `read` returns a contiguous tensor with the shape and dtype of its entry. A tensor that is larger than
-    `max_file_bytes` gets a file of its own. Raises WeightsError if the disk has too little free space.
+    `read` returns a contiguous tensor with the shape and dtype of its entry. `max_file_bytes`: None for one file; a
+    larger tensor gets a file of its own. `file`: name of the file, if there is only one. `metadata`: added to the
+    header of each file. Raises WeightsError if the disk has too little free space.
     """
     total, free = sum(entry.num_bytes for entry in entries), shutil.disk_usage(folder).free
     if total > free:
         raise WeightsError(f"its tensors have {total / 1e9:,.1f} GB, but the disk of OUT has {free / 1e9:,.1f} GB free")
-    files = _divide(sorted(entries, key=lambda entry: -entry.dtype.itemsize), max_file_bytes)  # so all are aligned
-    names = [file] if len(files) == 1 else [_file_name(number, len(files)) for number in range(1, len(files) + 1)]
+    # In descending order of their elements' sizes, all tensors are aligned.
+    files = _divide(sorted(entries, key=lambda entry: -entry.dtype.itemsize), max_file_bytes)
+    names = [f"model-{index + 1:05}-of-{len(files):05}.safetensors" for index in range(len(files))]
+    if len(files) == 1:
+        names = [file]
     for name, group in zip(names, files, strict=True):
         _write_file(folder / name, group, read, metadata or {})
     if len(files) > 1:
@@ -109,12 +108,7 @@ def write_json(path: Path, table: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
 
 
-def _file_name(number: int, count: int) -> str:
-    return f"model-{number:05}-of-{count:05}.safetensors"
-
-
 def _divide(entries: Sequence[Entry], max_bytes: int | None) -> list[list[Entry]]:
-    """Return the entries of each file, in order."""
     files: list[list[Entry]] = [[]]
     size = 0
     for entry in entries:
@@ -140,7 +134,7 @@ def _write_file(
             "data_offsets": [start, end],
         }
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
+    text += b" " * (-len(text) % 8)  # readers map the tensors into memory, so the tensors must be aligned
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for entry in entries:
@@ -153,17 +147,13 @@ def _write_file(
 
 
 def in_file_layout(pieces: Mapping[str, Piece], read: Callable[[str], Tensor]) -> Callable[[Entry], Tensor]:
-    """Return a function that makes a tensor of a file from the parameters that it contains.
-
-    `pieces`: place of each parameter in the files. `read` returns a whole parameter by its name. Rows beyond those of
-    the file are dropped. If the file has a tensor for each expert, the function keeps the last parameter of experts, so
-    that `read` is called once for all of its tensors.
-    """
+    """Return a function that makes a tensor of a file from the parameters that it contains. `pieces`: place of each
+    parameter in the files. `read` returns a whole parameter by its name. Rows beyond those of the file are dropped."""
     names: defaultdict[str, list[tuple[str, int]]] = defaultdict(list)
     for name, piece in pieces.items():
         for expert, tensor in enumerate(piece.tensors):
             names[tensor].append((name, expert))
-    read_experts = lru_cache(maxsize=1)(read)
+    read_experts = lru_cache(maxsize=1)(read)  # if each expert has a tensor, one read serves all of them
 
     def tensor_of(entry: Entry) -> Tensor:
         whole = torch.empty(entry.shape, dtype=entry.dtype)
@@ -184,20 +174,13 @@ def in_file_layout(pieces: Mapping[str, Piece], read: Callable[[str], Tensor]) -
 
 
 COMPANIONS = "huggingface"
-"""Name of a folder inside of a weights folder in this package's own format. It has the Hugging Face files that the
-weights came with, such as the tokenizer."""
+"""Subfolder of a weights folder in this package's own format, with the Hugging Face files that came with the weights,
+such as the tokenizer."""
 
 MODEL_FILES = (CONFIG_FILE, GENERATION_FILE)
 TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json"),
 )
 
 
@@ -216,10 +199,6 @@ def companions_of(folder: Path) -> Path | None:
     return None
 
 
-_MOST_COMPANION_BYTES = 256 * MIB
-"""Largest size in bytes of a file that is copied. The largest `tokenizer.json` files have about 35 MiB."""
-
-
 def copy_companions(source: Path, target: Path, names: Sequence[str] = (*MODEL_FILES, *TOKENIZER_FILES)) -> None:
     """Copy the files `names` from a Hugging Face folder to `target`, which is created. Files that the Hugging Face
     folder lacks are skipped. Raises WeightsError for a file that is not regular or is too large, and for a link that
@@ -228,7 +207,7 @@ def copy_companions(source: Path, target: Path, names: Sequence[str] = (*MODEL_F
     for name in names:
         if os.path.lexists(source / name):
             try:
-                content = read_regular(file_inside(source, name), _MOST_COMPANION_BYTES)
+                content = read_regular(file_inside(source, name), 256 * MIB)  # the largest files have about 35 MiB
             except OSError as error:
                 raise WeightsError(f"{name} cannot be copied: {error.strerror}") from None
             (target / name).write_bytes(content)

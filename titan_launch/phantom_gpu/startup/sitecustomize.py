@@ -38,7 +38,7 @@ class _AfterTorch(PathFinder):
                 execute(module)
                 file = os.path.join(os.path.dirname(_HERE), "operators.py")
                 operators = _run(importlib.util.spec_from_file_location("phantom_gpu_operators", file))
-                vars(module)["_phantom_gpu"] = operators.replace_operators()  # kept as long as torch
+                vars(module)["_phantom_gpu"] = operators.replace_operators()  # must live as long as torch
 
             spec.loader.exec_module = execute_and_replace  # type: ignore[method-assign]
         return spec

@@ -69,7 +69,7 @@ def _reason(best: tuple[Found, ...]) -> str:
     if len(best) > 1:
         share = 100 * (best[1].seconds / first.seconds - 1)
         longer = f"{share:.2g} % longer" if share >= 0.1 else "as long"
-        lead = f" The next-best combination of degrees and schedule takes {longer}."
+        lead = f" The next-best layout takes {longer}."
     samples = first.layout.global_batch_size / first.seconds
     return f"Best: ~{first.seconds:.3g} s per step, ~{samples:.3g} samples/s: {'; '.join(parts)}.{lead}"
 
