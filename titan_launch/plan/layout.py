@@ -29,7 +29,7 @@ class Layout:
     """The grid of ranks, and the division of the batch over the ranks.
 
     The axes of the grid are (pipeline, replicate, shard, context, tensor). The tensor axis is innermost, because tensor
-    parallelism communicates most, and consecutive ranks share a node. A step has `global_batch_size` samples:
+    parallelism communicates most, and consecutive ranks are on the same node. A step has `global_batch_size` samples:
     `num_microbatches` microbatches of `local_batch_size` samples on every data-parallel rank. Ranks that differ only
     along the pipeline, context or tensor axis work on the same samples.
     """
@@ -65,8 +65,8 @@ class Layout:
 
     @property
     def fsdp_replicas(self) -> int:
-        """Number of replicas between which FSDP2 all-reduces gradients. It is 1 if the optimizer is sharded over the
-        replicas, because FSDP2 then knows only the ranks of one replica."""
+        """Number of replicas between which FSDP2 all-reduces gradients: 1 if the optimizer is sharded over the
+        replicas, because FSDP2 then gets only the ranks of one replica."""
         return 1 if self.shards_optimizer else self.replicate
 
     @property
@@ -96,11 +96,10 @@ class Layout:
 
     def is_ignored(self, unit: Unit, offloads: bool) -> bool:
         """Return True if FSDP2 ignores the parameters of a unit. Modules then compute with the stored parameters.
+        `offloads`: True with CPU offload.
 
         With one shard, FSDP2 ignores the frozen parameters that are stored in their compute dtype, because it would
-        hold an unsharded copy beside them. With several shards, it ignores none. `offloads`: True with CPU offload.
-        FSDP2 then ignores none either, because the stored parameters are in host memory, and modules need copies on the
-        device.
+        hold an unsharded copy beside them. With several shards or CPU offload, FSDP2 ignores no parameters.
         """
         is_stored_as_computed = unit.storage_dtype == unit.compute_dtype
         return self.parameter_shards == 1 and not unit.is_trained and is_stored_as_computed and not offloads
@@ -141,12 +140,10 @@ class Layout:
 
 def plan_layout(parallelism: ParallelismConfig, training: TrainingConfig, world_size: int) -> Layout:
     """Return the layout of `world_size` ranks. If `training.local_batch_size` is still `auto`, a microbatch has one
-    sample (`plan.batch_size` chooses the size later). If `training.global_batch_size` is not set, a step has one
-    microbatch.
+    sample (`plan.batch_size` chooses the size later). Without `training.global_batch_size`, a step has one microbatch.
 
-    Raises ConfigError if the degrees do not match `world_size`, if the expert degree does not match the other degrees,
-    if the global batch cannot be divided evenly, or if the pipeline schedule does not support the number of
-    microbatches.
+    Raises ConfigError if the degrees do not match `world_size` or each other, or if the global batch cannot be divided
+    evenly. Also raises ConfigError if the pipeline schedule does not support the number of microbatches.
     """
     shard = _shard_degree(parallelism, world_size)
     ranks = parallelism.data_parallel_replicate_degree * shard
@@ -198,9 +195,10 @@ def _shard_degree(parallelism: ParallelismConfig, world_size: int) -> int:
     if shard != -1 and shard * product == world_size:
         return shard
     if shard != -1:
+        above_one = " and ".join(f"{name} ({degree})" for name, degree in others.items() if degree > 1)
         raise config_error(
             _key(_SHARD),
-            f"with {_format_degrees(others) or 'all other degrees at 1'} makes {shard * product} ranks, but this run "
+            f"with {above_one or 'all other degrees at 1'} makes {shard * product} ranks, but this run "
             f"has {world_size}; start {shard * product} processes, or set -1 to use all remaining ranks",
             shard,
             also=tuple(map(_key, others)),
@@ -225,18 +223,12 @@ def _does_not_divide(degrees: dict[str, int]) -> str:
     return f"with the other degrees makes {' x '.join(map(str, above_one))} = {prod(above_one)}, which does not divide"
 
 
-def _format_degrees(degrees: dict[str, int]) -> str:
-    return " and ".join(f"{name} ({degree})" for name, degree in degrees.items() if degree > 1)
-
-
 def _key(name: str) -> KeyPath:
     return ("parallelism", name)
 
 
 def with_global_batch_size(config: JobConfig, layout: Layout) -> JobConfig:
-    """Return the job with `training.global_batch_size` set to the batch size of `layout`.
-
-    If the key stayed unset, a resume with another number of ranks would change the batch size, and so the experiment.
-    """
+    """Return the job with `training.global_batch_size` set to the batch size of `layout`. If the key stayed unset, a
+    resume with another number of ranks would change the batch size, and so the experiment."""
     training = config.training.model_copy(update={"global_batch_size": layout.global_batch_size})
     return config.model_copy(update={"training": training})

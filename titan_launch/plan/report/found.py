@@ -9,7 +9,6 @@ from typing import Any
 from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.provenance import toml_value
 from titan_launch.plan.hardware import Hardware
-from titan_launch.plan.layout import Layout
 from titan_launch.plan.report.table import aligned, format_gib
 from titan_launch.plan.search import SEARCHED, Found, Result, value_of
 
@@ -20,7 +19,10 @@ _COLUMNS: tuple[tuple[str, Callable[[Found], str]], ...] = (
     ("CP", lambda job: str(job.layout.context)),
     ("PP", lambda job: str(job.layout.pipeline) + (f" {job.kind.schedule}" if job.kind.schedule else "")),
     ("EP", lambda job: str(job.layout.expert)),
-    ("replicas x shards", lambda job: _grid(job.layout)),
+    (
+        "replicas x shards",
+        lambda job: f"{job.layout.replicate} x {job.layout.shard}{' *' * job.layout.shards_optimizer}",
+    ),
     ("microbatches", lambda job: f"{job.layout.num_microbatches} of {job.layout.local_batch_size}"),
     ("checkpointing", lambda job: job.row.choice.activation_checkpoint_label),
     ("accumulation", lambda job: job.row.choice.accumulation_label),
@@ -35,17 +37,12 @@ _MEANINGS = {
 }
 
 
-def _grid(layout: Layout) -> str:
-    return f"{layout.replicate} x {layout.shard}" + " *" * layout.shards_optimizer
-
-
 def format_result(result: Result, hardware: Hardware) -> str:
-    """Return text: the parts of the best job's step time, a table of the best jobs with its legend, and the number of
-    layouts that were planned. If no job fits, return a sentence that says so, and this number."""
+    """Return as text: the parts of the best job's step time, a table of the best jobs, and the number of planned
+    layouts."""
     best = result.best
     counts = f"{result.tried} of {result.families} layouts were planned; the others do not fit or are not faster."
-    refused = sum(result.refused.values())
-    if refused:
+    if refused := sum(result.refused.values()):
         most = max(result.refused, key=lambda reason: result.refused[reason])
         counts += f" {refused} more are not possible; the most frequent reason: {most}."
     if not best:
@@ -95,8 +92,8 @@ def describe_result(result: Result) -> dict[str, Any]:
 
 
 def overlay(base: JobConfig, config: JobConfig, extends: str) -> str:
-    """Return the keys in which `config` differs from `base`, as a job file that extends `extends`, the file of `base`.
-    Such a file cannot unset a key. If a key must be unset, return a complete job file."""
+    """Return a job file for `config` that extends `extends`, the file of `base`. A file cannot unset keys of the file
+    that it extends. If a key must be unset, return a complete job file."""
     lines = [f"extends = {toml_value(extends)}"]
     try:
         tables = list(_tables(base, config))
@@ -107,7 +104,7 @@ def overlay(base: JobConfig, config: JobConfig, extends: str) -> str:
 
 
 class _UnsetError(ValueError):
-    """Raised if `base` sets a key that the other job leaves unset."""
+    """`base` sets a key that the other job leaves unset."""
 
 
 def _tables(base: JobConfig, config: JobConfig) -> Iterator[tuple[str, list[str]]]:
