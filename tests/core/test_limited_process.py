@@ -53,7 +53,7 @@ def is_alive(pid: int) -> bool:
 
 
 def wait_for(condition: Callable[[], object]) -> bool:
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while not condition() and time.monotonic() < end:
         time.sleep(0.02)
     return bool(condition())

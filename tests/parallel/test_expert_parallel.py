@@ -120,7 +120,8 @@ def trained(config: dict[str, Any], steps: int) -> tuple[Parts, list[tuple[float
         parts = parts_of(run)
         for _ in range(steps):
             due = due_now(run)
-            scalars = report(run, train_one_step(run), due)
+            train_one_step(run)
+            scalars = report(run, due)
             measured.append((scalars["train/loss"], scalars["train/grad_norm"]))
         return parts, measured
 

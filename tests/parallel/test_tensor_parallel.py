@@ -15,7 +15,7 @@ from tests.distributed import run_ranks
 from tests.parallel.divided_model import HEADS, PLAN, Model
 from tests.sampling import sampled
 from tests.tensors import assert_equal, full_state, full_tensor
-from tests.train.jobs import TINY_ARGS, explained, this_rank, tiny_job
+from tests.train.jobs import TINY_ARGS, explained, step_and_report, this_rank, tiny_job
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.model import ModelConfig
 from titan_launch.config.sections.parallelism import ParallelismConfig
@@ -23,7 +23,7 @@ from titan_launch.core.errors import ConfigError
 from titan_launch.distributed.random_state import random_stream, seed_everything
 from titan_launch.models.parallel_plans import check_tensor_plan, explain_shapes
 from titan_launch.train.build import build_run
-from titan_launch.train.loop import due_now, fit, report, train_one_step
+from titan_launch.train.loop import fit
 from titan_launch.train.run import Run
 
 TWO = {"tensor_parallel_degree": 2}
@@ -68,7 +68,7 @@ def train_one(job: dict[str, Any], folder: Path) -> Trained:
     with ExitStack() as stack:
         run = build_run(JobConfig.model_validate(job), this_rank(), stack)
         with explained(run):
-            reports = [report(run, train_one_step(run), due_now(run)) for _ in range(2)]
+            reports = [step_and_report(run) for _ in range(2)]
         names = ("train/loss", "train/grad_norm", "validation/loss", "validation/accuracy")
         seen = {name: torch.tensor([scalars[name] for scalars in reports if name in scalars]) for name in names}
         seen = {name: values for name, values in seen.items() if len(values)}

@@ -86,9 +86,9 @@ OF_OPERATIONS = ("--planner.device=h100-80gb", "--job.device=cuda")
 """Times of operations and collectives, instead of a share of the peak."""
 GRIDS = [
     (6, 0.03, (1,), ()),
-    (4, 0.1, (1, 2, 4), OF_OPERATIONS),
+    (4, 0.1, (1, 2), (*OF_OPERATIONS, "--model.args.n_layers=2")),
+    pytest.param(4, 0.1, (1, 2, 4), OF_OPERATIONS, marks=pytest.mark.slow),
     pytest.param(4, 0.02, (1, 2, 4), (), marks=pytest.mark.slow),
-    pytest.param(4, 0.017, (1, 2, 4), (), marks=pytest.mark.slow),
     pytest.param(6, 0.1, (1,), OF_OPERATIONS, marks=pytest.mark.slow),
 ]
 
@@ -237,7 +237,7 @@ def test_no_step_is_faster_than_its_bound(speeds: str, tmp_path: Path) -> None:
     search = Search(config, RANKS, hardware, HELD, subject_of)
     search._count_flops()
     checked = 0
-    for tensor, size in product((1, 2, 4), (1, 2, 4)):
+    for tensor, size in product((1, 2, 4), (1, 4)):
         values = {("parallelism", "tensor_parallel_degree"): tensor, ("training", "local_batch_size"): size}
         one = with_values(config, values)
         search._probes = {_axes(one): search._probed(one)}

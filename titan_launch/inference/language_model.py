@@ -16,14 +16,8 @@ from titan_launch.config.rules.model import flavor_exists, model_exists
 from titan_launch.config.sections.model import HUGGINGFACE
 from titan_launch.config.sections.tokenizer import TOKENIZER_FILE, TokenizerConfig
 from titan_launch.core.errors import UserError, listed
-<<<<<<< HEAD
 from titan_launch.core.import_string import FOLDERS_CHOOSE_NO_CODE, refuse_imports_from
-from titan_launch.core.terminal import one_line
-from titan_launch.data.chat_rendering import Message
-=======
-from titan_launch.core.import_string import refuse_imports_from
 from titan_launch.data.chat_rendering import Message, RecordError
->>>>>>> 7f56bb94d6a619f062a5a2ea169c65a81019dc9f
 from titan_launch.data.corpora.chat_template import ChatTemplate
 from titan_launch.data.corpora.records import utf8
 from titan_launch.data.tokenizers import Tokenizer, build_tokenizer, tokenizer_beside
@@ -138,12 +132,7 @@ def _check_model(job: JobConfig, model: str | None) -> None:
         raise WeightsError(f'its model.{problem.key[-1]} is "{problem.value}": {problem.reason}')
     name = job.model.name
     if ":" in name and name != model:
-<<<<<<< HEAD
         raise WeightsError(f"its model is the factory {name}, and {FOLDERS_CHOOSE_NO_CODE}; add --model {name}")
-=======
-        reason = "code that only a folder names is not run"
-        raise WeightsError(f"its model is the factory {name}, and {reason}; add --model {name}")
->>>>>>> 7f56bb94d6a619f062a5a2ea169c65a81019dc9f
     if model not in (None, name):
         raise WeightsError(f"its model is {name}, not {model}; remove --model")
     if (unit_taken(job.model) or job.data.unit) == "images":

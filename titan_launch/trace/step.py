@@ -58,11 +58,10 @@ from titan_launch.trace.cuda_kernels import copies_from_host, kernels_replaced
 from titan_launch.trace.fake_group import fake_process_group, sends_held, silence
 from titan_launch.trace.observers import ExchangesCounted, StepPoints, modules_in_order
 from titan_launch.train.batches import make_microbatch, sample_format
-from titan_launch.train.build import build_replica_shards
 from titan_launch.train.explain import ModelFacts, explained_in_trace
 from titan_launch.train.kernel_choice import use_planned_kernels
 from titan_launch.train.measure import hold_frozen
-from titan_launch.train.model import AssembledModel, allocate_model, assemble_model
+from titan_launch.train.model import AssembledModel, allocate_model, assemble_model, build_replica_shards
 from titan_launch.train.pipeline_step import PipelinedStep
 from titan_launch.train.step import forward_backward
 

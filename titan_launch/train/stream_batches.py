@@ -23,8 +23,8 @@ _MOST_VALUES = 20_000_000
 class StreamBatches(SizedPart):
     """An endless iterator over this rank's microbatches of a stream, and a part of the training state.
 
-    The state is that of torchdata's loader: plain data, saved as JSON for each data-parallel rank. It fits only the
-    same number of data-parallel ranks and of workers. Ranks with the same data (of tensor, context or pipeline
+    The state is that of torchdata's loader: plain data, saved as JSON for each data-parallel rank. A resume needs the
+    same numbers of data-parallel ranks and of workers. Ranks with the same data (of tensor, context or pipeline
     parallelism) have the same state.
     """
 
@@ -52,7 +52,7 @@ class StreamBatches(SizedPart):
         self._loader.close()
 
     def state_dict(self) -> Values:
-        """Return the position after the last batch. Raises RunError if it is not plain data."""
+        """Return the position after the last batch. Raises RunError if the position is not plain data."""
         try:
             text = json.dumps(self._loader.state_dict(), allow_nan=False)
         except (TypeError, ValueError) as error:
