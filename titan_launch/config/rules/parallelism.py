@@ -7,7 +7,7 @@ from itertools import count
 from math import gcd
 
 from titan_launch.config.job import JobConfig
-from titan_launch.config.rules.compile import beyond_causal_attention
+from titan_launch.config.rules.data import beyond_causal_attention
 from titan_launch.config.sections.parallelism import ParallelismConfig
 from titan_launch.config.sections.training import GradientAccumulationConfig
 from titan_launch.core.errors import KeyPath, Problem, nearest_multiples
