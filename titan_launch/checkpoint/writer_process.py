@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 
 import torch
@@ -55,7 +56,9 @@ class WriterProcess:
         self._connection, theirs = context.Pipe()
         self.process = context.Process(target=serve, args=(theirs, address), name="checkpoint writer", daemon=True)
         # Without CUDA_VISIBLE_DEVICES, a writer could open a CUDA context of 0.5 GB. Without the block, a stop signal
-        # to the process group would kill a writer that has not yet called `ignore_stop_signals`.
+        # to the process group would kill a writer that has not yet called `ignore_stop_signals`. The start of the
+        # resource tracker, which the first `start` would do, unblocks SIGINT and SIGTERM, so it comes before.
+        resource_tracker.ensure_running()
         with environment(CUDA_VISIBLE_DEVICES=""), signals_blocked():
             self.process.start()
         theirs.close()  # so that recv raises EOFError when the process ends

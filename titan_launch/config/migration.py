@@ -607,7 +607,7 @@ def _others(job: Migration) -> None:
         elif remedy is not None and value is False:
             job.drop(key, "not needed, because the old file switches it off", changes_run=False)
         elif remedy is not None:
-            is_needless = remedy.startswith("not needed") or value in (None, "", []) or key in _COSMETIC
+            is_needless = remedy.startswith("not needed") or value in (0, None, "", []) or key in _COSMETIC
             job.drop(key, changes_run=not is_needless)
         elif key in _COSMETIC:
             job.drop(key, "not needed here", changes_run=False)
