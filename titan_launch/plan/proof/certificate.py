@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from titan_launch.plan.report.table import aligned
+from titan_launch.core.terminal import aligned
 
 Verdict = Literal["proven", "differs", "cannot be proven"]
 

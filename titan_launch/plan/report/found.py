@@ -10,8 +10,9 @@ from typing import Any
 from titan_launch.config.axes import MODEL_AXES, PIPELINE, Axis
 from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.provenance import toml_value
+from titan_launch.core.terminal import aligned
 from titan_launch.plan.hardware import Hardware
-from titan_launch.plan.report.table import aligned, format_gib
+from titan_launch.plan.report.table import format_gib
 from titan_launch.plan.search import SEARCHED, Found, Result, value_of
 
 

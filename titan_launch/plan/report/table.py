@@ -8,7 +8,7 @@ from typing import Any
 
 from titan_launch.config.axes import MODEL_AXES, Axis
 from titan_launch.config.job import JobConfig
-from titan_launch.core.terminal import one_line
+from titan_launch.core.terminal import aligned
 from titan_launch.core.torch_release import planned_release
 from titan_launch.plan.hardware import DEFAULT_MFU, GIB, Hardware
 from titan_launch.plan.report.modes import Comparison, Row
@@ -169,13 +169,6 @@ def marks_of(row: Row, best: Row | None) -> str:
 def meaning_of_marks(best: str | None) -> list[tuple[str, str]]:
     """Return the marks with their meanings. `best`: the meaning of the mark `*`; None if this mark is not used."""
     return [(">", "set by the job, or open to `auto`"), *([("*", best)] if best else [])]
-
-
-def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
-    """Return lines of cells as text, with every column as wide as its widest cell, and control characters escaped."""
-    rows = [[one_line(cell) for cell in line] for line in lines]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def format_gib(num_bytes: float) -> str:
