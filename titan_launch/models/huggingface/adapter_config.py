@@ -229,8 +229,8 @@ class AdapterConfig(BaseModel):
                 flag = str(self.use_rslora).lower()
                 yield f"its scale differs: set lora.alpha = {alpha} and lora.rank_stabilized = {flag}"
             else:
-                found = f"{_by_value(shown)} (by rank_pattern and alpha_pattern); set lora.alpha and lora.rules to match"
-                yield f"its scales are {found} (alpha / rank, or alpha / sqrt(rank) with lora.rank_stabilized)"
+                remedy = "set lora.alpha and lora.rules to match (alpha / rank; alpha / sqrt(rank) if rank_stabilized)"
+                yield f"its scales are {_by_value(shown)} (by rank_pattern and alpha_pattern); {remedy}"
         if self.lora_dropout != config.dropout and "dropout" not in config.model_fields_set:
             yield f"its lora_dropout is {self.lora_dropout}; set lora.dropout to this or another value"
 
