@@ -40,8 +40,8 @@ def translate(error: ValidationError, section: type[Section], table: KeyPath = (
 
 
 def _in_no_member(one: Problem, other: Problem) -> Problem:
-    """Return one problem for those of two members of a union: "must be a string or an array". It has no remedy, because
-    the remedies of the members contradict each other."""
+    """Merge the problems of two members of a union into one: "must be a string or an array". The result has no remedy,
+    because the members' remedies contradict each other."""
     reasons = [problem.reason.partition(";")[0] for problem in (one, other)]
     return Problem(one.key, f"{reasons[0]} or {reasons[1].removeprefix('must be ')}", one.value)
 
