@@ -279,14 +279,14 @@ random.Random(0).shuffle(CASES)
 
 
 def _only_user_errors(action: Callable[[], object], case: object) -> None:
-    start = time.monotonic()
+    start = time.process_time()
     try:
         action()
     except UserError as error:
         assert len(str(error)) < 40_000, case
     except Exception as error:
         raise AssertionError(case) from error
-    assert time.monotonic() - start < 10, case
+    assert time.process_time() - start < 10, case
 
 
 @sampled("cases", CASES, every=60)

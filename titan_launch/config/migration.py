@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
+from titan_launch.config.axes import MODEL_AXES, REPLICATE, SHARD
 from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.foreign_keys import TORCHTITAN_KEYS, foreign_key
 from titan_launch.config.loading.schema_walk import tables
@@ -267,10 +268,9 @@ _KINDS_OF_DEFAULTS: dict[type, tuple[Any, str]] = {
     str: (str, "a string"),
     list: (list, "an array of strings"),
 }
-_DEGREES = ("tensor", "context", "pipeline", "expert", "expert_tensor")
+_DEGREES = (*(".".join(axis.key) for axis in MODEL_AXES), "parallelism.expert_tensor_parallel_degree")
 _KINDS: dict[str, tuple[Any, str]] = {
-    **{f"parallelism.{name}_parallel_degree": (int, "a whole number") for name in _DEGREES},
-    **{f"parallelism.data_parallel_{name}_degree": (int, "a whole number") for name in ("shard", "replicate")},
+    **dict.fromkeys((*_DEGREES, ".".join(SHARD.key), ".".join(REPLICATE.key)), (int, "a whole number")),
     "training.dataloader.num_workers": (int, "a whole number"),
     "job.description": (str, "a string"),
     "model.tokenizer_path": (str, "a string"),
@@ -290,7 +290,7 @@ _POSITIVE = (
     "training.seq_len",
     "profiling.profile_freq",
     "profiling.profiler_active",
-    *(f"parallelism.{name}_parallel_degree" for name in _DEGREES),
+    *_DEGREES,
 )
 
 
@@ -372,13 +372,13 @@ def _dataset(job: Migration, section: str, table: str) -> None:
 
 def _data_parallel_ranks(job: Migration) -> int | None:
     """Return the number of data-parallel ranks; None if it depends on an unknown world size."""
-    degrees = ("tensor_parallel_degree", "context_parallel_degree", "pipeline_parallel_degree")
+    factors = [axis for axis in MODEL_AXES if axis.is_factor]
     shard = _value(job.old, "parallelism.data_parallel_shard_degree", -1)
     if shard > 0:
         return int(shard * _value(job.old, "parallelism.data_parallel_replicate_degree", 1))
     others = 1
-    for degree in degrees if job.new.get(("model", "name"), ("",))[0] != HUGGINGFACE else ():
-        others *= _value(job.old, f"parallelism.{degree}", 1)
+    for axis in factors if job.new.get(("model", "name"), ("",))[0] != HUGGINGFACE else ():
+        others *= _value(job.old, ".".join(axis.key), 1)
     return None if job.ranks is None else job.ranks // others
 
 
@@ -473,9 +473,9 @@ def _float8(job: Migration) -> None:
 
 def _parallelism(job: Migration) -> None:
     if job.new["model", "name"][0] == HUGGINGFACE:
-        for name in ("tensor", "pipeline", "context", "expert"):
-            if (_value(job.old, f"parallelism.{name}_parallel_degree") or 1) > 1:
-                key = f"parallelism.{name}_parallel_degree"
+        for axis in MODEL_AXES:
+            key = ".".join(axis.key)
+            if (_value(job.old, key) or 1) > 1:
                 job.drop(key, "not supported for this class of transformers; FSDP2 shards over these ranks instead")
     if job.is_given("parallelism.disable_loss_parallel"):
         job.put("parallelism.loss_parallel", not job.value("parallelism.disable_loss_parallel"))

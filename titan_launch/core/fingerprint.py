@@ -100,7 +100,7 @@ def fingerprint_of(
     return Fingerprint(seed, num_samples, len(files), states, content, named if is_named else (), tokenizer)
 
 
-def fingerprint_of_files(files: Sequence[tuple[str, Path]], sample_bytes: int) -> Fingerprint:
+def fingerprint_of_files(files: Sequence[tuple[str, Path]], sample_bytes: int = 1 << 20) -> Fingerprint:
     """Return the fingerprint of named files: their sizes, and the content of up to 64 samples. Raises OSError.
 
     A sample is a piece of `sample_bytes` bytes of a file. If the files have more than 64 pieces, a fixed seed draws 64

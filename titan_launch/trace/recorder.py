@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from titan_launch.config.axes import MODEL_AXES
 from titan_launch.config.job import JobConfig
 from titan_launch.config.rules.parallelism import SPLIT_BACKWARD_SCHEDULES
 from titan_launch.core.import_string import user_files
@@ -139,20 +140,20 @@ class _Recorder(Ledger):
 
 
 class _Exchanges(TrafficCount):
-    """A counter that notes each collective along the axes of tensor, context, pipeline and expert parallelism."""
+    """A counter that notes each collective along an axis of model parallelism."""
 
     def __init__(self, recorder: _Recorder):
         super().__init__()
         self._recorder = recorder
 
     def add(self, traffic: Traffic) -> None:
-        for axis in ("tensor", "context", "pipeline", "expert"):
-            exchange = getattr(traffic, axis)
+        for axis in MODEL_AXES:
+            exchange = traffic.along(axis)
             if exchange.calls and self._recorder.reducing is not None:
                 name, size = self._recorder.reducing
                 self._recorder.reduced[name] = exchange.sent_bytes // size
             elif exchange.calls:
-                self._recorder.notes.append(Sent(axis, exchange.sent_bytes))
+                self._recorder.notes.append(Sent(axis.name, exchange.sent_bytes))
 
 
 class TorchRecorder:
@@ -372,8 +373,7 @@ def _divided_shapes(model: nn.Module, plan: ModelPlan, name_of: Mapping[int, str
     shapes = {}
     for parameter, own in divided_shapes(model):
         name = name_of[id(parameter)]
-        parts = plan.sharded_by[parent(name)].expert_parallel
-        shape = (own[0] * parts, *own[1:]) if parts > 1 else tuple(own)
+        shape = plan.sharded_by[parent(name)].whole(own)
         if shape != tuple(parameter.shape):
             shapes[name] = shape
     return shapes

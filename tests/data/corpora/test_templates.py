@@ -16,8 +16,8 @@ from tests.data.corpora.test_chat import load, write_folder
 from tests.sampling import rest_is_slow
 from titan_launch.config.sections.data import ChatData, TokensData
 from titan_launch.core.files import CACHE_VARIABLE
+from titan_launch.data.chat_rendering import RecordError
 from titan_launch.data.corpora.chat import ChatCorpus
-from titan_launch.data.corpora.records import RecordError
 from titan_launch.data.prepare import prepare
 from titan_launch.data.preview import decode_sample
 from titan_launch.data.sources import build_source

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 
+from titan_launch.config.axes import AXES
 from titan_launch.core.errors import KeyPath
 
 _LORA = 'use "lora.targets", "lora.rank" and "lora.alpha"'
@@ -137,15 +138,6 @@ TORCHTITAN_KEYS: dict[str, str] = {
 """Remedies for TorchTitan's keys and sections that have another name in this job file, or that do not exist here. A key
 that has the same name in another section here needs no entry: the error for unknown keys finds it."""
 
-_SHORT_AXES = {
-    "tp": "tensor_parallel",
-    "cp": "context_parallel",
-    "pp": "pipeline_parallel",
-    "ep": "expert_parallel",
-    "dp_shard": "data_parallel_shard",
-    "dp_replicate": "data_parallel_replicate",
-}
-
 COMMON_NAMES: dict[str, str] = {
     # The model.
     **dict.fromkeys(("base_model", "model_name_or_path", "model_name", "pretrained_model_name_or_path"), _WEIGHTS),
@@ -258,9 +250,9 @@ COMMON_NAMES: dict[str, str] = {
     "fsdp_config": "parallelism.data_parallel_shard_degree",
     "strategy": 'use "parallelism.data_parallel_shard_degree" and the other degrees of [parallelism]',
     **{
-        f"{name}{end}": f"parallelism.{axis}_degree"
-        for short, axis in _SHORT_AXES.items()
-        for name, end in ((short, ""), (short, "_size"), (short, "_degree"), (axis, "_size"))
+        f"{name}{end}": ".".join(axis.key)
+        for axis in AXES.values()
+        for name, end in ((axis.short, ""), (axis.short, "_size"), (axis.short, "_degree"), (axis.setting, "_size"))
     },
     "sync_batchnorm": 'use "batchnorm.statistics" = "synchronized"',
     "deepspeed": _NO_DEEPSPEED,

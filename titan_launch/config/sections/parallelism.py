@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
+from titan_launch.config.axes import Axis
 from titan_launch.config.sections.section import Array, Section
 
 Degree = Annotated[int, Field(ge=1)]
@@ -91,6 +92,11 @@ class ParallelismConfig(Section):
     """With pipeline parallelism: the first module of each stage from the second stage on, in order, such as
     `["layers.3", "layers.6"]`. Default: the model is divided between layers, so that the numbers of matrix elements of
     the stages are as equal as possible."""
+
+    def degree(self, axis: Axis) -> int:
+        """Return the degree of an axis; -1 for `data_parallel_shard_degree = -1`."""
+        degree: int = getattr(self, axis.key[1])
+        return degree
 
 
 class ActivationCheckpointConfig(Section):

@@ -72,11 +72,11 @@ class AugmentedSource(Protocol):
 
 @runtime_checkable
 class BatchSource(Protocol):
-    """A source that reads whole batches, because this is faster than reading one sample after another."""
+    """A source that reads a whole batch faster than one sample after another."""
 
     def read_batch(self, indices: Sequence[int], positions: Sequence[int] | None, /) -> Sample:
-        """Return what the function `read_batch` of this module returns for this source. Integers may have a smaller
-        dtype: the loader converts them to int64."""
+        """Return the result of the function `read_batch` of this module for this source. Integers may have a smaller
+        dtype than int64; the loader converts them."""
 
 
 @dataclass(frozen=True)
@@ -115,13 +115,16 @@ def read_batch(source: SampleSource, indices: Sequence[int], positions: Sequence
     return tuple(map(torch.stack, zip(*samples, strict=True)))
 
 
+def bytes_of(sample: Sample) -> bytes:
+    """Return the content of a sample, for a fingerprint."""
+    return b"".join(tensor.numpy().tobytes() for tensor in sample)
+
+
 @dataclass(frozen=True)
 class SourceContext:
     """The parts of a job that a source needs besides its own section."""
 
     tokenizer: Tokenizer
-    """Tokenizer of text."""
-
     seq_len: int
     """Number of tokens in a sample."""
 
