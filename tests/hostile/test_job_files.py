@@ -17,8 +17,8 @@ from tests.hostile.runner import Runner
 from tests.sampling import sampled
 from titan_launch.config import paths
 from titan_launch.config.job import JobConfig
-from titan_launch.config.loading.carried import carried_configs
 from titan_launch.config.loading.foreign_keys import TORCHTITAN_KEYS
+from titan_launch.config.loading.job_files import carried_configs
 from titan_launch.config.loading.load import load_job
 from titan_launch.config.loading.merge import parse_overrides
 from titan_launch.config.loading.schema_walk import tables

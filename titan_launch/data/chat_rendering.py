@@ -39,7 +39,7 @@ _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 """Keys of a message for the thoughts before an answer. A template reads one of the first two keys."""
 
 _TEXTS = ("content", *_THOUGHTS, "arguments")
-"""Keys whose texts get marks, in a message and in its calls of functions."""
+"""Keys whose texts get marks, in a message and in its tool calls."""
 
 
 class RecordError(Exception):
@@ -48,7 +48,7 @@ class RecordError(Exception):
     def __init__(self, reason: str, detail: str = "", key: str = "path", on_error: Literal["stop", "skip", ""] = ""):
         """`reason`: text that follows "is" in the error, such as `not valid JSON`; skipped records are counted by
         reason. `detail`: further text for the error. `key`: key of the section that may be wrong. `on_error`: the value
-        of `key`, if `key` decides what happens to the record; "" if the key `on_error` decides it."""
+        of `key`, if `key` decides between "stop" and "skip" for the record; "" if the key `on_error` decides."""
         super().__init__(reason, detail, key, on_error)
         self.reason, self.detail, self.key, self.on_error = reason, detail, key, on_error
 
@@ -120,8 +120,8 @@ class Renderer:
         targets = "".join(text[span.start : span.stop] for span in spans)
         for index in answers:
             if lost := [name for name in _called(messages[index]) if name not in targets]:
-                detail = f"message {index + 1} calls {lost[0]}; use a template for tools"
-                raise RecordError("a chat with a call that the template does not write", detail, "template")
+                detail = f"message {index + 1} calls {lost[0]}; use a template that writes tool calls"
+                raise RecordError("a chat with a tool call that the template omits", detail, "template")
         return text, spans
 
     def prompt(self, messages: Sequence[Message], allows_special: bool = False) -> str:
@@ -231,9 +231,9 @@ class _Turns:
     """The assistant's turns in the text of a chat.
 
     Without `generation` blocks, a turn begins after the prompt for an answer: the text that `add_generation_prompt`
-    adds to a chat. To find the end of a turn, the chat up to this turn is rendered, too: both texts are the same at the
-    end of the turn. Marks in the messages show where the text of each message is. Marks that change the chat's text are
-    not used.
+    adds to a chat. To find the end of a turn, the chat up to this turn is rendered, too: the text that ends the turn
+    there must also end it in the whole chat. Marks in the messages show where the text of each message is. Marks that
+    change the chat's text are not used.
     """
 
     template: Renderer
@@ -251,7 +251,7 @@ class _Turns:
         start = self._start(index)
         turn = Span(start, self._stop(index, start))
         if any(not turn.start <= position <= turn.stop for position in self._positions_of(index)):
-            raise self._unknown(index, "a part of its text is outside of the turn")
+            raise self._unknown(index, "a part of the message's text is outside of the turn")
         if others := self._messages_in(turn) - {index}:
             raise self._unknown(index, f"it would contain text of message {min(others) + 1}")
         return turn
@@ -259,7 +259,7 @@ class _Turns:
     def blocks(self, turns: Sequence[int], train_on: str) -> list[Span]:
         """Return the `generation` blocks of the turns `turns`.
 
-        Raises RecordError for a block with text of a message of another role than the assistant. This check is omitted
+        Raises RecordError for a block with text of a message that is not the assistant's. This check is omitted
         if marks would change the text. Also raises RecordError if the weights of messages exclude an answer and the
         template does not write one block for each answer.
         """
@@ -275,7 +275,8 @@ class _Turns:
             blocks = [block for block, index in zip(blocks, answers, strict=True) if index in turns]
         for index in sorted(set().union(*map(self._messages_in, blocks))):
             if self.messages[index]["role"] != "assistant":
-                raise RecordError(_UNDIVIDED, f"a generation block has text of message {index + 1}", "template")
+                reason = f"a generation block has text of message {index + 1}, which is not an answer of the assistant"
+                raise RecordError(_UNDIVIDED, reason, "template")
         return blocks
 
     def _start(self, index: int) -> int:
@@ -294,14 +295,14 @@ class _Turns:
                     is_before_prompt = not before.endswith(self._prompt) and self.text.startswith(self._prompt, start)
                     return start + len(self._prompt) * (is_second and is_before_prompt)
         if not (own := self._positions_of(index)):
-            raise self._unknown(index, "it has no text")
+            raise self._unknown(index, "the message has no text")
         start = max(
             [mark.position for mark in self._marked.marks if mark.position <= own[0] and mark.message != index] or [0]
         )
         if self._prompt and self.text.count(self._prompt, start, own[0]) == 1:
             return self.text.index(self._prompt, start) + len(self._prompt)
         if self._prompt:
-            raise self._unknown(index, f"the prompt for an answer, {self._prompt!r}, is not in the text before it")
+            raise self._unknown(index, f"the prompt {self._prompt!r} is not exactly once right before the answer")
         if index:
             raise self._unknown(index, "the template writes the earlier messages differently if they end the chat")
         before = self.text[: own[0]]
@@ -335,7 +336,7 @@ class _Turns:
 
     def _is_prompt(self, end: str, index: int, start: int) -> bool:
         """Return True if `end`, the text after a turn, is the prompt for an answer, which some templates write after
-        every chat. In that case the turn begins after the same text, and a question after the turn removes `end`."""
+        every chat. A prompt also stands directly before the turn, and is absent if a question follows the turn."""
         if not end or not self.text[:start].rstrip().endswith(end):
             return False
         return not self._text_after(index, start, _QUESTION).startswith(end)
@@ -521,7 +522,7 @@ def _environment(today: date) -> Any:
             super().__setitem__(name, value)
 
     class Dict:
-        """A replacement of the type `dict` for templates, which does not have the attributes of a type."""
+        """The `dict` of templates: only the constructor and `fromkeys`, without other attributes of Python's `dict`."""
 
         def __call__(self, *args: Any, **items: Any) -> dict[Any, Any]:
             return dict(*args, **items)

@@ -237,8 +237,8 @@ def _adapter_by_shape(saved: SavedModel, a: str) -> Adapter:
     weight, b = f"{module}.weight", f"{path}.b"
     rows, columns = saved.entries[weight].shape
     if rows == columns:
-        reason = "it may be of a linear layer or of an embedding, and the model's code is not run to find out"
-        raise WeightsError(f"{weight} is square, so {reason}; its adapter cannot be merged")
+        reason = "which may be of a linear layer or an embedding; only the model's code, which is not run, shows this"
+        raise WeightsError(f"cannot merge the adapter of the square matrix {weight}, {reason}")
     rank, num_in = saved.entries[a].shape
     return Adapter(weight, a, b, rank, saved.job.lora.of(module).scale, is_embedding=num_in == rows)
 

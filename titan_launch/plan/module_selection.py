@@ -116,7 +116,7 @@ def _check_seen_by_selection(compiled: Sequence[str], checkpointed: Collection[s
         globs = ", ".join(f'"{pattern}"' for pattern in alike(hidden))
         reason = (
             f'"op" saves the results of single operations and cannot see those of {hidden[0]}, which is compiled into '
-            f"a graph; name the compiled modules (activation_checkpoint.modules = [{globs}]), or set another mode"
+            f"a graph; set activation_checkpoint.modules = [{globs}], or change activation_checkpoint.mode"
         )
         also = (_ENABLE, _CHECKPOINTED_MODULES)
         raise config_error(("activation_checkpoint", "selective_ac_option"), reason, "op", also=also)
@@ -132,8 +132,8 @@ def checkpoints_compiled(config: JobConfig) -> bool:
 
 def _compilable(inventory: Inventory, boundaries: Collection[str]) -> dict[str, list[str]]:
     """Return the modules to compile in each outer block: the block itself, or else the largest modules in it that have
-    a forward and contain no module that cannot be inside of a graph. Single layers are not compiled. `boundaries`:
-    modules with hooks of FSDP2 or activation checkpointing, which must run outside of a graph."""
+    a forward and can be inside of a graph as a whole. Single layers are not compiled. `boundaries`: modules with hooks
+    of FSDP2 or activation checkpointing, which must run outside of a graph."""
     found: dict[str, list[str]] = {block: [] for block in outermost(inventory.blocks)}
     around = {parent(module.path) for module in inventory.modules}
     # The number of rows of an expert is known only in a step, so experts cannot be inside of a graph either.
@@ -235,7 +235,7 @@ def check_shards(config: Float8Config, plan: ModelPlan, layout: Layout) -> None:
         if rows % shards:
             reason = (
                 f"{path} has {rows} outputs, which {shards} shards (parallelism.data_parallel_shard_degree) do not "
-                f"divide; set a shard degree that divides {rows}, name other modules in float8.modules, or set false"
+                f"divide; set a shard degree that divides {rows}, name other float8.modules, or set all_gather = false"
             )
             also = (_FLOAT8_MODULES, ("parallelism", "data_parallel_shard_degree"))
             raise config_error(("float8", "all_gather"), reason, True, also=also)

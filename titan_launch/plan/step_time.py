@@ -24,10 +24,10 @@ class StepTime:
     """Seconds of communication. None if a required bandwidth is unknown."""
 
     bubble: float = 0.0
-    """Part of `compute` in which a rank waits for other pipeline stages."""
+    """Seconds of `compute` in which a rank waits for other pipeline stages."""
 
     exposed: float = 0.0
-    """Part of `communication` for which computation waits: that of tensor, context and expert parallelism."""
+    """Seconds of `communication` for which computation waits: those of tensor, context and expert parallelism."""
 
     ordered: float | None = None
     """Seconds of the step if computation and collectives run in the order of FSDP2 (`plan.memory.clock`). None: not
@@ -37,7 +37,7 @@ class StepTime:
     """See `plan.memory.clock.Seconds`. None: not known."""
 
     recorded: float | None = None
-    """Part of `compute` that the model's own operations take, with the bubble. It is the same in all gradient
+    """Seconds of `compute` that the model's own operations take, with the bubble. They are the same in all gradient
     accumulation modes and for any number of replicas. None: not known."""
 
     least_recorded: float | None = None
@@ -45,8 +45,8 @@ class StepTime:
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """Shortest and longest time of the step in seconds: all communication overlaps with computation, or none. None
-        if computation or communication is unknown."""
+        """Shortest and longest time of the step in seconds, with all or no communication overlapped by computation.
+        None if computation or communication is unknown."""
         if self.compute is None or self.communication is None:
             return None
         return max(self.compute, self.communication), self.compute + self.communication
@@ -65,7 +65,7 @@ class StepTime:
         """Return a lower bound of the step time with more replicas, in seconds; None if computation is unknown.
         `communication`: lower bound of all communication in seconds. `shards`: number of shards of each replica."""
         if self.compute is not None and self.recorded is not None:
-            # With one shard, FSDP2 makes no copies after an all-gather and before a reduction. `compute` may have them.
+            # With one shard, FSDP2 makes no copies after an all-gather or before a reduction. `compute` may have both.
             return max((self.compute if shards > 1 else self.recorded) + self.exposed, communication)
         return replace(self, communication=max(communication, self.exposed)).expected
 
@@ -152,7 +152,7 @@ class Flops:
     """All FLOPs, including `of_experts`."""
 
     of_experts: int = 0
-    """Part of the FLOPs in the experts that tokens choose."""
+    """FLOPs in the routed experts."""
 
     def plus(self, others: Flops, times: int) -> Flops:
         """Return `self + times * others`."""

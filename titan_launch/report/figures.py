@@ -1,4 +1,4 @@
-"""Figures of a recorded run: medians with their spread, parts of the step's time, and sentences for a summary."""
+"""Figures of a recorded run: medians with quartiles, parts of the step's time, and sentences for a summary."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Spread:
 
 
 def spread(values: Sequence[float]) -> Spread | None:
-    """Return the spread of finite values; None if there are none."""
+    """Return median and quartiles of the finite values; None if no value is finite."""
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return None

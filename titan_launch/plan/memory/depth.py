@@ -28,7 +28,7 @@ checks the extrapolation."""
 
 @dataclass(frozen=True)
 class Shortcut:
-    """Two shallower models. Memory, traffic and times of the whole model are extrapolated linearly from theirs."""
+    """Shallower models. Memory, traffic and times of the whole model are extrapolated linearly from two of them."""
 
     removed_from_shorter: tuple[str, ...]
     removed_from_longer: tuple[str, ...]
@@ -36,8 +36,7 @@ class Shortcut:
     """The prediction for the whole model is `shorter + factor * (longer - shorter)`."""
 
     removed_for_check: tuple[str, ...]
-    """Blocks to remove for a third model. `trace.trace_engine` compares its memory with an extrapolation at factor 2.
-    """
+    """Blocks to remove for the third model of `_DEPTHS`. Its memory must agree with the extrapolation at factor 2."""
 
 
 def find_shortcut(plan: ModelPlan) -> Shortcut | None:
@@ -56,7 +55,7 @@ def _inside(block: str, paths: Collection[str]) -> tuple[str, ...]:
 
 
 def block_signatures(plan: ModelPlan) -> list[Hashable]:
-    """Return a signature of each outer block. Blocks that compute and differentiate the same have equal signatures.
+    """Return a signature of each outer block. Blocks with the same forward and backward have equal signatures.
 
     A signature consists of: the path of the module around the block; the modules of the block with their tensors and
     units; the checkpointed modules of the block; the dtypes of the block before (for the first block, its own); a flag

@@ -1,5 +1,5 @@
-"""The runs of a proof: layouts of the twin (`plan.proof.twin`), and the single process that they are compared with. No
-torch."""
+"""The runs of a proof: layouts of the job's small twin (`plan.proof.twin`), and the single process that they are
+compared with. No torch."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Case:
         """Return the job of the single process, which trains the same global batch without any axis or mode."""
         training, degrees = self.config.training, self.config.parallelism
         size = GLOBAL_BATCH
-        if has_batch_norm:  # the samples of a microbatch decide the statistics, so microbatches are those of the case
+        if has_batch_norm:  # batch statistics depend on the microbatch, so use the microbatches of the case
             ranks = degrees.data_parallel_replicate_degree * degrees.data_parallel_shard_degree
             assert training.local_batch_size != "auto"
             size = training.local_batch_size * (ranks if self.config.batchnorm.statistics == "synchronized" else 1)
@@ -63,11 +63,11 @@ class Case:
 
 
 def cases(twin: JobConfig) -> Iterator[Case]:
-    """Yield the runs of a twin. The first run is one process with the first of the job's choices of modes (`_choices`).
+    """Yield the runs of a twin. The first run is one process with the first result of `_choices`. The further runs are:
 
-    Then a run in the twin's layout follows for each choice. If the layout has more than `MOST_RANKS` ranks, a run for
-    each pair of its axes follows instead, with one choice after another. If the layout has one rank, the other choices
-    run in one process.
+    - for a layout with one rank: one process for each other choice;
+    - for a layout with at most `MOST_RANKS` ranks: this layout, once for each choice;
+    - for a larger layout: one run for each pair of its axes. The choices are used in turn.
     """
     choices = list(_choices(twin))
     axes = tuple(_axes(twin))
@@ -174,7 +174,7 @@ def _modes(config: JobConfig) -> Iterator[str]:
 
 def _choices(twin: JobConfig) -> Iterator[JobConfig]:
     """Yield the twin with the accumulation and checkpointing modes that the job sets. For `auto`, yield all modes that
-    `auto` may choose, each at least once, except checkpointing `none`: the other modes compute the same and more."""
+    `auto` may choose, each at least once, except checkpointing `none`, whose operations the other modes run, too."""
     accumulation, checkpointing = twin.gradient_accumulation, twin.activation_checkpoint
     if splits_backward(twin.parallelism):
         modes = [_ONCE]

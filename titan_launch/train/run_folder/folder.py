@@ -128,7 +128,7 @@ def effective_load(folder: Path, config: JobConfig, attempt: Attempt) -> Load:
 
 def recorded_modes(folder: Path, config: JobConfig, attempt: Attempt) -> Choice | None:
     """Return the modes of gradient accumulation and activation checkpointing of the run to resume. Return None if no
-    run is resumed, or if it has no config.json. Raises ConfigError if that file is damaged."""
+    run is resumed, or if that run has no config.json. Raises ConfigError if that file is damaged."""
     does_resume = resumes(folder, config, effective_load(folder, config, attempt))
     saved = recorded_table(folder, config) if does_resume else None
     if saved is None:
@@ -244,8 +244,8 @@ def _prepare(folder: Path, config: JobConfig, attempt: Attempt, stack: ExitStack
 def _check_is_a_run(folder: Path, config: JobConfig) -> None:
     """Raise ConfigError if a folder is not a run folder.
 
-    If a user deletes a run folder during the run, the run creates a few files again. Such a folder may lack config.json
-    and lock. This folder counts as a run folder, because all its files have names of a run's files.
+    If a user deletes a run folder during the run, the run creates a few files again. Such a folder may lack
+    config.json and the lock file. It counts as a run folder, because all its files have names of a run's files.
     """
     has_others = any(entry.name.removesuffix(".tmp") not in (*_FOLDERS, *_FILES) for entry in folder.iterdir())
     if has_others and not any((folder / name).exists() for name in (CONFIG_FILE, LOCK_FILE)):
@@ -304,8 +304,8 @@ def _check_loads_from_elsewhere(folder: Path, config: JobConfig, load: Load) -> 
     for key, path in paths.items():
         if path is not None and Path(path).resolve().is_relative_to(folder.resolve()):
             reason = (
-                f"is in {folder}, where this run would start anew; resume that run with --checkpoint.enable=true "
-                "--checkpoint.load=latest, or choose another folder with --job.name"
+                f"is in the folder of an earlier run, {folder}, which a new run would move away; resume the earlier "
+                "run with --checkpoint.enable=true --checkpoint.load=latest, or choose another folder with --job.name"
             )
             raise config_error(key, reason, path)
 
