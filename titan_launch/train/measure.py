@@ -50,10 +50,10 @@ class MemoryCheck:
     """The predicted peak memory of a step, which is reported as a metric and compared once with the measured peak."""
 
     def __init__(self, config: JobConfig, layout: Layout, hardware: Hardware, stack: ExitStack):
-        """Predict the peak from the recordings of an earlier plan or run. Without recordings, a run on GPUs starts a
-        process that records the job. Closing `stack` ends the process.
+        """Predict the peak from the operations that an earlier plan or run has recorded for this job. Otherwise a run
+        on GPUs starts a process that records them. Closing `stack` ends the process.
 
-        On CPUs no process records the job, because it would slow down the run. The memory of compiled, float8 and
+        On CPUs no process records them, because that would slow down the run. The memory of compiled, float8 and
         pipelined jobs is not predicted. (The plan of a pipeline predicts the highest peak of all ranks, and rank 0 may
         have a lower one.) On an untested release of PyTorch, nothing is predicted.
         """
@@ -133,7 +133,7 @@ before this step."""
 
 
 def hold_frozen(memory: LiveMemory, loss: Loss) -> None:
-    """Record the shards of the loss's second model in `memory`, if there is one."""
+    """Count the shards of the loss's teacher or reference model, if there is one, as tensors in use."""
     if loss.frozen is not None:
         memory.hold(loss.frozen.parameters(), Category.PARAMETERS)
         memory.hold(loss.frozen.buffers(), Category.BUFFERS)
@@ -206,8 +206,8 @@ class StepMeasurements(Observer):
 
     @property
     def is_steady(self) -> bool:
-        """True if no validation or checkpoint has run since the last report. False if the first step of this process
-        has run since then."""
+        """True if neither a validation, nor a checkpoint, nor the first step of this process has run since the last
+        report."""
         return self._only_training and self._first_step is not None and self._window_start > self._first_step
 
     def end_window(self, step: int, only_training: bool) -> None:

@@ -23,7 +23,7 @@ from titan_launch.train.run_folder.attempt import Attempt
 
 @dataclass(frozen=True)
 class ResolvedJob:
-    """The job after all decisions, equal on all ranks. (On CPUs, `hardware` has the memory of this rank's host.)
+    """The job after all decisions. It is equal on all ranks, except for the memory of the host in `hardware` (on CPUs).
 
     Build and train with `config`. Use `requested` for the run folder, its checkpoints and comparisons with them,
     because a later start may have another number of ranks.

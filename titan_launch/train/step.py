@@ -66,9 +66,8 @@ class MicrobatchesInTurn:
         self._device = device
 
     def __call__(self, microbatches: list[Batch], loss: Loss, num_items: Callable[[], Tensor]) -> Tensor:
-        """Compute the gradients of all microbatches. Return this rank's part of the step's sums (`Loss.sums`).
-        `num_items` returns the number of the step's items over all ranks. This method calls `num_items` after each
-        forward."""
+        """Compute the gradients of all microbatches. Return the sums over them (`Loss.sums`), divided by `num_items()`.
+        `num_items` returns the step's number of items over all ranks. This method calls it after each forward."""
         sums = torch.zeros(loss.num_sums, device=self._device)
         if loss.prepares_steps:
             self.timeline.group("before the microbatches")
@@ -220,7 +219,7 @@ def forward_backward(
     loss: Loss,
     timeline: Parts = UNCOUNTED,
 ) -> Tensor:
-    """Run forward and backward over one microbatch. Return its part of the step's sums (`Loss.sums`), detached.
+    """Run forward and backward over one microbatch. Return its sums (`Loss.sums`), divided by `num_items()`, detached.
 
     `num_items` returns the number of the step's items over all ranks, and is called after the forward. `timeline`
     counts the time of forward and backward.

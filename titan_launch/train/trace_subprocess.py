@@ -1,4 +1,4 @@
-"""The planner in a separate process, because a recording needs a process group of its own."""
+"""The planner in a separate process, because tracing a job needs a process group of its own."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class TraceProcess:
         advises: bool = False,
     ):
         """Start the process. Closing `stack` ends the process and removes its files. `trial`: rank and device of a
-        trial (`trace.trial`), which the process runs after the plan; None for no trial. `advises`: True if the plan
-        also names changes that save memory."""
+        trial (`trace.trial`), three training steps that the process runs after the plan; None for no trial. `advises`:
+        True if the plan also names changes that save memory."""
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="titan-launch-plan-", dir=rank_folder())))
         self._job = folder / "job.json"
         self._job.write_text(dump_job(with_hardware(config, hardware)))

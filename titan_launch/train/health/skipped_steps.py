@@ -50,7 +50,7 @@ def act_on_skipped_steps(run: Run) -> bool:
 
 def _stop_or_go_back(run: Run, skipped: SkippedStep, what: str, recorded: str) -> None:
     """Go back to a checkpoint or raise RunError, as `[debug]` demands. `skipped`: see `SkippedSteps.last`. `what`:
-    clause that says why the step was skipped. `recorded`: sentence that names the record of the step."""
+    clause that says why the step was skipped. `recorded`: sentence that names the file with the step's samples."""
     debug = run.config.debug
     if skipped.reason == "nonfinite" and debug.on_nonfinite == "stop":
         raise RunError(

@@ -13,7 +13,7 @@ from torch import Tensor
 from titan_launch.config.sections.run import DebugConfig
 
 Reason = Literal["nonfinite", "spike"]
-"""Reason for a skipped step: loss or gradient norm is not finite, or far above its recent values."""
+"""Reason for a skipped step: the loss or the gradient norm is not finite, or far above its recent values (a spike)."""
 
 MAX_WINDOW = 1024
 """Largest `debug.spike_window`. The history always has this length, so that the setting may change at a resume."""
