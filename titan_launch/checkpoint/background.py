@@ -62,7 +62,7 @@ class Background(ABC):
     def _begin(self, request: WriteRequest, state: State) -> Future[Written]: ...
 
     def close(self) -> None:  # noqa: B027
-        """End the writer. A save in flight may be lost."""
+        """Stop the writer. If a save is in flight, its checkpoint may be lost."""
 
 
 def build_background(mode: AsyncMode, device: torch.device) -> Background:
@@ -152,7 +152,7 @@ class InProcess(Background):
         return self._executor.submit(self._writer.write, WriteOrder(request, slots, memory))
 
     def close(self) -> None:
-        """Kill the writer process and free the copy. A save in flight is lost."""
+        """Kill the writer process and free the copy. If a save is in flight, its checkpoint is lost."""
         self._executor.shutdown(wait=False, cancel_futures=True)
         self._writer.kill()
         self._arena.release()

@@ -99,8 +99,8 @@ _MOST_BYTES = 1 << 30
 """Maximum size of the index, and of DCP's index, in bytes. The index of 3,000 tensors from 1,024 ranks has 400 MiB."""
 
 _BYTES_PER_VALUE = 6
-"""Minimum number of bytes per JSON value of an index. An index with fewer bytes per value is refused, because each
-value takes up to 500 bytes of memory."""
+"""Minimum number of bytes per JSON value of an index. An index with fewer bytes per value is refused, because each of
+its many values would take up to 500 bytes of memory."""
 
 
 def index_of(metadata: Metadata, places: Mapping[MetadataIndex, Any]) -> Index:

@@ -274,7 +274,7 @@ def _takes(selection: Selection, part: str, key: str) -> bool:
 
 
 def _log_ema(state: TrainingState, saved: Mapping[str, Any], selection: Selection) -> None:
-    """Log if the run begins a moving average of the weights, or drops the moving average of the checkpoint."""
+    """Log a line if the run begins a new moving average of the weights, or drops that of the checkpoint."""
     is_loaded = selection.takes("ema") and bool(_below("ema", saved))
     if "ema" in state.parts and not is_loaded:
         reason = "it is not loaded" if _below("ema", saved) else "the checkpoint has none"
@@ -284,7 +284,7 @@ def _log_ema(state: TrainingState, saved: Mapping[str, Any], selection: Selectio
 
 
 def _below(prefix: str, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries whose keys begin with `prefix` and a dot, under keys without this beginning."""
+    """Return the entries of `saved` whose keys begin with `prefix` and a dot. The result has the rest of each key."""
     return {key[len(prefix) + 1 :]: value for key, value in saved.items() if key.startswith(f"{prefix}.")}
 
 

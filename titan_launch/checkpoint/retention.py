@@ -47,7 +47,7 @@ class Retention:
 
 @dataclass(frozen=True)
 class WriteRequest:
-    """The request for a save, equal on all ranks except for `step_in_copy`."""
+    """A request to save a checkpoint. It is equal on all ranks, except for `step_in_copy`."""
 
     folder: Path
     """Folder of all checkpoints of the run, on a file system that all ranks share."""
