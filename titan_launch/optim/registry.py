@@ -184,8 +184,8 @@ def build_optimizer(
 
     `head`: paths of the modules that run last; Muon does not update their matrices. `seed`: seed of stochastic
     rounding. `replicas`: the replicas over which the optimizer is sharded; None if it is not. `scales`: as in
-    `group_parameters`. Call `check_param_groups` first, which raises the errors of a job. Call `set_lr` before each
-    step.
+    `group_parameters`. Call `check_param_groups` first, which finds settings that do not fit the model. Call
+    `set_lr` before each step.
     """
     groups = group_parameters(model, config, head, scales)
     in_pytorch = [group for group in groups if ALGORITHMS[group.settings.algorithm].pytorch is not None]

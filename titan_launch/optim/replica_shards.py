@@ -215,7 +215,7 @@ class ReplicaShards:
         self.discard()
 
     def discard(self) -> None:
-        """Drop the gradients that have left, and let no gradients leave until `begin_microbatch` is called again. This
+        """Drop the gradients that have left. Start no reduce-scatter until `begin_microbatch` is called again. This
         method is not collective."""
         self._is_last, self._started = False, None
         for unit in self._units:
@@ -229,7 +229,7 @@ class ReplicaShards:
         # FSDP2 demands that all ranks have gradients of the same parameters.
         places = [place for place in unit.places if place.parameter.grad is not None]
         unit.seen.clear()
-        if not places:  # still frozen (`training.unfreeze`), or all have left
+        if not places:  # all are still frozen (`training.unfreeze`), or all have left
             return
         self._finish()
         sent = torch.zeros(self.replicas, unit.width, dtype=unit.reduce_dtype, device=self._device)
