@@ -66,8 +66,8 @@ class Mesh:
         return self.ranks[REPLICATE.short, shard] if self.layout.fsdp_replicas > 1 else sharded
 
     def shards_of(self, unit: Unit) -> DeviceMesh:
-        """Return the mesh for `fully_shard` of a unit: `fsdp`. If expert parallelism has divided the unit's parameters,
-        the shard axis has only the ranks that hold the same experts."""
+        """Return the mesh with which `fully_shard` wraps a unit: the mesh `fsdp`. For a unit of divided experts (expert
+        parallelism), the shard axis has only the ranks that hold the same experts."""
         if not unit.is_divided:
             return self.fsdp
         assert self.expert_ranks is not None, "the mesh is that of the plan"

@@ -1,4 +1,4 @@
-"""Rendezvous of the ranks of one start of a run. A restarted run uses the same store as its earlier starts."""
+"""Rendezvous of all ranks at each start of a run. After a restart, the run uses the same store as before."""
 
 from __future__ import annotations
 

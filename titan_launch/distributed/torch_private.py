@@ -446,8 +446,8 @@ def reset_iteration(root: nn.Module) -> None:
 
 
 def _reset_iteration_state(model: FSDPModule) -> None:
-    """Do what `reset_iter_state` does, which torch 2.11 and 2.12 lack: reset FSDP2's state. Work that is started later
-    on the current stream waits for pending collectives."""
+    """Reset FSDP2's state as `reset_iter_state` does, which torch 2.11 and 2.12 lack. Work that is started later on the
+    current stream waits for pending collectives."""
     from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
     assert isinstance(model, nn.Module)
