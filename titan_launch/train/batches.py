@@ -217,8 +217,8 @@ def build_order(data: DataSource, source: SampleSource, seed: int, global_batch_
 
 
 def _check_answers(config: JobConfig, data: RunData) -> None:
-    """Raise ConfigError if the loss reads pairs of answers, or answers with a label, and a source has none. Also raise
-    ConfigError if a source has them, and the loss does not read them."""
+    """Raise ConfigError if a data source does not have the answers that the loss reads (pairs of answers, or answers
+    with a label), or has answers that the loss does not read."""
     flags = {PAIRS: "has_pairs", RATED: "has_ratings"}  # attributes of token files
     for (section, source), (kind, flag) in product(data.sources.items(), flags.items()):
         wanted = config.loss.kind.data_kind == kind

@@ -1,5 +1,5 @@
-"""Measurements of a run: traffic, exposed communication, compile time, and peak memory compared with the planner's
-prediction."""
+"""Measurements of a run: bytes of collectives, time in which computation waits for communication, compile time, and
+peak memory compared with the planner's prediction."""
 
 from __future__ import annotations
 

@@ -60,8 +60,8 @@ def inspect_model(config: JobConfig, built: BuiltModel) -> Inventory:
 
 
 def plan_precision(config: JobConfig, built: BuiltModel) -> ModelPlan:
-    """Return the units and dtypes of a model on the meta device. Raises ConfigError as `inspect_model` and `plan_job`
-    do."""
+    """Return the plan of a model on the meta device: its FSDP2 units and their dtypes. Raises ConfigError as
+    `inspect_model` and `plan_job` do."""
     return plan_job(config, inspect_model(config, built))
 
 

@@ -39,12 +39,12 @@ class StageFacts:
     pipeline: Pipeline
     accumulation: Accumulation
     device: torch.device
-    splits_backward: bool
+    splits_backward: bool  # the schedule computes the gradients of weights in a separate backward
     given: Callable[[int], AbstractContextManager[None]]
     """Function that takes the index of a microbatch, and returns the context manager in which its forward runs."""
 
     timeline: Parts
-    """Counter of the time of forward, backward and communication."""
+    """Clock that measures the time of forward, backward and communication."""
 
 
 class ScheduledStage(PipelineStage):

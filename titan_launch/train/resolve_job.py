@@ -30,11 +30,11 @@ class ResolvedJob:
     """
 
     config: JobConfig
-    """The resolved job: the global batch size is set, modes replace `auto`, and `parallelism` is complete. After
-    `resolve_steps`, `training.steps` is also set."""
+    """The resolved job: the global batch size is set, `parallelism` is complete, and the chosen modes of gradient
+    accumulation and activation checkpointing replace `auto`. After `resolve_steps`, `training.steps` is also set."""
 
     requested: JobConfig
-    """The same job with the user's `parallelism`, which resolves differently on another number of ranks."""
+    """The same job with `parallelism` as the user wrote it: unset degrees still depend on the number of ranks."""
 
     reason: str | None
     """Text with the reason for the chosen modes; None if the job has no `auto`."""

@@ -59,7 +59,7 @@ class MicrobatchesInTurn:
     computes_loss = True
 
     def __init__(self, model: nn.Module, accumulation: Accumulation, device: torch.device, timeline: Parts = UNCOUNTED):
-        """`timeline` counts the time of forward and backward."""
+        """`timeline` measures the time of forward and backward."""
         self.timeline = timeline
         self._model = model
         self._accumulation = accumulation
@@ -222,7 +222,7 @@ def forward_backward(
     """Run forward and backward over one microbatch. Return its sums (`Loss.sums`), divided by `num_items()`, detached.
 
     `num_items` returns the number of the step's items over all ranks, and is called after the forward. `timeline`
-    counts the time of forward and backward.
+    measures the time of forward and backward.
 
     When this function returns, inputs, outputs and loss are freed, before the next microbatch allocates its own.
     """
@@ -293,7 +293,7 @@ def build_step(
     timeline: Parts,
 ) -> TrainStep:
     """Return the training step. `num_classes`: number of classes of the data; for tokens, the vocabulary size.
-    `timeline` counts the parts of the step's time."""
+    `timeline` measures the time of forward, backward, communication and optimizer."""
     accumulation = Accumulation(config.gradient_accumulation, replicas_of(optimizer))
     pipeline = pipeline_of(model.module)
     gradients: MicrobatchesInTurn | PipelinedStep

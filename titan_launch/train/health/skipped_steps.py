@@ -104,7 +104,7 @@ def _go_back(run: Run, reason: str) -> None:
 
 def _describe(run: Run, skipped: SkippedStep, losses: list[float]) -> str:
     """Return a clause that says why a step was skipped, without the reaction of the run. `losses`: each rank's part of
-    the loss."""
+    the loss. The parts sum to the loss."""
     if skipped.reason == "nonfinite":
         ranks = [str(rank) for rank, loss in enumerate(losses) if not math.isfinite(loss)]
         where = f", on rank {', '.join(ranks)}" if ranks else ""

@@ -134,5 +134,5 @@ def _error_record(error: BaseException) -> logging.LogRecord:
 
 
 def _record(level: int, text: str) -> logging.LogRecord:
-    """Return a record for the log file alone."""
+    """Return a log record that is written to the log file, but not to the console."""
     return logging.LogRecord("titan_launch", level, "", 0, text, None, None)
