@@ -163,16 +163,16 @@ def _write(request: WriteRequest, state: State, group: dist.ProcessGroup) -> Wri
 
 
 def _copied(state: State, arena: Arena) -> State:
-    """Copy the state into the arena. Return the state with a `Slot` in place of each tensor. Collective: if one rank
-    has too little memory, all ranks raise OSError."""
+    """Copy the state's tensors into the host memory `arena`. Return the state with a `Slot` (position in `arena`) in
+    place of each tensor. Collective: if one rank has too little memory, all ranks raise OSError."""
     slots = _reserve(state, arena)
     arena.fill(state, slots)
     return slots
 
 
 def _reserve(state: State, arena: Arena) -> State:
-    """Reserve memory for a copy of the state. Return the state with a `Slot` in place of each tensor. Collective: if
-    one rank has too little memory, all ranks raise OSError."""
+    """Reserve host memory for a copy of the state. Return the state with a `Slot` (position in `arena`) in place of
+    each tensor. Collective: if one rank has too little memory, all ranks raise OSError."""
     slots, size = lay_out(state)
     on_all_ranks(lambda: arena.reserve(size))
     return slots

@@ -71,7 +71,7 @@ class Chunk:
     """Offset of the record in the file, in bytes. A record is what `torch.save` writes for a tensor."""
 
     length: Count
-    """Bytes of the record."""
+    """Size of the record in bytes."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ def read_index(folder: Path) -> Index:
 
 
 def _is_possible(tensor: IndexedTensor, file_sizes: Mapping[str, int]) -> bool:
-    """Return True if the entry of a tensor is possible. PyTorch must have the dtype. All parts must lie within the
+    """Return True if the entry of a tensor can be valid. PyTorch must have the dtype. All parts must lie within the
     tensor, begin at different offsets, and together have as many elements as the tensor. All records must lie within
     files. `file_sizes`: bytes of the files in the checkpoint's folder."""
     if not isinstance(vars(torch).get(tensor.dtype), torch.dtype):

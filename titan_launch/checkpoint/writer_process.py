@@ -42,7 +42,7 @@ class WriteOrder:
     request: WriteRequest
     slots: State
     memory: Tensor | None
-    """Memory of the arena. None if the memory is the same as in the previous order."""
+    """Shared memory with the tensors, at the positions in `slots`. None: the same memory as in the previous order."""
 
 
 class WriterProcess:
