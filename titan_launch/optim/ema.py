@@ -120,7 +120,7 @@ class WeightEMA(Observer):
         return self._own(parameter) if master is None else local_tensor(master)
 
     def _own(self, parameter: nn.Parameter) -> Tensor:
-        """Return this rank's shard of a parameter, or its chunk of the shard: the values that `update` averages."""
+        """Return this rank's shard of a parameter, or its chunk of the shard. The average has the same shape."""
         local = local_tensor(parameter).detach()
         return local if self._replicas is None else self._replicas.of(parameter, local)
 

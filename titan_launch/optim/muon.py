@@ -81,7 +81,7 @@ def orthogonalized(matrices: Tensor, steps: int) -> Tensor:
     `matrices` is one matrix (rows, columns), or a stack (matrices, rows, columns).
 
     First each matrix is divided by its Frobenius norm. Each iteration applies a quintic polynomial to the singular
-    values. It multiplies the matrix by its transpose on the side that gives the smaller product. `matrices` may be
+    values, by products of the matrix and its transpose, in the order that gives the smaller product. `matrices` may be
     overwritten.
     """
     a, b, c = _COEFFICIENTS

@@ -36,7 +36,7 @@ class Chunk(NamedTuple):
     """The part of a parameter's local shard that a replica updates: a range of its elements, which is a box."""
 
     start: int
-    """First element in the flat shard."""
+    """Index of the chunk's first element in the flat shard."""
 
     stop: int
     offsets: tuple[int, ...]
@@ -71,7 +71,7 @@ class _Place(NamedTuple):
 
     parameter: nn.Parameter
     start: int
-    """First element in a row."""
+    """Index of the first element of the parameter's chunk in a row."""
 
     size: int
     """Number of elements of the first replica's chunk, which is the largest chunk."""
