@@ -76,7 +76,7 @@ class Mesh:
         return self.expert_ranks[_EXPERT_SHARD]
 
     def along(self, *axes: Axis) -> DeviceMesh | None:
-        """Return this rank's group along an axis, or along several axes together. Axes of degree 1 are omitted. None if
+        """Return this rank's submesh along an axis, or along several axes together, without axes of degree 1. None if
         all degrees are 1."""
         own = [axis for axis in axes if self.layout.degree(axis) > 1]
         grid = self.ranks if all(axis.is_factor for axis in own) else self.expert_ranks
