@@ -63,7 +63,7 @@ class RunBase:
                 pieces, targets = self._targets(adapters, folder)
                 folder.check(targets, pieces, config, None if self._fingerprint is None else self._fingerprint.digest)
                 if shared := [target.path for target in targets if folder.shares_a(target)]:
-                    message = "adapters: the A of %s is copied to several modules, which train it separately"
+                    message = "adapters: matrix A of %s is copied to several modules, which train it separately"
                     _log.info(message, listed(shared))
                 own = dict(self._model.named_parameters())
                 for target in targets:

@@ -69,8 +69,8 @@ def explain_model(error: BaseException, facts: ModelFacts) -> ConfigError | None
 
 @contextmanager
 def explained_in_trace(facts: ModelFacts) -> Iterator[None]:
-    """If the block, which traces a model, raises an error that `explain_model` explains, raise the explanation
-    instead."""
+    """Replace an error of the block, which traces a model, by its explanation from `explain_model`, if there is
+    one."""
     try:
         yield
     except Exception as error:

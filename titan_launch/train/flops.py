@@ -249,8 +249,8 @@ FORMULAS = {
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda _, *args, **options: 2 * attention_flops(*args),
     _GROUPED: _grouped_flops,
 }
-"""For each operation, a function of the operation's arguments that returns its FLOPs: PyTorch's functions and five
-others."""
+"""For each operation, a function of the operation's arguments that returns its FLOPs: PyTorch's functions
+(`flop_registry`), and functions for five more operations."""
 
 
 class _Count(TorchDispatchMode):

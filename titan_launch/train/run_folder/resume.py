@@ -282,7 +282,7 @@ def _changed_data(config: JobConfig, section: str, change: str) -> Problem:
 
 class ConsumedSamples:
     """The number of samples that a run has consumed, for each data source. Checkpoints save these numbers, and a resume
-    compares them. So a run with other weights of a mixture neither repeats nor omits samples of a source."""
+    compares them. So a run that changes the weights of a mixture neither repeats nor omits samples."""
 
     def __init__(self, order: Order, progress: Progress):
         """`progress`: a part of the same training state that is loaded before this part."""
