@@ -40,7 +40,7 @@ class Background(ABC):
 
     def get_ready(self, make_state: Callable[[], State]) -> None:
         """Prepare for saves, so that the preparation does not delay the first save. Collective. `make_state` returns a
-        state of the size that will be written. Raises OSError on all ranks if a rank has no memory for the copy."""
+        state as large as those of later saves. Raises OSError on all ranks if a rank has no memory for the copy."""
         load_writer()  # imports DCP
 
     def _note_outcome(self, future: Future[Written]) -> None:

@@ -257,8 +257,8 @@ def _omitted(checkpoint: Path, state: TrainingState, missing: Collection[str], s
 
 
 def _has_local_statistics(state: TrainingState, saved: Mapping[str, Any]) -> bool:
-    """Return True if the checkpoint has separate BatchNorm statistics for each rank of this run: the number of ranks,
-    and the names on each rank, are the same. Collective."""
+    """Return True if the checkpoint has BatchNorm statistics for each rank of this run: it was saved on the same number
+    of ranks, and each rank's statistics had the same names. Collective."""
     there = _below("local_statistics", saved)
     if len({key.partition(".")[0] for key in there}) != dist.get_world_size():
         return False
@@ -266,7 +266,7 @@ def _has_local_statistics(state: TrainingState, saved: Mapping[str, Any]) -> boo
 
 
 def _takes(selection: Selection, part: str, key: str) -> bool:
-    """Return True if the value `key` of the part `part` of the training state is loaded."""
+    """Return True if the value `key` of `part`, a part of the training state, is loaded."""
     if part == "ema":
         return selection.takes("ema") and selection.takes_tensor(key)
     is_position = part in ("consumed", "stream") or (part == "progress" and key in ("samples_seen", "samples_skipped"))

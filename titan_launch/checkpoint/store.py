@@ -239,7 +239,7 @@ class CheckpointStore:
         """Write, read and delete an object. Raises StoreError."""
         with TemporaryDirectory() as folder:
             path, name = Path(folder, "rights"), f"rights-{os.getpid()}"
-            path.write_text("a test of the rights to write, read and delete")
+            path.write_text("a test of the rights")
             actions: dict[str, Callable[[], None]] = {
                 "written": lambda: self._objects.put(path, name),
                 "read": lambda: self._objects.get(name, path),

@@ -26,7 +26,7 @@ from titan_launch.distributed.collectives import on_rank_0
 from titan_launch.distributed.torch_private import set_timeout
 
 COLLECTIVE_TIMEOUT = timedelta(hours=1)
-"""Timeout of a collective during a save, in which all ranks wait until the slowest rank has written its files."""
+"""Timeout of a save's collectives. In them, all ranks wait until the slowest rank has written its files."""
 
 _PATIENCE = 2 * COLLECTIVE_TIMEOUT
 """Longest time for a save. If a save takes longer, the writer process is killed."""
