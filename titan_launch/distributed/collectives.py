@@ -1,4 +1,4 @@
-"""Actions whose result or error all ranks of a process group share, and further collectives."""
+"""Functions that run an action and share its result or error with all ranks, and further collectives."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def on_rank_0(action: Callable[[], Value], group: dist.ProcessGroup | None = Non
 
 
 def on_rank_0_slowly(action: Callable[[], Value]) -> Value:
-    """Run `action` on rank 0 as `on_rank_0` does, even if the action takes longer than the timeout of collectives. It
-    runs in a thread, and all ranks take part in a short collective every half second. Collective."""
+    """Run `action` on rank 0 as `on_rank_0` does, even if the action takes longer than the timeout of collectives. The
+    action runs in a thread, and all ranks take part in a short collective every half second. Collective."""
     executor = ThreadPoolExecutor(1)
     try:
         started = [executor.submit(_run, action)] if dist.get_rank() == 0 else []

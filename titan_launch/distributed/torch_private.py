@@ -367,7 +367,7 @@ def pop_forward_order(root: nn.Module) -> ForwardOrder:
 
 
 def restore_forward_order(root: nn.Module, order: ForwardOrder) -> None:
-    """Before a backward, restore FSDP2's record of its forward. The backward prefetches by this record."""
+    """Set FSDP2's record of a forward to `order`, before its backward, which prefetches units in the reverse order."""
     if not is_tested_release():
         return
     assert isinstance(root, FSDPModule)
@@ -583,8 +583,8 @@ def _recorder_of(name: str) -> tuple[str, ...]:
 def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     """Set the timeout of later collectives of a process group.
 
-    `torch.distributed.set_timeout` is public from torch 2.14 on. Remove the private function with the support of torch
-    2.13.
+    `torch.distributed.set_timeout` is public from torch 2.14 on. Remove the private function when torch 2.13 is no
+    longer supported.
     """
     set_group_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
     set_group_timeout(timeout, group)
