@@ -231,7 +231,7 @@ def _load(checkpoint: Path, state: TrainingState, selection: Selection) -> None:
             state.random.load_state_dict(target["random"][stream])  # if it is invalid, no other part is loaded
         state.weights.load_state_dict({"model": target["model"], "optimizer": target["optimizer"]})
         if state.base is not None:
-            state.base.read(omitted)  # before the parts: a moving average begins with the parameters
+            state.base.read(omitted)  # before the other parts: a moving average begins with the parameters
         for name, part in state.parts.items():
             part.load_state_dict({k: value for k, value in target[name].items() if _takes(selection, name, k)})
     except ValueError as error:
@@ -341,7 +341,7 @@ def _check_optimizer(checkpoint: Path, own: Mapping[str, Values], saved: Mapping
 def _differences(own: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
     missing = [name for name in own if name not in saved]
     unexpected = [name for name in saved if name not in own]
-    misshaped = [f"{n} is {own[n]}, saved {saved[n]}" for n in own if n in saved and own[n] != saved[n]]
+    misshaped = [f"{n} is {own[n]}, in the checkpoint {saved[n]}" for n in own if n in saved and own[n] != saved[n]]
     for title, names in (
         ("missing in the checkpoint", missing),
         ("unexpected in the checkpoint", unexpected),

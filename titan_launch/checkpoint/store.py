@@ -86,7 +86,7 @@ class CheckpointStore:
             self._objects.get(f"{name}/{MANIFEST_FILE}", temporary / MANIFEST_FILE)
             manifest = read_manifest(temporary)
             if manifest.step != step:
-                raise DamagedCheckpointError(f"{MANIFEST_FILE} is of step {manifest.step}")
+                raise DamagedCheckpointError(f"{MANIFEST_FILE} is of step {manifest.step}, not of step {step}")
             in_parallel(lambda file: self._objects.get(f"{name}/{file}", temporary / file), manifest.files)
             check(temporary)
             if not self._record.exists() and self._record.name in self._objects.listing():
@@ -100,7 +100,7 @@ class CheckpointStore:
             if isinstance(error, StoreError) and not error.is_missing:
                 raise self._error(f"{name} cannot be downloaded: {error}", error) from None
             self.known.discard(step)
-            return "an object is missing" if isinstance(error, StoreError) else str(error)
+            return "an object of the copy is missing" if isinstance(error, StoreError) else str(error)
         for path in temporary.iterdir():
             sync_file(path)
         if final.exists():

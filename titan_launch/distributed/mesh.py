@@ -70,7 +70,7 @@ class Mesh:
         parallelism), the shard axis has only the ranks that hold the same experts."""
         if not unit.is_divided:
             return self.fsdp
-        assert self.expert_ranks is not None, "the mesh is that of the plan"
+        assert self.expert_ranks is not None, "divided experts need the second grid"
         if self.layout.fsdp_replicas > 1:
             return self.expert_ranks[REPLICATE.short, _EXPERT_SHARD]
         return self.expert_ranks[_EXPERT_SHARD]

@@ -438,7 +438,7 @@ def reset_iteration(root: nn.Module) -> None:
     if hasattr(root, "reset_iter_state"):
         root.reset_iter_state()
     else:
-        _reset_iteration_state(root)  # remove with support for torch 2.12
+        _reset_iteration_state(root)  # remove when torch 2.12 is no longer supported
     for group in parameter_groups(root):
         for parameter in group.fsdp_params:
             if parameter.all_gather_outputs:  # reset_iter_state skips units that were interrupted

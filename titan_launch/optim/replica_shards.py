@@ -238,7 +238,7 @@ class ReplicaShards:
             for rows, flat in place.pairs(sent, local_tensor(place.parameter.grad)):
                 rows.copy_(flat)
         for place in places:
-            place.parameter.grad = None  # frees the one tensor of which all of them are views
+            place.parameter.grad = None  # all gradients of the unit are views of one tensor, which this frees
         received = torch.empty(unit.width, dtype=unit.reduce_dtype, device=self._device)
         self._report(REDUCE_SCATTER, received, sent)
         work = reduce_scatter_single(received, sent.view(-1), group=self.group, async_op=True)

@@ -225,7 +225,7 @@ def _check_answers(config: JobConfig, data: RunData) -> None:
         if getattr(source, flag, wanted) != wanted:
             key = tuple(int(part) if part.isdigit() else part for part in section.split("."))
             has, reads = ("has no", "needs") if wanted else ("has", "does not read")
-            reason = f'{has} {ANSWERS[kind]}, which loss.name = "{config.loss.name}" {reads}; name other data'
+            reason = f'{has} {ANSWERS[kind]}, which loss.name = "{config.loss.name}" {reads}; use other data'
             raise config_error((*key, "path"), reason, also=(("loss", "name"),))
 
 

@@ -63,7 +63,7 @@ class TraceProcess:
             start_new_session=True,  # signals to the run's process group do not reach the planner
         )
         stack.callback(self._process.wait)
-        stack.callback(self._process.kill)  # is called first
+        stack.callback(self._process.kill)  # an ExitStack calls this one before `wait`
 
     @property
     def is_running(self) -> bool:
@@ -85,7 +85,7 @@ class TraceProcess:
         message = _error(self._errors.read())
         if status < 0 or not message:
             message = f"{message}\n{_describe_end(status)}".lstrip()
-        if status == BAD_INPUT:  # the message is complete
+        if status == BAD_INPUT:  # the message is complete: it needs no traceback
             message = message.replace(f"{self._job}: ", "")  # the user does not know this temporary file
             key, _, reason = message.partition(": ")
             if reason.startswith(FORWARD):
