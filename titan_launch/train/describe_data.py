@@ -24,7 +24,7 @@ from titan_launch.plan.layout import Layout
 from titan_launch.train.batches import RunData, build_data, with_steps
 
 _DRAWN_SAMPLES = 64
-"""Largest number of samples from which the share of ignored targets is computed."""
+"""Largest number of samples from which the fraction of ignored targets is computed."""
 
 
 def describe_data(config: JobConfig, layout: Layout, num_samples: int) -> dict[str, Any]:
@@ -117,7 +117,7 @@ def _lengths(lengths: npt.NDArray[np.int64]) -> dict[str, Any]:
 
 
 def _ignored_share(source: SampleSource) -> float:
-    """Return the share of ignored targets among all targets that are not padding, in up to `_DRAWN_SAMPLES` samples at
+    """Return the fraction of ignored targets among all targets except padding, in up to `_DRAWN_SAMPLES` samples at
     equal distances."""
     ignored = total = 0
     for index in np.unique(np.linspace(0, len(source) - 1, _DRAWN_SAMPLES, dtype=np.int64)).tolist():

@@ -325,7 +325,7 @@ def perplexities(run: Run, scalars: Mapping[str, float]) -> dict[str, float]:
 
 
 def values_of_run(run: Run) -> dict[str, float]:
-    """Return the metrics that `TAGS` defines as functions of the run, and those of the sources of a mixture, by tag."""
+    """Return the metrics that `TAGS` defines as functions of the run, and those of each source of a mixture, by tag."""
     found = {tag.name: tag.value(run) for tag in TAGS if tag.value is not None}
     values = {name: value for name, value in found.items() if value is not None}
     if isinstance(run.batches.order, MixtureOrder):

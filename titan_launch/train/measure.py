@@ -39,7 +39,7 @@ TOLERANCE = 0.1
 
 @dataclass(frozen=True)
 class Prediction:
-    """The planner's prediction of a step's peak active memory."""
+    """The planner's prediction of the largest memory of live tensors in a step."""
 
     gib: float
     peak_point: str
@@ -163,7 +163,7 @@ class StepMeasurements(Observer):
         self._compile_time = stack.enter_context(compile_time()) if is_compiled else None
         self._seen: dict[str, float] = {}
         self._watched = ExitStack()
-        """The measurement of the current step."""
+        """The context managers that measure the current step."""
 
         self._first_step: int | None = None  # of this process
         self._steps = self._window_start = 0
@@ -219,7 +219,7 @@ class StepMeasurements(Observer):
 
     @contextmanager
     def _memory_tracked(self, microbatches: Sequence[Sequence[Tensor | None]]) -> Iterator[None]:
-        """Measure active memory. As on a GPU, the inputs of only one microbatch count."""
+        """Measure the memory of live tensors. As on a GPU, the inputs of only one microbatch count."""
         ledger = Ledger()
         ledger.enter(StepPoint(0, "step", ""))
         with track(self._train_step.model, ledger, self._train_step.optimizer) as memory:

@@ -126,10 +126,10 @@ class _Identity:
     """Digests of the module that a factory made on one rank."""
 
     owner: int
-    """The rank of the same host that has the values."""
+    """The rank of the same host that keeps the initial values."""
 
     digests: tuple[str, str] | None = None
-    """Digests of the tensors without values, and of the other attributes; None without a module."""
+    """Digests of the names, dtypes and shapes of the tensors, and of the other attributes; None without a module."""
 
     values: str = ""
     """Digest of the values; empty on ranks that do not compare them."""

@@ -1,4 +1,4 @@
-"""One optimizer step, and validation."""
+"""One optimizer step, and validation. The items of a loss are the terms of its sum, such as the valid targets."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class TrainStep:
         """BatchNorm's running statistics, and a copy from before the step, which an abandoned step restores."""
 
         self.experts = ExpertBalance(model, mesh.data_group, device)
-        """The loads and the selection biases of mixtures of experts."""
+        """The loads (tokens per expert) and the selection biases of mixtures of experts."""
 
         self._replicas = replicas_of(self.optimizer)
         self._parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]

@@ -86,7 +86,7 @@ def check_earlier_run(folder: Path, config: JobConfig, load: Load) -> None:
     """Raise ConfigError if the earlier run in the folder prevents this run from starting.
 
     There are five cases:
-    - The checkpoints that this run would resume are of another experiment.
+    - The checkpoints that this run would resume are of a run with another configuration (experiment).
     - The earlier run's config.json is damaged.
     - One of the two runs has a phantom GPU (a simulated GPU that runs no kernels), and the other has none.
     - The checkpoint, weights or adapter to load are in the folder, which will be moved away.

@@ -63,7 +63,7 @@ class Source(Protocol):
     """A data source of a run, or the folder of the loss's teacher or reference model."""
 
     def fingerprint(self, seed: int) -> Fingerprint | None:
-        """Return the fingerprint of the files; None if there are none. `seed` selects the samples that are hashed."""
+        """Return sizes and digests of the files; None without files. `seed` selects the samples to hash."""
 
     def __len__(self) -> int:
         """Return the number of samples."""
