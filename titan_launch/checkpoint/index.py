@@ -84,7 +84,7 @@ class IndexedTensor:
 
 
 Index = dict[str, IndexedTensor]
-"""Tensors of a checkpoint by full name."""
+"""Tensors of a checkpoint by full name, such as `model.norm.weight`."""
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ class Base:
     """Absolute path of the folder when the checkpoint was saved."""
 
     fingerprint: Fingerprint
-    """Fingerprint of the folder's files. The seed of this fingerprint is always 0."""
+    """Sizes and digests of the folder's files. The seed, which selects samples of a data set, is always 0 here."""
 
     omitted: int
     """Number of parameters that the checkpoint omits, because they are never trained and the folder has their
@@ -70,7 +70,7 @@ class Origin:
     """Section `[activation_checkpoint]` of the resolved job, with the planner's choices in place of `auto`."""
 
     data: Mapping[str, Fingerprint]
-    """Fingerprints of the files that the run reads, by section: `data` (for a mixture `data.sources.0` and so on),
+    """Sizes and digests of the files that the run reads, by section: `data` (for a mixture `data.sources.0` and so on),
     `validation.data`, and the key of the loss that names a teacher or reference model."""
 
     command: str

@@ -17,9 +17,9 @@ from titan_launch.distributed.collectives import on_all_ranks
 from titan_launch.distributed.random_state import RandomState, random_key
 
 Values = dict[str, Tensor]
-"""A flat dict of tensors: DTensors, or plain tensors. A plain tensor has equal values on all ranks that have its full
-name. The values of the optimizer and of the moving average of the weights may also be `Shard`s. A `Shard` is
-this rank's part of a tensor."""
+"""A flat dict of tensors by name: DTensors, or plain tensors. If several ranks have a plain tensor of the same name,
+their values are equal. The values of the optimizer and of the moving average of the weights may also be `Shard`s. A
+`Shard` is this rank's part of a tensor."""
 
 
 class Part(Protocol):
