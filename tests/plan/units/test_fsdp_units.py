@@ -296,7 +296,7 @@ def test_modules_without_parameters_get_no_unit() -> None:
 
 
 def test_a_rule_behind_another_that_takes_all_its_modules_is_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"already under precision\.rules\.0"):
+    with pytest.raises(ConfigError, match=r"already follows precision\.rules\.0"):
         units_of({"type": "LayerNorm"}, {"match": "norm"})
 
 

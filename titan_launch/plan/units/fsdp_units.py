@@ -48,8 +48,8 @@ from titan_launch.plan.units.rule_assignment import (
 from titan_launch.plan.units.rule_problems import check_rules
 
 _SMALL_UNIT = 2**20
-"""Largest number of elements of a rule's unit that is not divided for its size. Unsharded, such a unit takes at most 4
-MiB per rank."""
+"""A rule's unit with at most this number of elements is not divided because of its size. Its unsharded parameters take
+at most 4 MiB per rank."""
 
 
 @dataclass(frozen=True)
@@ -100,14 +100,14 @@ def _latest_first(phase: _Phase) -> float:
 
 
 def _kept(phases: Iterable[_Phase]) -> _Phase:
-    """Return the latest of the phases of a unit's parameters: parameters of this phase stay in the unit. None (never
-    trained) is later than any number."""
+    """Return the latest phase of a unit's parameters. Parameters of this phase stay in the unit. None (never trained)
+    is later than any number."""
     return min(phases, key=_latest_first, default=None)
 
 
 @dataclass
 class _UnitPlanner:
-    """Builder of the units of one model. Its result is not in wrapping order."""
+    """Builder of the units of one model. The units are not in wrapping order."""
 
     inventory: Inventory
     precision: PrecisionConfig
@@ -299,8 +299,8 @@ class _UnitPlanner:
         return ruled or frozen or self.precision.storage_dtype
 
     def _uniform(self, drafts: Sequence[Unit], rules: Sequence[Unit]) -> tuple[list[Unit], list[Unit]]:
-        """Return the units, and the entries of rules in place. Units and entries are divided so that all parameters of
-        one have the same phase, as far as FSDP2 can wrap the modules apart. `rules`: the entries before the division.
+        """Return the units, and the entries of rules in place. They are divided so that all parameters of a unit or
+        an entry have the same phase, if FSDP2 can wrap the modules separately. `rules`: the entries to divide.
 
         FSDP2 all-gathers, reshards and reduces a unit as a whole. So trained modules are taken out of a unit with
         frozen modules, or they are in place in it. Modules that are taken out of equal units share a unit, like the
@@ -376,8 +376,8 @@ class _UnitPlanner:
         return found
 
     def _kept_phases(self, drafts: Sequence[Unit], boundaries: Sequence[Unit]) -> dict[tuple[int, int], _Phase]:
-        """Return the phase of the parameters that each of `boundaries` keeps in each of `drafts`, by the pair (index of
-        the draft, index of the boundary)."""
+        """Return the phase that stays (`_kept`) among the modules that one unit of `drafts` shards and whose policy is
+        that of one unit of `boundaries`. By (index of the draft, index of the boundary)."""
         shards, policies = unit_by_module(self.inventory, drafts), unit_by_module(self.inventory, boundaries)
         found: dict[tuple[int, int], list[_Phase]] = {}
         for path, phase in self._phases.items():
@@ -434,7 +434,7 @@ class _UnitPlanner:
         return groups
 
     def _parts(self, paths: list[str], unit_per: str) -> list[list[str]]:
-        """Return the modules of each unit for `paths`. `unit_per`: the key of the modules' rule.
+        """Divide the modules `paths` into units. `unit_per`: value of this key in the modules' rule.
 
         A unit all-gathers all its parameters at once. So a unit that is larger than the largest block, and larger than
         `_SMALL_UNIT`, is divided into one unit per block.
