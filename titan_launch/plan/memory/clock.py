@@ -43,7 +43,7 @@ class Seconds(NamedTuple):
     more efficient."""
 
     def with_recorded(self, recorded: float, least: float) -> Seconds:
-        """Return the times with other values of `recorded` and `least_recorded`, and with totals that fit them."""
+        """Return the times with other `recorded` and `least_recorded`. `total` and `compute` change by as much."""
         more = recorded - self.recorded
         return self._replace(
             total=self.total + more, compute=self.compute + more, recorded=recorded, least_recorded=least

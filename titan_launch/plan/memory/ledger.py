@@ -48,7 +48,7 @@ class Category(IntEnum):
     """Gradients of activations."""
 
     INPUTS = 9
-    """All tensors of the microbatch."""
+    """All tensors of the microbatch, such as token ids and targets."""
 
     BUFFERS = 10
     """The model's buffers."""
@@ -220,7 +220,7 @@ class Footprint:
 
     def with_workspace(self, num_bytes: int) -> Footprint:
         """Return the footprint with the workspaces of cuBLAS, each of `num_bytes`, from PyTorch's allocator. From torch
-        2.15 on, each matrix product allocates one and frees it."""
+        2.15 on, each matrix product allocates a workspace and frees it."""
 
         def grown(peak: Peak) -> Peak:
             if KEEPS_WORKSPACES:  # one for the thread of forward, and one for the thread of backward
@@ -268,8 +268,8 @@ def extrapolate(shorter: Footprint, longer: Footprint, factor: float) -> Footpri
     """Return the footprint at another depth: `shorter + factor * (longer - shorter)` for each local maximum of memory.
     Return None if the two footprints have different numbers of local maxima at a point.
 
-    Memory at a local maximum is an affine function of the number of repeated blocks. The peak of a step point is not,
-    because the depth may decide which local maximum is the highest. So all local maxima are extrapolated. For each
+    Memory at a local maximum is an affine function of the number of repeated blocks. The peak of a step point is not:
+    which local maximum is the highest may depend on the depth. So all local maxima are extrapolated. For each
     point, the result has the highest maximum in a matrix product, and the highest of the others.
 
     Blocks at the front and at the back must have the same names at all depths. Points that only one of the footprints

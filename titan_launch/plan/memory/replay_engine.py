@@ -46,7 +46,7 @@ class Parts(NamedTuple):
 
 
 class ReplayEngine:
-    """A predictor of a job's step with the modes of a `Choice`."""
+    """A predictor of the memory, traffic and times of a step, for the modes of each `Choice` (`plan.job`)."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class ReplayEngine:
         speeds: Speeds | None = None,
     ):
         """`speeds`: None if no times are needed, or if the speeds of the device are not known."""
-        # A compiled job is planned as an eager one.
+        # A compiled job is planned without compilation.
         self._config = config.model_copy(update={"compile": CompileConfig()})
         self._layout = layout
         self._kernels = kernels

@@ -30,11 +30,11 @@ OF_FSDP = frozenset(
         Category.OPTIMIZER_TEMPORARIES,
     }
 )
-"""The categories that a replay adds. They are not on a tape."""
+"""Categories of memory that a replay adds. They are not on a tape."""
 
 
 SECOND = "@"
-"""Prefix of the paths of the loss's second model."""
+"""Prefix of the paths of modules of the loss's second model (reference or teacher)."""
 
 
 def root_path(part: int | None) -> str:
@@ -44,7 +44,7 @@ def root_path(part: int | None) -> str:
 
 
 class Bytes(NamedTuple):
-    """Memory that is allocated or freed."""
+    """Memory that is allocated or freed at one time."""
 
     changes: tuple[tuple[Category, int], ...]
     """Pairs (category, bytes). Bytes are negative if they are freed. Freed bytes come first."""
@@ -96,7 +96,7 @@ class Segment:
 
     phase: str
     module: str
-    """`phase` and `module` are `StepPoint.phase` and `StepPoint.unit`."""
+    """`phase` and `module` have the meaning of `StepPoint.phase` and `StepPoint.unit`."""
 
     events: tuple[Event, ...]
     microbatch: int = 0
@@ -104,7 +104,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Blocks:
-    """The outer blocks of a model, or of a pipeline stage."""
+    """The outer blocks of a model or of a pipeline stage, and which of them were recorded."""
 
     paths: tuple[str, ...]
     likes: Mapping[str, str] = field(default_factory=dict)
@@ -122,9 +122,9 @@ class Blocks:
         one kind allocate the same memory. `variants`: the variant of a block, by path. Blocks of one kind and one
         variant also compute the same.
 
-        Of each kind, the first two and the last two blocks are recorded, and one block of each other variant. The
-        second block, or that of its variant, stands for a block that is not recorded. `is_uniform` checks that the
-        second block equals the last but one. The blocks in between are then alike.
+        Of each kind, the first two and the last two blocks are recorded, and one block of each other variant. For a
+        block that is not recorded stands a recorded block of the same kind and variant. `is_uniform` checks that the
+        second block equals the last but one. The blocks in between are then assumed to be alike.
         """
         variant_of = variants or {}
         members: dict[Hashable, list[str]] = {}
