@@ -75,21 +75,21 @@ _SCHEDULES = ("1F1B", "Interleaved1F1B")
 case, so they would often come first."""
 
 _OF_RECORDED = 0.97
-"""Lower bound of the share of the model's computation that is proportional to the microbatch size. Other operations
-only read weights."""
+"""Lower bound of the fraction of the computation time that grows in proportion to the microbatch size. The remaining
+operations only read weights."""
 
 _LEAST_TOKENS = 4096
-"""Smallest number of tokens of a sequence on a rank of context parallelism. (The degree in the job is always tried.)"""
+"""Smallest number of tokens of a sequence per context-parallel rank. (The degree in the job is always tried.)"""
 
 SHOWN = 5
 """Largest number of jobs in the result, one for each `Kind`."""
 
 NEAR = 0.05
-"""Largest relative difference to the best step time of jobs that the search looks for. The result may also have slower
-jobs that were found before the best one."""
+"""The search skips jobs whose step takes longer than the best step by more than this fraction. The result may have
+slower jobs that were found before the best one."""
 
 _SAME = 1e-3
-"""Steps whose times differ by less than this share count as equally long. The simpler layout then ranks first."""
+"""Step times that differ by less than this fraction count as equal. The simpler layout then ranks first."""
 
 
 class Kind(NamedTuple):
@@ -131,10 +131,10 @@ class Result:
     """The best job of each kind, the best kind first; at most `SHOWN`."""
 
     tried: int
-    """Number of families that were searched without a problem."""
+    """Number of families that were searched without a ConfigError."""
 
     families: int
-    """Number of families in which no problem was found before the search."""
+    """Number of families that passed the checks before the search (`Search._problem`)."""
 
     refused: Mapping[str, int]
     """Reasons why families are not possible, each with the number of such families."""
@@ -146,8 +146,8 @@ _Degrees = tuple[int, ...]
 
 @dataclass(frozen=True)
 class _Probe:
-    """Predictions for a planned job without a pipeline. They bound all jobs with the same degrees of tensor, context
-    and expert parallelism, and the same activation checkpointing."""
+    """Bounds for all jobs with the same degrees of tensor, context and expert parallelism, and the same activation
+    checkpointing. They come from the prediction for one of these jobs without a pipeline, the planned job."""
 
     exposed: float
     """Lower bound of the seconds during which computation waits for communication in a step."""
@@ -194,8 +194,8 @@ class Search:
         subject_of: Callable[[JobConfig, Layout], Subject],
         say: Callable[[str], None] = lambda text: None,
     ):
-        """`held`: keys of `SEARCHED` that keep the values of the job. `subject_of`: returns the model of a job in a
-        layout, with the engine that predicts the job's memory. `say`: shows progress.
+        """`held`: keys of `SEARCHED` that keep the values of the job. `subject_of`: function that returns the model
+        of a job, with the engine that predicts its memory. `say`: function that shows a line of progress.
 
         Raises ConfigError if the memory or the speed of the device is unknown, or if the model does not support the job
         (`plan_job`). Also raises ConfigError if `activation_checkpoint.mode = "memory_budget"` is held.
@@ -252,7 +252,7 @@ class Search:
                 families.append(family)
             else:
                 refused[problem] += 1
-        self._probes = {}  # those of a search without CPU offload are not valid with it
+        self._probes = {}  # probes without CPU offload are not valid with it
         self._count_flops()
         waiting, found, tried = families, dict[Kind, Found](), 0
         while waiting:
@@ -350,7 +350,7 @@ class Search:
                 return "no possible microbatch size divides the global batch evenly over the ranks"
             modes = self._modes(with_local_batch_size(family, sizes[0]))
             if not modes:
-                return "no mode is possible"
+                return "no choice of modes is possible"
             if problem := first_problem(modes[0]):
                 return problem.reason
             plan_job(modes[0], self._inventory)
@@ -611,7 +611,6 @@ def _powers(limit: int) -> list[int]:
 
 
 def value_of(config: JobConfig, key: Key) -> Any:
-    """Return the value of a key in a job."""
     return getattr(getattr(config, key[0]), key[1])
 
 

@@ -99,8 +99,8 @@ def describe_result(result: Result) -> dict[str, Any]:
 
 
 def overlay(base: JobConfig, config: JobConfig, extends: str) -> str:
-    """Return a job file for `config` that extends `extends`, the file of `base`. A file cannot unset keys of the file
-    that it extends. If a key must be unset, return a complete job file."""
+    """Return the text of a job file for `config` that extends `extends`, the file of `base`. If `config` leaves a key
+    unset that `base` sets, return a complete job file instead, because `extends` cannot unset keys."""
     lines = [f"extends = {toml_value(extends)}"]
     try:
         tables = list(_tables(base, config))
