@@ -55,9 +55,9 @@ class _Change:
 
 
 def advise(config: JobConfig, layout: Layout, limit_bytes: float, predict: Predict, most: int = 3) -> list[Advice]:
-    """Return up to `most` changes that save at least 0.5 % of the memory: first those with which the job fits into
-    `limit_bytes`. No mode of `config` may be `auto`. If no single change suffices, the first entry combines several
-    changes, and `Advice.fits` says if these suffice.
+    """Return up to `most` changes, each of which saves at least 0.5 % of the memory. Changes with which the job fits
+    into `limit_bytes` come first. No mode of `config` may be `auto`. If no single change suffices, the first entry
+    combines several changes, and `Advice.fits` tells whether the combination suffices.
 
     The time that a change costs is not predicted, so the kinds of changes have a fixed order: first the kinds that
     usually cost the least time, last the kinds that change the results of the training.

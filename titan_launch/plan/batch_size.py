@@ -70,8 +70,8 @@ def largest_batch(config: JobConfig, world_size: int, hardware: Hardware, predic
     if fitting:
         return fitting
     reason = (
-        f"not even a microbatch of {sizes[0]} fits into {format_limit(hardware)}: it needs about {needed:.4g} GiB; try "
-        'activation_checkpoint.mode = "auto", a smaller training.seq_len, a larger loss.chunks, more ranks to shard '
-        "over, or devices with more memory"
+        f"even the smallest microbatch size, {sizes[0]}, does not fit into {format_limit(hardware)}: the job needs "
+        f'about {needed:.4g} GiB; try activation_checkpoint.mode = "auto", a smaller training.seq_len, a larger '
+        "loss.chunks, more ranks to shard over, or devices with more memory"
     )
     raise config_error(KEY, reason, "auto", also=(("planner",),))

@@ -1,4 +1,4 @@
-"""The plan of a job: its FSDP2 units, and the combinations of modes that a plan compares. No torch."""
+"""The plan of a job: its FSDP2 units, and the choices of modes (`Choice`) that a plan compares. No torch."""
 
 from __future__ import annotations
 
@@ -99,9 +99,9 @@ def with_unsharded_parameters(config: JobConfig, layout: Layout) -> JobConfig:
     """Return the job with `parallelism.fsdp_reshard_after_forward = "never"` if one rank holds all shards and the job
     does not set the key.
 
-    With one shard, FSDP2 all-gathers nothing. If it resharded after forward, it would only copy the parameters again
-    for backward. Two kinds of jobs stay unchanged: with a mode `auto`, low memory is more important; with CPU offload,
-    all parameters would stay on the GPU.
+    With one shard, FSDP2 all-gathers nothing. Resharding after forward would only add a copy of the parameters in
+    backward. A job with a mode `auto` stays unchanged, because low memory is more important. A job with CPU offload
+    stays unchanged, because all parameters would stay on the GPU.
     """
     parallelism = config.parallelism
     is_open = parallelism.fsdp_reshard_after_forward == "default" and not is_auto(config)
@@ -146,8 +146,8 @@ def plan_job(config: JobConfig, inventory: Inventory) -> ModelPlan:
 
 
 def plan_untrained(config: JobConfig, inventory: Inventory) -> ModelPlan:
-    """Return the plan of the second model of a loss, which is never trained. `config`: result of `frozen_job`. Raises
-    ConfigError as `plan_job` does."""
+    """Return the plan of the second model of a loss (reference or teacher), which is never trained. `config`: result of
+    `config.rules.loss.frozen_job`. Raises ConfigError as `plan_job` does."""
 
     def untrained(units: Sequence[Unit]) -> tuple[Unit, ...]:
         return tuple(replace(unit, is_trained=False, gradient_dtype=None) for unit in units)
@@ -159,9 +159,9 @@ def plan_untrained(config: JobConfig, inventory: Inventory) -> ModelPlan:
 def possible_choices(
     config: JobConfig, layout: Layout, inventory: Inventory, only_own: bool = False
 ) -> tuple[list[Choice], list[str]]:
-    """Return the combinations of modes that the job allows, and notes with the reasons why modes are not compared. Of
-    several combinations with the same effect in this layout, only one is returned, and the others have no note.
-    `only_own`: only combinations that the job sets or `auto` may choose.
+    """Return the choices that the job allows, and notes with the reasons why modes are not compared. Of several choices
+    with the same effect in this layout, only one is returned, without a note about the others. `only_own`: True for
+    only the choices that the job sets or `auto` may take.
 
     Raises ConfigError if the model does not support the job's activation checkpointing, or the compilation with it.
     """

@@ -80,8 +80,8 @@ def group_name(index: int | None, settings: GroupSettings, scale: Scale) -> str:
 
 
 def is_mixed(config: OptimizerConfig, storage_dtypes: Iterable[str]) -> bool:
-    """Return True if parameters with these storage dtypes need this package's update. PyTorch's optimizers support only
-    one dtype for parameters and state, one rounding mode, and no master weights."""
+    """Return True if parameters with these storage dtypes need an optimizer of this package. PyTorch's optimizers
+    support only one dtype for parameters and state, one rounding mode, and no master weights."""
     dtypes = set(storage_dtypes)
     in_other_dtype = config.state_dtype is not None and dtypes != {config.state_dtype}
     return in_other_dtype or config.rounding == "stochastic" or has_master(config, *dtypes)

@@ -38,7 +38,7 @@ Points = tuple[tuple[float, float], ...]
 
 
 class Work(NamedTuple):
-    """A number of equal operations of the model, without collectives."""
+    """Equal operations of the model, such as matrix products, and their number. Collectives are not included."""
 
     kind: Literal["product", "convolution", "attention", "attention_backward", "memory"]
 
@@ -144,7 +144,6 @@ class Measured:
         return "cpu" if self.device == "cpu" else "cuda"
 
     def dumps(self) -> str:
-        """Return the measurements as JSON."""
         import json  # imported here, because checks of a job file import this module
 
         return json.dumps(asdict(self), indent=1)
@@ -394,7 +393,7 @@ OPERATION_SECONDS = 4e-6
 
 
 def no_speeds() -> Speeds:
-    """Return speeds for a replay whose times are not read."""
+    """Return placeholder speeds for a replay whose predicted times are not used."""
     within, across = link_of("within", None), link_of("across", None)
     return DataSheetSpeeds("unknown", within, across, flops_per_s={"float32": 1}, shares={}, memory_bytes_per_s=1)
 
@@ -483,8 +482,8 @@ class MeasuredSpeeds(Speeds):
 
 
 def _of_dtype(table: Mapping[str, T], dtype: str) -> T:
-    """Return the entry of a dtype in a table of speeds. If the entry is missing, return that of bfloat16 for float16,
-    or else that of float32."""
+    """Return the entry of a dtype in a table of speeds. If float16 has no entry, return the entry of bfloat16. If there
+    is still no entry, return the entry of float32."""
     alike = {"float16": "bfloat16"}
     return next(table[name] for name in (dtype, alike.get(dtype, ""), "float32") if name in table)
 

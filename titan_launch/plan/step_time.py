@@ -27,7 +27,7 @@ class StepTime:
     """Seconds of `compute` in which a rank waits for other pipeline stages."""
 
     exposed: float = 0.0
-    """Seconds of `communication` for which computation waits: those of tensor, context and expert parallelism."""
+    """Seconds of `communication` for which computation waits: that of tensor, context and expert parallelism."""
 
     ordered: float | None = None
     """Seconds of the step if computation and collectives run in the order of FSDP2 (`plan.memory.clock`). None: not

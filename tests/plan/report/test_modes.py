@@ -154,7 +154,7 @@ def test_modes_that_a_schedule_with_split_backward_does_not_support_are_not_comp
     )
     coarse = make_job(parallelism=split, precision={"reduce_dtype": "bfloat16"}, **auto(memory_gib=10))
     with pytest.raises(
-        ConfigError, match=r"no mode is possible: immediate is not compared.*; deferred is not compared"
+        ConfigError, match=r"no choice of modes is possible: immediate is not compared.*; deferred is not compared"
     ):
         resolve(compared(coarse, ranks=4)[0], hardware)
 
