@@ -71,7 +71,7 @@ class Clock:
         self._compute = self._communication = self._exposed = self._least_exposed = 0.0
         self._recorded = self._least = 0.0
         self._copies = 0.0, 0.0
-        """Times of the last two copies out of a buffer, the older one first."""
+        """Times of the last two copies out of all-gather buffers, the older one first."""
 
     @property
     def seconds(self) -> Seconds:

@@ -66,8 +66,8 @@ def block_signatures(plan: ModelPlan) -> list[Hashable]:
         if block := enclosing(module.path, inside):
             inside[block].append(module)
     modules, embeddings = plan.inventory.by_path, plan.inventory.embeddings
-    # Backward computes that gradient only if a parameter before the block is trained. An unknown embedding counts as
-    # trained, so that the first block is like the others.
+    # Backward computes a gradient of a block's inputs only if a parameter before the block is trained. An unknown
+    # embedding counts as trained, so that the first block is like the others.
     follows_trained = not embeddings or any(p.requires_grad for path in embeddings for p in modules[path].parameters)
     signatures: list[Hashable] = []
     blocks = [*inside]
@@ -100,7 +100,7 @@ def _unit_signature(unit: Unit, block: str) -> Hashable:
 
 
 def without_blocks(plan: ModelPlan, removed: Collection[str]) -> ModelPlan:
-    """Return the result of `without_modules`. Raises ValueError if a removed block contains the first occurrence
+    """Return the plan without the `removed` blocks. Raises ValueError if a removed block contains the first occurrence
     of a shared module or parameter."""
     left = without_modules(plan, removed)
     shared = {m.same_as or "" for m in left.inventory.modules}

@@ -30,7 +30,7 @@ class Category(IntEnum):
     """Sharded gradients after the reduce-scatter, also before the all-reduce between replicas (HSDP)."""
 
     UNSHARDED_GRADIENTS = 3
-    """Unsharded gradients of this microbatch, and in the mode `deferred` also of all earlier ones."""
+    """Unsharded gradients of this microbatch, and in the mode `deferred` also of all earlier microbatches."""
 
     UNSHARDED_PARAMETERS = 4
     """Unsharded parameters in the compute dtype."""
@@ -75,8 +75,8 @@ MICROBATCHES = 4
 """Largest number of microbatches in a replay. Memory is the same from the third microbatch to the last but one."""
 
 SMALLEST_OFFLOADED = 1 << 16
-"""Bytes of the smallest storage that activation offloading copies to the host. The copy of a smaller one takes longer
-to start than to run."""
+"""Bytes of the smallest storage that activation offloading copies to the host. The copy of a smaller storage takes
+longer to start than to run."""
 
 _STREAMS = {Category.ALL_GATHER: 1, Category.GRADIENTS: 2}
 """Index of the CUDA stream that allocates a category. Other categories are in stream 0, the compute stream. CUDA's
@@ -106,7 +106,7 @@ class StepPoint(NamedTuple):
 
 
 class Peak(NamedTuple):
-    """A local maximum of memory at one point of a step, or the highest maximum of the point."""
+    """A local maximum of memory at one point of a step, or the highest of all local maxima of the point."""
 
     total: float
     """Bytes of all categories."""

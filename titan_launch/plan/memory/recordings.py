@@ -39,7 +39,7 @@ from titan_launch.plan.types import Inventory
 
 @dataclass(frozen=True)
 class Subject:
-    """The model of a job."""
+    """The recorded facts about the model of a job."""
 
     inventory: Inventory
     flops_per_sample: int | None
@@ -155,8 +155,8 @@ class Recordings:
         recorder: Callable[[], Recorder] | None,
         say: Callable[[str], None] = lambda text: None,
     ):
-        """`recorder`: returns the recorder. It is called when a recording is not in the cache. If it is None,
-        only the cache is used. `say`: called with one line of text before tapes are recorded."""
+        """`recorder`: function that returns the recorder, called when a recording is not in the cache. None: only the
+        cache is used. `say`: function that shows a line of text, called before tapes are recorded."""
         self.job = recorded_job(config, layout)
         self._kernels = kernels
         self._recorder = None if recorder is None else cache(recorder)
@@ -206,8 +206,8 @@ class Recordings:
         return self._flops[checkpointing]
 
     def tapes(self, wanted: TapesOf) -> tuple[Tape, ...]:
-        """Return the tape of a microbatch, as a tuple of one. With pipeline parallelism, return the tape of a step for
-        each number in `TapesOf.counts`."""
+        """Return the tape of a microbatch, in a tuple with one entry. With pipeline parallelism, return the tape of a
+        step for each number in `TapesOf.counts`."""
         if wanted not in self._tapes:
             self._tapes[wanted] = self._recorded(*wanted)
         return self._tapes[wanted]
@@ -279,7 +279,7 @@ def _is_missing(task: Callable[[], object]) -> bool:
 
 
 def recorded_inventory(config: JobConfig, recorder: Callable[[], Recorder] | None) -> Inventory:
-    """Return the table of modules of the model that `[model]` of a job names, without adapters and parallelism.
+    """Return the inventory of the model in section `[model]` of a job, without adapters and parallelism.
 
     Raises NotRecordedError if the table is not in the cache and `recorder` is None, and ConfigError for the same jobs
     as a run."""
@@ -325,7 +325,7 @@ def _package_digest() -> str:
 
 
 def _files_named_in(value: Any) -> list[Any]:
-    """Return the states of the files that a job names, and of `config.json` and `adapter_config.json` in the folders
+    """Return `file_state` of the files that a job names, and of `config.json` and `adapter_config.json` in the folders
     that it names."""
     if isinstance(value, Mapping):
         return [entry for part in value.values() for entry in _files_named_in(part)]

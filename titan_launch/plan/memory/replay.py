@@ -151,8 +151,8 @@ _OF_CONTEXT = frozenset(dir(Context))
 
 
 def _joined(units: Mapping[Unit, ExchangedUnit], whole: ModelPlan) -> list[ExchangedUnit]:
-    """Return the exchanged units of a rank. The parts of one unit in several stages of the rank are joined, because
-    they are exchanged together. `whole`: the plan of all stages."""
+    """Return the sizes of the units whose gradients a rank exchanges. Parts of one unit in several stages of the rank
+    are added, because they are exchanged together. `whole`: the plan of all stages."""
     found: dict[Unit, ExchangedUnit] = {}
     for unit, part in units.items():
         own = whole.sharded_by[unit.modules[0]]
@@ -175,7 +175,7 @@ class RankModel:
 
     tape: Tape
     first: Tape | None
-    """The tape of the first microbatch, if it differs from `tape`."""
+    """The tape of the first microbatch; None if it is the same as `tape`."""
 
     layout: Layout
     optimizer: OptimizerConfig

@@ -79,7 +79,7 @@ class Gradient(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """A collective along an axis of the mesh, without those of FSDP2."""
+    """A collective of tensor, context, pipeline or expert parallelism, but not of FSDP2."""
 
     axis: str
     """Name of an axis of model parallelism, such as `tensor`."""
@@ -122,9 +122,9 @@ class Blocks:
         one kind allocate the same memory. `variants`: the variant of a block, by path. Blocks of one kind and one
         variant also compute the same.
 
-        Of each kind, the first two and the last two blocks are recorded, and one block of each other variant. For a
-        block that is not recorded stands a recorded block of the same kind and variant. `is_uniform` checks that the
-        second block equals the last but one. The blocks in between are then assumed to be alike.
+        Of each kind, the first two and the last two blocks are recorded, and one block of each other variant. A
+        recorded block of the same kind and variant stands for each block that is not recorded. `is_uniform` checks that
+        the second block equals the last but one. The blocks in between are then assumed to be alike.
         """
         variant_of = variants or {}
         members: dict[Hashable, list[str]] = {}
@@ -158,8 +158,8 @@ class Tape:
     """Shape of this rank's part of each parameter that tensor parallelism divides, by full name."""
 
     reduced: Mapping[str, int] = field(default_factory=dict)
-    """Number of elements that this rank sends when tensor parallelism reduces the gradient of a parameter, before FSDP2
-    does. By full name of the parameter."""
+    """By full name of a parameter: number of elements that this rank sends when tensor parallelism reduces the
+    gradient, before FSDP2 reduces it."""
 
     @cached_property
     def sent(self) -> Counter[str]:
@@ -246,8 +246,8 @@ def _visits(tape: Tape) -> _Visits:
 
 def is_uniform(tape: Tape, compares_work: bool = False) -> bool:
     """Return True if the blocks of each pair in `Blocks.equals` have the same events, and if all recorded blocks run
-    equally often. A part whose blocks were all recorded is not checked. `compares_work`: True if the blocks of a pair
-    must also have the same computation."""
+    equally often. Entries of `Tape.parts` whose blocks were all recorded are not checked. `compares_work`: True if the
+    blocks of a pair must also have the same computation."""
     visits = _visits(tape)
     phases = {(microbatch, phase) for microbatch, phase, _ in visits}
 
@@ -302,8 +302,8 @@ def with_blocks(tape: Tape, removed: Collection[str] = ()) -> Tape:
 
 
 def _of_blocks(by_name: Mapping[str, T], like: Mapping[str, str], removed: Collection[str]) -> dict[str, T]:
-    """Return a table by full names, without the `removed` blocks. Each block in `like` gets copies of the entries of
-    its stand-in."""
+    """Return the table `by_name` (by full names) without the `removed` blocks. Each block in `like` gets copies of the
+    entries of its stand-in."""
     added = {
         _rename(name, {model: path}): value
         for path, model in like.items()
