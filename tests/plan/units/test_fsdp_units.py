@@ -419,7 +419,7 @@ def test_a_rule_may_match_several_paths_and_each_must_match() -> None:
 
 def test_tied_modules_may_be_in_one_rule() -> None:
     rule: dict[str, object] = {"match": ["embedding", "output"], "param_dtype": "float32"}
-    with pytest.raises(ConfigError, match="one rule must match both"):
+    with pytest.raises(ConfigError, match="write one precision rule for both"):
         units_of({**rule, "match": "output"}, model={"tied": True})
     with pytest.raises(ConfigError, match="set output_dtype"):
         units_of(rule, model={"tied": True})

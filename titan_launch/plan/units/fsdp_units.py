@@ -337,8 +337,8 @@ class _UnitPlanner:
         return units, in_place
 
     def _taken_units(self, phase: _Phase, like: Unit, paths: list[str], own_because: str | None) -> Iterator[Unit]:
-        """Yield the units of modules that `_uniform` takes out of units like `like`. `own_because`: the reason for
-        units of their own. None: the modules are in place, and share one entry."""
+        """Yield the units of the modules `paths`, which `_uniform` takes out of other units. `like`: such a unit.
+        `own_because`: the reason for units of their own. None: the modules are in place, and share one entry."""
         what = "trained" if not phase else f"trained after step {phase}"
         assignment = self.assignments.governing(paths[0])
         reason = what if assignment is None else f"{what}, {assignment.reason}"
@@ -580,7 +580,7 @@ def _tied_remedy(module: ModuleInfo, first: str, assignments: RuleAssignments) -
     """Return the remedy that brings two modules with a shared parameter into one unit."""
     own, other = assignments.governing(module.path), assignments.governing(first)
     if own is not other:
-        return f'one rule must match both: match = ["{first}", "{module.path}"]'
+        return f'write one precision rule for both: match = ["{first}", "{module.path}"]'
     if own is not None:
         return "set output_dtype in the rule that covers both modules"
     if module.same_as is None:
