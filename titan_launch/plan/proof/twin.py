@@ -286,7 +286,7 @@ def _of_transformers(
             small[key] = [min(value, size) for value in args[key]]
     image, patch = args.get("image_size"), args.get("patch_size")
     if isinstance(image, int) and isinstance(patch, int) and image > 2 * patch and "depths" not in args:
-        small["image_size"] = 2 * patch  # a model with stages would reduce it further
+        small["image_size"] = 2 * patch  # later stages of a model make the image smaller
     depth, heads, kv_heads = (
         next((key for key in args if re.fullmatch(pattern, key)), None) for pattern, _ in _SIZES[:3]
     )
@@ -319,8 +319,8 @@ def _without_dropout(args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _data(config: JobConfig, model: ModelConfig, unshrunk: list[str]) -> Any:
-    """Return a section `[data]` with random samples of the same form as those of the job, with different numbers of
-    ignored targets. If the size of images is unknown, return the job's own section."""
+    """Return a section `[data]` with random samples of the same form as those of the job. The samples have different
+    numbers of ignored targets. If the size of images is unknown, return the job's own section."""
     if config.data.unit == "images":
         taken = images_taken(model)
         if taken is None or taken.height is None or taken.width is None:
@@ -346,9 +346,9 @@ def _unproven(config: JobConfig) -> Iterator[str]:
     if config.job.device != "cpu":
         yield "kernels of CUDA and NCCL: all runs were on CPUs with gloo"
     if config.float8.enable:
-        yield "[float8]: the twin computes these layers in the other dtypes of the job"
+        yield "[float8]: the twin computes the converted layers in the dtypes of [precision]"
     if config.compile.enable and config.compile.backend == "inductor":
-        yield "compile.backend: only one process runs the kernels of inductor; layouts run its graphs with aot_eager"
+        yield "compile.backend: only the single process runs the kernels of inductor; other runs use aot_eager"
     if config.training.enable_cpu_offload:
         yield "training.enable_cpu_offload: there is no copy between a host and a GPU"
     if config.activation_checkpoint.offload:
