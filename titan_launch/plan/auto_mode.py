@@ -19,7 +19,7 @@ from titan_launch.plan.report.modes import Comparison, Row, Subject, compare
 from titan_launch.plan.report.table import format_comparison, format_limit
 
 SET_BY_JOB = "set by the job"
-"""The reason for the choice of a job without `auto`."""
+"""`Resolution.reason` for a job without `auto`."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Resolution:
 
 
 def resolve(comparison: Comparison, hardware: Hardware) -> Resolution:
-    """Return the choice of the job, or the best of the choices that `auto` may take.
+    """Return the choice that the job sets; for a job with `auto`, the best of the choices that `auto` may take.
 
     Raises ConfigError if no choice is possible. For a job with `auto`, also raises ConfigError if no memory limit is
     known, or if no choice fits. The second error contains the table of all compared choices, and remedies.
@@ -105,9 +105,9 @@ def _best(config: JobConfig, candidates: Sequence[Row], hardware: Hardware, by_t
 
 
 def _durations(rows: Sequence[Row]) -> tuple[dict[str, float], str]:
-    """Return a number for each choice, by its label, and a description of the smallest number. The step with the
-    smaller number is the shorter one. The numbers are expected seconds if these are known for all choices. Otherwise
-    they are FLOPs; if FLOPs are unknown, too, they are the entries of `_COST`."""
+    """Return a number for each choice, by its label, and a description of the smallest number. A smaller number means a
+    shorter step. The numbers are expected seconds if these are known for all choices. Otherwise they are FLOPs; if
+    FLOPs are unknown, too, they are the entries of `_COST`."""
     times = {row.choice.label: row.time.expected for row in rows if row.time.expected is not None}
     if len(times) == len(rows):
         return times, "the shortest predicted step"
@@ -118,7 +118,7 @@ def _durations(rows: Sequence[Row]) -> tuple[dict[str, float], str]:
 
 
 _COST = {"none": 0.0, "selective": 1.0, "memory_budget": 1.0, "full": 2.0}
-"""Order of the activation checkpointing modes by the time that they add."""
+"""Numbers that order the activation checkpointing modes by the time that they add to a step."""
 
 
 def _problem_of_auto(config: JobConfig, reason: str) -> Problem:

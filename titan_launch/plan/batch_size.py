@@ -18,8 +18,8 @@ from titan_launch.plan.report.table import format_limit
 KEY: KeyPath = ("training", "local_batch_size")
 
 Predict = Callable[[JobConfig, Layout], Comparison]
-"""A function that predicts the memory of a job in the modes that the job allows. `local_batch_size` of the job is a
-number."""
+"""A function that predicts the memory of a job in the modes that the job allows. `local_batch_size` of the job must not
+be `auto`."""
 
 
 def is_auto_batch(config: JobConfig) -> bool:

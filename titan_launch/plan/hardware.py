@@ -71,7 +71,7 @@ class Hardware:
     """Source of the memory limit, in words."""
 
     overhead_gib: float
-    """Memory outside of tensors, in GiB: of the CUDA context and NCCL on a GPU, of the process on a CPU."""
+    """Memory outside of tensors, in GiB: on a GPU, CUDA context and NCCL; on a CPU, the rest of the process."""
 
     fragmentation: float
     """Memory that the allocator reserves beyond the memory in use, as a fraction of the memory in use."""
@@ -122,7 +122,7 @@ def hardware_of(
     kernels are assumed if `job.device` is `cpu` and `planner.device` is not set; otherwise, GPU kernels.
 
     `ranks_on_machine`: number of ranks that share the memory of this machine, if this memory is the limit. Raises
-    ConfigError if `planner.device` is not in the table, or for the reasons of `_speeds`.
+    ConfigError if `planner.device` is not in the table, or as `_speeds` does.
     """
     planner = config.planner
     if problems := [*planned_device_exists(config)]:
@@ -213,7 +213,7 @@ def _measured_here(config: JobConfig, name: str | None, known: Device | None, ke
     elif kernels == "cuda" and config.kernels.float32_precision == "tf32":
         reason = (
             "was measured with float32 matrix products in full precision, but this job uses TF32; set "
-            'kernels.float32_precision = "ieee", or remove this key'
+            'kernels.float32_precision = "ieee", or remove planner.speeds'
         )
     if reason is not None:
         raise config_error(("planner", "speeds"), reason, file)
@@ -245,8 +245,9 @@ default for backward is that of attention without a mask.
 """
 
 _IN_A_STEP = 0.8
-"""Speed of matrix products in a step, divided by the speed of the best shape. The number is fitted to the eager rows of
-the H200 in docs/verification/gpu.md. On an MI325X, products of ten published shapes reach 0.74 (AMD's TAF and MAF)."""
+"""Speed of matrix products in a step, divided by the speed of the best shape. The number is fitted to steps without
+torch.compile on an H200 (docs/verification/gpu.md). On an MI325X, ten published shapes reach 0.74 (AMD's TAF and
+MAF)."""
 
 
 def planned_device_exists(config: JobConfig) -> Iterator[Problem]:

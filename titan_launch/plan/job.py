@@ -83,7 +83,7 @@ def with_choice(config: JobConfig, choice: Choice) -> JobConfig:
 
 
 def with_values(config: JobConfig, values: Mapping[tuple[str, str], Any]) -> JobConfig:
-    """Return the job with new values of keys. `values`: by (section, key); they are not validated."""
+    """Return the job with new `values` of keys, by (section, key). The values are not validated."""
     for section in dict.fromkeys(section for section, _ in values):
         own = {key: value for (of, key), value in values.items() if of == section}
         config = config.model_copy(update={section: getattr(config, section).model_copy(update=own)})
@@ -163,7 +163,7 @@ def possible_choices(
     with the same effect in this layout, only one is returned, without a note about the others. `only_own`: True for
     only the choices that the job sets or `auto` may take.
 
-    Raises ConfigError if the model does not support the job's activation checkpointing, or the compilation with it.
+    Raises ConfigError if the model does not support the job's activation checkpointing, or cannot be compiled with it.
     """
     accumulations, notes = _accumulations(config, layout)
     checkpointings = [c for c in _activation_checkpoints(config) if _is_allowed_by_schedule(config, c, notes)]

@@ -204,7 +204,7 @@ def float8_modules(config: Float8Config, plan: ModelPlan) -> tuple[str, ...]:
         raise config_error(_FLOAT8_MODULES, reason, list(config.modules))
     if not is_named:
         mixtures = {m.path for m in plan.inventory.modules if is_mixture_of_experts(m)}
-        layers = [m for m in layers if parent(m.path) not in mixtures]  # the router is as sensitive as the head
+        layers = [m for m in layers if parent(m.path) not in mixtures]  # a router needs precision, as the head does
     reduced = [m for m in layers if plan.unit_of[m.path].compute_dtype == "bfloat16"]
     problems = [*(_in_other_dtypes(layers, plan, config) if is_named else ()), *_misshapen(reduced, config)]
     if problems:

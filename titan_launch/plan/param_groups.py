@@ -30,8 +30,8 @@ def is_undecayed(name: str, num_axes: int, classes: Iterable[str]) -> bool:
     embedding.
 
     `name`: name of the parameter within the `nn.Module` that owns it (`weight`). `num_axes`: number of axes of the
-    parameter; for stacked parameters of experts, of one expert's part. `classes`: names of the module's class and its
-    base classes, without packages (`LayerNorm`).
+    parameter, without the axis of experts if it is stacked. `classes`: names of the module's class and its base
+    classes, without packages (`LayerNorm`).
     """
     is_norm_or_embedding = any("Norm" in cls or cls in _EMBEDDINGS for cls in classes)
     return num_axes < 2 or name.endswith("bias") or is_norm_or_embedding

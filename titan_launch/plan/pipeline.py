@@ -60,7 +60,7 @@ def plan_stages(inventory: Inventory, parallelism: ParallelismConfig) -> tuple[S
 def _rank_of_stage(stage: int, parallelism: ParallelismConfig) -> int:
     """Return the pipeline rank that runs a stage. Stages are assigned to the ranks in turn."""
     degree = parallelism.pipeline_parallel_degree
-    if parallelism.pipeline_parallel_schedule == "ZBVZeroBubble":  # two stages per rank; the second ones in reverse
+    if parallelism.pipeline_parallel_schedule == "ZBVZeroBubble":  # the second stages are in reverse order
         return stage if stage < degree else 2 * degree - 1 - stage
     return stage % degree
 
@@ -164,7 +164,7 @@ def _check_parameters(inventory: Inventory, stages: Sequence[Stage], degree: int
         if stage.index not in trained:
             reason = (
                 f"stage {stage.index} ({listed(stage.modules)}) would have no parameters to train; set "
-                "pipeline_parallel_split_points so that each stage has some"
+                "pipeline_parallel_split_points so that each stage has trained parameters"
             )
             raise config_error(_DEGREE, reason, degree, also=(_SPLIT,))
     for module in inventory.modules:

@@ -536,9 +536,9 @@ class Search:
                     return
 
     def _with_replicas(self, without: Sequence[Found], limit: float) -> Iterator[Found]:
-        """Yield variants of the jobs `without` that fit: with two or more replicas, and with or without an optimizer
-        that is sharded over them. Yield nothing if the number of replicas is held. A variant is planned only if its
-        lower bound of the step time is below `limit` and below the times of `without` and of the yielded jobs."""
+        """Yield those variants of the jobs in `without` that fit: with two or more replicas, and with or without an
+        optimizer that is sharded over the replicas. Yield nothing if the number of replicas is held. A variant is
+        planned only if its step may take less time than `limit`, the jobs in `without` and the yielded jobs."""
         if not self._is_free(_REPLICAS):
             return
         best = min([limit, *(job.seconds for job in without)])

@@ -83,10 +83,10 @@ class MeasuredCollective:
     kind: CollectiveKind
     ranks: int
     crossings: int
-    """Hops of the group's ring that lead to other nodes."""
+    """Number of hops of the group's ring that lead to another node."""
 
     points: Points
-    """Pairs (bytes that a rank sends, seconds). The bytes are those of a collective that uses a ring."""
+    """Pairs (bytes that a rank sends, seconds). The bytes are computed as if the collective used a ring."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Measured:
     versions: Mapping[str, str]
     created: str
     sizes: tuple[int, ...]
-    """Sizes that the rows, the inner size and the columns of the measured products take, in all combinations."""
+    """Numbers of rows, inner sizes and numbers of columns of the measured matrix products, in all combinations."""
 
     products: Mapping[str, tuple[tuple[tuple[float, ...], ...], ...]]
     """FLOP/s of products by dtype. The three indices of a value are those of its rows, inner size and columns in
@@ -268,7 +268,7 @@ class Speeds(ABC):
         return self._least_of_flops(work)
 
     def of_work(self, work: Mapping[Work, int], microbatches: int) -> tuple[float, float]:
-        """Return the seconds of the operations in `microbatches` microbatches, and the lower bound of `least_seconds`.
+        """Return the seconds of the operations in `microbatches` microbatches, and a lower bound (see `least_seconds`).
         On CPUs, the first number includes the work of the host. `work`: the operations of a microbatch, each with its
         number of occurrences."""
         host = 0.0 if self.overlaps else self.host_seconds("operation")
@@ -347,7 +347,7 @@ class Speeds(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class DataSheetSpeeds(Speeds):
-    """Speeds from the figures of a data sheet, times the share of them that large operations reach."""
+    """Speeds of a data sheet, multiplied by the fraction of them that large operations reach."""
 
     flops_per_s: Mapping[str, float]
     """FLOP/s of large products by dtype."""

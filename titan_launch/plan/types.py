@@ -28,7 +28,7 @@ class TensorInfo:
     """True if the parameter is trained in any step."""
 
     trained_from: int = 0
-    """Number of steps after which a trained parameter is trained. 0: it is trained from the start."""
+    """Number of steps after which training of the parameter begins. 0: it is trained from the start, or never."""
 
     tied_to: str | None = None
     """Full name of the first occurrence of a shared (tied) parameter. None for the first occurrence itself, and for a
@@ -245,7 +245,7 @@ class Unit:
 
     expert_parallel: int = 1
     """Number of ranks over which expert parallelism has divided the parameters, before FSDP2 shards each part over
-    `Layout.shards_of` ranks. If it is above 1, the unit has only the `Experts` of one layer, or adapters of experts."""
+    `Layout.shards_of` ranks. If this number is above 1, the unit has only `Experts` of one layer, or their adapters."""
 
     own_because: str = ""
     """Reason, in words, why the unit's modules do not stay in the units around them (`precision.placement`). Empty for
@@ -341,8 +341,8 @@ class ModelPlan:
         return self.loss_head is not None and is_within(self.loss_head, path)
 
     def gathered_dtypes(self) -> list[str]:
-        """Return the dtype of each unit's all-gather, in the order of the units. It is `uint8` for parameters of
-        several dtypes, which FSDP2 gathers as bytes."""
+        """Return the dtype of each unit's all-gather, in the order of the units. The dtype is `uint8` for a unit whose
+        parameters have several dtypes: FSDP2 gathers them as bytes."""
         found = []
         for unit, modules in zip(self.units, self.modules_by_unit(), strict=True):
             computed = {self.unit_of[module.path].compute_dtype for module in modules if module.parameters}
