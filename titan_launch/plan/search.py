@@ -304,8 +304,8 @@ class Search:
         return with_effective_keys(with_values(config, values))
 
     def _starts(self) -> list[tuple[int, bool]]:
-        """Return the pairs (number of replicas, True if the optimizer is sharded over them) with which each job is
-        planned first. The pair that needs the least memory is the last one."""
+        """Return the pairs with which each job is planned first: (number of replicas, True if the optimizer is sharded
+        over them). The pair that needs the least memory is the last one."""
         own, sharded = value_of(self._config, _REPLICAS), value_of(self._config, _SHARDED)
         if not self._is_free(_REPLICAS):
             return [(own, way) for way in self._values(_SHARDED, (False, True)) if own > 1 or not way]
@@ -517,9 +517,9 @@ class Search:
         return best, None
 
     def _until_best(self, job: JobConfig, checkpointing: ActivationCheckpointConfig, limit: float) -> Iterator[Found]:
-        """Yield plans of the job with each pair of `_starts` and each gradient accumulation mode.
+        """Yield predictions for the job with each pair of `_starts` and each gradient accumulation mode.
 
-        Stop if no further plan can take less time than `limit`, or than a plan that fits. If a mode that does not defer
+        Stop if no later prediction can be faster than `limit`, or than one that fits. If a mode that does not defer
         reductions does not fit, skip the modes after it, because they take more memory.
         """
         for replicas, sharded in self._starts():

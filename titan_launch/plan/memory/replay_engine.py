@@ -118,8 +118,8 @@ class ReplayEngine:
         self._recordings.record_ahead([tapes for tapes in dict.fromkeys(chain.from_iterable(wanted)) if tapes])
 
     def _wanted(self, choice: Choice, rank: int) -> tuple[TapesOf, TapesOf | None]:
-        """Return the recording that a prediction needs for a pipeline rank, and the recording of the first microbatch.
-        The second one is None if the first microbatch does not differ from later ones."""
+        """Return the recording that a prediction needs for a pipeline rank, and the recording of its first microbatch.
+        The latter is None if the first microbatch does not differ from later ones."""
         checkpointing, layout = choice.activation_checkpoint, self._layout
         own, first = TapesOf(checkpointing, rank, self._counts), TapesOf(checkpointing, is_deferred=True)
         is_deferred = layout.num_microbatches > 1 and not choice.accumulation.row.reduce_scatters_each

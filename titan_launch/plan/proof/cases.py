@@ -24,7 +24,7 @@ LAYOUT_PARTS = (*NAMED_AXES, "sharded optimizer")
 """Parts of a layout that a run may use or not. The part "sharded optimizer" needs the part "replicas"."""
 
 MODES = ("accumulation", "checkpointing", "chunks", "compile")
-"""Other features of a job that a run may use or not, by their names in a certificate."""
+"""Modes: other features of a job that a run may use or not, by their names in a certificate."""
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Finding:
-    """The first place where a run departs from the single process. The fields from `result` to `how` describe the
+    """The first place where a run differs from the single process. The fields from `result` to `how` describe the
     smallest run with one or two of its axes and modes that shows the difference, if there is one."""
 
     run: str
@@ -54,7 +54,7 @@ class Finding:
 
     cosine: float
     module: str
-    """Path of the first module in which tensors depart, or another place in words, such as `gradient clipping`."""
+    """Path of the first module in which tensors differ, or another place in words, such as `gradient clipping`."""
 
     how: str
     """The results that depart at this place, in words: `its output departs by 1.6e-01`."""

@@ -107,7 +107,7 @@ def _kept(phases: Iterable[_Phase]) -> _Phase:
 
 @dataclass
 class _UnitPlanner:
-    """Builder of the units of one model. The units are not in wrapping order."""
+    """Builder of the units of one model, in any order. Drafts are the units before `_uniform` divides them."""
 
     inventory: Inventory
     precision: PrecisionConfig
@@ -245,7 +245,7 @@ class _UnitPlanner:
         return pairs
 
     def _in_place_units(self) -> list[Unit]:
-        """Return an entry for each rule in place, before `_uniform` divides the entries."""
+        """Return an entry of `ModelPlan.in_place` for each rule in place, before `_uniform` divides it."""
         return [
             replace(self._ruled_unit(paths, assignment, policy), reshard_after_forward=None)
             for (reason, policy), (assignment, paths) in self._rule_groups.items()
@@ -299,8 +299,8 @@ class _UnitPlanner:
         return ruled or frozen or self.precision.storage_dtype
 
     def _uniform(self, drafts: Sequence[Unit], rules: Sequence[Unit]) -> tuple[list[Unit], list[Unit]]:
-        """Return the units, and the entries of rules in place. They are divided so that all parameters of a unit or
-        an entry have the same phase, if FSDP2 can wrap the modules separately. `rules`: the entries to divide.
+        """Divide the drafts and the entries of rules in place (`rules`), so that all parameters of a unit or an entry
+        have the same phase, if FSDP2 can wrap the modules separately.
 
         FSDP2 all-gathers, reshards and reduces a unit as a whole. So trained modules are taken out of a unit with
         frozen modules, or they are in place in it. Modules that are taken out of equal units share a unit, like the
