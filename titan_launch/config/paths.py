@@ -44,8 +44,8 @@ def expand_paths(path: str | tuple[str, ...], suffixes: tuple[str, ...] = ("",))
 
 
 def files_left_out(path: str | tuple[str, ...], suffixes: tuple[str, ...]) -> Counter[str]:
-    """Return how many files in the folders among the entries of `path` have none of the `suffixes`, by the suffix of
-    the file."""
+    """Return the number of files that have none of the `suffixes`, by their own suffix. Only those entries of `path`
+    that are folders count."""
     folders = [entry for entry in ((path,) if isinstance(path, str) else path) if os.path.isdir(entry)]
     if "" in suffixes:
         return Counter()
@@ -142,8 +142,8 @@ def uncompressed(name: str) -> str:
 
 
 def _files_below(root: Path, without: str = "") -> Iterator[tuple[str, Path]]:
-    """Yield (name relative to `root`, file) for each file in a folder and its subfolders, except subfolders with the
-    name `without`."""
+    """Yield (name relative to `root`, file) for each file below a folder. Skip subfolders whose name is the value of
+    `without`."""
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if name != without]
         files = (Path(folder, name) for name in names)

@@ -231,9 +231,9 @@ class _Turns:
     """The assistant's turns in the text of a chat.
 
     Without `generation` blocks, a turn begins after the prompt for an answer: the text that `add_generation_prompt`
-    adds to a chat. To find the end of a turn, the chat up to this turn is rendered, too: both texts are the same at the
-    end of the turn. Marks in the messages show where the text of each message is. Marks that change the chat's text are
-    not used.
+    adds to a chat. To find the end of a turn, the chat up to this turn is rendered, too: the text that ends the turn
+    there must also end it in the whole chat. Marks in the messages show where the text of each message is. Marks that
+    change the chat's text are not used.
     """
 
     template: Renderer
@@ -336,7 +336,7 @@ class _Turns:
 
     def _is_prompt(self, end: str, index: int, start: int) -> bool:
         """Return True if `end`, the text after a turn, is the prompt for an answer, which some templates write after
-        every chat. In that case the turn begins after the same text, and a question after the turn removes `end`."""
+        every chat. A prompt also stands directly before the turn, and is absent if a question follows the turn."""
         if not end or not self.text[:start].rstrip().endswith(end):
             return False
         return not self._text_after(index, start, _QUESTION).startswith(end)
@@ -522,7 +522,7 @@ def _environment(today: date) -> Any:
             super().__setitem__(name, value)
 
     class Dict:
-        """A replacement of the type `dict` for templates, which does not have the attributes of a type."""
+        """The `dict` of templates: only the constructor and `fromkeys`, without other attributes of Python's `dict`."""
 
         def __call__(self, *args: Any, **items: Any) -> dict[Any, Any]:
             return dict(*args, **items)

@@ -385,7 +385,7 @@ class _UnitPlanner:
         return {key: _kept(phases) for key, phases in found.items()}
 
     def _modules_by_unit(self, units: Sequence[Unit]) -> list[dict[str, _Phase]]:
-        """Return, for each unit, the phases of its modules that own parameters, by path."""
+        """Return for each unit a dict of its modules that own parameters: path -> phase."""
         owners = unit_by_module(self.inventory, units)
         found: list[dict[str, _Phase]] = [{} for _ in units]
         for path, phase in self._phases.items():
@@ -394,8 +394,7 @@ class _UnitPlanner:
 
     def _can_be_taken(self, path: str, own: Mapping[str, _Phase], unit: Unit) -> bool:
         """Return True if a module can be taken out of a unit, with all modules inside of it: `fully_shard` can wrap the
-        module, and all its parameters in this unit have one phase. `own`: phases of the modules of the unit that own
-        parameters, by path."""
+        module, and all its parameters in this unit have one phase. `own`: the unit's dict of `_modules_by_unit`."""
         module = self.inventory.by_path[path]
         if not path or not module.has_forward or (unit.is_divided and not module.is_adapter):
             return False
