@@ -222,7 +222,8 @@ def _accumulations(config: JobConfig, layout: Layout) -> tuple[list[GradientAccu
             found.setdefault(_effect(config, candidate, layout), candidate)
         elif not candidate.keep_params_unsharded or own.keep_params_unsharded:
             key, reason = format_key(problem.key), problem.reason.partition(";")[0]
-            notes.append(f"{accumulation_label(candidate)} is not compared: {key} = {problem.value}: {reason}")
+            label = f"gradient accumulation {accumulation_label(candidate)}"
+            notes.append(f"{label} is not compared: {key} = {problem.value}: {reason}")
     order = [_effect(config, candidate, layout) for candidate in _candidates(layout)]
     return sorted(found.values(), key=lambda it: order.index(_effect(config, it, layout))), list(dict.fromkeys(notes))
 

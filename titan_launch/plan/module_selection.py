@@ -292,4 +292,4 @@ def describe_loss(config: JobConfig, plan: ModelPlan) -> str | None:
         return None
     if plan.loss_head is not None:
         return f"computed by {plan.loss_head} in {chunks} chunks of classes; logits exist for one chunk at a time"
-    return f"computed in {chunks} chunks of the model's logits, which exist for all classes: {_why_logits(plan)}"
+    return f"computed in {chunks} chunks, but logits exist for all classes at a time, because {_why_logits(plan)}"

@@ -211,7 +211,7 @@ class _UnitPlanner:
         if phases != {None} and trained != unit.storage_dtype:
             return f"{path} is stored in {trained}, and {unit.name} in {unit.storage_dtype}"
         if policy.reduce_dtype != unit.policy.reduce_dtype:
-            return f"{path} reduces in {policy.reduce_dtype}, and {unit.name} in {unit.policy.reduce_dtype}"
+            return f"{path} reduces gradients in {policy.reduce_dtype}, and {unit.name} in {unit.policy.reduce_dtype}"
         if any((policy.param_dtype or dtype) not in (dtype, unit.policy.param_dtype) for dtype in stored):
             return f"{path} computes in {policy.param_dtype}, neither its storage dtype nor the dtype of {unit.name}"
         return None

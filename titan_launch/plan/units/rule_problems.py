@@ -126,7 +126,7 @@ def _mixed_batch_norms(candidates: Sequence[ModuleInfo], assignments: RuleAssign
             continue
         statistics_dtype = assignments.buffer_dtype(module) or statistics[0].dtype
         if statistics_dtype != dtype:
-            reason = f"{module.path} would have {dtype} parameters beside {statistics_dtype} running statistics"
+            reason = f"{module.path} would have {dtype} parameters and {statistics_dtype} running statistics"
             remedy = 'set param_dtype = "float32" without a buffer_dtype, or remove the rule'
             yield _problem(assignment, f"{reason}, which kernels do not support; {remedy}")
             return
