@@ -13,7 +13,7 @@ from typing import Any
 from titan_launch.config.axes import PIPELINE, REPLICATE, SHARD, TENSOR
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.parallelism import ActivationCheckpointConfig, CompileConfig, ParallelismConfig
-from titan_launch.config.sections.training import GradientAccumulationConfig
+from titan_launch.config.sections.training import ACCUMULATION_MODES, GradientAccumulationConfig
 from titan_launch.plan.job import with_values
 from titan_launch.plan.proof.twin import NAMED_AXES, num_microbatches, splits_backward, world_size
 
@@ -132,7 +132,8 @@ def without(config: JobConfig, parts: tuple[str, ...]) -> JobConfig:
     changed = config.model_copy(update=changes)
     if "accumulation" in parts and splits_backward(parallelism):
         changed = changed.model_copy(update={"gradient_accumulation": _ONCE})
-    if changed.gradient_accumulation.mode == "deferred_all_reduce" and not _all_reduces(parallelism):
+    accumulation = changed.gradient_accumulation
+    if accumulation.mode != "auto" and accumulation.row.needs_all_reduces and not _all_reduces(parallelism):
         changed = changed.model_copy(update={"gradient_accumulation": immediate})
     if changed.activation_checkpoint.mode == "memory_budget" and not changed.compile.enable:
         changed = changed.model_copy(update={"activation_checkpoint": ActivationCheckpointConfig()})
@@ -180,10 +181,12 @@ def _choices(twin: JobConfig) -> Iterator[JobConfig]:
     if splits_backward(twin.parallelism):
         modes = [_ONCE]
     elif accumulation.mode == "auto":
-        names = ["immediate", *(["deferred_all_reduce"] if _all_reduces(twin.parallelism) else [])]
-        modes = [GradientAccumulationConfig(mode=name, keep_params_unsharded=False) for name in names]
-        kept = accumulation.keep_params_unsharded is not False and not twin.loss.kind.frees_parameters
-        modes.append(GradientAccumulationConfig(mode="deferred", keep_params_unsharded=kept))
+        can_keep = accumulation.keep_params_unsharded is not False and not twin.loss.kind.frees_parameters
+        modes = [
+            GradientAccumulationConfig(mode=name, keep_params_unsharded=can_keep and not row.reduce_scatters_each)
+            for name, row in ACCUMULATION_MODES.items()
+            if _all_reduces(twin.parallelism) or not row.needs_all_reduces
+        ]
     else:
         modes = [accumulation.model_copy(update={"keep_params_unsharded": bool(accumulation.keep_params_unsharded)})]
     chosen = ("full", "selective") if checkpointing.mode == "auto" else (checkpointing.mode,)
