@@ -44,11 +44,11 @@ class CrossEntropy(Loss):
         self._kernels = Kernels.compiled(compiled)
         self._has_head = False
         self.targets: Tensor | None = None
-        """The targets of the current forward. If the value is None, the output layer returns logits."""
+        """The targets inside a `given` block, for the output layer. None outside: the layer then returns logits."""
 
     def compute_in(self, head: nn.Module, dtypes: Sequence[torch.dtype] = ()) -> None:
-        """Change the forward of `head`, an `nn.Linear`, in place: in a block of `given`, the layer returns the sums of
-        the loss instead of logits.
+        """Change the forward of `head`, an `nn.Linear`, in place: inside a `with loss.given(targets)` block, the layer
+        returns the sums of the loss instead of logits.
 
         The logits are the output of the layer. If the layer has the method `adjust_logits`, an elementwise function
         such as a soft cap, `adjust_logits` is applied to each chunk of logits. Then each chunk is cast to all `dtypes`,
@@ -58,7 +58,7 @@ class CrossEntropy(Loss):
         loss, compute = self, head.forward
         adjust = _adjustment(getattr(head, "adjust_logits", None), dtypes)
 
-        # The explanation of an out-of-memory error finds the module in a frame under the name `self`.
+        # Named `self`, because an out-of-memory message names the module that is `self` in the traceback's frames.
         def forward(self: nn.Module, x: Tensor) -> Tensor:
             return compute(x) if loss.targets is None else loss.of_head(self, x, loss.targets, adjust)
 
@@ -143,7 +143,7 @@ class CrossEntropy(Loss):
 
 
 def _adjustment(adjust: Adjust | None, dtypes: Sequence[torch.dtype]) -> Adjust | None:
-    """Return one function that applies `adjust` and then casts to all `dtypes`; None if there is nothing to do."""
+    """Return one function that applies `adjust` and then casts to all `dtypes`; None without `adjust` and `dtypes`."""
     if adjust is None and not dtypes:
         return None
 

@@ -1,9 +1,8 @@
 """Kahneman-Tversky optimization (KTO), a loss of single answers that are desirable or undesirable.
 
-The loss of an answer compares its log-ratio with a baseline, the mean log-ratio of mismatched answers. A sample has
-several chats. The mismatched chats of a sample have the same prompts, but each prompt is followed by the answer to the
-prompt before. So they have as many tokens as the sample, and do not depend on the division of a batch into ranks and
-microbatches.
+The loss of an answer compares its log-ratio (see `KTOLoss`) with a baseline, the mean log-ratio of mismatched answers.
+A sample has several chats. In its mismatched chats, each prompt is followed by the answer to the previous prompt. So
+these chats have as many tokens as the sample, and do not depend on the division of a batch into ranks and microbatches.
 """
 
 from __future__ import annotations
@@ -59,8 +58,8 @@ def answers_in(targets: Tensor, documents: Tensor | None) -> Answers:
 
 
 def _extreme(places: Tensor, is_taken: Tensor, documents: Tensor, kind: str) -> Tensor:
-    """Return the first (`amin`) or last (`amax`) taken place of each document, int64 (batch, documents). For a document
-    without a taken place, `amin` returns the last place of the sample, and `amax` returns 0."""
+    """Return for each document the first (`kind` amin) or last (amax) entry of `places` where `is_taken` is True: int64
+    (batch, documents). Without such an entry, amin gives the last position of the sample, and amax gives 0."""
     other = places.shape[1] - 1 if kind == "amin" else 0
     found = places.new_full((len(places), num_documents(places.shape[1])), other)
     return found.scatter_reduce(1, documents.long(), places.where(is_taken, other), kind)
@@ -80,8 +79,8 @@ class Mismatched(NamedTuple):
 
 
 def mismatched(inputs: Tensor, answers: Answers) -> Mismatched:
-    """Return the mismatched chats of a microbatch. Each prompt gets the answer of the chat before. The first prompt of
-    a sample gets the answer of the last chat. Documents without an answer, such as padding, keep their tokens.
+    """Return the mismatched chats of a microbatch. Each prompt gets the answer of the previous chat. The first prompt
+    of a sample gets the answer of its last chat. Documents without an answer, such as padding, keep their tokens.
 
     `inputs`: (batch, tokens). No shape depends on a value, so the host never waits for the device.
     """
@@ -189,8 +188,8 @@ class KTOLoss(Loss):
 
     def sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return four sums over answers: the losses, the rewards (negated for undesirable answers), the number of
-        answers whose reward is on the right side of the baseline, and the baseline. Without gradients, return the first
-        and the third sum."""
+        correct answers (desirable: reward above the baseline; undesirable: below), and the baseline. Without gradients,
+        return the first and the third sum."""
         self._check(outputs.shape, targets)
         assert self._prepared is not None, "prepare comes first"
         (answers, reference, baseline), self._prepared = self._prepared, None

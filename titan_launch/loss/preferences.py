@@ -85,7 +85,7 @@ def total_log_prob(logits: Tensor, targets: Tensor, documents: Tensor) -> Tensor
     """Return the sum of the log-probabilities of each document's valid targets: fp32 (batch, pairs, 2).
 
     `logits`: (batch, tokens, classes). `targets`, `documents`: (batch, tokens). `pairs` is the largest number of pairs
-    that a sample may have. The results of documents that a sample lacks are 0.
+    that a sample may have. Entries without a document are 0.
     """
     return _in_pairs(log_prob_of_document(logits, targets, documents))
 
@@ -121,14 +121,14 @@ def _are_valid(targets: Tensor) -> Tensor:
 
 
 def _by_document(values: Tensor, documents: Tensor) -> Tensor:
-    """Return the sums of values (batch, tokens) by document: (batch, `num_documents`)."""
+    """Return the sum of `values` (batch, tokens) over the tokens of each document: (batch, `num_documents`)."""
     batch, tokens = values.shape
     return values.new_zeros(batch, num_documents(tokens)).scatter_add(1, documents.long(), values)
 
 
 def num_documents(tokens: int) -> int:
-    """Return the number of entries for the documents of a sample, an even number. The number of a document may be as
-    large as the number of tokens, because padding counts as a document."""
+    """Return the size of the document axis for samples of `tokens` tokens, an even number. Document numbers are 0 to at
+    most `tokens`: every token may be a document, and padding is one more."""
     return 2 * (tokens // 2 + 1)
 
 
