@@ -350,7 +350,7 @@ class _StreamPart(IterableDataset[Any]):
 
 
 class _ErrorsAsSamples:
-    """A reader of a stream that returns a UserError in place of a sample, for the same reason as `_Reader`."""
+    """A reader of a stream that returns a UserError in place of a sample (`_Reader.__getitems__` has the reason)."""
 
     def __init__(self, reader: Reader):
         self._reader = reader

@@ -266,8 +266,8 @@ class TokenStream:
     vocab_size: int
 
     identity: Sequence[Any]
-    """Values for the key of cached results that depend on the ends of the documents. If an end changes, a value
-    changes. JSON can represent the values."""
+    """Values that JSON can represent and that change if the end of a document changes. Results that depend on the ends
+    of documents are cached by them."""
 
     starts: Sequence[int] = field(init=False)
     """For each shard, the number of tokens before it. The last entry is the number of all tokens."""
@@ -348,7 +348,7 @@ def open_token_files(folder: Path, header: Header) -> TokenStream:
 
 
 def first_without_tokens(ends: npt.NDArray[np.int64]) -> int | None:
-    """Return the index of the first document that does not end after the document before it; None if there is none."""
+    """Return the index of the first document that does not end after the previous document; None if there is none."""
     for start in range(0, len(ends), CHUNK):
         chunk = ends[start : start + CHUNK]
         rises = np.diff(chunk, prepend=ends[start - 1] if start else 0) > 0

@@ -42,7 +42,7 @@ class Part:
 
     files: tuple[File, ...]
     num_bytes: int
-    """Approximate size, for the progress bar."""
+    """Approximate size in bytes, for the progress bar."""
 
     start: int = 0
     """Start of the part. The class of the corpus decides the unit: bytes, rows or row groups."""
@@ -82,7 +82,7 @@ class Corpus(ABC):
     """Documents in files. Instances are sent to worker processes."""
 
     unit = "file"
-    """Noun for messages: the part of the data that is one document."""
+    """Noun in messages for the data of one document, such as `file` or `line`."""
 
     remedy = "name other files"
     """Remedy in the error for data without any usable document."""
@@ -102,8 +102,7 @@ class Corpus(ABC):
 
     @property
     def identity(self) -> Sequence[object]:
-        """Further values that decide the tokens, in addition to the files, the keys of the section, and the
-        tokenizer."""
+        """Values that decide the tokens in addition to the files, the keys of the section, and the tokenizer."""
         return []
 
     @property

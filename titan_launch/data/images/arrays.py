@@ -54,7 +54,7 @@ class ArrayImages:
         return self._images.shape
 
     def as_file(self, chosen: npt.NDArray[np.int64]) -> tuple[str, int]:
-        """See `Images.as_file`. The name is the dtype and the shape of an image. The size includes the labels."""
+        """See `Images.as_file`. The name is the dtype and shape of an image. The bytes of the labels count too."""
         images, labels = self._images, self.labels
         image_bytes = images.dtype.itemsize * int(np.prod(images.shape[1:]))
         return f"{images.dtype} {images.shape[1:]}", len(chosen) * (image_bytes + labels.itemsize)
@@ -103,7 +103,7 @@ def open_digits(path_key: KeyPath) -> ArrayImages:
 
 
 class ArrayFileError(Exception):
-    """Error for an `.npy` or `.npz` file that is refused. The message is a clause."""
+    """Error for an `.npy` or `.npz` file that is refused. The message is a clause without the name of the file."""
 
 
 def open_npz(path: str, path_key: KeyPath) -> ArrayImages:

@@ -55,7 +55,8 @@ _UPRIGHT = {
     7: "TRANSVERSE",
     8: "ROTATE_90",
 }
-"""Pillow's name of the change for each orientation. Orientation 1 is upright, and other values have no meaning."""
+"""Pillow's operation that makes an image upright, by orientation. Orientation 1 is upright; other values mean
+nothing."""
 
 _EIGHT_BITS = "convert it to 8 bits per channel, or save arrays in an .npz file"
 
