@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WatchedStep:
-    """Facts about a step that is about to run."""
+    """Properties of a step that is about to run."""
 
     number: int
     """Number of the step, from 1 on."""
@@ -34,7 +34,7 @@ class StepResult:
     tensor-parallel group compute the same loss. So each of them has this loss divided by the tensor-parallel degree."""
 
     parts: Mapping[str, Tensor]
-    """This rank's part of the other metrics of the loss (`Loss.tags`), by tag."""
+    """This rank's part of the mean of each further metric of the loss (`Loss.tags`), by tag."""
 
     items_local: Tensor
     """Number of this rank's items in `loss_sum`, divided by the tensor-parallel degree."""

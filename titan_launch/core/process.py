@@ -226,8 +226,8 @@ def announce_once(text: str, traceback: str = "") -> None:
 
 
 def claim_announcement(environment: Mapping[str, str]) -> bool:
-    """Create the file that marks a failure as printed. Return True if the caller is to print the failure, and False if
-    the file exists already. If torchrun did not start the caller, or if the file cannot be created, return True.
+    """Create the file that marks a failure as printed. Return True if the caller must print the failure, and False if
+    the file already exists. If torchrun did not start the caller, or if the file cannot be created, return True.
 
     `environment`: environment variables of a rank, which name the folder that torchrun has created for this start.
     """
