@@ -22,7 +22,7 @@ class Override:
 
     def __init__(self, text: str, key: tuple[str, ...], value: Any):
         self.text = text
-        """Text as the user wrote it."""
+        """The override as the user wrote it."""
         self.key = key
         """Path of the key. Indices of arrays are still strings of digits."""
         self.value = value
@@ -122,7 +122,7 @@ def parse_value(text: str) -> Any:
 
 
 _ALTERNATIVES: Mapping[KeyPath, str] = {("training", "steps"): "epochs", ("training", "epochs"): "steps"}
-"""Pairs of keys of which a job has only one. Each key has the other key of its table as the value."""
+"""Pairs of keys in one table of which a job sets only one. The value is the name of the other key."""
 
 
 class Draft:
@@ -166,7 +166,7 @@ class Draft:
                 self._put(container, name, override.value, key, override)
 
     def _merge(self, table: dict[str, Any], new: Mapping[str, Any], key: KeyPath, source: Source) -> None:
-        # If `new` changes the kind of the table, remove the keys that the new kind has not, or with another meaning.
+        # If `new` changes the kind of the table, remove keys that the new kind lacks or gives another meaning.
         if kinds := kinds_of(key):
             for name in kinds.dropped_keys(table, new):
                 self._forget((*key, name), table.pop(name))

@@ -89,8 +89,8 @@ def mixtures_are_complete(config: JobConfig) -> Iterator[Problem]:
 
 
 def mixture_weights_are_usable(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem for each weight of a mixture that has no effect, is not valid, or is too small. Also report if
-    all weights are 0 at once."""
+    """Report a problem for each weight of a mixture that has no effect, is not valid, or is too small. Also report a
+    problem if all weights are 0 at the same step."""
     for key, data in _tables(config):
         if not isinstance(data, MixtureData):
             continue
@@ -275,7 +275,7 @@ def sources_of(config: JobConfig) -> Iterator[tuple[KeyPath, DataSource]]:
 
 
 def sources_with(config: JobConfig, kind: type[Kind]) -> Iterator[tuple[KeyPath, Kind]]:
-    """Yield the pairs of `sources_of` whose table is an instance of the class `kind`."""
+    """Yield (key, table) for each table of `sources_of` that is an instance of the class `kind`."""
     yield from ((key, data) for key, data in sources_of(config) if isinstance(data, kind))
 
 

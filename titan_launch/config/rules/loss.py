@@ -107,8 +107,8 @@ def answers_are_for_their_losses(config: JobConfig) -> Iterator[Problem]:
 
 def outputs_suit_the_loss(config: JobConfig) -> Iterator[Problem]:
     """For a model of this package, report a problem if `num_labels` does not suit the loss or the data. There are four
-    cases. A model with labels has a loss of language models. The number of labels is wrong. A model with labels has
-    data without labels. The loss does not read the targets (`train_on`)."""
+    problems: a loss for language models with `num_labels`; a wrong number of labels; `num_labels` with data without
+    labels; and targets that the loss does not read (`train_on`)."""
     args, name = known_args(config.model), config.loss.name
     if args is None or not args.supports_labels:
         return
@@ -139,7 +139,7 @@ def outputs_suit_the_loss(config: JobConfig) -> Iterator[Problem]:
 
 
 def base_is_frozen(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem if the reference model of a loss is `base`, and the job has no adapters, or also trains
+    """For a loss with `reference = "base"`, report a problem if the job has no adapters, or if it also trains
     parameters of the base model."""
     settings = config.loss.settings
     if not isinstance(settings, ReferenceConfig) or settings.reference != BASE:

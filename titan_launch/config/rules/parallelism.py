@@ -149,8 +149,8 @@ NO_EXPERTS = "divides experts over ranks, but the model has no experts; set 1"
 
 
 def misfit_of_experts(degree: int, num_experts: int, experts: str) -> str | None:
-    """Return the reason why a degree does not divide a number of experts; None if it divides the number. `experts`:
-    name of these experts in the reason."""
+    """Return the reason why `degree` does not divide `num_experts`; None if it does. `experts`: noun for these experts
+    in the reason."""
     if num_experts % degree == 0:
         return None
     return f"must divide {experts} ({num_experts}), since each rank holds whole experts; set {_divisors(num_experts)}"
@@ -239,8 +239,8 @@ def misfit_of_microbatches(
     """Return the reason why the schedule does not support a number of microbatches per step, with the nearest valid
     global batch sizes. Return None if the schedule supports the number, and for a job without pipeline parallelism.
 
-    `samples_each`: samples per microbatch over all ranks. None if unknown: the reason then names numbers of
-    microbatches, or no number.
+    `samples_each`: samples per microbatch, over all ranks. If it is None (unknown), the reason names numbers of
+    microbatches in place of global batch sizes, or no number.
     """
     schedule, degree = parallelism.pipeline_parallel_schedule, parallelism.pipeline_parallel_degree
     if degree == 1:
@@ -333,8 +333,8 @@ def microbatches_suit_the_schedule(config: JobConfig) -> Iterator[Problem]:
 
 
 def split_backward_is_reduced_once(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem if the schedule splits backward, and the gradient accumulation mode reduce-scatters after every
-    microbatch or does not keep parameters unsharded.
+    """For a schedule that splits backward, report a problem if gradients are reduce-scattered after every microbatch,
+    or if parameters do not stay unsharded.
 
     In modes that reduce-scatter after every microbatch, FSDP2 reduces gradients at the end of each microbatch's
     backward. If backward is split, the gradients of weights are not yet complete at that point.
@@ -355,8 +355,8 @@ def split_backward_is_reduced_once(config: JobConfig) -> Iterator[Problem]:
 
 
 def split_backward_checkpoints_whole_modules(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem if the schedule splits backward, and activation checkpointing is selective by operation (`op`)
-    or `auto`.
+    """For a schedule that splits backward, report a problem if activation checkpointing is `auto` or selective by
+    operation (`op`).
 
     A schedule that splits backward reads each saved result twice, but selective checkpointing by operation frees a
     result after it was read once.
@@ -377,8 +377,8 @@ def split_backward_checkpoints_whole_modules(config: JobConfig) -> Iterator[Prob
 
 
 def split_backward_supports_experts(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem if the schedule splits backward, the model has experts, and the installed PyTorch cannot split
-    the backward of experts."""
+    """For a schedule that splits backward, report a problem if the model has experts and the installed PyTorch cannot
+    split their backward."""
     args, schedule = known_args(config.model), config.parallelism.pipeline_parallel_schedule
     if SPLITS_BACKWARD_OF_EXPERTS or not splits_backward(config.parallelism) or args is None:
         return

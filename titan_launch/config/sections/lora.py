@@ -78,7 +78,7 @@ class LoRAConfig(Section):
 
     @property
     def scale(self) -> float:
-        """Factor of the product B A."""
+        """Number by which the product B A is multiplied."""
         return self.alpha / (self.rank**0.5 if self.rank_stabilized else self.rank)
 
     def alpha_of(self, scale: float, rank: int) -> float:

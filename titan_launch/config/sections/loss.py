@@ -82,7 +82,7 @@ class SimPOConfig(Section):
     is the mean over the tokens of an answer."""
 
     beta: Annotated[float, Field(gt=0)] = 2.0
-    """Factor of the log-probabilities."""
+    """Number by which the log-probabilities are multiplied."""
 
     gamma: Annotated[float, Field(ge=0)] = 1.0
     """Margin by which the reward of the chosen answer, `beta` x log-probability, should exceed that of the rejected
@@ -122,7 +122,7 @@ class DistillationConfig(Section):
 class LossConfig(Section):
     """The training loss. It is summed in fp32. With `cross_entropy` and `distillation`, validation reports the
     cross-entropy without label smoothing and z-loss, so that jobs can be compared. With any other loss, and with
-    `model.loss`, validation reports this loss."""
+    `model.loss`, validation reports the training loss."""
 
     name: str = "cross_entropy"
     """The loss. `cross_entropy`: the mean cross-entropy of all targets that are not ignored. `dpo`, `ipo`, `simpo` and
@@ -167,8 +167,8 @@ class LossConfig(Section):
     1e-4. `train/loss` does not contain the z-loss; `train/z_loss` reports it."""
 
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Part of the target's probability that is spread evenly over all classes, as in `torch.nn.CrossEntropyLoss`.
-    `train/loss` is computed with label smoothing."""
+    """Fraction of the target's probability that is distributed evenly over all classes, as in
+    `torch.nn.CrossEntropyLoss`. `train/loss` is computed with label smoothing."""
 
     @property
     def is_of_package(self) -> bool:
@@ -214,8 +214,8 @@ class FrozenModelConfig(NamedTuple):
 
 @dataclass(frozen=True)
 class LossKind:
-    """The facts about a loss that rules and the data of a run need: its second model, its data, and the keys that it
-    refuses."""
+    """The properties of a loss that rules and the data of a run depend on: its second model, its data, and the keys
+    that it does not support."""
 
     second_model: str | None = None
     """The key that names the second model, in the table of the loss: `reference` in `[loss.dpo]`. None: the loss has no
@@ -230,8 +230,8 @@ class LossKind:
     are neither pairs nor answers with a label."""
 
     frees_parameters: bool = False
-    """True for a loss that runs the trained model without a backward in each step, after which FSDP2 frees the
-    parameters. The planner cannot count their all-gathers if they stay unsharded between microbatches."""
+    """True for a loss that also runs the trained model without backward, after which FSDP2 frees the parameters.
+    `keep_params_unsharded = true` is then refused, because the planner could not predict the all-gathers."""
 
     unsupported: Mapping[tuple[str, str], str] = field(default_factory=dict)
     """The keys that cannot be used with the loss, each with the reason. In a reason, `{}` stands for the name of the

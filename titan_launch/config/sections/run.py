@@ -157,8 +157,8 @@ class ProveConfig(Section):
     many rows as this number. Default: 64, or less if the model's argument `vocab_size` is smaller."""
 
     certificate: str | None = None
-    """File that `prove --out` wrote, relative to the working directory. `launch --require-proof` and the header of a
-    run's log read this file instead of the certificates in the cache of this host."""
+    """Path of the certificate that `prove --out` wrote, relative to the working directory. `launch --require-proof` and
+    the header of a run's log read this file instead of the certificates in the cache of this host."""
 
 
 UNWATCHED_GROUPS = ("checkpoint",)
@@ -206,8 +206,8 @@ class PlannerConfig(Section):
     device: str | None = None
     """Accelerator to plan for, by its name in the device table: `h100-80gb`, `a100-40gb`, ... (the error for an unknown
     name lists all names). The device sets memory, peak and bandwidths; the keys below override them. Default: in a run,
-    the GPU of the machine; in `plan`, none. Without a device, `plan` gives no verdicts unless `memory_gib` is set or
-    the job is for CPUs."""
+    the GPU of the machine; in `plan`, none. Without a device, `plan` does not say whether the job fits, unless
+    `memory_gib` is set or the job is for CPUs."""
 
     memory_gib: Positive | None = None
     """Memory limit of one device, in GiB, as torch reports it. Default: the memory of the device. On a CPU (`job.device
@@ -215,8 +215,8 @@ class PlannerConfig(Section):
     limit (`ulimit`), that limit."""
 
     margin_gib: Annotated[float, Field(ge=0)] | None = None
-    """Memory, in GiB, that must stay free below the limit. A choice of modes that leaves less memory free does not have
-    the verdict `fits`, and `auto` does not take it. Default: 5 % of the limit, and on a GPU at least 0.5."""
+    """Memory, in GiB, that must stay free below the limit. If a combination of modes leaves less memory free, `plan`
+    does not say that it fits, and `auto` does not choose it. Default: 5 % of the limit, and on a GPU at least 0.5."""
 
     intra_node_gb_per_s: Positive | None = None
     """Bandwidth of one GPU to other GPUs on its node, in GB/s (1e9 bytes, one direction). Default: the bandwidth of the

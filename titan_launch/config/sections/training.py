@@ -104,8 +104,7 @@ class TrainingConfig(Section):
 
 @dataclass(frozen=True)
 class AccumulationMode:
-    """The times at which a step communicates the gradients of its microbatches: after every microbatch, or after the
-    last one."""
+    """Collectives of a mode that run after every microbatch. The others run once, after the last microbatch."""
 
     reduce_scatters_each: bool
     """Reduce-scatter after every microbatch. False: every rank sums unsharded gradients until the last microbatch."""
@@ -172,7 +171,7 @@ class ParamGroup(Section):
     """Glob for parameter paths: `*` matches within one segment, `**` crosses dots, as in `layers.*.attention.**`."""
 
     lr_factor: Annotated[float, Field(ge=0)] = 1.0
-    """Factor of the scheduled learning rate for these parameters."""
+    """Number by which the scheduled learning rate is multiplied for these parameters."""
 
     weight_decay: Annotated[float, Field(ge=0)] | None = None
     """Weight decay of these parameters. Unset: the same as without this group."""
@@ -202,7 +201,8 @@ class MuonConfig(Section):
     sqrt(max(1, A / B)), the author's factor, which needs a learning rate of about 0.02."""
 
     lr_factor: Annotated[float, Field(gt=0)] = 1.0
-    """Factor of the learning rate for Muon's parameters, in addition to the factor of their parameter group."""
+    """Number by which the learning rate of Muon's parameters is multiplied, in addition to the `lr_factor` of their
+    group."""
 
 
 class SGDConfig(Section):
