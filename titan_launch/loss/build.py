@@ -59,7 +59,7 @@ def build_loss(
     if isinstance(config.loss.settings, KTOConfig):
         return KTOLoss(check, compiled, config.loss.settings, model, frozen or Base(model))
     if distillation is not None:
-        assert frozen is not None, "the loss has a teacher"
+        assert frozen is not None, "distillation requires a teacher"
         return DistillationLoss(check, compiled, distillation, frozen)
     loss = CrossEntropy(config.loss, check, compiled)
     if plan.loss_head is not None:

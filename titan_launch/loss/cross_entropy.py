@@ -119,7 +119,7 @@ class CrossEntropy(Loss):
         self._check((*x.shape[:-1], weight.shape[0]), targets)
         if not isinstance(weight, DTensor):
             return self._in_chunks(Classes(weight.shape[0]), x, weight, bias, targets, adjust)
-        assert isinstance(x, DTensor), "tensor parallelism makes DTensors of the input and the weight"
+        assert isinstance(x, DTensor), "a DTensor weight requires a DTensor input"
         own_weight, own_bias = weight.to_local(), None if bias is None else bias.to_local()
         own_x = x.to_local(grad_placements=[Partial()])  # the gradients from all ranks' classes add up
         classes = Classes.of(weight, own_weight.shape[0])

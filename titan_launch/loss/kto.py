@@ -48,7 +48,7 @@ class Answers(NamedTuple):
 def answers_in(targets: Tensor, documents: Tensor | None) -> Answers:
     """Return the answers of a microbatch. The last valid target of a document is its label. The other valid targets are
     its answer. `targets`, `documents`: (batch, tokens)."""
-    assert documents is not None, "config.rules demands data with labels"
+    assert documents is not None, "config.rules requires data with labels"
     places = torch.arange(targets.shape[1], device=targets.device).expand_as(targets)
     last = _extreme(places, targets != IGNORED_TARGET, documents, "amax")
     labels = targets.gather(1, last)
@@ -191,7 +191,7 @@ class KTOLoss(Loss):
         correct answers (desirable: reward above the baseline; undesirable: below), and the baseline. Without gradients,
         return the first and the third sum."""
         self._check(outputs.shape, targets)
-        assert self._prepared is not None, "prepare comes first"
+        assert self._prepared is not None, "call prepare before sums"
         (answers, reference, baseline), self._prepared = self._prepared, None
         settings = self._settings
         sign = answers.labels * 2 - 1

@@ -168,13 +168,13 @@ class PreferenceLoss(Loss):
 
     def counts(self, targets: Tensor, documents: Tensor | None) -> Tensor:
         """Return two numbers: the pairs and the valid targets of a microbatch, int64 (2)."""
-        assert documents is not None, "config.rules demands data of pairs"
+        assert documents is not None, "config.rules requires data of pairs"
         return torch.stack([are_pairs(targets, documents).sum(), count_valid(targets)])
 
     def prepare(self, inputs: Tensor, targets: Tensor, documents: Tensor | None) -> None:
         """Keep the documents for `sums`. If the loss has a reference model, run it, and keep its numbers
         (`PairLoss.of_answer`). Collective."""
-        assert documents is not None, "config.rules demands data of pairs"
+        assert documents is not None, "config.rules requires data of pairs"
         reference = None
         if self._reference is not None:
             with torch.no_grad():
@@ -190,7 +190,7 @@ class PreferenceLoss(Loss):
         if self._row.of_answer is score and outputs.shape[-1] != 1:
             found = f"returns {outputs.shape[-1]} numbers for each token"
             raise forward_error(f'{found}, but loss.name = "reward" reads one; give its last layer one output')
-        assert self._prepared is not None, "prepare comes first"
+        assert self._prepared is not None, "call prepare before sums"
         (documents, reference), self._prepared = self._prepared, None
         own = self._of_answer(outputs, targets, documents)
         terms = self._row.terms(own if reference is None else own - reference, self._settings)

@@ -78,7 +78,7 @@ class FrozenModel:
 
     @property
     def plan(self) -> ModelPlan:
-        assert self.wrapping is not None, "assemble_model comes first"
+        assert self.wrapping is not None, "call assemble_model before plan"
         return self.wrapping
 
     def load(self) -> WeightsSource:
