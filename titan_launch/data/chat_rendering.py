@@ -302,7 +302,7 @@ class _Turns:
         if self._prompt and self.text.count(self._prompt, start, own[0]) == 1:
             return self.text.index(self._prompt, start) + len(self._prompt)
         if self._prompt:
-            raise self._unknown(index, f"the prompt {self._prompt!r} is not exactly once right before the answer")
+            raise self._unknown(index, f"the prompt {self._prompt!r} must occur exactly once right before the answer")
         if index:
             raise self._unknown(index, "the template writes the earlier messages differently if they end the chat")
         before = self.text[: own[0]]
@@ -522,7 +522,7 @@ def _environment(today: date) -> Any:
             super().__setitem__(name, value)
 
     class Dict:
-        """A replacement of the type `dict` for templates, which does not have the attributes of a type."""
+        """The function `dict` of templates. It is not a type, whose attributes lead out of the sandbox."""
 
         def __call__(self, *args: Any, **items: Any) -> dict[Any, Any]:
             return dict(*args, **items)

@@ -1,4 +1,5 @@
-"""Pixels of image files. Each file format and mode of Pillow is read exactly as this module says, or refused by name.
+"""Pixels of image files. Each file format and mode of Pillow is read exactly as this module says, or refused with an
+error.
 
 Pillow converts any mode into any other, and clips, drops or reinterprets values on the way. So an image is converted
 only if its file format, its mode and the stored layout ("raw mode") of its pixels are in the tables below.

@@ -53,7 +53,7 @@ class SampleSource(Protocol):
         """Number of classes of the targets. For tokens, this is the size of the vocabulary."""
 
     def describe(self) -> str:
-        """Return the amount of data as part of a log line."""
+        """Return a text for a log line: the amount and kind of the data."""
 
     def fingerprint(self, seed: int) -> Fingerprint | None:
         """Return a fingerprint of the source's data; None if the source reads no data, is a mixture, or is a stream.
