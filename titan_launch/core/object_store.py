@@ -84,7 +84,7 @@ class ObjectStore:
     object with the URL itself is empty. All methods raise StoreError, and OSError for errors of the local disk."""
 
     def __init__(self, url: str):
-        """Prepare requests; none is sent. Raises StoreError if the package for the URL is not installed."""
+        """Make the fsspec file system, without a request. Raises StoreError if the URL's package is not installed."""
         scheme, _, path = url.partition("://")
         if not is_installed(module_of(url)):
             raise StoreError(not_installed(module_of(url)))
