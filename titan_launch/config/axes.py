@@ -13,8 +13,7 @@ class Axis:
     """One way to divide a model, its batch or its sequences over ranks."""
 
     name: str
-    """Name of the axis in recordings, such as `tensor`. The degree of the axis has the same name in
-    `plan.layout.Layout`."""
+    """Name of the axis, such as `tensor`: in recorded steps, and as the name of its degree in `plan.layout.Layout`."""
 
     short: str
     """Name in the DeviceMesh, such as `tp`. Reports print the name in capitals."""

@@ -186,7 +186,7 @@ _MODELS: dict[tuple[str, str], tuple[str, str | None, dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Note:
-    """A note about a key of the old file that is not converted, or not exactly."""
+    """A note about a key of the old file that is not converted, or only approximately."""
 
     key: KeyPath
     value: Any

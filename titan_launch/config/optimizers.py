@@ -199,7 +199,7 @@ def batches(sizes: Sequence[int], limit: int | None = None) -> list[range]:
 
 
 def _in_batches(of_batch: Callable[[Sequence[ShardSize], OptimizerConfig], int]) -> Temporaries:
-    """Return the function for an update in batches (see `batches`). `of_batch`: the function for one batch."""
+    """Return the function for an update in batches (see `batches`). `of_batch`: the same for one batch."""
 
     def temporaries(groups: Sequence[GroupSizes], config: OptimizerConfig, ranks: int) -> int:
         divided = ((group.shards, batches([shard.num_elements for shard in group.shards])) for group in groups)
@@ -392,7 +392,7 @@ def _muon_direction(part: Sequence[ShardSize], config: OptimizerConfig) -> int:
 
 
 def _muon_update(part: Sequence[ShardSize], config: OptimizerConfig) -> int:
-    """Return the bytes that the update of a part's parameters allocates: float32 copies, and the bytes of `draw`."""
+    """Return the bytes that the update of a part's shards allocates: float32 copies, and the bytes of `draw`."""
     copies = sum(shard.parameter_copy(config) for shard in part)
     return copies + _draw(part, config) if copies else 0
 

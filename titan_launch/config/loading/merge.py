@@ -102,8 +102,7 @@ def _split_key(name: str) -> tuple[str, ...]:
 
 
 def parse_value(text: str) -> Any:
-    """Return the value that `text` is in TOML. Text that is not TOML is returned as a string, so most strings need no
-    quotes.
+    """Parse a TOML value. Text that is not TOML is returned as a string, so most strings need no quotes.
 
     Raises ValueError for a table or an array that is not valid TOML, for a value that is nested too deeply, and for a
     number with too many digits.

@@ -86,9 +86,8 @@ def _is_used(config: JobConfig, key: tuple[str, str]) -> bool:
 
 def answers_are_for_their_losses(config: JobConfig) -> Iterator[Problem]:
     """Report a problem for each data source whose kind does not suit the loss. Only losses of pairs read pairs of
-    answers, and only `kto` reads answers with a label. These losses read nothing else. (Token files may have both; the
-    run checks these files. A factory with `samples = "documents"` may have them for such a loss, and is not
-    checked.)"""
+    answers, and only `kto` reads answers with a label. These losses read nothing else. (Token files and factories with
+    `samples = "documents"` may also have such answers. A run checks these token files, but not the factories.)"""
     name, needed = config.loss.name, config.loss.kind.data_kind
     for source, data in sources_of(config):
         if data.kind == needed or isinstance(data, TokensData):
@@ -99,7 +98,7 @@ def answers_are_for_their_losses(config: JobConfig) -> Iterator[Problem]:
                 yield Problem((*source, "kind"), reason, data.kind, also=(_NAME,))
         elif data.kind in ANSWERS:
             known = [f'"{loss}"' for loss, kind in LOSSES.items() if kind.data_kind == data.kind]
-            choice = "it" if len(known) == 1 else "one of them"
+            choice = "that name" if len(known) == 1 else "one of these names"
             used = f"which only loss.name = {' or '.join(known)} uses"
             reason = f'has {ANSWERS[data.kind]}, {used}, not "{name}"; set {choice}'
             yield Problem((*source, "kind"), reason, data.kind, also=(_NAME,))
@@ -174,7 +173,7 @@ def second_model_fits(config: JobConfig) -> Iterator[Problem]:
         return
     theirs, own = vocabulary_taken(model), vocabulary_taken(config.model)
     if None not in (theirs, own) and theirs != own:
-        reason = f"its vocabulary has {theirs} tokens, but that of the trained model has {own}; name another model"
+        reason = f"has a vocabulary of {theirs} tokens, but the trained model has one of {own}; name another model"
         yield Problem(second.key, reason, second.folder, also=(("model", "name"), ("model", "args")))
     args, seq_len = known_args(model), config.training.seq_len
     longest = None if args is None else args.longest_sequence()
@@ -244,4 +243,3 @@ LOSS_RULES = (
     base_is_frozen,
     second_model_fits,
 )
-"""The rules of this file."""

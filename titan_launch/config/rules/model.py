@@ -215,7 +215,6 @@ MODEL_RULES = (
     parameters_are_unfrozen_in_the_run,
     settings_of_frozen_parameters_have_an_effect,
 )
-"""The rules of this file."""
 
 
 def args_problem(config: JobConfig, fields: tuple[str, ...], reason: str, also: tuple[KeyPath, ...] = ()) -> Problem:

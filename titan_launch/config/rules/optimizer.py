@@ -81,4 +81,3 @@ OPTIMIZER_RULES = (
     average_is_updated_in_the_run,
     width_is_scaled,
 )
-"""The rules of this file."""

@@ -34,7 +34,7 @@ def matrices_can_be_divided(config: JobConfig) -> Iterator[Problem]:
     misfits = [f"{name} ({size})" for name, size in sizes.items() if size % degree]
     if misfits:
         remedy = f"set {_divisors(gcd(*sizes.values()))}"
-        reason = f"must divide {', '.join(misfits)}, since each rank has a part of every matrix; {remedy}"
+        reason = f"must divide {', '.join(misfits)}, because each rank holds a shard of every matrix; {remedy}"
         yield Problem(_TENSOR, reason, degree, also=_MODEL)
 
 
@@ -95,8 +95,8 @@ def sequences_can_be_divided(config: JobConfig) -> Iterator[Problem]:
     if config.data.unit != "tokens":
         return
     if context > 1 and seq_len % parts:
-        of = f"twice parallelism.context_parallel_degree ({context}), for load balance" if parts > context else ""
-        reason = f"must be a multiple of {parts}, {of or 'parallelism.context_parallel_degree'}"
+        of = f"2 x context_parallel_degree ({context}), for context_parallel_load_balance" if parts > context else ""
+        reason = f"must be a multiple of {parts} = {of or 'parallelism.context_parallel_degree'}"
         yield Problem(_SEQ_LEN, f"{reason}; nearest: {nearest_multiples(seq_len, parts)}", seq_len, also=also)
     elif tensor > 1 and parallelism.sequence_parallel and seq_len // context % tensor:
         product, of = context * tensor, f"parallelism.tensor_parallel_degree ({tensor})"
@@ -115,11 +115,11 @@ def batch_norm_sees_whole_sequences(config: JobConfig) -> Iterator[Problem]:
     if setting is None:
         return
     if parallelism.tensor_parallel_degree > 1 and parallelism.sequence_parallel:
-        reason = f"the BatchNorms (model.args.{setting}) would compute statistics from a part of the tokens; set false"
+        reason = f"the BatchNorms (model.args.{setting}) would compute statistics from a shard of the tokens; set false"
         yield Problem(_SEQUENCE, reason, True, also=(_TENSOR, *_MODEL))
     if parallelism.context_parallel_degree > 1 and config.batchnorm.statistics == "local":
         reason = (
-            f"the BatchNorms (model.args.{setting}) would compute statistics from a part of the tokens; set "
+            f"the BatchNorms (model.args.{setting}) would compute statistics from a shard of the tokens; set "
             'batchnorm.statistics = "synchronized", or set context_parallel_degree = 1'
         )
         key: KeyPath = ("batchnorm", "statistics")
@@ -136,7 +136,7 @@ def experts_can_be_divided(config: JobConfig) -> Iterator[Problem]:
         return
     if args is not None:
         number = args.num_experts()
-        reason = NO_EXPERTS if number is None else misfit_of_experts(degree, number, "the experts of a layer")
+        reason = NO_EXPERTS if number is None else misfit_of_experts(degree, number, "the number of experts in a layer")
         if reason is not None:
             yield Problem(_EXPERT, reason, degree, also=_MODEL)
     if shard != -1:

@@ -302,7 +302,8 @@ class HuggingFaceData(RecordsData):
     """Name of the subset (configuration) of a data set that has several, such as `wikitext-2-raw-v1`."""
 
     hf_split: str = "train"
-    """Split of the data set, as its publisher names it. (`split` divides the rows of this split again.)"""
+    """Split of the data set, as its publisher names it. (The key `split` divides the rows of this split into training
+    and validation.)"""
 
     streaming: bool = False
     """Read the rows as a stream while the run trains, instead of tokenizing all rows when it starts. A stream has no

@@ -69,8 +69,8 @@ class KTOConfig(ReferenceConfig):
     """Strength of the reference model. A small value lets the trained model move further from it."""
 
     desirable_weight: Annotated[float, Field(gt=0)] = 1.0
-    """Weight of the desirable answers, called λ_D in the paper. Recommendation of the paper: `desirable_weight` x their
-    number should be 1 to 1.5 times `undesirable_weight` x the number of undesirable answers."""
+    """Weight of the desirable answers, called λ_D in the paper. Recommendation of the paper: `desirable_weight` x the
+    number of desirable answers should be 1 to 1.5 times `undesirable_weight` x the number of undesirable answers."""
 
     undesirable_weight: Annotated[float, Field(gt=0)] = 1.0
     """Weight of the undesirable answers, called λ_U in the paper."""
@@ -245,7 +245,7 @@ class LossKind:
 
 _OPTION = 'is an option of the cross-entropy, and loss.name is "{}"; remove this key'
 _WHOLE = 'is not supported with loss.name = "{}", which reads the logits of all classes and of whole sequences; set '
-_SECOND = 'is not supported with loss.name = "{}", which runs a second model, which is not divided; set 1'
+_SECOND = 'is not supported with loss.name = "{}", whose second model does not support it; set 1'
 
 _OF_WHOLE_LOGITS: Mapping[tuple[str, str], str] = {
     ("loss", "chunks"): _OPTION,
@@ -292,7 +292,7 @@ MODEL_LOSS = LossKind(
             *(("loss", name) for name in LossConfig.model_fields),
             ("compile", "components"),
         ),
-        "cannot be used with {}, for which the launcher computes the loss; remove either",
+        "cannot be used with {}, for which the launcher must compute the loss; remove one of the two keys",
     )
 )
 """The row of a loss that a model computes itself (`model.loss`)."""

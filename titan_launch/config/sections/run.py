@@ -68,9 +68,9 @@ class MetricsConfig(Section):
 
     modules: Array[str] = ()
     """Globs of modules to measure in every reported step. `learned/*` are the norms of their gradients, parameters and
-    updates. `activations/*` are the scales of their outputs, and of the outputs of the modules that each precision rule
-    matches. A measured step needs memory for a float32 copy of the parameters of these modules. With `compile.enable`,
-    outputs are not measured."""
+    updates. `activations/*` are the root mean square, overflow and underflow of their outputs, and of the outputs of
+    the modules that each precision rule matches. A measured step needs memory for a float32 copy of the parameters of
+    these modules. With `compile.enable`, outputs are not measured."""
 
     sinks: Annotated[Array[str], AfterValidator(_sinks)] = ()
     """Further destinations of the reports. `wandb`: Weights & Biases (`pip install 'titan-launch[wandb]'`), offline in
@@ -94,7 +94,7 @@ class ProfilingConfig(Section):
     """First step of the profile, counted from 1. Unset: no profile, except by the signal."""
 
     num_steps: Annotated[int, Field(ge=1)] = 1
-    """Number of consecutive steps in the profile. One trace has all of them."""
+    """Number of consecutive steps in the profile. One trace contains all these steps."""
 
     ranks: Array[int] = (0,)
     """Ranks that write a profile."""
@@ -238,7 +238,7 @@ class PlannerConfig(Section):
     """Fraction of the peak FLOP/s that a step reaches. If this key is set, step times are predicted from this fraction,
     not from the times of single operations. The peak is `metrics.peak_tflops_per_device`, or else that of the device.
     The FLOPs that activation checkpointing repeats count too, as in HFU; `throughput/mfu_percent` does not count them.
-    Default: 0.38 if neither `speeds` is set nor the device is in the table."""
+    Default: 0.38 if `speeds` is not set and the device is not in the table."""
 
     expert_load: Annotated[float, Field(ge=1)] = 1.0
     """Assumed imbalance with expert parallelism: the largest number of rows (tokens) that a rank receives for its

@@ -93,7 +93,7 @@ class TrainingConfig(Section):
     @property
     def total_steps(self) -> int:
         """The number of steps. It is known in a job without `epochs`, and in any job after its data was opened."""
-        assert self.steps is not None, "the data decides how many steps the epochs are"
+        assert self.steps is not None, "the number of steps is unknown before the data is opened"
         return self.steps
 
     @property
