@@ -142,8 +142,8 @@ def uncompressed(name: str) -> str:
 
 
 def _files_below(root: Path, without: str = "") -> Iterator[tuple[str, Path]]:
-    """Yield (name relative to `root`, file) for each file in a folder and its subfolders, except subfolders with the
-    name `without`."""
+    """Yield (name relative to `root`, file) for each file below a folder. Skip subfolders whose name is the value of
+    `without`."""
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if name != without]
         files = (Path(folder, name) for name in names)

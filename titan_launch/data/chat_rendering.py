@@ -336,7 +336,7 @@ class _Turns:
 
     def _is_prompt(self, end: str, index: int, start: int) -> bool:
         """Return True if `end`, the text after a turn, is the prompt for an answer, which some templates write after
-        every chat. In that case the same text is before the turn, and `end` disappears if a question follows."""
+        every chat. A prompt also stands directly before the turn, and is absent if a question follows the turn."""
         if not end or not self.text[:start].rstrip().endswith(end):
             return False
         return not self._text_after(index, start, _QUESTION).startswith(end)
@@ -522,7 +522,7 @@ def _environment(today: date) -> Any:
             super().__setitem__(name, value)
 
     class Dict:
-        """The function `dict` of templates. It is not a type, whose attributes lead out of the sandbox."""
+        """The `dict` of templates: only the constructor and `fromkeys`, without other attributes of Python's `dict`."""
 
         def __call__(self, *args: Any, **items: Any) -> dict[Any, Any]:
             return dict(*args, **items)

@@ -11,7 +11,7 @@ from functools import cache
 from itertools import accumulate, pairwise
 from typing import Any
 
-from titan_launch.config.axes import MODEL_AXES
+from titan_launch.config.axes import MODEL_AXES, PIPELINE
 from titan_launch.config.rules.parallelism import ONE_STAGE_SCHEDULES, num_stages, too_few_layers
 from titan_launch.config.sections.parallelism import ParallelismConfig
 from titan_launch.config.sections.training import GradientAccumulationConfig
@@ -31,7 +31,6 @@ from titan_launch.plan.types import (
     without_modules,
 )
 
-_DEGREE: KeyPath = ("parallelism", "pipeline_parallel_degree")
 _SPLIT: KeyPath = ("parallelism", "pipeline_parallel_split_points")
 _PER_RANK: KeyPath = ("parallelism", "pipeline_parallel_stages_per_rank")
 
@@ -71,7 +70,7 @@ def _check_pipeline_order(inventory: Inventory, degree: int) -> None:
             "the order of the model's modules is unknown; give the model an attribute pipeline_order (globs, in "
             "order; see docs/how_to/parallelism.md), or set 1"
         )
-        raise config_error(_DEGREE, reason, degree)
+        raise config_error(PIPELINE.key, reason, degree)
     among = set(inventory.pipeline_order)
     outside = [
         full_name(module.path, parameter.name)
@@ -82,7 +81,7 @@ def _check_pipeline_order(inventory: Inventory, degree: int) -> None:
     if outside:
         remedy = "add their modules to pipeline_order, or set 1"
         reason = f"would drop {listed(outside)}, which no module of the model's pipeline_order contains; {remedy}"
-        raise config_error(_DEGREE, reason, degree)
+        raise config_error(PIPELINE.key, reason, degree)
 
 
 def _given_starts(inventory: Inventory, parallelism: ParallelismConfig) -> tuple[int, ...]:
@@ -120,7 +119,7 @@ def _balanced_starts(inventory: Inventory, parallelism: ParallelismConfig) -> tu
         asks_for_more = (parallelism.pipeline_parallel_stages_per_rank or 1) > 1
         otherwise = "a smaller pipeline_parallel_stages_per_rank" if asks_for_more else "pipeline_parallel_split_points"
         raise config_error(
-            _DEGREE,
+            PIPELINE.key,
             f"{too_few_layers(parallelism, len(layers))}, or {otherwise}",
             parallelism.pipeline_parallel_degree,
             also=(_PER_RANK, ("model", "args", "n_layers")),
@@ -166,7 +165,7 @@ def _check_parameters(inventory: Inventory, stages: Sequence[Stage], degree: int
                 f"stage {stage.index} ({listed(stage.modules)}) would have no parameters to train; set "
                 "pipeline_parallel_split_points so that each stage has some"
             )
-            raise config_error(_DEGREE, reason, degree, also=(_SPLIT,))
+            raise config_error(PIPELINE.key, reason, degree, also=(_SPLIT,))
     for module in inventory.modules:
         for parameter in module.parameters:
             first = parent(parameter.tied_to or "")
@@ -176,7 +175,7 @@ def _check_parameters(inventory: Inventory, stages: Sequence[Stage], degree: int
                     f"{module.path} and {first} share a parameter (tied), and would be on the stages {own} and "
                     f"{other}; untie them, or set 1 (tensor parallelism and FSDP2 support tied parameters)"
                 )
-                raise config_error(_DEGREE, reason, degree, also=(("model", "args"),))
+                raise config_error(PIPELINE.key, reason, degree, also=(("model", "args"),))
 
 
 def balance(costs: Sequence[int], num_parts: int) -> tuple[int, ...]:

@@ -92,9 +92,9 @@ class _Recorder(Ledger):
         super().__init__()
         self.notes: list[Note] = []
         self.taking: tuple[str, str] | None = None
-        """Full name of the parameter whose gradient is being set, and the dtype of the gradient."""
+        """Full name of the parameter whose gradient was set last, and the dtype of the gradient."""
         self.reducing: tuple[str, int] | None = None
-        """Full name of the parameter whose gradient FSDP2 is about to reduce, and the bytes of an element."""
+        """Full name of the parameter whose gradient FSDP2 is about to reduce, and the bytes of an element, or None."""
         self.reduced: dict[str, int] = {}
         """See `Tape.reduced`."""
 
@@ -201,7 +201,7 @@ class TorchRecorder:
             if job.model.is_of_package:
                 return own
             # The kind of a block includes the kind of the block before it. If that block saves its output, this block
-            # saves no copy of it as its input.
+            # does not save the same tensor again as its input.
             return list(zip(own[:1] + own, own, strict=False))
 
         def shortened(rank: int) -> tuple[Blocks, ...]:
@@ -333,8 +333,8 @@ def _buffers(model: nn.Module, copied: Mapping[str, int], prefix: str) -> dict[s
 
 @contextmanager
 def _gradients_named(recorder: _Recorder, name_of: Mapping[int, str]) -> Iterator[None]:
-    """Until the end of the block, set `recorder.taking` when autograd sets a gradient, and `recorder.reducing` while
-    FSDP2 prepares a gradient for its reduction. `name_of`: full names of the model's parameters by their ids."""
+    """Within the block, update `recorder.taking` and `recorder.reducing` by hooks of autograd and FSDP2. `name_of`:
+    full name of each parameter of the model, by its `id()`."""
     watched: dict[int, Tensor] = {}  # keeps the parameters alive, so that ids stay unique
     with ExitStack() as stack:
 

@@ -210,7 +210,7 @@ class AssembledModel:
     """This rank's part of every sequence; None without context parallelism."""
 
     frozen: FrozenModel | None = None
-    """The second model of the loss, wrapped in the same way; None if the loss has no second model."""
+    """The teacher or reference model of the loss (its second model), also wrapped; None if the loss has none."""
 
     @property
     def module(self) -> nn.Module:
@@ -221,8 +221,8 @@ class AssembledModel:
 def assemble_model(
     config: JobConfig, built: BuiltModel, plan: ModelPlan, mesh: Mesh, samples: SampleFormat
 ) -> AssembledModel:
-    """Wrap a model on the meta device in place, as `plan` says. Also build and wrap the second model of the job's loss.
-    Collective.
+    """Wrap a model on the meta device in place, as `plan` says. Also build and wrap the loss's second model (see
+    `AssembledModel.frozen`). Collective.
 
     Runs, trials, traces and dry runs all assemble their models here. Nothing is allocated: see `allocate_model`.
 
@@ -270,7 +270,7 @@ def allocate_model(
     initial_values: bool = True,
     attention_device: torch.device | None = None,
 ) -> None:
-    """Allocate this rank's shards of the model and of its second model on `device`, and fill them unless
+    """Allocate this rank's shards of the model and of `model.frozen` on `device`, and fill them unless
     `initial_values` is False. With `training.enable_cpu_offload`, the shards of parameters are in host memory.
 
     With context parallelism, also cut the model's buffers that extend along the sequence to this rank's rows, and use

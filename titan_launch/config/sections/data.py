@@ -421,14 +421,14 @@ class FactoryData(DataSource):
 
     samples: Literal["tokens", "documents", "images"] = "tokens"
     """Form of the samples. `tokens`: pairs of `training.seq_len` tokens and their targets. `documents`: the same, with
-    the number of each token's document as a third tensor. `images`: pairs of an image and its class."""
+    the document number of each token as a third tensor. `images`: pairs of an image and its class."""
 
     args: Table = Field(default_factory=dict)
     """Keyword arguments of the function or class."""
 
     @property
     def unit(self) -> SampleUnit:  # type: ignore[override]
-        """Unit of the samples."""
+        """`images` or `tokens`, as `samples` says."""
         return "images" if self.samples == "images" else "tokens"
 
 
@@ -599,7 +599,7 @@ class ValidationConfig(Section):
     """Early stopping: the run ends when its validation loss has not improved for this many validations in a row. The
     result of the run is then the checkpoint with the lowest loss, which `export`, `generate` and `evaluate` use. A
     checkpoint is saved after each validation with the lowest loss so far. This key requires `checkpoint.enable = true`
-    and a `checkpoint.keep_best` of at least 1, which compares the same loss. Unset: the run ends after
+    and a `checkpoint.keep_best` of at least 1, which ranks checkpoints by this loss. Unset: the run ends after
     `training.steps`."""
 
     min_improvement: Annotated[float, Field(ge=0)] = 0.0

@@ -126,8 +126,8 @@ class PreferenceCorpus(ChatCorpus):
 
 
 class UnpairedPreferenceCorpus(ChatCorpus):
-    """One chat with a label per line. The label is the last token of the document, and only a target: 1 for a desirable
-    answer, and 0 for an undesirable one."""
+    """One chat with a label per line. The label is the last token of the document, and never an input: 1 for a
+    desirable answer, and 0 for an undesirable one."""
 
     config: UnpairedPreferenceData
     remedy = "name files with one chat and its label per line"
@@ -170,7 +170,7 @@ def preference_messages(record: Mapping[str, Any]) -> list[list[Message]]:
     """
     if missing := [key for key in ANSWERS if key not in record]:
         known = '"chosen" and "rejected", and "prompt" unless both are whole chats'
-        detail = f"its keys are {listed(list(record), most=8)}; a pair has {known}"
+        detail = f"its keys are {listed(list(record), most=8)}; a line needs {known}"
         raise RecordError(f'without "{missing[0]}"', detail)
     answers = {key: _as_message(record[key], "assistant") for key in ANSWERS}
     chats = [_messages(answers, key) for key in ANSWERS]

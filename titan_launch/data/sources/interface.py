@@ -21,8 +21,8 @@ Sample = tuple[Tensor, ...]
 """A pair (input, target). Samples of several documents are triples (input, target, documents).
 
 A target of `IGNORED_TARGET` does not count. `documents`, int32 `[seq_len]`, has a number for each token. The numbers
-never fall along the sequence. Tokens with the same number are one document: they attend to each other only, and their
-positions count from 0. Padding has document numbers that no document has, and ignored targets.
+never decrease along the sequence. Tokens with the same number are one document: they attend to each other only, and
+their positions count from 0. Padding has document numbers that no document has, and ignored targets.
 """
 
 
@@ -32,7 +32,7 @@ class Batch(NamedTuple):
     inputs: Tensor
     targets: Tensor
     documents: Tensor | None = None
-    """The number of each token's document; None if each sample is one document."""
+    """Document number of each token (see `Sample`); None if each sample is one document."""
 
     def to(self, device: torch.device) -> Batch:
         """Return the batch on a device. If the batch is in pinned memory, the host does not wait for the copy."""

@@ -299,8 +299,8 @@ class _UnitPlanner:
         return ruled or frozen or self.precision.storage_dtype
 
     def _uniform(self, drafts: Sequence[Unit], rules: Sequence[Unit]) -> tuple[list[Unit], list[Unit]]:
-        """Return the units, and the entries of rules in place. Units and entries are divided so that all parameters of
-        one have the same phase, as far as FSDP2 can wrap the modules apart. `rules`: the entries before the division.
+        """Return the units, and the entries of rules in place. Each of them is divided so that all its parameters have
+        the same phase, as far as FSDP2 can wrap the modules apart. `rules`: the entries before the division.
 
         FSDP2 all-gathers, reshards and reduces a unit as a whole. So trained modules are taken out of a unit with
         frozen modules, or they are in place in it. Modules that are taken out of equal units share a unit, like the
@@ -376,8 +376,8 @@ class _UnitPlanner:
         return found
 
     def _kept_phases(self, drafts: Sequence[Unit], boundaries: Sequence[Unit]) -> dict[tuple[int, int], _Phase]:
-        """Return the phase of the parameters that each of `boundaries` keeps in each of `drafts`, by the pair (index of
-        the draft, index of the boundary)."""
+        """Return the result of `_kept` for the parameters that are both in a draft and in a boundary, by (index of the
+        draft, index of the boundary)."""
         shards, policies = unit_by_module(self.inventory, drafts), unit_by_module(self.inventory, boundaries)
         found: dict[tuple[int, int], list[_Phase]] = {}
         for path, phase in self._phases.items():
@@ -385,7 +385,7 @@ class _UnitPlanner:
         return {key: _kept(phases) for key, phases in found.items()}
 
     def _modules_by_unit(self, units: Sequence[Unit]) -> list[dict[str, _Phase]]:
-        """Return, for each unit, the phases of its modules that own parameters, by path."""
+        """Return for each unit a dict of its modules that own parameters: path -> phase."""
         owners = unit_by_module(self.inventory, units)
         found: list[dict[str, _Phase]] = [{} for _ in units]
         for path, phase in self._phases.items():
@@ -394,8 +394,7 @@ class _UnitPlanner:
 
     def _can_be_taken(self, path: str, own: Mapping[str, _Phase], unit: Unit) -> bool:
         """Return True if a module can be taken out of a unit, with all modules inside of it: `fully_shard` can wrap the
-        module, and all its parameters in this unit have one phase. `own`: phases of the modules of the unit that own
-        parameters, by path."""
+        module, and all its parameters in this unit have one phase. `own`: the unit's dict of `_modules_by_unit`."""
         module = self.inventory.by_path[path]
         if not path or not module.has_forward or (unit.is_divided and not module.is_adapter):
             return False
