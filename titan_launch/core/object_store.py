@@ -102,7 +102,7 @@ class ObjectStore:
         self._files.loop.set_exception_handler(lambda *_: None)
 
     def listing(self, folder: str = "") -> dict[str, StoredObject]:
-        """Return all objects, or those below `folder`, by their names relative to it."""
+        """Return the objects below `folder` by their names relative to it. By default, return all objects."""
         top = self._at(folder)
 
         def listed() -> dict[str, StoredObject]:

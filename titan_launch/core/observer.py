@@ -49,13 +49,13 @@ class StepResult:
     """Norm of the whole gradient before clipping."""
 
     is_skipped: Tensor
-    """1 if the step did not change the parameters, else 0."""
+    """1 if the update was skipped, else 0."""
 
 
 class Observer:
     """An object that watches steps and does not change their results. A method that is not overridden does nothing.
 
-    An observer that has state is also a part of checkpoints (`checkpoint.state.Part`).
+    An observer with state also implements `checkpoint.state.Part`, so that checkpoints save the state.
     """
 
     def before_step(self, step: WatchedStep) -> None:

@@ -61,13 +61,13 @@ class Packing:
     seq_len: int
     summary: PackingSummary
     starts: Indices
-    """For each piece, the number of tokens before the piece in the data."""
+    """For each piece, the position of its first token in the stream of all tokens."""
 
     lengths: npt.NDArray[np.int32]
     """For each piece, the number of its pairs of an input and a target."""
 
     ends: Indices
-    """For each sample, the number of pieces up to its end."""
+    """For each sample, the number of pieces in this sample and all earlier ones."""
 
     def pieces_of(self, samples: Iterable[int]) -> tuple[Indices, list[int]]:
         """Return the indices of the pieces of some samples, and the number of pieces of each of these samples."""

@@ -42,10 +42,10 @@ SHARD_NAME = re.compile(r"[0-9A-Za-z_-]{1,64}")
 """Valid names of shards. A header must not name files outside of its folder."""
 
 CHUNK = 1 << 24
-"""Number of tokens or ends of documents that are processed at a time when a whole file is read."""
+"""When a whole file is read, this number of tokens, or of ends of documents, is processed at a time."""
 
 MOST_LISTED = 256 * MIB
-"""Limit of the bytes of a JSON file with an entry for each file of a corpus."""
+"""Limit of the bytes of a JSON file that lists all files of a corpus."""
 
 _MOST_ENTRIES = 5_000_000
 """Limit of the arrays and objects in a header."""

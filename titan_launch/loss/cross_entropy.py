@@ -94,7 +94,7 @@ class CrossEntropy(Loss):
             if outputs.shape != (2,):
                 reason = (
                     "the output layer of the model computes the loss, but the model does not return the output of that "
-                    "layer unchanged in every forward; return it unchanged, or set 1"
+                    "layer unchanged in every forward; return it unchanged, or set loss.chunks = 1"
                 )
                 raise config_error(("loss", "chunks"), reason, self._config.chunks)
             return outputs

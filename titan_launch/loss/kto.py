@@ -30,7 +30,7 @@ class Answers(NamedTuple):
     (`num_documents`)."""
 
     documents: Tensor
-    """The number of each token's document, int32 (batch, tokens)."""
+    """Document number of each token, int32 (batch, tokens)."""
 
     targets: Tensor
     """The targets without the labels, int64 (batch, tokens)."""
@@ -42,7 +42,7 @@ class Answers(NamedTuple):
     """The labels, int64 (batch, documents): 1 for a desirable answer, and 0 for an undesirable one."""
 
     first: Tensor
-    """Position of the first target of the answer, int64 (batch, documents)."""
+    """Position in the sample of the answer's first target, int64 (batch, documents)."""
 
 
 def answers_in(targets: Tensor, documents: Tensor | None) -> Answers:

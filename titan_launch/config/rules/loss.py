@@ -178,7 +178,9 @@ def second_model_fits(config: JobConfig) -> Iterator[Problem]:
     args, seq_len = known_args(model), config.training.seq_len
     longest = None if args is None else args.longest_sequence()
     if longest is not None and seq_len > longest[1]:
-        reason = f"has positions for {longest[1]} tokens, but training.seq_len is {seq_len}; set at most {longest[1]}"
+        reason = (
+            f"has positions for only {longest[1]} tokens; set training.seq_len (now {seq_len}) to {longest[1]} or less"
+        )
         yield Problem(second.key, reason, second.folder, also=(("training", "seq_len"),))
 
 

@@ -57,7 +57,7 @@ def ring_attention_is_causal(config: JobConfig) -> Iterator[Problem]:
     documents, which ring attention does not support."""
     degree = config.parallelism.context_parallel_degree
     for what, also in beyond_causal_attention(config) if degree > 1 else ():
-        reason = f"is not supported with {what}: ring attention supports only plain causal attention; set 1"
+        reason = f"is not supported with {what}: ring attention is plain causal; set context_parallel_degree = 1"
         yield Problem(CONTEXT.key, reason, degree, also)
 
 
@@ -112,7 +112,9 @@ def batch_norm_sees_whole_sequences(config: JobConfig) -> Iterator[Problem]:
     if setting is None:
         return
     if parallelism.tensor_parallel_degree > 1 and parallelism.sequence_parallel:
-        reason = f"the BatchNorms (model.args.{setting}) would compute statistics from a shard of the tokens; set false"
+        reason = (
+            f"the BatchNorms (model.args.{setting}) would see only a shard of the tokens; set sequence_parallel = false"
+        )
         yield Problem(_SEQUENCE, reason, True, also=(TENSOR.key, *_MODEL))
     if parallelism.context_parallel_degree > 1 and config.batchnorm.statistics == "local":
         reason = (
@@ -142,7 +144,7 @@ def experts_can_be_divided(config: JobConfig) -> Iterator[Problem]:
             yield Problem(EXPERT.key, reason, degree, also=(SHARD.key, CONTEXT.key))
 
 
-NO_EXPERTS = "divides experts over ranks, but the model has no experts; set 1"
+NO_EXPERTS = "divides experts over ranks, but the model has no experts; set expert_parallel_degree = 1"
 
 
 def misfit_of_experts(degree: int, num_experts: int, experts: str) -> str | None:
@@ -344,7 +346,7 @@ def split_backward_is_reduced_once(config: JobConfig) -> Iterator[Problem]:
         reason = f'{why}, and supports only one reduction per step; set "deferred"{kept}, or use Interleaved1F1B'
         yield Problem(("gradient_accumulation", "mode"), reason, accumulation.mode, also=(_SCHEDULE,))
     elif not accumulation.keep_params_unsharded and accumulation != GradientAccumulationConfig(mode="auto"):
-        reason = f"{why}, so the parameters must stay unsharded; set true, or use Interleaved1F1B"
+        reason = f"{why}, so parameters must stay unsharded; set keep_params_unsharded = true, or use Interleaved1F1B"
         key: KeyPath = ("gradient_accumulation", "keep_params_unsharded")
         value = bool(accumulation.keep_params_unsharded)
         yield Problem(key, reason, value, also=(_SCHEDULE, ("gradient_accumulation", "mode")))

@@ -40,7 +40,7 @@ class DataSource(Section):
     `DATA_KINDS`. The key `kind` selects the class."""
 
     unit: ClassVar[SampleUnit] = "tokens"
-    """Unit of the samples. The throughput is reported in this unit."""
+    """Unit of the samples, in which the throughput is reported."""
 
     kind: str
     """Kind of data source. It decides which other keys are valid."""
@@ -490,7 +490,7 @@ class MixtureData(DataSource):
 
     @property
     def unit(self) -> SampleUnit:  # type: ignore[override]
-        """Unit of the samples of the first source. A rule requires that all sources have the same unit."""
+        """Unit of the first source. A rule requires that all sources have the same unit."""
         return self.sources[0].unit if self.sources else "tokens"
 
     def own_vocabulary(self) -> int | None:

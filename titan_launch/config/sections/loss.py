@@ -245,7 +245,7 @@ class LossKind:
 
 _OPTION = 'is an option of the cross-entropy, and loss.name is "{}"; remove this key'
 _WHOLE = 'is not supported with loss.name = "{}", which reads the logits of all classes and of whole sequences; set '
-_SECOND = 'is not supported with loss.name = "{}", whose second model does not support it; set 1'
+_SECOND = 'is not supported with loss.name = "{}", whose second model does not support this parallelism; set 1'
 
 _OF_WHOLE_LOGITS: Mapping[tuple[str, str], str] = {
     ("loss", "chunks"): _OPTION,

@@ -63,8 +63,8 @@ class Document:
     """The input of `Corpus.encode`: UTF-8 bytes, unless the corpus has an `encode` of its own."""
 
     file: tuple[str, int]
-    """Name and size of the document's file. For a data set of Hugging Face: the names of subset and split, and the size
-    of all files."""
+    """(Name, size in bytes) of the document's file. For a data set of Hugging Face: the names of subset and split, and
+    the size of all its files."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Corpus(ABC):
     """True if every record is two documents: the chosen and the rejected answer to a prompt."""
 
     has_ratings = False
-    """True if the last token of every document is a label of its answer, 0 or 1, and only a target."""
+    """True if the last token of every document is a label of its answer, 0 or 1. The label is never an input."""
 
     def __init__(self, config: CorpusData, tokenizer: Tokenizer, key: KeyPath, seq_len: int):
         """`key`: path of the section in the job file, for errors. `seq_len`: tokens of a sample."""

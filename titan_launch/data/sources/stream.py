@@ -1,8 +1,8 @@
 """Streams: samples that can only be read in order.
 
-Each data-parallel rank reads its own part of a stream. After the end of its part, a rank begins again. The order of the
-samples therefore depends on the number of data-parallel ranks. A reader has a state that JSON can represent. A
-checkpoint saves the state of each rank's reader.
+Each data-parallel rank reads its own part of a stream. At the end of its part, a rank starts again from the beginning
+of the part. The order of the samples therefore depends on the number of data-parallel ranks. A reader has a state that
+JSON can represent. A checkpoint saves the state of each rank's reader.
 """
 
 from __future__ import annotations
