@@ -292,7 +292,7 @@ class _Best:
         return _Best(logit, torch.zeros_like(logit, dtype=torch.int64))
 
     def with_chunk(self, logits: Tensor, first: int) -> _Best:
-        """Return the state after a chunk of logits. `first`: its first class, counted over all ranks."""
+        """Return the state after a chunk of logits. `first`: index of its first class over all ranks."""
         logit, label = logits.max(-1, keepdim=True)
         is_larger = logit > self.logit
         return _Best(logit.float().where(is_larger, self.logit), (label + first).where(is_larger, self.label))

@@ -1,9 +1,9 @@
 """The cross-entropy of logits, with label smoothing and z-loss.
 
 Without chunks, the model returns logits, and the loss is computed from them. With chunks (`loss.chunks`) and a loss
-head in the plan, the output layer of the model computes the loss (`loss/chunked.py`). Logits then exist only for one
-chunk of classes at a time. With chunks but without a loss head, the model returns logits, and the loss is computed from
-them in chunks.
+head (`ModelPlan.loss_head`), the output layer of the model computes the loss (`loss/chunked.py`). Logits then exist
+only for one chunk of classes at a time. With chunks but without a loss head, the model returns logits, and the loss is
+computed from them in chunks.
 """
 
 from __future__ import annotations

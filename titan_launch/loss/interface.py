@@ -28,7 +28,7 @@ Z_LOSS = "train/z_loss"
 
 
 class Loss:
-    """The loss of a job. A training step calls its methods in this order (`train.forward.run_model` is the `with`
+    """The loss of a job. A training step calls its methods in this order (`train.forward.run_model` has the `with`
     block):
 
     loss.prepare_step(microbatches, device)
@@ -106,7 +106,7 @@ class Loss:
 
 def means_of_step(sums: Tensor, num_items: Tensor) -> Tensor:
     """Return a microbatch's part of the step's means: its sums divided by `num_items`, the number of items in the whole
-    step on all ranks. If `num_items` is 0, the sums are returned."""
+    step on all ranks. If `num_items` is 0, return the sums undivided."""
     return sums / num_items.clamp(min=1)
 
 

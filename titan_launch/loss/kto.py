@@ -26,7 +26,7 @@ from titan_launch.parallel.fsdp import in_evaluation_mode
 
 
 class Answers(NamedTuple):
-    """The answers in a microbatch. Tensors (batch, documents) have an entry for each number that a document may have
+    """The answers in a microbatch. Tensors of shape (batch, documents) have an entry for each possible document number
     (`num_documents`)."""
 
     documents: Tensor

@@ -102,7 +102,7 @@ class ModelLoss(Loss):
 
 
 def model_loss_contract(unit: SampleUnit) -> str:
-    """Return the contract of a forward that returns its loss."""
+    """Return the argument `contract` of `forward_error`, for a forward that returns its loss."""
     return (
         f"; with model.loss, forward(inputs, labels=targets) gets {INPUTS[unit]} and must return its loss, a scalar: "
         'alone, first in a tuple, or as the attribute or entry "loss"'
