@@ -36,7 +36,7 @@ beginning, end or word, so marks may change the rendered chat. The sets are trie
 does not change the rendered chat is used."""
 
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
-"""Keys of a message for the thoughts before an answer. A template reads one of the first two keys."""
+"""Keys of a message with the reasoning before an answer. A template reads one of the first two keys."""
 
 _TEXTS = ("content", *_THOUGHTS, "arguments")
 """Keys whose texts get marks, in a message and in its tool calls."""
@@ -342,8 +342,8 @@ class _Turns:
         return not self._text_after(index, start, _QUESTION).startswith(end)
 
     def _text_after(self, index: int, start: int, *further: Message, add_generation_prompt: bool = False) -> str:
-        """Render a chat that ends with message `index` and the messages `further`. Return its text after message
-        `index`. If this message has no text, return the text after `start`."""
+        """Render a chat that ends with message `index` and the messages `further`. Return the rendered text after
+        message `index` or, if this message has no text, after `start`."""
         messages = [*self._marked.messages[: index + 1], *further]
         other = self.template.rendered(messages, self.tools, add_generation_prompt)
         positions = [mark.position for mark in other.marks if mark.message == index]

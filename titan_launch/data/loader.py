@@ -274,7 +274,7 @@ class _TrainReader(_Reader):
 
 @dataclass(frozen=True)
 class _ValidationReader(_Reader):
-    """Reader of samples by their indices, some of which are `_PADDING`."""
+    """Reader of samples by their indices. The index `_PADDING` gives a sample without valid targets."""
 
     source: SampleSource
 

@@ -266,8 +266,8 @@ class TokenStream:
     vocab_size: int
 
     identity: Sequence[Any]
-    """Values that JSON can represent and that change if the end of a document changes. Results that depend on the ends
-    of documents are cached by them."""
+    """Key of cached results that depend on the ends of the documents: values that change if an end changes. JSON can
+    represent the values."""
 
     starts: Sequence[int] = field(init=False)
     """For each shard, the number of tokens before it. The last entry is the number of all tokens."""

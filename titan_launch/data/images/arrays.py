@@ -192,7 +192,7 @@ def _read_header(stream: Any) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
 
 
 def _check_size(shape: tuple[int, ...], dtype: np.dtype[Any], size: int) -> None:
-    """Raise ArrayFileError unless an array of such a shape and dtype has `size` bytes."""
+    """Raise ArrayFileError unless an array of this shape and dtype has `size` bytes."""
     if min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != size:
         described = f"{dtype!s:.40} of the shape {shape!s:.80}"
         raise ArrayFileError(f"is damaged: an array has {size:,} bytes, but its header says {one_line(described)}")

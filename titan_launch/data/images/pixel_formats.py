@@ -136,7 +136,7 @@ def _raw_mode(image: Any) -> tuple[str, tuple[Any, ...]]:
 
 
 def _tag(image: Any, number: int) -> Any:
-    """Return the value of a tag of a TIFF file; None for other formats and without the tag."""
+    """Return the value of a tag of a TIFF file; None if the file lacks the tag, and for other formats."""
     return image.tag_v2.get(number) if image.format == "TIFF" else None
 
 

@@ -138,7 +138,7 @@ class TextReader:
         self._file = (corpus.config.path, 0)
         self._cursor = _Cursor(lambda: _part_of_rows(corpus, part, parts))
         self._tokens = np.zeros(0, np.int64)
-        """Tokens of the rows read so far that belong to the next samples."""
+        """Tokens of rows that were read, but are not yet in a sample."""
 
     def __iter__(self) -> TextReader:
         return self
