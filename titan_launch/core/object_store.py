@@ -36,7 +36,7 @@ _STALLED_S = 600.0
 have a timeout for a server that does not answer, but none for a server that does not read."""
 
 _LOCAL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
-"""Errors of the local disk, which are not those of a store."""
+"""Error numbers of the local disk. These errors are raised as OSError, not as StoreError."""
 
 
 class StoreError(Exception):
@@ -50,7 +50,7 @@ class StoreError(Exception):
 
 
 class StoredObject(NamedTuple):
-    """Facts about an object that a store lists."""
+    """Properties of an object in the listing of a store."""
 
     size: int
     """Size in bytes."""
@@ -80,8 +80,8 @@ def module_of(url: str) -> str:
 
 
 class ObjectStore:
-    """The objects below a URL. Their names are relative to the URL, such as `step-1/manifest.json`; the name of an
-    object with the URL itself is empty. All methods raise StoreError, and OSError for errors of the local disk."""
+    """The objects below a URL. Their names are relative to the URL, such as `step-1/manifest.json`; an object at the
+    URL itself has the name "". All methods raise StoreError, and OSError for errors of the local disk."""
 
     def __init__(self, url: str):
         """Make the fsspec file system, without a request. Raises StoreError if the URL's package is not installed."""
