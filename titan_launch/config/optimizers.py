@@ -153,7 +153,7 @@ class Algorithm:
     of the parameter, and the dtype of `ShardSize.state_dtype`."""
 
     temporaries: Temporaries
-    """Memory of `update`."""
+    """Peak memory of `update`."""
 
     settings: tuple[str, ...] = ()
     """Keys or tables of `[optimizer]` that this algorithm reads, but some other algorithms do not read."""

@@ -27,7 +27,7 @@ MOST_ITEMS = 1_000
 compared with each other or with all modules."""
 
 MOST_PATHS = 10_000
-"""Largest number of items in an array `path`."""
+"""Largest number of items in the `path` of a data source."""
 
 MOST_KEY_LENGTH = 200
 

@@ -55,7 +55,7 @@ def data_suits_the_model(config: JobConfig) -> Iterator[Problem]:
 
 def all_data_has_one_unit(config: JobConfig) -> Iterator[Problem]:
     """Report a problem for each data table whose unit (tokens or images) differs from that of the first table. This
-    rule is for models whose unit is unknown, such as those of a factory. For other models, `data_suits_the_model`
+    rule is for models whose unit is unknown, such as models of a factory. For other models, `data_suits_the_model`
     checks all tables."""
     if unit_taken(config.model) is not None:
         return
@@ -69,7 +69,7 @@ def all_data_has_one_unit(config: JobConfig) -> Iterator[Problem]:
 
 def mixtures_are_complete(config: JobConfig) -> Iterator[Problem]:
     """Report a problem for a mixture without sources. Also report each source whose name cannot be part of a metric, or
-    is that of an earlier source."""
+    is the name of an earlier source."""
     for key, data in _tables(config):
         if not isinstance(data, MixtureData):
             continue

@@ -157,8 +157,8 @@ def base_is_frozen(config: JobConfig) -> Iterator[Problem]:
 
 
 def second_model_fits(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem if the folder of the second model cannot be read. Also report if the second model does not take
-    the inputs of the trained model: their unit, vocabulary, or sequence length."""
+    """Report a problem if the folder of the second model cannot be read. Also report a problem if the second model does
+    not take the inputs of the trained model: their unit, vocabulary, or sequence length."""
     second = config.loss.frozen_model()
     if second is None:
         return

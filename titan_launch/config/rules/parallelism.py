@@ -312,8 +312,8 @@ def layers_suffice_for_the_stages(config: JobConfig) -> Iterator[Problem]:
 
 
 def microbatches_suit_the_schedule(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem if the schedule does not support the number of microbatches per step. (`plan_layout` checks the
-    number for a job with a global batch size if the number of ranks or the local batch size is still unknown here.)"""
+    """Report a problem if the schedule does not support the number of microbatches per step. (If the number of ranks or
+    the local batch size is still unknown, `plan_layout` checks the number later.)"""
     parallelism, training = config.parallelism, config.training
     shard, batch = parallelism.data_parallel_shard_degree, training.global_batch_size
     ranks = None if shard == -1 else shard * parallelism.data_parallel_replicate_degree

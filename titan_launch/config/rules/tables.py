@@ -26,7 +26,7 @@ class NoEffect(NamedTuple):
     then a problem. (Default values are accepted, because the `config.json` of a run contains every key.)"""
 
     keys: tuple[str, ...]
-    """The keys. The name of a section, such as `ema`, stands for all keys of the section."""
+    """Dotted keys. The name of a section, such as `ema`, stands for all its keys."""
 
     other: str
     """The key on which the effect of `keys` depends."""
@@ -132,7 +132,7 @@ class Contradiction(NamedTuple):
     """A key that contradicts other keys."""
 
     key: str
-    """The key of the problem."""
+    """The key for which the problem is reported."""
 
     when: Callable[[JobConfig], bool]
     """Returns True if the keys contradict each other."""

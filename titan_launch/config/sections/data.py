@@ -217,13 +217,13 @@ class PreferenceData(ChatData):
     train_on: Literal["assistant", "last", "all", "end"] = "last"  # type: ignore[assignment]
     """Tokens that count as the answer; the loss uses the probabilities of these tokens. `last`: the last turn of the
     assistant, with the token that ends it. `assistant`: all turns of the assistant. `all`: all tokens. `end`: no token;
-    the loss uses the model's output after the last token of the chat, as `loss.name = "reward"` needs it."""
+    the loss uses the model's output after the last token of the chat. `loss.name = "reward"` needs `end`."""
 
     truncation: Literal["skip", "stop", "right", "left"] = "skip"
     """Use of a pair whose two chats do not fit into `training.seq_len` together. `skip`: the pair is not used, and the
     log reports the number of such pairs. `stop`: the run ends with an error that names the pair. `right`, `left`: each
-    chat is cut to at most half of `training.seq_len`, plus one token, because the last token of a chat is only a
-    target. Tokens are removed at the end of the chat (`right`) or at its beginning (`left`)."""
+    chat is cut to at most half of `training.seq_len`, plus one token, because the last token of a chat is never an
+    input. Tokens are removed at the end of the chat (`right`) or at its beginning (`left`)."""
 
 
 class UnpairedPreferenceData(ChatData):

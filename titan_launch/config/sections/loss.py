@@ -16,7 +16,7 @@ ANSWERS = {PAIRS: "pairs of answers", RATED: "answers with a label"}
 """The values of `data.kind` that only some losses read, with a noun for each."""
 
 BASE = "base"
-"""Value of `reference` of a loss: the trained model without its adapters."""
+"""Value of the key `reference` of a loss for the trained model without its adapters."""
 
 
 class ReferenceConfig(Section):
@@ -61,9 +61,9 @@ class KTOConfig(ReferenceConfig):
     """Kahneman-Tversky optimization (KTO, arXiv:2402.01306): the model learns from single answers that are desirable or
     undesirable. The loss of a desirable answer is `desirable_weight` x sigmoid(baseline - reward), and that of an
     undesirable answer `undesirable_weight` x sigmoid(reward - baseline). The reward is `beta` x log-ratio, where the
-    log-ratio is that of `dpo`. The baseline is the mean reward of mismatched answers in the step, but at least 0. A
-    mismatched answer follows the prompt of a different chat in its sample. Each step runs both models once more for the
-    mismatched answers."""
+    log-ratio is defined as for `dpo`. The baseline is the mean reward of mismatched answers in the step, but at least
+    0. A mismatched answer follows the prompt of a different chat in its sample. Each step runs both models once more
+    for the mismatched answers."""
 
     beta: Annotated[float, Field(gt=0)] = 0.1
     """Strength of the reference model. A small value lets the trained model move further from it."""

@@ -167,4 +167,4 @@ class KernelsConfig(Section):
 
     bf16_reduced_precision_reduction: bool = True
     """Allow cuBLAS to add the partial results of a split bfloat16 product in bfloat16. This is PyTorch's default, and
-    it is faster. The sums within each part are always float32."""
+    it is faster. Each partial result is always summed in float32."""

@@ -113,9 +113,9 @@ class DebugConfig(Section):
     error."""
 
     audit_precision: bool | None = None
-    """Compare the dtypes of the first step with the plan: those of all inputs, parameters, gradients, buffers, outputs
-    and collectives. If one differs, the run ends before its first update; with a release of PyTorch that is not tested,
-    a warning is logged instead. The result is in `precision_audit.json`. Later steps are not affected. Unset: true for
+    """Compare the dtypes of all inputs, parameters, gradients, buffers, outputs and collectives of the first step with
+    the plan. If one differs, the run ends before its first update; with a release of PyTorch that is not tested, a
+    warning is logged instead. The result is in `precision_audit.json`. Later steps are not affected. Unset: true for
     the `debug` flavor and for a model of your own."""
 
     on_nonfinite: Literal["stop", "skip"] = "stop"
@@ -211,8 +211,8 @@ class PlannerConfig(Section):
 
     memory_gib: Positive | None = None
     """Memory limit of one device, in GiB, as torch reports it. Default: the memory of the device. On a CPU (`job.device
-    = "cpu"`, no `planner.device`): the machine's memory divided by the ranks on the machine. If the process has a lower
-    limit (`ulimit`), that limit."""
+    = "cpu"`, no `planner.device`): the machine's memory divided by the ranks on the machine. A lower limit of the
+    process (`ulimit`) counts instead."""
 
     margin_gib: Annotated[float, Field(ge=0)] | None = None
     """Memory, in GiB, that must stay free below the limit. If a combination of modes leaves less memory free, `plan`
@@ -236,9 +236,9 @@ class PlannerConfig(Section):
 
     mfu: Annotated[float, Field(gt=0, le=1)] | None = None
     """Fraction of the peak FLOP/s that a step reaches. If this key is set, step times are predicted from this fraction,
-    not from the times of single operations. The peak is `metrics.peak_tflops_per_device`, or else that of the device.
-    The FLOPs that activation checkpointing repeats count too, as in HFU; `throughput/mfu_percent` does not count them.
-    Default: 0.38 if `speeds` is not set and the device is not in the table."""
+    not from the times of single operations. The peak is `metrics.peak_tflops_per_device`, or else the peak of the
+    device. The FLOPs that activation checkpointing repeats count too, as in HFU; `throughput/mfu_percent` does not
+    count them. Default: 0.38 if `speeds` is not set and the device is not in the table."""
 
     expert_load: Annotated[float, Field(ge=1)] = 1.0
     """Assumed imbalance with expert parallelism: the largest number of rows (tokens) that a rank receives for its
