@@ -80,7 +80,7 @@ def in_forks(function: Callable[[T], R], items: Sequence[T], takes_part: bool = 
                 try:
                     help_parent(theirs)
                 finally:
-                    os._exit(OK)  # whatever happens, this process must not go on as if it were its parent
+                    os._exit(OK)  # a fork must never continue with the code of its parent
             os.close(theirs)
             forks[process] = ours
         found = dict[int, R]()
