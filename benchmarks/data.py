@@ -46,7 +46,7 @@ from torch.utils.data import DataLoader
 from titan_launch.cli import main as launcher_main
 from titan_launch.config.paths import PYTHON_STDLIB, expand_paths
 from titan_launch.config.sections.data import TokensData
-from titan_launch.data.corpora.text import is_text
+from titan_launch.data.corpora.text_files import is_text
 from titan_launch.data.loader import Workers, build_train_loader
 from titan_launch.data.order import SampleOrder
 from titan_launch.data.packing import pack

@@ -140,14 +140,14 @@ def warnings_with_a_full_disk_from_step_3_to_30(job: dict[str, Any]) -> list[str
     with ExitStack() as stack:
         run = build_run(config, this_rank(), stack, Surroundings(quiet=True))
         while run.progress.step < config.training.steps:
-            result = train_one_step(run)
+            train_one_step(run)
             if run.progress.step == 3:
                 with filler.open("wb", buffering=0) as file, suppress(OSError):
                     while True:
                         file.write(b"x" * 512)
             if run.progress.step == 31:
                 filler.unlink()
-            report(run, result, due_now(run))
+            report(run, due_now(run))
     return warned
 
 

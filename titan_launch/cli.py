@@ -95,7 +95,7 @@ def command_module(name: str) -> ModuleType:
 
 
 def _top_parser() -> Parser:
-    """Return the parser of a command line without a command: it lists the commands."""
+    """Return the parser for `--help` and `--version` without a command. Its help lists the commands."""
     epilog = f"{OVERRIDES}\n\ntitan-launch COMMAND --help describes the options of a command."
     parser = Parser(prog="titan-launch", usage="titan-launch [COMMAND] --config JOB.toml [options]", epilog=epilog)
     parser.add_argument("--version", action="version", version=f"titan-launch {__version__}")

@@ -150,21 +150,18 @@ def launcher_step(
     from titan_launch.train.build import build_run
     from titan_launch.train.health.skipped_steps import act_on_skipped_steps
     from titan_launch.train.loop import due_now, looks_for_skipped_steps, report, train_one_step
-    from titan_launch.train.step import StepResult
 
     assert isinstance(ranks, Ranks)
     sections = launcher_sections(Job(**vars(job) | {"steps": 10_000}), folder)
     run = build_run(JobConfig.model_validate(sections), ranks, stack)
 
-    results: list[StepResult] = []
-
     def step() -> None:
-        results[:] = [train_one_step(run)]
+        train_one_step(run)
         run.control.agree()
         if looks_for_skipped_steps(run, due_now(run)):
             act_on_skipped_steps(run)
 
-    return step, lambda: report(run, results[0], due_now(run))
+    return step, lambda: report(run, due_now(run))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from tests.tensors import full_state, full_tensor
-from titan_launch.checkpoint.manager import CheckpointManager, Origin
+from titan_launch.checkpoint.manager import CheckpointManager
+from titan_launch.checkpoint.manifest import Origin
 from titan_launch.checkpoint.state import ModelAndOptimizer, Progress, TrainingState
 from titan_launch.config.sections.checkpoint import CheckpointConfig
 from titan_launch.distributed.random_state import RandomState

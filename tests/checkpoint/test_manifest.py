@@ -32,7 +32,7 @@ def checkpoint(tmp_path: Path) -> Path:
         (folder / name).write_bytes(DATA)
     files = {name: record_of(folder / name) for name in ("__0_0.distcp", ".metadata")}
     write_manifest(
-        folder, Manifest(3, 2, "abc", {"mode": "deferred"}, {}, {}, None, {"torch": "2.13"}, "", None, 1.5, files)
+        folder, Manifest(2, "abc", {"mode": "deferred"}, {}, {}, "", None, 3, None, {"torch": "2.13"}, 1.5, files)
     )
     return folder
 
@@ -84,7 +84,7 @@ def test_a_change_of_any_bit_of_a_manifest_is_found(checkpoint: Path) -> None:
 def test_a_manifest_cannot_name_other_folders(tmp_path: Path, checkpoint: Path) -> None:
     (tmp_path / "secret").write_bytes(DATA)
     record = record_of(tmp_path / "secret")
-    write_manifest(checkpoint, Manifest(3, 2, "abc", {}, {}, {}, None, {}, "", None, None, {"../secret": record}))
+    write_manifest(checkpoint, Manifest(2, "abc", {}, {}, {}, "", None, 3, None, {}, None, {"../secret": record}))
     with pytest.raises(DamagedCheckpointError, match="outside of the checkpoint"):
         check(checkpoint)
 

@@ -36,7 +36,7 @@ def test_checkpoints_that_are_deleted(retention: Retention, gone: list[int]) -> 
 def fill(folder: Path, losses: dict[int, float | None]) -> None:
     for step, loss in losses.items():
         (folder / f"step-{step}").mkdir()
-        write_manifest(folder / f"step-{step}", Manifest(step, 1, "", {}, {}, {}, None, {}, "", None, loss, {}))
+        write_manifest(folder / f"step-{step}", Manifest(1, "", {}, {}, {}, "", None, step, None, {}, loss, {}))
 
 
 def test_links_are_updated_and_their_checkpoints_are_not_deleted(tmp_path: Path) -> None:

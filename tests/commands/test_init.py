@@ -19,7 +19,7 @@ from tests.sampling import rest_is_slow
 from tests.train.jobs import read_metrics, this_rank
 from titan_launch.cli import main
 from titan_launch.commands import init
-from titan_launch.config.loading.carried import carried_configs
+from titan_launch.config.loading.job_files import carried_configs
 from titan_launch.config.loading.load import load_job
 from titan_launch.core.errors import config_error
 from titan_launch.data.tokenizers import train_tokenizer

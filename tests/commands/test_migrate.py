@@ -213,6 +213,7 @@ def test_the_training_is_the_same() -> None:
             "parallelism.context_parallel_load_balance": True
         }),
         ("parallelism", {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "interleaved1f1b"}, {
+            "parallelism.pipeline_parallel_degree": 2,
             "parallelism.pipeline_parallel_schedule": "Interleaved1F1B",
             "training.local_batch_size": 1,
             "training.global_batch_size": 32,

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import tomli
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from tests.distributed import run_ranks
 from tests.train.jobs import run_job, sharded_model, tiny_job
@@ -18,7 +19,6 @@ from titan_launch.commands.plan import PlanOptions, print_plan
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import ConfigError, UserError
 from titan_launch.core.files import CACHE_VARIABLE
-from titan_launch.parallel.fsdp import fsdp_modules
 from titan_launch.plan.hardware import GIB
 
 JSON, TEXT, VERBOSE = PlanOptions(as_json=True), PlanOptions(), PlanOptions(verbose=True)
@@ -43,7 +43,7 @@ def test_a_run_records_the_units_that_plan_shows(tmp_path: Path, capsys: pytest.
 
 def wrapped_modules(job: dict[str, Any]) -> set[str]:
     model = sharded_model(JobConfig.model_validate(job), 16)
-    wrapped = set(fsdp_modules(model))
+    wrapped = {module for module in model.modules() if isinstance(module, FSDPModule)}
     return {path for path, module in model.named_modules() if module in wrapped}
 
 
@@ -209,7 +209,7 @@ def test_a_plan_says_what_it_records(
     print_plan(config, 4, str, OWN_VERBOSE)
     shown = capsys.readouterr()
     assert shown.err == "recording a microbatch with activation checkpointing none\n"
-    assert "  tensor parallel (GiB)" in shown.out and "  pipeline (GiB)" not in shown.out
+    assert "  tensor parallel (GiB)" in shown.out and "  pipeline parallel (GiB)" not in shown.out
     assert re.search(r"memory engine: +replay,", shown.out)
 
 

@@ -17,7 +17,7 @@ from titan_launch.commands.prepare import _chosen
 from titan_launch.config.sections.data import JsonlData, TextData
 from titan_launch.core.errors import ConfigError, UserError
 from titan_launch.core.files import CACHE_VARIABLE
-from titan_launch.data.corpora.text import TextCorpus
+from titan_launch.data.corpora.text_files import TextCorpus
 from titan_launch.data.sources import build_source
 from titan_launch.data.token_files import read_header
 from titan_launch.data.tokenizers import ByteTokenizer

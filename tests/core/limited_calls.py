@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 
-from titan_launch.data.chat_rendering import RefusedChat
+from titan_launch.data.chat_rendering import RecordError
 
 
 class Calls:
@@ -67,7 +67,7 @@ class Calls:
 
     def refuse(self) -> None:
         """Raise an error of this package."""
-        raise RefusedChat("no chat", "a detail", "template")
+        raise RecordError("no chat", "a detail", "template")
 
     def fail(self) -> None:
         """Raise an error with a long text of two lines."""

@@ -202,5 +202,5 @@ def test_an_unclosed_loader_lets_the_interpreter_exit_silently() -> None:
         batches = iter(train_loader(layout(1, 2), rank=0, num_workers=1))
         next(batches)
     """
-    ended = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=30)
+    ended = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=120)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")

@@ -24,7 +24,7 @@ from titan_launch.config.sections.tokenizer import TokenizerConfig
 from titan_launch.core.errors import ConfigError, UserError
 from titan_launch.core.files import CACHE_VARIABLE
 from titan_launch.data.corpora.jsonl import JsonlCorpus
-from titan_launch.data.corpora.text import TextCorpus
+from titan_launch.data.corpora.text_files import TextCorpus
 from titan_launch.data.prepare import UNFINISHED, cached_token_files, file_digests, prepare
 from titan_launch.data.token_files import HEADER, Encoded, open_token_files, verify_token_files
 from titan_launch.data.tokenizers import ByteTokenizer, build_tokenizer, train_tokenizer

@@ -94,6 +94,7 @@ def _command_main(
 ) -> None:
     from titan_launch.cli import main
 
+    _exempt_objects_of_server()
     os.environ.update(environment)
     tempfile.tempdir = None  # that of TMPDIR
     sys.stdin = io.StringIO(typed)
@@ -103,6 +104,12 @@ def _command_main(
     status = main(args)
     sys.stdout.flush()  # `os._exit` would lose what is buffered
     os._exit(status)
+
+
+def _exempt_objects_of_server() -> None:
+    """Exempt the objects of the server from garbage collections, which would visit all of them and copy their pages."""
+    gc.freeze()
+    vars(gc)["get_freeze_count"] = lambda: 1  # a run asks whether it is 0, and counting all of them takes 35 ms
 
 
 def _no_trace(*args: Any) -> None:
@@ -120,8 +127,7 @@ def _rank_main(
 
     vars(measure)["TraceProcess"] = _no_trace
     faulthandler.enable()
-    gc.freeze()  # a garbage collection would visit all objects of the server, and copy their pages
-    vars(gc)["get_freeze_count"] = lambda: 1  # a run asks whether it is 0, and counting all of them takes 35 ms
+    _exempt_objects_of_server()
     torch.set_num_threads(1)
     status = 0
     try:

@@ -15,6 +15,7 @@ import titan_launch.train.main
 import titan_launch.train.pipeline_step  # noqa: F401
 from tests.train.jobs import tiny_job
 from titan_launch.config.job import JobConfig
+from titan_launch.core.patches import torchao_import_silenced
 from titan_launch.plan.layout import plan_layout
 from titan_launch.plan.memory.recordings import NotRecordedError, Recordings
 from titan_launch.train.mode_choice import plan_precision
@@ -22,6 +23,9 @@ from titan_launch.train.model import build_job_model
 
 with suppress(ImportError):
     import s3fs  # noqa: F401  half a second of each rank with an object store
+
+with suppress(ImportError), torchao_import_silenced():
+    import transformers.modeling_utils  # noqa: F401  a second of each rank with a class of `transformers`
 
 # Each process does these two things once: pydantic builds the validator of a section when it is first used, and the
 # cache of recordings digests the package's files. No tensor with values is made, and no autograd graph.

@@ -7,6 +7,7 @@ from typing import Any
 import torch.distributed as dist
 
 from tests.distributed import join_fake_group, run_ranks
+from titan_launch.config.axes import CONTEXT, MODEL_AXES, PIPELINE, REPLICATE, TENSOR
 from titan_launch.distributed.mesh import build_mesh
 from titan_launch.plan.layout import Layout
 
@@ -21,14 +22,18 @@ def ranks_of(mesh: Any) -> list[int] | None:
 
 def groups_of_rank_0() -> dict[str, list[int] | None]:
     join_fake_group(32)
-    mesh = build_mesh(layout(replicate=2, shard=2, context=2, tensor=2, pipeline=2), "cpu")
+    grid = layout(replicate=2, shard=2, context=2, tensor=2, pipeline=2, expert=4)
+    mesh = build_mesh(grid, "cpu")
+    for axis in (*MODEL_AXES, REPLICATE):
+        stride = grid.stride(axis)
+        assert ranks_of(mesh.along(axis)) == list(range(0, stride * grid.degree(axis), stride)), (
+            "as the planner assumes"
+        )
     data, statistics = mesh.data_group, mesh.statistics_group(60)
     assert data is not None and mesh.fsdp.ndim == 2
     return {
         "fsdp": ranks_of(mesh.fsdp),
-        "tensor": ranks_of(mesh.tensor),
-        "context": ranks_of(mesh.context),
-        "pipeline": ranks_of(mesh.pipeline),
+        **{axis.name: ranks_of(mesh.along(axis)) for axis in (TENSOR, CONTEXT, PIPELINE)},
         "data": dist.get_process_group_ranks(data),
         "statistics": dist.get_process_group_ranks(statistics),
     }
@@ -51,7 +56,8 @@ def axes_of_data_parallel_ranks() -> tuple[Any, Any, list[int] | None, list[int]
     join_fake_group(4)
     sharded, replicated = build_mesh(layout(shard=4), "cpu"), build_mesh(layout(replicate=4), "cpu")
     assert sharded.data_group is None and replicated.data_group is None, "None means the default group"
-    return sharded.fsdp.mesh_dim_names, replicated.fsdp.mesh.shape, ranks_of(sharded.tensor), ranks_of(sharded.pipeline)
+    tensor, pipeline = (ranks_of(sharded.along(axis)) for axis in (TENSOR, PIPELINE))
+    return sharded.fsdp.mesh_dim_names, replicated.fsdp.mesh.shape, tensor, pipeline
 
 
 def test_without_model_parallelism_the_mesh_has_only_data_parallel_axes() -> None:

@@ -44,7 +44,7 @@ def test_a_restart_ignores_the_data_of_dead_ranks() -> None:
 
 
 def test_missing_ranks_are_named() -> None:
-    zero, one = meet_all(dist.HashStore(), [0, 1], 4, timeout=0.5)
+    zero, one = meet_all(dist.HashStore(), [0, 1], 4, timeout=2)
     assert isinstance(zero, RunError) and "ranks 2, 3 of 4 have not joined" in str(zero)
     assert isinstance(one, RunError) and "rank 1 was not admitted" in str(one)
 
@@ -65,4 +65,4 @@ def test_a_rank_does_not_wait_for_a_store_whose_agent_has_ended(monkeypatch: pyt
         began = time.monotonic()
         with pytest.raises(RunError, match=r"rank 0 of 2 cannot reach .*, has ended"), process_group("cpu", 300):
             pass
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 60

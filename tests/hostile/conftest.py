@@ -9,7 +9,7 @@ import pytest
 from tests.hostile.runner import Runner, running
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")  # the order of files mixes those of this package with others
 def runner() -> Iterator[Runner]:
     """Return a server that runs commands with limits on memory and time."""
     with running() as server:

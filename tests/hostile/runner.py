@@ -5,7 +5,6 @@ One server process imports the package, and each command runs in a fork of it, w
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import resource
@@ -19,6 +18,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
+
+from titan_launch.core.patches import without_garbage_collection
 
 MEMORY = 1 << 30
 """Bytes that a command may allocate beyond those of the server."""
@@ -133,10 +134,10 @@ class Runner:
 
 
 def _serve(preloaded: Sequence[str]) -> None:
-    for name in preloaded:
-        with suppress(ImportError):
-            __import__(name)
-    gc.freeze()  # a garbage collection would visit all objects of the server, and copy their pages
+    with without_garbage_collection():  # a later collection would visit all objects of the server, and copy their pages
+        for name in preloaded:
+            with suppress(ImportError):
+                __import__(name)
     for line in sys.stdin:
         print(json.dumps(_answer(json.loads(line))), flush=True)
 

@@ -91,7 +91,6 @@ ALLOWED = {
     ("library", "recipes/facts.py"): "pyarrow, for the columns of a Parquet file",
     ("toml", "config/loading/toml_positions.py"): "a quoted key of a job file that was read",
     # Files that this process or its parent has just written.
-    ("json", "train/output.py"): "the job of this process as a table",
     ("json", "train/run_folder/records.py"): "the job of this process as a table",
     ("json", "train/trace_subprocess.py"): "output of a process that this process has started",
     ("read", "checkpoint/writer.py"): "the index that DCP has just written",
@@ -101,7 +100,7 @@ ALLOWED = {
     ("program", "core/process.py"): "forks of this process, which run its own functions",
     ("read", "core/process.py"): "marks in a temporary folder of this start, and pipes of forks",
     ("read", "metrics/sinks/jsonl.py"): "the run's own open file of reports",
-    ("read", "train/build.py"): "a log that is written",
+    ("read", "train/output.py"): "a log that is written",
     ("read", "train/run_folder/folder.py"): "the lock and the run folder itself; their kinds are checked before",
     ("read", "commands/generate.py"): "the prompt that the command line names, which may be a pipe",
     ("read", "core/limited_process.py"): "pipes to the helper process, and /proc",

@@ -17,8 +17,8 @@ from tests.hostile.runner import Runner
 from tests.sampling import sampled
 from titan_launch.config import paths
 from titan_launch.config.job import JobConfig
-from titan_launch.config.loading.carried import carried_configs
 from titan_launch.config.loading.foreign_keys import TORCHTITAN_KEYS
+from titan_launch.config.loading.job_files import carried_configs
 from titan_launch.config.loading.load import load_job
 from titan_launch.config.loading.merge import parse_overrides
 from titan_launch.config.loading.schema_walk import tables
@@ -279,14 +279,14 @@ random.Random(0).shuffle(CASES)
 
 
 def _only_user_errors(action: Callable[[], object], case: object) -> None:
-    start = time.monotonic()
+    start = time.process_time()
     try:
         action()
     except UserError as error:
         assert len(str(error)) < 40_000, case
     except Exception as error:
         raise AssertionError(case) from error
-    assert time.monotonic() - start < 10, case
+    assert time.process_time() - start < 10, case
 
 
 @sampled("cases", CASES, every=60)

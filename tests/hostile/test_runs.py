@@ -477,9 +477,9 @@ def test_limits_of_reports_are_one_sentence(runs: Path, monkeypatch: pytest.Monk
 def test_reports_that_go_back_very_often_take_linear_time(runs: Path) -> None:
     lines = (f'{{"step": {step}, "m{index % 9000}": 1}}\n' for index in range(20_000) for step in (index % 2 + 1,))
     (runs / "bad" / "metrics.jsonl").write_text("".join(lines))
-    start = time.monotonic()
+    start = time.process_time()
     assert load_run(runs / "bad").reports.steps.tolist() == [1, 2]
-    assert time.monotonic() - start < 5
+    assert time.process_time() - start < 5
 
 
 class _Elements(HTMLParser):

@@ -15,11 +15,11 @@ import pytest
 
 from tests.hostile.runner import Runner
 from tests.hostile.weights_folders import write_folder
+from titan_launch.config.sections.data import ChatData
 from titan_launch.core import limited_process
 from titan_launch.core.errors import ConfigError
-from titan_launch.data.chat_rendering import Renderer
+from titan_launch.data.chat_rendering import RecordError, Renderer
 from titan_launch.data.corpora.chat_template import ChatTemplate
-from titan_launch.data.corpora.records import RecordError
 
 pytest.importorskip("jinja2")
 
@@ -250,7 +250,7 @@ def test_settings_of_other_types_are_no_templates(tmp_path: Path) -> None:
 
     def problem() -> str:
         with pytest.raises(ConfigError) as caught:
-            load_template(None, {}, date(2024, 7, 26), InFolder(), ("data", "template"))
+            load_template(ChatData(kind="chat", path="a.jsonl"), InFolder(), ("data", "template"))
         return str(caught.value)
 
     for settings in odd_settings():

@@ -178,7 +178,7 @@ def test_a_rank_that_is_killed_while_it_starts_ends_the_launch_in_seconds(job: d
     with launched(job, "--nproc-per-node", "2") as process:
         wait_for(lambda: len(ranks_of(process)) == 2, process)
         os.kill(ranks_of(process)[0], signal.SIGKILL)  # rank 1 waits for rank 0 at the rendezvous, or will
-        _, errors = process.communicate(timeout=15)
+        _, errors = process.communicate(timeout=60)  # a rendezvous waits for minutes
     assert process.returncode == 128 + signal.SIGKILL
     assert errors.splitlines() == [
         "error: rank 0 was killed by SIGKILL; the usual cause is that the host ran out of memory"
@@ -203,7 +203,7 @@ def processes_with(variable: str) -> list[int]:
 
 def left_of_killed_parent(parent: tuple[str, ...], job: Path, seconds: float, since_first_rank: bool) -> int:
     """Kill the parent of two ranks some seconds after its start, or after that of its first rank. Return the number of
-    processes that are alive 5 s later."""
+    processes that are still alive 60 s later, or 0 as soon as all have ended."""
     variable = f"KILLED_PARENT_{uuid.uuid4().hex}"
     command = [sys.executable, "-m", *parent, "--config", str(job), f"--job.name={variable}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(temporary_files(job.parent)), variable: "1"}
@@ -214,7 +214,7 @@ def left_of_killed_parent(parent: tuple[str, ...], job: Path, seconds: float, si
             time.sleep(0.01)
         time.sleep(seconds)
         process.kill()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while (left := processes_with(variable)) and time.monotonic() < deadline:
         time.sleep(0.05)
     for pid in left:
@@ -227,8 +227,8 @@ def left_of_killed_parent(parent: tuple[str, ...], job: Path, seconds: float, si
     ("instants", "since_first_rank"),
     [
         ((0.7, 0.0), True),
-        pytest.param([random.Random(5).uniform(0, 4) for _ in range(20)], False, marks=pytest.mark.slow),
-        pytest.param([random.Random(6).uniform(0, 4) for _ in range(20)], True, marks=pytest.mark.slow),
+        pytest.param([random.Random(5).uniform(0, 4) for _ in range(10)], False, marks=pytest.mark.slow),
+        pytest.param([random.Random(6).uniform(0, 4) for _ in range(10)], True, marks=pytest.mark.slow),
     ],
     ids=["some", "since start", "since the first rank"],
 )

@@ -28,7 +28,7 @@ from titan_launch.config.sections.data import TextData
 from titan_launch.config.sections.loss import KTOConfig, ORPOConfig
 from titan_launch.core.errors import ConfigError
 from titan_launch.data.corpora.chat import UnpairedPreferenceCorpus
-from titan_launch.data.corpora.text import TextCorpus
+from titan_launch.data.corpora.text_files import TextCorpus
 from titan_launch.data.order import SampleOrder
 from titan_launch.data.prepare import prepare
 from titan_launch.data.sources import build_source
@@ -494,7 +494,7 @@ def test_mismatched_chats_have_every_prompt_and_every_answer_once() -> None:
     answers = answers_in(batch[1], batch[2])
     assert answers.exist[0, :5].tolist() == [True, True, True, False, False]
     assert answers.labels[0, :3].tolist() == [0, 1, 0]
-    found = mismatched(batch[0], batch[2], answers)
+    found = mismatched(batch[0], answers)
     assert found.inputs.tolist() == [[1, 2, 3, 25, 4, 20, 21, 5, 6, 22, 23, 24, 7, 8, 0, 0]]
     assert found.documents.tolist() == [[0, 0, 0, 0, 1, 1, 1, 2, 2, 2, 2, 2, 3, 3, 4, 4]]
     ignored = -100
@@ -511,7 +511,7 @@ def test_samples_with_one_chat_or_none_keep_their_tokens() -> None:
     documents = torch.tensor([[0] * 4 + [1] * 3, [0] * 7, [0, 0, 1, 1, 2, 2, 2]], dtype=torch.int32)
     answers = answers_in(targets, documents)
     assert answers.exist.sum(1).tolist() == [1, 0, 2]
-    found = mismatched(inputs, documents, answers)
+    found = mismatched(inputs, answers)
     assert found.inputs.tolist() == [inputs[0].tolist(), [0] * 7, [1, 22, 23, 2, 3, 4, 20]]
     assert found.targets.tolist() == [[no, 20, 21, no, no, no, no], [no] * 7, [22, 23, no, no, no, 20, no]]
     assert found.documents.tolist() == [documents[0].tolist(), [0] * 7, [0, 0, 0, 1, 1, 2, 2]]

@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed import run_command, run_ranks
+from titan_launch.config.axes import CollectiveKind
 from titan_launch.distributed.process_group import Ranks
 from titan_launch.metrics.device_speeds import Scope, measure
-from titan_launch.plan.speeds import CollectiveKind, Measured, read_measured
+from titan_launch.plan.speeds import Measured, read_measured
 
 BYTES = (4096, 32768)
 SCOPE = Scope((64, 256), (1, 2), (16, 32), (16, 64), (2, 8, 8), BYTES, BYTES, budget_seconds=0.01)

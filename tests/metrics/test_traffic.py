@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 
 from tests.distributed import run_ranks
 from tests.trace.traces import planned
@@ -20,7 +21,6 @@ from titan_launch.loss.cross_entropy import CrossEntropy
 from titan_launch.metrics.traffic import Kernel, count_collectives, exposed_seconds
 from titan_launch.optim.clip import clip_grad_norm
 from titan_launch.parallel.accumulation import Accumulation
-from titan_launch.parallel.fsdp import fsdp_modules
 from titan_launch.plan.communication import Traffic
 from titan_launch.plan.layout import plan_layout
 from titan_launch.precision.observation import observe
@@ -40,7 +40,7 @@ def count(config: JobConfig) -> tuple[Traffic, Traffic, bool]:
     """Return the traffic of a step on this rank: counted alone, and counted beside the precision audit. The last value
     tells if FSDP2's own collectives are restored."""
     model, plan, layout = planned_and_sharded(config, config.training.seq_len)
-    groups = [parameter_group(module) for module in fsdp_modules(model)]
+    groups = [parameter_group(module) for module in model.modules() if isinstance(module, FSDPModule)]
     before = [vars(group).copy() for group in groups if group is not None]
 
     def step() -> None:

@@ -20,12 +20,11 @@ from typing import Any
 
 from benchmarks.publishing import publish
 from tests.distributed import run_ranks
-from tests.train.jobs import TINY_ARGS, this_rank, tiny_job
+from tests.train.jobs import TINY_ARGS, step_and_report, this_rank, tiny_job
 from titan_launch.config.job import JobConfig
 from titan_launch.core.torch_release import SPLITS_BACKWARD_OF_EXPERTS
 from titan_launch.distributed.ring_attention_on_cpu import ring_attention_on_cpu
 from titan_launch.train.build import build_run
-from titan_launch.train.loop import due_now, report, train_one_step
 
 STEPS = 3
 TOLERANCE = 1e-5
@@ -252,7 +251,7 @@ def _train(case: Case, folder: Path, num_steps: int) -> Measured:
             stack.enter_context(ring_attention_on_cpu())
         run = build_run(JobConfig.model_validate(case.job(folder)), this_rank(), stack)
         for _ in range(num_steps):
-            scalars = report(run, train_one_step(run), due_now(run))
+            scalars = step_and_report(run)
             steps.append((scalars["train/loss"], scalars["train/grad_norm"]))
     return steps
 

@@ -16,10 +16,11 @@ from tests.parallel.divided_model import MAX_TOKENS, Model
 from tests.parallel.test_tensor_parallel import OWN, VALIDATION, assert_close, llama, train_one
 from tests.train.jobs import this_rank, tiny_job
 from titan_launch.config.job import JobConfig
-from titan_launch.config.sections.precision import BatchNormConfig
 from titan_launch.core.errors import ConfigError
 from titan_launch.distributed.ring_attention_on_cpu import ring_attention_on_cpu
-from titan_launch.models.parallel_plans import check_context_plan
+from titan_launch.models.build import BuiltModel
+from titan_launch.models.initializers import call_reset_parameters
+from titan_launch.models.parallel_plans import check_divisions
 from titan_launch.parallel.context_parallel import SequencePart
 from titan_launch.train.build import build_run
 
@@ -61,15 +62,21 @@ def test_sequence_parts_are_those_of_pytorchs_load_balancer(ranks: int) -> None:
     assert torch.equal(torch.cat(in_order, 1)[0], tokens)
 
 
-def refusal(model: nn.Module, axes: dict[str, int] | None, **batchnorm: Any) -> str:
+def check(model: nn.Module, axes: dict[str, int] | None, **batchnorm: Any) -> None:
+    training = {"seq_len": MAX_TOKENS, "steps": 1}
+    config = JobConfig.model_validate({"parallelism": TWO, "training": training, "batchnorm": batchnorm})
+    check_divisions(BuiltModel(model, (), (), call_reset_parameters, context_parallel=axes), config)
+
+
+def refusal(model: nn.Module, axes: dict[str, int] | None) -> str:
     with pytest.raises(ConfigError) as caught:
-        check_context_plan(model, axes, 2, MAX_TOKENS, BatchNormConfig(**batchnorm))
+        check(model, axes)
     return str(caught.value)
 
 
 def test_models_that_cannot_be_divided_are_refused() -> None:
     model = Model()
-    check_context_plan(model, {"positions": 0}, 2, MAX_TOKENS, BatchNormConfig())
+    check(model, {"positions": 0})
     assert "does not declare that its sequences can be divided" in refusal(model, None)
     assert 'context_parallel["position"] matches no buffer of the model; did you mean "positions"?' in refusal(
         model, {"position": 0}
@@ -79,7 +86,7 @@ def test_models_that_cannot_be_divided_are_refused() -> None:
     assert "register it with persistent=False" in refusal(model, {"positions": 0})
     normed = Model("TokenBatchNorm")
     assert "the BatchNorm norm would cover only a part of every sequence" in refusal(normed, {"positions": 0})
-    check_context_plan(normed, {"positions": 0}, 2, MAX_TOKENS, BatchNormConfig(statistics="synchronized"))
+    check(normed, {"positions": 0}, statistics="synchronized")
 
 
 def build_on_cpu(folder: Path) -> str:

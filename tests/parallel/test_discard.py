@@ -30,7 +30,7 @@ from titan_launch.distributed.torch_private import parameter_group
 from titan_launch.loss.cross_entropy import CrossEntropy
 from titan_launch.optim.registry import build_optimizer
 from titan_launch.parallel.accumulation import Accumulation
-from titan_launch.parallel.fsdp import discard_pending, fsdp_modules, in_evaluation_mode, without_backward
+from titan_launch.parallel.fsdp import discard_pending, in_evaluation_mode, without_backward
 from titan_launch.train.health.step_guard import StepGuard
 from titan_launch.train.step import MicrobatchesInTurn, TrainStep, Update
 
@@ -157,7 +157,7 @@ def failing(model: nn.Module, microbatch: int, where: str) -> Iterator[None]:
 
 
 def assert_nothing_is_left(model: nn.Module) -> None:
-    for module in fsdp_modules(model):
+    for module in filter(lambda module: isinstance(module, FSDPModule), model.modules()):
         group = parameter_group(module)
         if group is not None:
             assert group.is_sharded and group._all_gather_result is None

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from tests.distributed import run_ranks
 from tests.tensors import assert_equal, full_state
-from tests.train.jobs import TINY_ARGS, TINY_EXPERTS, run_job, run_job_until, this_rank, tiny_job
+from tests.train.jobs import TINY_ARGS, TINY_EXPERTS, run_job, run_job_until, step_and_report, this_rank, tiny_job
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import UserError
 from titan_launch.core.observer import Observer
+from titan_launch.distributed.mesh import build_mesh
 from titan_launch.distributed.ring_attention_on_cpu import ring_attention_on_cpu
 from titan_launch.models.build import build_model
 from titan_launch.models.decoder.args import DecoderArgs
@@ -55,7 +56,7 @@ def train_one(job: dict[str, Any]) -> Trained:
         if "context_parallel_degree" in job.get("parallelism", ()):
             stack.enter_context(ring_attention_on_cpu())
         run = build_run(JobConfig.model_validate(job), this_rank(), stack)
-        reports = [report(run, train_one_step(run), due_now(run)) for _ in range(STEPS)]
+        reports = [step_and_report(run) for _ in range(STEPS)]
         return reports, biases_of(run.model)
 
 
@@ -152,7 +153,7 @@ def poisoned_and_abandoned(job: dict[str, Any]) -> None:
         embedding = run.model.get_submodule("tok_embeddings")
         embedding.register_forward_hook(lambda _, args, output: output * factor)
         train_one_step(run)
-        report(run, train_one_step(run), due_now(run))
+        step_and_report(run)
         before = full_state(run.model)
         assert before["layers.2.moe.selection_bias"].any()
 
@@ -173,7 +174,7 @@ def poisoned_and_abandoned(job: dict[str, Any]) -> None:
         run.step.parameters_changed()
         run.optimizer.zero_grad()
         assert_equal(full_state(run.model), before)
-        scalars = report(run, result, due_now(run))  # the window has no step that was trained
+        scalars = report(run, due_now(run))  # the window has no step that was trained
         assert [scalars[f"experts/{tag}"] for tag in ("balance_loss", "z_loss", "entropy/layers.1.moe")] == [0, 0, 0]
 
 
@@ -243,7 +244,7 @@ def warnings_of(jobs: list[dict[str, Any]]) -> list[list[str]]:
             bias = run.model.get_buffer("layers.2.moe.selection_bias")
             bias.copy_(torch.arange(8.0))
             for _ in range(2):
-                report(run, train_one_step(run), due_now(run))
+                step_and_report(run)
         logging.getLogger("titan_launch").removeHandler(handler)
         found.append(handler.texts)
     handler = _Texts()
@@ -253,8 +254,8 @@ def warnings_of(jobs: list[dict[str, Any]]) -> list[list[str]]:
         job["lora"] = lora
         config = JobConfig.model_validate(job)
         built = build_model(config.model, config.training.seq_len, lora=config.lora)
-        layout = plan_layout(config.parallelism, config.training, 1)
-        prepare_experts(built.module, plan_precision(config, built), layout, None, "cuda")
+        mesh = build_mesh(plan_layout(config.parallelism, config.training, 1), "cpu")
+        prepare_experts(built.module, plan_precision(config, built), mesh, "cuda")
     return [*found, handler.texts]
 
 

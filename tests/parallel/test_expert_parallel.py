@@ -21,10 +21,11 @@ from tests.tensors import cross_entropy_sum
 from tests.trace.traces import planned
 from tests.train.jobs import this_rank, tiny_job
 from titan_launch.checkpoint.index import read_index, read_tensor
+from titan_launch.config.axes import EXPERT
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import ConfigError
 from titan_launch.distributed.dtensor import local_tensor, own_box
-from titan_launch.distributed.mesh import EXPERT, build_mesh
+from titan_launch.distributed.mesh import build_mesh
 from titan_launch.metrics.traffic import count_collectives
 from titan_launch.models.build import build_model
 from titan_launch.models.decoder.expert_args import ExpertArgs
@@ -59,7 +60,7 @@ def compare_dispatched(dtype: torch.dtype) -> None:
     divided = Experts(6, args, nn.functional.silu)
     for name, parameter in alone.named_parameters():
         divided.register_parameter(name, nn.Parameter(parameter.detach()[2 * rank : 2 * rank + 2].clone()))
-    divided.dispatch = Dispatch(init_device_mesh("cpu", (2,), mesh_dim_names=(EXPERT,))[EXPERT])
+    divided.dispatch = Dispatch(init_device_mesh("cpu", (2,), mesh_dim_names=(EXPERT.short,))[EXPERT.short])
     for highest in (4, 2):
         torch.manual_seed(1 + rank)
         xs = [torch.randn(5 + rank, 6).to(dtype).requires_grad_()]
@@ -120,7 +121,8 @@ def trained(config: dict[str, Any], steps: int) -> tuple[Parts, list[tuple[float
         parts = parts_of(run)
         for _ in range(steps):
             due = due_now(run)
-            scalars = report(run, train_one_step(run), due)
+            train_one_step(run)
+            scalars = report(run, due)
             measured.append((scalars["train/loss"], scalars["train/grad_norm"]))
         return parts, measured
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tests.distributed import run_ranks
 from tests.sampling import sampled
 from tests.tensors import full_state
-from tests.train.jobs import TINY_ARGS, this_rank, tiny_job
+from tests.train.jobs import TINY_ARGS, step_and_report, this_rank, tiny_job
 from titan_launch.config.job import JobConfig
 from titan_launch.data.sources import Batch
 from titan_launch.loss.build import build_loss
@@ -22,7 +22,6 @@ from titan_launch.models.factory import HostBuild
 from titan_launch.models.init import initialize
 from titan_launch.train.build import build_run
 from titan_launch.train.forward import find_output_layer
-from titan_launch.train.loop import due_now, report, train_one_step
 from titan_launch.train.mode_choice import plan_precision
 from titan_launch.train.step import forward_backward
 
@@ -97,7 +96,7 @@ def _train(job: dict[str, Any], folder: Path) -> dict[str, Tensor]:
         config = JobConfig.model_validate({**tiny_job(folder, **sections), "model": job["model"]})
         run = build_run(config, this_rank(), stack)
         assert (run.job.plan.loss_head is None) == (config.loss.chunks == 1)
-        reports = [report(run, train_one_step(run), due_now(run)) for _ in range(2)]
+        reports = [step_and_report(run) for _ in range(2)]
         seen = {tag: torch.tensor([scalars[tag] for scalars in reports if tag in scalars]) for tag in TAGS}
         return {**seen, **full_state(run.model)}
 

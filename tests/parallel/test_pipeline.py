@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tests.distributed import run_ranks
 from tests.sampling import sampled
 from tests.tensors import assert_equal, full_state
-from tests.train.jobs import TINY_ARGS, run_job, run_job_until, this_rank, tiny_job
+from tests.train.jobs import TINY_ARGS, run_job, run_job_until, step_and_report, this_rank, tiny_job
 from titan_launch.config.job import JobConfig
 from titan_launch.config.rules import parallelism as rules
 from titan_launch.core.errors import ConfigError, RunError
@@ -25,7 +25,7 @@ from titan_launch.models.build import build_model
 from titan_launch.parallel.pipeline import Boundaries, parts
 from titan_launch.plan.communication import collectives_of_step
 from titan_launch.train.build import build_run
-from titan_launch.train.loop import due_now, fit, report, train_one_step
+from titan_launch.train.loop import fit, train_one_step
 from titan_launch.train.mode_choice import plan_precision
 from titan_launch.train.run import Run
 
@@ -64,7 +64,7 @@ def train(jobs: list[Any]) -> list[Trained]:
     for each in jobs:
         with ExitStack() as stack:
             run = build_run(JobConfig.model_validate(each), this_rank(), stack)
-            scalars = [report(run, train_one_step(run), due_now(run)) for _ in range(STEPS)]
+            scalars = [step_and_report(run) for _ in range(STEPS)]
             results.append((scalars, full_state(run.model)))
             _check_traffic(run, scalars[-1])
     return results

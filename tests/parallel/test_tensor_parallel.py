@@ -9,21 +9,23 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.distributed import run_ranks
 from tests.parallel.divided_model import HEADS, PLAN, Model
 from tests.sampling import sampled
 from tests.tensors import assert_equal, full_state, full_tensor
-from tests.train.jobs import TINY_ARGS, explained, this_rank, tiny_job
+from tests.train.jobs import TINY_ARGS, explained, step_and_report, this_rank, tiny_job
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.model import ModelConfig
 from titan_launch.config.sections.parallelism import ParallelismConfig
 from titan_launch.core.errors import ConfigError
 from titan_launch.distributed.random_state import random_stream, seed_everything
-from titan_launch.models.parallel_plans import check_tensor_plan, explain_shapes
+from titan_launch.models.build import BuiltModel
+from titan_launch.models.initializers import call_reset_parameters
+from titan_launch.models.parallel_plans import check_divisions, explain_shapes
 from titan_launch.train.build import build_run
-from titan_launch.train.loop import due_now, fit, report, train_one_step
+from titan_launch.train.loop import fit
 from titan_launch.train.run import Run
 
 TWO = {"tensor_parallel_degree": 2}
@@ -68,7 +70,7 @@ def train_one(job: dict[str, Any], folder: Path) -> Trained:
     with ExitStack() as stack:
         run = build_run(JobConfig.model_validate(job), this_rank(), stack)
         with explained(run):
-            reports = [report(run, train_one_step(run), due_now(run)) for _ in range(2)]
+            reports = [step_and_report(run) for _ in range(2)]
         names = ("train/loss", "train/grad_norm", "validation/loss", "validation/accuracy")
         seen = {name: torch.tensor([scalars[name] for scalars in reports if name in scalars]) for name in names}
         seen = {name: values for name, values in seen.items() if len(values)}
@@ -152,7 +154,9 @@ def test_shapes_that_do_not_fit_the_tensor_parallel_plan_are_explained(tmp_path:
     ],
 )
 def test_other_errors_are_not_explained(name: str, degree: int, error: Exception) -> None:
-    assert explain_shapes(error, ModelConfig(name=name), degree) is None
+    parallelism = ParallelismConfig(tensor_parallel_degree=degree)
+    config = JobConfig().model_copy(update={"model": ModelConfig(name=name), "parallelism": parallelism})
+    assert explain_shapes(error, config) is None
 
 
 def everything(run: Run) -> dict[str, Tensor]:
@@ -208,12 +212,17 @@ def refusal(plan: dict[str, Any] | None, norm: str = "LayerNorm", degree: int = 
     with torch.device("meta"):
         model = Model(norm, plan)
     with pytest.raises(ConfigError) as caught:
-        check_tensor_plan(model, plan, ParallelismConfig(tensor_parallel_degree=degree, **options))
+        check(model, plan, tensor_parallel_degree=degree, **options)
     return str(caught.value)
 
 
+def check(model: nn.Module, plan: dict[str, Any] | None, **parallelism: Any) -> None:
+    built = BuiltModel(model, (), (), call_reset_parameters, tensor_parallel=plan)
+    check_divisions(built, JobConfig.model_validate({"parallelism": parallelism}))
+
+
 def test_tensor_parallel_plans_that_do_not_fit_the_model_are_refused() -> None:
-    check_tensor_plan(Model(), PLAN, ParallelismConfig(tensor_parallel_degree=2))
+    check(Model(), PLAN, tensor_parallel_degree=2)
     without = {key: {k: v for k, v in PLAN.items() if k != key} for key in PLAN}
     for plan, expected in (
         (None, "the model does not declare how tensor parallelism divides it"),
@@ -232,9 +241,7 @@ def test_tensor_parallel_plans_that_do_not_fit_the_model_are_refused() -> None:
     assert 'no module of the style "embedding"' in refusal({**PLAN, "embedding": "sequence"})
     assert '("colwise") has 24 output features, which is not a multiple of 5' in refusal(PLAN, degree=5)
     assert "norm is a BatchNorm" in refusal(PLAN, "TokenBatchNorm")
-    check_tensor_plan(
-        Model("TokenBatchNorm"), PLAN, ParallelismConfig(tensor_parallel_degree=2, sequence_parallel=False)
-    )
+    check(Model("TokenBatchNorm"), PLAN, tensor_parallel_degree=2, sequence_parallel=False)
 
 
 def test_tensor_parallel_ranks_draw_the_same_random_numbers() -> None:

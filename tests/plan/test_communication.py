@@ -16,13 +16,14 @@ from titan_launch.plan.communication import (
     padded_numel,
 )
 from titan_launch.plan.layout import Layout
-from titan_launch.plan.types import TensorInfo
+from titan_launch.plan.types import Policy, TensorInfo, Unit
 
 
 def layout(replicate: int, shard: int) -> Layout:
     return Layout(replicate, shard, local_batch_size=1, num_microbatches=1)
 
 
+UNIT = Unit("", (), Policy(None, None), None, "float32", "root")
 GATHERED = Traffic(Collectives(all_gathers=1), all_gather_bytes=1024)
 REDUCED = Traffic(Collectives(all_reduces=1), all_reduce_bytes=1024)
 
@@ -78,7 +79,9 @@ def test_traffic_of_each_mesh_axis_is_split_by_nodes() -> None:
 
 def test_parameters_of_experts_are_not_padded_to_the_shards_if_their_second_dim_divides() -> None:
     def padded(shape: tuple[int, ...], shards: int, expert_parallel: int = 1) -> int:
-        return padded_numel(TensorInfo("w1", shape, "float32", True, True, is_stacked=True), shards, expert_parallel)
+        unit = replace(UNIT, expert_parallel=expert_parallel)
+        info = TensorInfo("w1", shape, "float32", True, True, is_stacked=True)
+        return padded_numel(info, unit, layout(1, shards * expert_parallel))
 
     assert padded((8, 128, 6), 64) == padded((8, 128, 6), 8) == 8 * 128 * 6
     assert padded((8, 10, 6), 64) == 64 * 60
@@ -90,4 +93,4 @@ def test_parameters_of_experts_are_not_padded_to_the_shards_if_their_second_dim_
     ("shape", "shard", "expected"), [((61, 32), 2, 62 * 32), ((3,), 8, 8), ((64, 3, 3, 3), 7, 70 * 27), ((8, 0), 3, 0)]
 )
 def test_padded_numel_pads_the_first_dimension(shape: tuple[int, ...], shard: int, expected: int) -> None:
-    assert padded_numel(TensorInfo("weight", shape, "float32", True, True), shard) == expected
+    assert padded_numel(TensorInfo("weight", shape, "float32", True, True), UNIT, layout(1, shard)) == expected

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from titan_launch.config.axes import AXES, MODEL_AXES
 from titan_launch.config.sections.parallelism import ParallelismConfig
 from titan_launch.config.sections.training import TrainingConfig
 from titan_launch.core.errors import ConfigError
+from titan_launch.plan.communication import Exchange, Traffic
 from titan_launch.plan.layout import Layout, plan_layout, smallest_world_size
 
 
@@ -20,6 +22,13 @@ def layout(
     )
     training = TrainingConfig(local_batch_size=local, global_batch_size=batch)
     return plan_layout(parallelism, training, world_size)
+
+
+def test_every_axis_has_a_key_and_a_degree_and_those_of_model_parallelism_have_traffic() -> None:
+    degrees = {axis.name: getattr(ParallelismConfig(), axis.key[1]) for axis in AXES.values()}
+    assert degrees == dict.fromkeys(degrees, 1) | {"shard": -1}
+    assert all(layout(1).degree(axis) == 1 for axis in AXES.values())
+    assert all(Traffic().along(axis) == Exchange() for axis in MODEL_AXES)
 
 
 def test_the_shard_axis_takes_the_rest_of_the_ranks() -> None:

@@ -170,10 +170,10 @@ def auxiliary_losses_of_each_rank() -> None:
     from titan_launch.parallel import expert_balance
 
     def change(old: Any) -> Any:
-        def prepare(model: Any, plan: Any, layout: Any, *others: Any) -> None:
-            old(model, plan, layout, *others)
+        def prepare(model: Any, plan: Any, mesh: Any, *others: Any) -> None:
+            old(model, plan, mesh, *others)
             for layer in expert_balance._layers(model).values():
-                layer.loss_scale = 1 / layout.global_batch_size
+                layer.loss_scale = 1 / mesh.layout.global_batch_size
 
         return prepare
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.distributed import run_ranks
+from tests.distributed import run_command, run_ranks
 from tests.models.huggingface_folders import write_config
 from tests.models.parity import random_model
 from tests.train.jobs import run_job, tiny_job
@@ -29,7 +29,7 @@ from titan_launch.plan.proof.store import CERTIFICATE, digest_of, find, store
 from titan_launch.plan.proof.twin import twin_of
 from titan_launch.prove import main as prove_main
 from titan_launch.prove import weights
-from titan_launch.prove.main import prove
+from titan_launch.prove.main import Proof, prove
 
 
 def job(**sections: Any) -> JobConfig:
@@ -236,6 +236,19 @@ def test_a_certificate_is_found_by_the_structure_of_the_job(tmp_path: Path) -> N
 
 
 @pytest.mark.usefixtures("cache")
+def test_the_command_shows_the_certificate_of_the_cache(tmp_path: Path) -> None:
+    """The slow test of docs/how_to/prove.md makes a certificate with the command."""
+    path = tmp_path / "job.toml"
+    path.write_text('[data]\nkind = "synthetic"\n')
+    known = certificate(digest_of(load_job(str(path)).config))
+    store(known)
+    command, variables = ["prove", "--config=job.toml", "--out=proof.json"], {CACHE_VARIABLE: str(tmp_path / "cache")}
+    status, output, reported = run_command(command, tmp_path, environment=variables)
+    assert status == 0 and output.startswith("layout proven (shards 2)"), output + reported
+    assert parse_as(CERTIFICATE, (tmp_path / "proof.json").read_bytes()) == known
+
+
+@pytest.mark.usefixtures("cache")
 def test_launch_requires_a_proof(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "job.toml"
     path.write_text(f'[job]\ndump_folder = "{tmp_path}"\ndevice = "cpu"\n[data]\nkind = "synthetic"\n')
@@ -270,8 +283,11 @@ def test_values_of_a_folder_are_those_of_transformers(tmp_path: Path) -> None:
     assert proven.rows[-1].errors.keys() == {"logits", "gradient"}
     tampered = json.loads((tmp_path / "hf" / "config.json").read_text())
     (tmp_path / "hf" / "config.json").write_text(json.dumps({**tampered, "rms_norm_eps": 0.5}))
-    differs = prove(job(**sections, data={"kind": "synthetic", "vocab_size": 8}))
-    assert differs.verdict == "differs" and differs.findings[0].parts == ("model.weights",)
+    other = job(**sections, data={"kind": "synthetic", "vocab_size": 8})
+    proof = Proof(twin_of(other), tmp_path, lambda text: None)
+    proof.compare_weights(other)
+    (finding,) = proof.findings
+    assert finding.parts == ("model.weights",) and proof.rows[-1].exceeded
 
 
 def test_a_folder_in_the_own_format_is_not_compared_with_transformers(tmp_path: Path) -> None:

@@ -309,7 +309,7 @@ def test_a_planned_step_of_a_language_model_is_the_traced_one(name: str) -> None
     assert (host_bytes > 0) == name.endswith("offloaded")
 
 
-@pytest.mark.parametrize("vocabulary", [320, 4000])
+@pytest.mark.parametrize("vocabulary", rest_is_slow([320, 4000]))
 def test_the_gradients_of_a_tied_weight_are_added_in_the_reduce_dtype(vocabulary: int) -> None:
     """From torch 2.15 on, if the first microbatch does not reduce them."""
     config, layout, choice = a_job(
@@ -331,7 +331,7 @@ def test_the_second_model_of_a_loss_is_replayed(tmp_path: Path) -> None:
     assert_replayed_as_traced(config, layout, choice, "cuda")
 
 
-@pytest.mark.parametrize("name", ["dpo", "kto"])
+@pytest.mark.parametrize("name", rest_is_slow(["kto", "dpo"]))
 def test_the_base_of_adapters_is_replayed_before_the_model(name: str, tmp_path: Path) -> None:
     """So every block runs forward twice (with `kto` four times), and blocks that are not recorded do, too."""
     pairs = {"kind": "preferences", "path": str(write_pairs(tmp_path / "pairs.jsonl")), "template": "chatml"}

@@ -162,7 +162,7 @@ def life_of_a_sent_tensor() -> tuple[bool, bool]:
     work.wait()
     held = alive() is not None
     del work
-    deadline = time.monotonic() + 10  # gloo's thread may still have it for a moment
+    deadline = time.monotonic() + 60  # gloo's thread may still have it for a moment
     while alive() is not None and time.monotonic() < deadline:
         time.sleep(0.001)
     return held, alive() is not None

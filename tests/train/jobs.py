@@ -167,15 +167,21 @@ def explained(run: Run) -> Iterator[None]:
         raise found from error
 
 
+def step_and_report(run: Run) -> dict[str, float]:
+    """Train one step, and return the metrics of its report by tag."""
+    train_one_step(run)
+    return report(run, due_now(run))
+
+
 def run_job_until(job: dict[str, Any], step: int) -> None:
     """Train a job until a step, and leave it as if the process had been killed."""
     with ExitStack() as stack:
         run: Run = build_run(JobConfig.model_validate(job), this_rank(), stack)
         while run.progress.step < step:
-            result = train_one_step(run)
+            train_one_step(run)
             act_on_skipped_steps(run)
             due = due_now(run)
-            scalars = report(run, result, due)
+            scalars = report(run, due)
             if is_saved(run, due):
                 save(run, compared_loss(scalars))
 

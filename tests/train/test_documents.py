@@ -14,12 +14,11 @@ from torch import Tensor
 
 from tests.distributed import run_ranks
 from tests.sampling import chosen, rest_is_slow
-from tests.train.jobs import TINY_ARGS, this_rank, tiny_job
+from tests.train.jobs import TINY_ARGS, step_and_report, this_rank, tiny_job
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.data import IGNORED_TARGET
 from titan_launch.data.sources import Batch
 from titan_launch.train.build import build_run
-from titan_launch.train.loop import due_now, report, train_one_step
 from titan_launch.train.step import validate
 
 SEQ_LEN, VOCABULARY, STEPS = 16, 64, 2
@@ -115,7 +114,7 @@ def train(model: str, sections: dict[str, Any], folder: Path, is_packed: bool) -
         of_steps = iter([batch for step in range(STEPS) for batch in batches(step)])
         run = replace(run, batches=replace(run.batches, train=of_steps))
         for _ in range(STEPS):
-            scalars = report(run, train_one_step(run), due_now(run))
+            scalars = step_and_report(run)
             measured.append((scalars["train/loss"], scalars["train/grad_norm"]))
         held_out = [("", batch) for batch in batches(STEPS)]
         found = validate(run.model, held_out, run.ranks.device, run.step.loss)

@@ -27,9 +27,8 @@ from titan_launch.train.kernel_choice import (
     choose,
     refusal,
     set_precision,
-    unsafe_cudnn,
     use_kernels,
-    without_cudnn,
+    without_unsafe_cudnn,
 )
 from titan_launch.train.mode_choice import plan_precision
 
@@ -62,16 +61,18 @@ def test_the_reason_of_a_refused_backend_comes_from_a_call_with_that_backend_onl
 
 
 def test_a_version_of_cudnn_with_a_memory_error_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
-    assert unsafe_cudnn(None) is unsafe_cudnn(91501) is unsafe_cudnn(92000) is None
-    unsafe = unsafe_cudnn(91002)
-    assert unsafe is not None
-    assert unsafe.startswith("cuDNN 9.10.2 is older than 9.15.1, and accesses memory wrongly")
-    assert (unsafe_cudnn(8907) or "").startswith("cuDNN 8.9.7 ")
+    order = priority((9, 0))
     with caplog.at_level("INFO", logger="titan_launch"):
-        assert without_cudnn("auto", priority((9, 0)), unsafe) == ("flash", "efficient", "math")
-    assert caplog.messages == [f"attention: cudnn is not used: {unsafe}"]
+        assert all(without_unsafe_cudnn("auto", order, version) == order for version in (None, 91501, 92000))
+        assert caplog.messages == []
+        for version in (8907, 91002):
+            assert without_unsafe_cudnn("auto", order, version) == ("flash", "efficient", "math")
+    old, newer = caplog.messages
+    assert old.startswith("attention: cudnn is not used: cuDNN 8.9.7 ")
+    unsafe = newer.removeprefix("attention: cudnn is not used: ")
+    assert unsafe.startswith("cuDNN 9.10.2 is older than 9.15.1, and accesses memory wrongly")
     with pytest.raises(ConfigError) as error:
-        without_cudnn("cudnn", priority((9, 0)), unsafe)
+        without_unsafe_cudnn("cudnn", order, 91002)
     (problem,) = error.value.problems
     assert (problem.key, problem.value) == (("kernels", "attention"), "cudnn")
     assert problem.reason == f'cannot be used: {unsafe}; install cuDNN 9.15.1 or later, or set "auto"'

@@ -260,8 +260,8 @@ def validate_again(job: dict[str, Any]) -> tuple[list[float], dict[str, float], 
     with ExitStack() as stack:
         run = build_run(JobConfig.model_validate(job), this_rank(), stack)
         for _ in range(3):
-            result = train_one_step(run)
-        report(run, result, due_now(run))
+            train_one_step(run)
+        report(run, due_now(run))
         before = full_state(run.model)
         metrics = validation_scalars(run)
         after = full_state(run.model)

@@ -26,8 +26,8 @@ class Background(ABC):
     def write(self, request: WriteRequest, state: State) -> Future[Written]:
         """Begin a save, and return its future. The future has the same outcome on all ranks. Collective.
 
-        The previous save must have ended. After this function returns, the caller may change the tensors of `state`. If
-        the writer of any rank has died or is broken (see `_note_outcome`), all ranks first start new writers. Raises
+        The previous save must have ended. When this method returns, the caller may change the tensors of `state`. If
+        the writer of any rank has died or is broken (see `_note_outcome`), all ranks start new writers first. Raises
         OSError on all ranks if a rank has no memory for the copy.
         """
         if any(on_all_ranks(lambda: self._is_broken or self._has_died())):
@@ -39,18 +39,13 @@ class Background(ABC):
         return future
 
     def get_ready(self, make_state: Callable[[], State]) -> None:
-        """Prepare for saves, so that the preparation does not delay the first save. Collective.
-
-        `make_state` returns a state of the size that will be written. Raises OSError on all ranks if a rank has no
-        memory for the copy.
-        """
+        """Prepare for saves, so that the preparation does not delay the first save. Collective. `make_state` returns a
+        state of the size that will be written. Raises OSError on all ranks if a rank has no memory for the copy."""
         load_writer()  # imports DCP
 
     def _note_outcome(self, future: Future[Written]) -> None:
-        """Mark the writer as broken after an error other than OSError. The next save then starts a new writer.
-
-        After an OSError, such as a full disk, the same writer tries again at the next save.
-        """
+        """Mark the writer as broken after an error other than OSError. The next save then starts a new writer. After an
+        OSError, such as a full disk, the same writer tries again at the next save."""
         error = None if future.cancelled() else future.exception()
         self._is_broken = error is not None and not isinstance(error, OSError)
 
@@ -71,7 +66,7 @@ class Background(ABC):
 
 
 def build_background(mode: AsyncMode, device: torch.device) -> Background:
-    """Create the writer for a value of `checkpoint.async_mode`. Collective."""
+    """Return the writer for a value of `checkpoint.async_mode`. Collective."""
     if mode == "process":
         return InProcess(device)
     return InThread(device) if mode == "thread" else Inline()
@@ -129,7 +124,7 @@ class InProcess(Background):
     """A writer that writes a copy of the state in a second process of each rank. The copy is in shared memory.
 
     The writer processes have their own process group, so the training process only makes the copy. Creating this object
-    starts the writer process in the background. The operating system ends the writer process together with the training
+    starts the writer process in the background. When the training process ends, the operating system kills the writer
     process.
     """
 
@@ -144,7 +139,7 @@ class InProcess(Background):
         self._writer = WriterProcess()
 
     def get_ready(self, make_state: Callable[[], State]) -> None:
-        """Reserve the memory of the copy. The import of DCP is left to the writer process."""
+        """Reserve the memory of the copy. Only the writer process imports DCP."""
         _reserve(make_state(), self._arena)
 
     def _has_died(self) -> bool:

@@ -53,11 +53,7 @@ Count = Annotated[int, Field(ge=0, lt=2**62)]
 """A number of elements or bytes."""
 
 _HAS_ENDED = "early_stopping.has_ended"
-"""Name of a tensor that is 1 in the checkpoint with which early stopping ended the run (module
-`train.early_stopping`)."""
-
-_LOCAL_HEADER_BYTES = 30
-_NAME_LENGTHS_AT = 26  # offset of two 2-byte lengths in a zip file's local header: name, extra field
+"""Name of a tensor that is 1 in the checkpoint at which early stopping ended the run (`train.early_stopping`)."""
 
 
 @dataclass(frozen=True)
@@ -108,21 +104,21 @@ value takes up to 500 bytes of memory."""
 
 
 def index_of(metadata: Metadata, places: Mapping[MetadataIndex, Any]) -> Index:
-    """Return the index of the tensors that DCP has written. `places`: position of each part, from DCP's writer."""
+    """Return the index of the tensors that DCP has written. `places`: file, offset and length of each part, from DCP's
+    writer."""
     return {
         name: IndexedTensor(
             dtype=str(entry.properties.dtype).removeprefix("torch."),
             shape=tuple(entry.size),
-            chunks=tuple(_written_chunk(name, chunk, places) for chunk in entry.chunks),
+            chunks=tuple(
+                Chunk(tuple(chunk.offsets), tuple(chunk.sizes), place.relative_path, place.offset, place.length)
+                for chunk in entry.chunks
+                for place in [places[MetadataIndex(name, chunk.offsets)]]
+            ),
         )
         for name, entry in metadata.state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata)
     }
-
-
-def _written_chunk(name: str, chunk: ChunkStorageMetadata, places: Mapping[MetadataIndex, Any]) -> Chunk:
-    place = places[MetadataIndex(name, chunk.offsets)]
-    return Chunk(tuple(chunk.offsets), tuple(chunk.sizes), place.relative_path, place.offset, place.length)
 
 
 def index_text(index: Index, dcp_index: bytes) -> str:
@@ -137,13 +133,14 @@ def read_index(folder: Path) -> Index:
     try:
         content = read_regular(folder / INDEX_FILE, _MOST_BYTES)
         dcp_index = read_regular(folder / DCP_INDEX_FILE, _MOST_BYTES)
-        # Only regular files, because an entry of the index must not refer to a link or a FIFO.
+        # Only regular files: an entry of the index must not refer to a link or a FIFO.
         sizes = {
             entry.name: entry.stat().st_size for entry in os.scandir(folder) if entry.is_file(follow_symlinks=False)
         }
     except OSError as error:
         raise DamagedCheckpointError(f"{Path(error.filename).name} cannot be read: {error.strerror}") from None
-    if len(content) > MIB + sum(sizes.values()) / 4 or _number_of_values(content) > len(content) / _BYTES_PER_VALUE:
+    num_values = content.count(b",") + content.count(b"[") + content.count(b"{")
+    if len(content) > MIB + sum(sizes.values()) / 4 or num_values > len(content) / _BYTES_PER_VALUE:
         raise DamagedCheckpointError(f"{INDEX_FILE} has more bytes or values than an index of this checkpoint can have")
     try:
         file = _INDEX.validate_json(content, strict=True)
@@ -157,16 +154,10 @@ def read_index(folder: Path) -> Index:
     return file.tensors
 
 
-def _number_of_values(content: bytes) -> int:
-    return content.count(b",") + content.count(b"[") + content.count(b"{")
-
-
 def _is_possible(tensor: IndexedTensor, file_sizes: Mapping[str, int]) -> bool:
-    """Return True if the entry of a tensor is possible. PyTorch has the dtype. All parts lie within the tensor, begin
-    at different offsets, and together have as many elements as the tensor. All records lie within files.
-
-    `file_sizes`: bytes of the files in the checkpoint's folder.
-    """
+    """Return True if the entry of a tensor is possible. PyTorch must have the dtype. All parts must lie within the
+    tensor, begin at different offsets, and together have as many elements as the tensor. All records must lie within
+    files. `file_sizes`: bytes of the files in the checkpoint's folder."""
     if not isinstance(vars(torch).get(tensor.dtype), torch.dtype):
         return False
     for chunk in tensor.chunks:
@@ -190,7 +181,7 @@ def check_step(folder: Path, step: int) -> None:
 
 
 def ended_early(folder: Path) -> bool:
-    """Return True if early stopping (`validation.patience`) ended the run with this checkpoint. Raises
+    """Return True if early stopping (`validation.patience`) ended the run at this checkpoint. Raises
     DamagedCheckpointError for an invalid index or record."""
     index = read_index(folder)
     return _HAS_ENDED in index and _saved_number(folder, index, _HAS_ENDED) != 0
@@ -244,7 +235,7 @@ class IndexReader(FileSystemReader):
 
 
 class ShardPlanner(DefaultLoadPlanner):
-    """DCP's load planner, extended: a plain tensor to fill may be a part of a saved tensor."""
+    """DCP's load planner, which can also read a part of a saved tensor into a plain tensor."""
 
     def __init__(self, places: Mapping[str, Shard]):
         """`places`: the tensors to fill that are parts of saved tensors, by full name."""
@@ -280,8 +271,8 @@ def model_tensors(folder: Path, ema: bool = False) -> Index:
     """Return the index entries of the model's parameters and buffers in a checkpoint, by name in the model.
 
     With `ema`, return the entry of the moving average for each parameter that has one. In the index, a parameter has
-    the key `model.NAME`, and its moving average `ema.NAME`. Raises DamagedCheckpointError for an invalid index. With
-    `ema`, raises UserError if the checkpoint has no moving average.
+    the key `model.NAME`, and its moving average has the key `ema.NAME`. Raises DamagedCheckpointError for an invalid
+    index, and with `ema` UserError if the checkpoint has no moving average.
     """
     index = read_index(folder)
     if ema and not any(key.startswith("ema.") for key in index):
@@ -318,31 +309,27 @@ def read_chunk(folder: Path, chunk: Chunk, dtype: torch.dtype) -> Tensor:
     if not num_elements:
         return torch.empty(chunk.sizes, dtype=dtype)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The given buffer is not writable")  # the tensor is only read
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")  # nothing writes to the tensor
         return torch.frombuffer(content, dtype=dtype, count=num_elements).view(chunk.sizes)
 
 
 def read_weights(folder: Path, ema: bool = False) -> Iterator[tuple[str, Tensor]]:
     """Yield (name in the model, tensor) for every parameter and buffer of a valid checkpoint. The tensors are unsharded
-    and on the host.
-
-    `ema`: see `model_tensors`. Raises the errors of `model_tensors` and `read_tensor`.
-    """
+    and on the host. `ema`: see `model_tensors`. Raises the errors of `model_tensors` and `read_tensor`."""
     for name, tensor in model_tensors(folder, ema).items():
         yield name, read_tensor(folder, tensor)
 
 
 def _content_of(record: bytes) -> memoryview | None:
-    """Return the bytes of the tensor in a record of `torch.save`, or None for an invalid record.
-
-    A record is a zip file. The bytes of the tensor are its only entry below `data/`, and are not compressed.
-    """
+    """Return the bytes of the tensor in a record of `torch.save`, or None for an invalid record. A record is a zip
+    file. The bytes of the tensor are its only entry below `data/`, and are not compressed."""
     try:
         with zipfile.ZipFile(io.BytesIO(record)) as archive:
             (entry,) = (entry for entry in archive.infolist() if "/data/" in entry.filename)
-        name_length, extra_length = struct.unpack_from("<HH", record, entry.header_offset + _NAME_LENGTHS_AT)
+        # A local header has 30 bytes, then the name and the extra field. Its last 4 bytes are the lengths of these two.
+        name_length, extra_length = struct.unpack_from("<HH", record, entry.header_offset + 26)
     except (zipfile.BadZipFile, ValueError, OverflowError, NotImplementedError, UnicodeDecodeError, struct.error):
         return None
-    start = entry.header_offset + _LOCAL_HEADER_BYTES + name_length + extra_length
+    start = entry.header_offset + 30 + name_length + extra_length
     content = memoryview(record)[start : start + entry.file_size]
     return content if entry.compress_type == zipfile.ZIP_STORED and len(content) == entry.file_size else None

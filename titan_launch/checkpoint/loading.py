@@ -19,6 +19,7 @@ from titan_launch.checkpoint.manifest import (
     read_manifest,
 )
 from titan_launch.checkpoint.retention import best_steps, set_aside, validation_losses
+from titan_launch.checkpoint.snapshot import leaves, map_leaves
 from titan_launch.checkpoint.state import SizedPart, TrainingState, Values, rank_key
 from titan_launch.checkpoint.store import CheckpointStore
 from titan_launch.core.errors import KeyPath, UserError, config_error, listed
@@ -40,8 +41,10 @@ def newest_valid(
 
     Collective: every rank reads a share of the files. Damaged checkpoints are logged. With `set_damaged_aside`, damaged
     checkpoints are renamed if an older undamaged checkpoint is found. Raises UserError if all checkpoints are damaged.
-    `remedy`: last clause of the message of this error. `store`: on rank 0, the copies of the checkpoints, if there are
-    any. A copy of a step that the folder lacks, or whose checkpoint is damaged, is downloaded.
+    `remedy`: last clause of the message of this error.
+
+    `store`: on rank 0, the copies of the checkpoints in an object store; None without copies, and on other ranks. If
+    the folder has no undamaged checkpoint of a step, the copy of the step is downloaded.
     """
     local, stored = on_rank_0(lambda: (checkpoint_steps(folder), set[int]() if store is None else store.known))
 
@@ -70,10 +73,8 @@ def newest_valid(
 
 
 def damage(checkpoint: Path) -> str | None:
-    """Return a clause that describes the damage of a checkpoint; None if the checkpoint is valid.
-
-    Collective: every rank reads a share of the files.
-    """
+    """Return a clause that describes the damage of a checkpoint; None if the checkpoint is valid. Collective: every
+    rank reads a share of the files."""
     from titan_launch.checkpoint.index import check_step  # imports DCP
 
     def look() -> str | None:
@@ -106,9 +107,9 @@ def result_step(folder: Path, newest: int) -> int:
 def find_checkpoint(path: Path, key: KeyPath) -> Path:
     """Return the checkpoint that a path in the job file names. Collective.
 
-    If the path is a run folder or a folder of checkpoints, return the newest valid checkpoint in it, or raise UserError
-    if all of them are damaged. Otherwise return the path itself, or raise ConfigError for `key` if the path is no
-    folder or no valid checkpoint. Errors are raised on all ranks.
+    If the path is a run folder or a folder of checkpoints, return its newest valid checkpoint. Otherwise return the
+    path itself. On all ranks, raises UserError if all checkpoints of the folder are damaged, and ConfigError for `key`
+    if the path is no folder or no valid checkpoint.
     """
     for folder in (path / "checkpoints", path):
         if on_rank_0(lambda folder=folder: bool(checkpoint_steps(folder))):  # type: ignore[misc]
@@ -150,8 +151,6 @@ def find_result(path: Path, key: KeyPath) -> Path:
 EXCLUDED_PARTS = ("optimizer", "ema", "step", "data", "random")
 """Values of `checkpoint.exclude_from_loading` besides globs of parameters and buffers."""
 
-_EXCLUDE: KeyPath = ("checkpoint", "exclude_from_loading")
-
 
 @dataclass(frozen=True)
 class Selection:
@@ -184,15 +183,17 @@ def load_state(checkpoint: Path, state: TrainingState, selection: Selection) -> 
     """Load the selected parts of a valid checkpoint, which any number of ranks may have written. Collective.
 
     Raises UserError on all ranks if the checkpoint is of another model or optimizer, or if its files are damaged.
-    Raises ConfigError if a glob of `selection` matches nothing. If the checkpoint omits parameters, ConfigError is also
-    raised if `model.weights` does not name the folder that has them.
+    Raises ConfigError if a glob of `selection` matches nothing, or if the checkpoint omits parameters and
+    `model.weights` does not name the folder that has them.
     """
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
         _load(checkpoint, state, selection)
     except (CheckpointException, DamagedCheckpointError, OSError) as error:
-        raise UserError(f"the checkpoint {checkpoint} cannot be loaded: {_cause(error)}") from error
+        cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+        reason = str(cause) if isinstance(cause, DamagedCheckpointError) else f"{type(cause).__name__}: {cause}"
+        raise UserError(f"the checkpoint {checkpoint} cannot be loaded: {reason}") from error
 
 
 def _load(checkpoint: Path, state: TrainingState, selection: Selection) -> None:
@@ -222,14 +223,17 @@ def _load(checkpoint: Path, state: TrainingState, selection: Selection) -> None:
     has_statistics = selection == EVERYTHING and _has_local_statistics(state, saved)
     if has_statistics:
         target["local_statistics"] = {own: state.local_statistics.targets()}
-    target, places = _without_places(target)
+    places = {name: leaf for name, leaf in leaves(target).items() if isinstance(leaf, Shard)}
+    target = map_leaves(target, lambda leaf: leaf.local if isinstance(leaf, Shard) else leaf)
     dcp.load(target, storage_reader=reader, planner=ShardPlanner(places))
     try:
         if has_random:
-            state.random.load_state_dict(
-                target["random"][stream]
-            )  # raises for an invalid state before any other part is loaded
-        _take_over(state, target, selection, omitted)
+            state.random.load_state_dict(target["random"][stream])  # if it is invalid, no other part is loaded
+        state.weights.load_state_dict({"model": target["model"], "optimizer": target["optimizer"]})
+        if state.base is not None:
+            state.base.read(omitted)  # before the parts: a moving average begins with the parameters
+        for name, part in state.parts.items():
+            part.load_state_dict({k: value for k, value in target[name].items() if _takes(selection, name, k)})
     except ValueError as error:
         raise DamagedCheckpointError(f"it has an invalid state: {error}") from error
     if has_random:
@@ -241,29 +245,10 @@ def _load(checkpoint: Path, state: TrainingState, selection: Selection) -> None:
     _log_ema(state, saved, selection)
 
 
-def _without_places(target: Mapping[str, Any], prefix: str = "") -> tuple[dict[str, Any], dict[str, Shard]]:
-    """Return `target` with each `Shard` replaced by its tensor, and all shards by full name. `prefix`: prefix of the
-    full names."""
-    tensors: dict[str, Any] = {}
-    places: dict[str, Shard] = {}
-    for name, value in target.items():
-        if isinstance(value, Mapping):
-            tensors[name], inner = _without_places(value, f"{prefix}{name}.")
-            places |= inner
-        elif isinstance(value, Shard):
-            tensors[name], places[f"{prefix}{name}"] = value.local, value
-        else:
-            tensors[name] = value
-    return tensors, places
-
-
 def _omitted(checkpoint: Path, state: TrainingState, missing: Collection[str], selection: Selection) -> Collection[str]:
-    """Return the names in `missing` that the checkpoint omits on purpose, except those that `selection` excludes. The
-    values of these tensors are in the folder that the checkpoint's manifest names. Collective.
-
-    `missing`: names of all tensors that the checkpoint lacks. Raises ConfigError if this run does not have the same
-    folder.
-    """
+    """Return the names in `missing` that the checkpoint omits on purpose, without those that `selection` excludes. The
+    values of these tensors are in the folder that the checkpoint's manifest names. Collective. `missing`: names of all
+    tensors that the checkpoint lacks. Raises ConfigError if `model.weights` does not name the same folder."""
     base = read_manifest(checkpoint).base
     missing = [name for name in missing if selection.takes_tensor(name)]
     if base is None or not base.omitted or not missing or state.base is None:
@@ -271,17 +256,9 @@ def _omitted(checkpoint: Path, state: TrainingState, missing: Collection[str], s
     return state.base.find(checkpoint, base, missing)
 
 
-def _take_over(state: TrainingState, target: Mapping[str, Any], selection: Selection, omitted: Collection[str]) -> None:
-    state.weights.load_state_dict({"model": target["model"], "optimizer": target["optimizer"]})
-    if state.base is not None:
-        state.base.read(omitted)  # before the parts: a moving average begins with the parameters
-    for name, part in state.parts.items():
-        part.load_state_dict({k: value for k, value in target[name].items() if _takes(selection, name, k)})
-
-
 def _has_local_statistics(state: TrainingState, saved: Mapping[str, Any]) -> bool:
-    """Return True if the checkpoint has separate BatchNorm statistics for each rank of this run. The checkpoint must be
-    from the same number of ranks, and have the same names on each rank. Collective."""
+    """Return True if the checkpoint has separate BatchNorm statistics for each rank of this run: the number of ranks,
+    and the names on each rank, are the same. Collective."""
     there = _below("local_statistics", saved)
     if len({key.partition(".")[0] for key in there}) != dist.get_world_size():
         return False
@@ -289,7 +266,7 @@ def _has_local_statistics(state: TrainingState, saved: Mapping[str, Any]) -> boo
 
 
 def _takes(selection: Selection, part: str, key: str) -> bool:
-    """Return True if the value `key` of a part of the training state is loaded."""
+    """Return True if the value `key` of the part `part` of the training state is loaded."""
     if part == "ema":
         return selection.takes("ema") and selection.takes_tensor(key)
     is_position = part in ("consumed", "stream") or (part == "progress" and key in ("samples_seen", "samples_skipped"))
@@ -307,7 +284,7 @@ def _log_ema(state: TrainingState, saved: Mapping[str, Any], selection: Selectio
 
 
 def _below(prefix: str, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries whose keys begin with `prefix` and a dot, without this beginning in their keys."""
+    """Return the entries whose keys begin with `prefix` and a dot, under keys without this beginning."""
     return {key[len(prefix) + 1 :]: value for key, value in saved.items() if key.startswith(f"{prefix}.")}
 
 
@@ -330,23 +307,20 @@ def _check_model(
     for glob in selection.globs:
         if not any(matches(glob, name) for name in (*own, *saved)):
             reason = f'"{glob}" matches no parameter or buffer; other allowed values: {", ".join(EXCLUDED_PARTS)}'
-            raise config_error(_EXCLUDE, reason, list(selection.excluded))
+            raise config_error(("checkpoint", "exclude_from_loading"), reason, list(selection.excluded))
     own = {name: shape for name, shape in own.items() if selection.takes_tensor(name)}
     saved = {name: shape for name, shape in saved.items() if selection.takes_tensor(name)}
     differences = list(_differences(own, saved))
     if differences:
-        advice = (
-            "to begin from another model's checkpoint, list the tensors to exclude in checkpoint.exclude_from_loading"
-        )
-        raise UserError(
-            "\n  ".join([f"the checkpoint {checkpoint} is of another model:", *differences]) + f"\n{advice}"
-        )
+        text = "\n  ".join([f"the checkpoint {checkpoint} is of another model:", *differences])
+        remedy = "list the tensors to exclude in checkpoint.exclude_from_loading"
+        raise UserError(f"{text}\nto begin from another model's checkpoint, {remedy}")
     return set(own)
 
 
 def _check_optimizer(checkpoint: Path, own: Mapping[str, Values], saved: Mapping[str, Any]) -> None:
-    """Raise UserError on all ranks if the checkpoint lacks optimizer state of a parameter. Collective. The usual cause
-    is that the saved run had another algorithm, or no master weights."""
+    """Raise UserError on all ranks if the checkpoint lacks optimizer state of a parameter. Usually the saved run had
+    another algorithm, or no master weights. Collective."""
 
     def find_missing() -> str | None:
         for name, values in sorted(own.items()):
@@ -375,10 +349,3 @@ def _differences(own: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple[i
     ):
         if names:
             yield f"{len(names)} {title}: {listed(names, most=8)}"
-
-
-def _cause(error: BaseException) -> str:
-    from torch.distributed.checkpoint.api import CheckpointException
-
-    cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
-    return str(cause) if isinstance(cause, DamagedCheckpointError) else f"{type(cause).__name__}: {cause}"

@@ -4,52 +4,33 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from titan_launch import __version__
 from titan_launch.checkpoint.background import build_background
 from titan_launch.checkpoint.loading import EVERYTHING, load_state, newest_valid
-from titan_launch.checkpoint.manifest import Manifest, checkpoint_name, complete_steps
+from titan_launch.checkpoint.manifest import Manifest, Origin, checkpoint_name, complete_steps
 from titan_launch.checkpoint.retention import Retention, WriteRequest, Written
 from titan_launch.checkpoint.snapshot import shards_of
 from titan_launch.checkpoint.state import Progress, TrainingState
 from titan_launch.checkpoint.store import CheckpointStore
 from titan_launch.config.sections.checkpoint import CheckpointConfig
 from titan_launch.core.errors import RunError
-from titan_launch.core.fingerprint import Fingerprint
 from titan_launch.core.phantom import VERSION_KEY, is_phantom
 from titan_launch.distributed.collectives import on_rank_0_slowly, warn
 
 _log = logging.getLogger(__name__)
 
-_VERSIONS = {"torch": torch.__version__, "titan_launch": __version__}
-
 _SECONDS_AFTER_AN_ERROR = 60
-"""Maximum time that `close` waits for a save in flight, and for copies, when the run ends in an error."""
-
-
-@dataclass(frozen=True)
-class Origin:
-    """Facts about a run that the manifest of every checkpoint records. `Manifest` describes the fields."""
-
-    world_size: int
-    config_digest: str
-    gradient_accumulation: Mapping[str, Any]
-    activation_checkpoint: Mapping[str, Any]
-    data: Mapping[str, Fingerprint]
-    command: str
-    commit: str | None
+"""Longest time that `close` waits for a save in flight, and for copies, after an error of the run."""
 
 
 class CheckpointManager:
-    """Saves checkpoints to `step-N` folders, and loads them again.
+    """The checkpoints of a run, in `step-N` folders: saves them, and loads them again.
 
     A folder `step-N` is complete as soon as it exists, and is never written again. At most one save is in flight. After
     a failed save a warning is logged, older checkpoints stay, and training continues. If the last save of the run
@@ -66,10 +47,8 @@ class CheckpointManager:
         device: torch.device,
     ):
         """Create the manager, and the writer for `checkpoint.async_mode`. Without `checkpoint.enable`, the writer is
-        that of `disabled`. Collective.
-
-        `folder`: folder of all checkpoints. `progress`: the same object as the part `progress` of `state`.
-        """
+        that of `disabled`. Collective. `folder`: folder of all checkpoints. `progress`: the same object as the part
+        `progress` of `state`."""
         self._folder = folder
         self._state = state
         self._progress = progress
@@ -87,16 +66,16 @@ class CheckpointManager:
         self._failed_saves = 0
 
     def copy_to(self, store: CheckpointStore | None) -> None:
-        """From now on, also copy complete checkpoints to `store`, in the background. Begin with those that have no
-        copy. Other ranks than rank 0 have no store."""
+        """From now on, also copy complete checkpoints to `store`, in the background. Begin with the present checkpoints
+        that have no copy. `store`: None on other ranks than rank 0, and without copies."""
         self._store = store
         self._copy_newest()
 
     def get_ready(self) -> None:
         """Import the writer and reserve its memory, so that this work does not delay the first save. Collective. If a
-        rank has too little memory, a warning is logged.
+        rank has too little memory, log a warning.
 
-        Call this method after the first step, when the optimizer state is complete.
+        Call this method after the first step, because the optimizer state is complete then.
         """
         try:
             self._background.get_ready(lambda: shards_of(self._state.state_dict()))
@@ -112,15 +91,16 @@ class CheckpointManager:
         """Begin a checkpoint of the last finished step. Collective. `validation_loss`: validation loss of that step, or
         None if the run did not validate after that step.
 
-        Waits until the previous save has ended, and until training may change the state.
+        This method waits for the previous save, and until training may change the state.
         """
         start = time.perf_counter()
         self._finish_pending()
+        versions = {"torch": torch.__version__, "titan_launch": __version__}
         manifest = Manifest(
             step=self._progress.step,
             validation_loss=validation_loss,
             base=None if self._state.base is None else self._state.base.record,
-            versions=_VERSIONS | ({VERSION_KEY: "1"} if is_phantom() else {}),
+            versions=versions | ({VERSION_KEY: "1"} if is_phantom() else {}),
             files={},
             **vars(self._origin),
         )
@@ -141,14 +121,14 @@ class CheckpointManager:
         self.poll()
 
     def poll(self) -> bool:
-        """Report a save that has ended. Return True if a save is in flight on this rank. Does not wait."""
+        """Log the result of a save that has ended. Return True if a save is in flight on this rank. Does not wait."""
         if self._pending is not None and self._pending.done():
             self._finish_pending()
         return self._pending is not None
 
     def finish(self, copies: bool = True) -> None:
-        """Wait for the save in flight and, with `copies`, until the checkpoints are in `checkpoint.store`. Collective
-        with this key. Raises RunError when the last save or a copy has failed."""
+        """Wait for the save in flight. With `copies`, also wait until the checkpoints are in `checkpoint.store`. This
+        second wait is collective. Raises RunError if the last save or a copy has failed."""
         start = time.perf_counter()
         self._finish_pending()
         self._stall_s += time.perf_counter() - start
@@ -191,7 +171,7 @@ class CheckpointManager:
 
     def close(self, *, after_error: bool = False) -> None:
         """Wait for the save in flight and for copies in flight, then end the writer. A failure is only logged.
-        `after_error`: wait for at most a minute for each of both."""
+        `after_error`: True waits at most a minute for the save, and at most a minute for the copies."""
         if self._pending is not None:
             try:
                 self._pending.exception(_SECONDS_AFTER_AN_ERROR if after_error else None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from pydantic import Field, TypeAdapter
 
 from titan_launch.core import phantom
-from titan_launch.core.files import open_regular, read_regular, replace_text
+from titan_launch.core.files import MIB, open_regular, read_regular, replace_text
 from titan_launch.core.fingerprint import Fingerprint
 from titan_launch.core.json_files import MOST_BYTES, JsonError, parse_as
 from titan_launch.core.terminal import one_line
@@ -22,7 +22,6 @@ MANIFEST_FILE = "manifest.json"
 """Name of the manifest's file. The file is written last: a checkpoint without a manifest is not complete."""
 
 _STEP = re.compile(r"step-(0|[1-9][0-9]{0,14})")
-_CHUNK_BYTES = 1 << 22
 
 
 class DamagedCheckpointError(Exception):
@@ -46,7 +45,7 @@ class Base:
     """Absolute path of the folder when the checkpoint was saved."""
 
     fingerprint: Fingerprint
-    """Fingerprint of the folder's files. Its seed is 0, whatever the seed of the run."""
+    """Fingerprint of the folder's files. The seed of this fingerprint is always 0."""
 
     omitted: int
     """Number of parameters that the checkpoint omits, because they are never trained and the folder has their
@@ -57,10 +56,9 @@ class Base:
 
 
 @dataclass(frozen=True)
-class Manifest:
-    """Facts about a checkpoint and about the run that saved it."""
+class Origin:
+    """Facts about the run that saved a checkpoint."""
 
-    step: int
     world_size: int
     config_digest: str
     """SHA-256 of the run's resolved configuration."""
@@ -75,18 +73,24 @@ class Manifest:
     """Fingerprints of the files that the run reads, by section: `data` (for a mixture `data.sources.0` and so on),
     `validation.data`, and the key of the loss that names a second model."""
 
-    base: Base | None
-    """The folder of `model.weights`. None if `model.weights` is not set, or if the folder cannot be read."""
-
-    versions: Mapping[str, str]
-    """Versions of torch and of the launcher, and `phantom.VERSION_KEY` if the run had a phantom GPU."""
-
     command: str
     """Command line that started the run."""
 
     commit: str | None
     """Commit of the git checkout in which the run started; it ends in `-dirty` if files had changed. None without a
     checkout."""
+
+
+@dataclass(frozen=True)
+class Manifest(Origin):
+    """Facts about a checkpoint and about the run that saved it."""
+
+    step: int
+    base: Base | None
+    """The folder of `model.weights`. None if `model.weights` is not set, or if the folder cannot be read."""
+
+    versions: Mapping[str, str]
+    """Versions of torch and of the launcher, and `phantom.VERSION_KEY` if the run had a phantom GPU."""
 
     validation_loss: float | None
     """Validation loss of this step. None if the run did not validate after this step."""
@@ -123,13 +127,13 @@ def checkpoint_steps(folder: Path) -> list[int]:
 
 
 def complete_steps(folder: Path) -> list[int]:
-    """Return the steps whose folder has a manifest, the newest first."""
+    """Return the steps whose folder has a manifest, newest first."""
     return [step for step in checkpoint_steps(folder) if (folder / checkpoint_name(step) / MANIFEST_FILE).exists()]
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write the manifest into a checkpoint's folder, durably."""
-    file = _ManifestFile(manifest, _crc32(_content(manifest)))
+    """Write the manifest into a checkpoint's folder, and sync the file and the folder."""
+    file = _ManifestFile(manifest, _checksum(manifest))
     text = json.dumps(asdict(file), indent=1, sort_keys=True)
     replace_text(folder / MANIFEST_FILE, text + "\n")
 
@@ -137,9 +141,9 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 def read_manifest(folder: Path) -> Manifest:
     """Return the manifest of a checkpoint's folder. Raises DamagedCheckpointError for a missing or invalid manifest.
 
-    Also raises this error if the name of the folder has another step than the manifest (such a folder is a copy), if
-    it names a file outside of the folder, or if a run on a phantom GPU saved the checkpoint and this process has no
-    phantom GPU.
+    A manifest is also invalid if it names a file outside of the folder. It is invalid, too, if the name of the folder
+    has another step, because such a folder is a copy. In a process without a phantom GPU, the checkpoint of a run on a
+    phantom GPU is invalid, too.
     """
     try:
         content = read_regular(folder / MANIFEST_FILE, MOST_BYTES)
@@ -150,7 +154,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise DamagedCheckpointError(f"{MANIFEST_FILE} cannot be read: {error.strerror}") from None
     except JsonError:
         raise DamagedCheckpointError(f"{MANIFEST_FILE} is damaged") from None
-    if _crc32(_content(file.manifest)) != file.crc32:
+    if _checksum(file.manifest) != file.crc32:
         raise DamagedCheckpointError(f"{MANIFEST_FILE} does not match its checksum")
     for name in (folder.name, folder.resolve().name):  # `latest` is a link to a step's folder
         if step_of(name) not in (None, file.manifest.step):
@@ -167,17 +171,9 @@ def read_manifest(folder: Path) -> Manifest:
 
 def check(folder: Path, share: slice = slice(None)) -> Manifest:
     """Check the sizes of all files of a checkpoint, and the checksums of the files in `share`. Return the manifest.
-
     `share`: slice of the sorted file names; by default all files. Raises DamagedCheckpointError if a check fails, and
-    OSError if the size of a file cannot be read.
-    """
+    OSError if the size of a file cannot be read."""
     manifest = read_manifest(folder)
-    _check_sizes(folder, manifest)
-    _check_contents(folder, manifest, sorted(manifest.files)[share])
-    return manifest
-
-
-def _check_sizes(folder: Path, manifest: Manifest) -> None:
     for name, record in manifest.files.items():
         path = folder / name
         if not path.is_file():
@@ -185,31 +181,26 @@ def _check_sizes(folder: Path, manifest: Manifest) -> None:
         size = path.stat().st_size
         if size != record.bytes:
             raise DamagedCheckpointError(f"{name} has {size:,} bytes instead of {record.bytes:,}")
-
-
-def _check_contents(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
-    for name in names:
+    for name in sorted(manifest.files)[share]:
         try:
             found = record_of(folder / name)
         except OSError as error:
             raise DamagedCheckpointError(f"{name} cannot be read: {error.strerror}") from None
         if found != manifest.files[name]:
             raise DamagedCheckpointError(f"{name} does not match its checksum")
+    return manifest
 
 
 def record_of(path: Path) -> FileRecord:
     """Read a file and return its size and checksum."""
     size, checksum = 0, 0
     with open_regular(path) as file:
-        while chunk := file.read(_CHUNK_BYTES):
+        while chunk := file.read(4 * MIB):
             size += len(chunk)
             checksum = zlib.crc32(chunk, checksum)
     return FileRecord(size, f"{checksum:08x}")
 
 
-def _content(manifest: Manifest) -> bytes:
-    return json.dumps(asdict(manifest), indent=1, sort_keys=True).encode()
-
-
-def _crc32(content: bytes) -> str:
+def _checksum(manifest: Manifest) -> str:
+    content = json.dumps(asdict(manifest), indent=1, sort_keys=True).encode()
     return f"{zlib.crc32(content):08x}"

@@ -21,13 +21,14 @@ LATEST, BEST = "latest", "best"
 """Names of the links to the newest checkpoint, and to the checkpoint with the lowest validation loss."""
 
 TEMPORARY = ".tmp"
-"""Suffix of the name of a folder that is being written or deleted, and of a new link before it replaces the old one."""
+"""Suffix of the names of folders during their creation or deletion, and of a new link before it replaces the old
+one."""
 
 
 @dataclass(frozen=True)
 class Retention:
-    """The settings `keep_latest`, `keep_every` and `keep_best` of `[checkpoint]`, which decide the checkpoints to
-    keep."""
+    """The settings `keep_latest`, `keep_every` and `keep_best` of `[checkpoint]`. They decide which checkpoints are
+    kept."""
 
     latest: int
     every: int
@@ -35,10 +36,7 @@ class Retention:
 
     def expendable(self, losses: Mapping[int, float | None]) -> list[int]:
         """Return the steps whose checkpoints are to be deleted. The newest checkpoint is always kept. If `latest` is 0,
-        all checkpoints are kept.
-
-        `losses`: validation loss of every checkpoint, by step.
-        """
+        all checkpoints are kept. `losses`: validation loss of every checkpoint, by step."""
         steps = sorted(losses, reverse=True)
         if not self.latest:
             return []
@@ -49,7 +47,7 @@ class Retention:
 
 @dataclass(frozen=True)
 class WriteRequest:
-    """Folder, manifest and retention of a save. Equal on all ranks, except for `step_in_copy`."""
+    """The request for a save, equal on all ranks except for `step_in_copy`."""
 
     folder: Path
     """Folder of all checkpoints of the run, on a file system that all ranks share."""
@@ -59,12 +57,12 @@ class WriteRequest:
 
     retention: Retention
     creates_folder: bool = True
-    """True until a save of this process has succeeded: the save creates the folder if it does not exist. False in later
-    saves: a missing folder means that the run folder was deleted, moved or replaced, so the save fails."""
+    """True if the save creates a missing folder. False after the first successful save of this process: a missing
+    folder then means that the run folder was deleted, moved or replaced, so the save fails."""
 
     step_in_copy: int | None = None
-    """Step of a checkpoint that rank 0 copies to `checkpoint.store` when the save begins. This save does not delete it.
-    None on the other ranks."""
+    """Step of the checkpoint that rank 0 is copying to `checkpoint.store` when the save begins. The save must not
+    delete this checkpoint. None if there is no such checkpoint, and on the other ranks."""
 
 
 @dataclass(frozen=True)
@@ -95,8 +93,8 @@ def tidy(
     problem.
 
     If a link or folder cannot be changed, this function continues with the other links and folders. A folder whose
-    manifest cannot be read stays. `newest`: the step that was just saved. It is never deleted, and neither is
-    `step_in_copy`.
+    manifest cannot be read stays. The checkpoints of `newest`, the step that was just saved, and of `step_in_copy` are
+    never deleted.
     """
     losses = validation_losses(folder)
     links: dict[str, int | None] = {LATEST: newest}
@@ -130,8 +128,8 @@ def _noted(notes: list[str], failure: str) -> Iterator[None]:
 def point(folder: Path, link: str, step: int | None) -> Path | None:
     """Point a link to a step's folder. Remove the link if `step` is None. The replacement is atomic.
 
-    A copy that follows links (`cp -rL`) leaves a folder in place of the link. Such a folder is renamed first, and its
-    new path is returned. Otherwise None is returned.
+    A copy of the run folder that follows links (`cp -rL`) has a folder in place of the link. Rename such a folder
+    first, and return its new path. Otherwise return None.
     """
     path = folder / link
     aside = None

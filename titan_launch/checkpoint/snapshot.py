@@ -25,19 +25,15 @@ from titan_launch.plan.hardware import GIB
 
 _log = logging.getLogger(__name__)
 
-_PORTABLE = 1
-"""`cudaHostRegisterPortable`: the memory counts as page-locked in the CUDA contexts of all devices."""
-
 
 @contextmanager
 def page_locked(memory: Tensor, device: torch.device) -> Iterator[None]:
     """Page-lock host memory until the end of the block, by registering it with CUDA. Do nothing if the device is a CPU.
-
     `memory` may be shared memory of any size. (PyTorch's own allocator of pinned memory rounds sizes up to a power of
-    two.) If CUDA refuses, the failure is logged, and copies to the memory are slower.
-    """
+    two.) If CUDA cannot page-lock the memory, log a warning. Copies to the memory are then slower."""
+    portable = 1  # cudaHostRegisterPortable: the memory counts as page-locked in the CUDA contexts of all devices
     is_locked = device.type == "cuda" and _succeeds(
-        lambda cudart: cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE),
+        lambda cudart: cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, portable),
         device,
         f"{memory.nbytes / GIB:.3f} GiB of host memory cannot be page-locked, so copies to it are slower",
     )
@@ -55,7 +51,9 @@ def _succeeds(call: Callable[[Any], Any], device: torch.device, failure: str) ->
     """
 
     def checked() -> None:
-        with torch.cuda.device(device):  # a new thread starts on GPU 0, where all ranks of a host would open a context
+        with torch.cuda.device(
+            device
+        ):  # by default a new thread uses GPU 0, where all ranks of a host would open a context
             torch.cuda.check_error(call(torch.cuda.cudart()))
 
     with ThreadPoolExecutor(1) as thread:
@@ -68,7 +66,7 @@ def _succeeds(call: Callable[[Any], Any], device: torch.device, failure: str) ->
 
 
 _ALIGNMENT = 64  # bytes; more than any dtype needs
-_SHARED_MEMORY = Path("/dev/shm")  # the folder exists on Linux; other systems have no such limit
+_SHARED_MEMORY = Path("/dev/shm")  # exists on Linux; other systems do not limit shared memory in this way
 
 State = dict[str, Any]
 """Nested dicts. Each leaf is a `Shard`, or a tensor that is equal on all ranks that have its key. After `lay_out`, a
@@ -77,57 +75,60 @@ State = dict[str, Any]
 
 def shards_of(state: Mapping[str, Any]) -> State:
     """Return a state dict with every DTensor replaced by this rank's shard. Nothing is copied."""
-    return _map_leaves(state, lambda leaf: _shard(leaf) if isinstance(leaf, DTensor) else leaf)
+
+    def shard(leaf: Any) -> Any:
+        if not isinstance(leaf, DTensor):
+            return leaf
+        offsets, _ = own_box(leaf.shape, leaf.device_mesh, leaf.placements)
+        return Shard(local_tensor(leaf), offsets, tuple(leaf.shape))
+
+    return map_leaves(state, shard)
 
 
 def total_bytes(state: State) -> int:
     """Return the bytes of all tensors of a state. For a shard, the bytes of the whole tensor are counted."""
     return sum(
         torch.Size(leaf.size).numel() * leaf.local.element_size() if isinstance(leaf, Shard) else leaf.nbytes
-        for leaf in leaves(state)
+        for leaf in leaves(state).values()
         if isinstance(leaf, Shard | Tensor)
     )
 
 
 def is_on_host(state: State) -> bool:
     """Return True if all tensors of a state are on the host."""
-    parts = (leaf.local if isinstance(leaf, Shard) else leaf for leaf in leaves(state))
+    parts = (leaf.local if isinstance(leaf, Shard) else leaf for leaf in leaves(state).values())
     return all(part.is_cpu for part in parts if isinstance(part, Tensor))
 
 
 def hash_of_names(state: State) -> str:
     """Return a hash of the names of a state's sharded tensors. Ranks of one pipeline stage have the same hash."""
-    return hashlib.blake2b("\n".join(_shard_names(state)).encode(), digest_size=8).hexdigest()
+    names = (name for name, leaf in leaves(state).items() if isinstance(leaf, Shard))
+    return hashlib.blake2b("\n".join(names).encode(), digest_size=8).hexdigest()
 
 
-def _shard_names(state: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+def leaves(state: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of nested dicts in order, by full name. A full name is `prefix` and the keys, joined by
+    dots."""
+    found: dict[str, Any] = {}
     for name, value in state.items():
         if isinstance(value, Mapping):
-            yield from _shard_names(value, f"{prefix}{name}.")
-        elif isinstance(value, Shard):
-            yield f"{prefix}{name}"
-
-
-def leaves(state: Mapping[str, Any]) -> Iterator[Any]:
-    """Yield the values of nested dicts in order."""
-    for value in state.values():
-        if isinstance(value, Mapping):
-            yield from leaves(value)
+            found |= leaves(value, f"{prefix}{name}.")
         else:
-            yield value
+            found[f"{prefix}{name}"] = value
+    return found
 
 
 class Arena:
-    """Host memory for a copy of one state. It is reused for the next state, and page-locked if the states are on a
-    GPU."""
+    """Host memory for a copy of one state, which is reused for the next state. The memory is page-locked if the states
+    are on a GPU."""
 
     def __init__(self, device: torch.device, *, is_shared: bool = False):
-        """`device`: device of the states. `is_shared`: use shared memory, which can be sent to another process."""
+        """`device`: device of the states. `is_shared`: True for shared memory, which another process can use."""
         self._device = device
         self._is_shared = is_shared
         self._locks = ExitStack()
         self.memory = torch.empty(0, dtype=torch.uint8)
-        """One-dimensional tensor of bytes. `reserve` replaces it if a state needs more."""
+        """One-dimensional tensor of bytes. If a state needs more bytes, `reserve` replaces the tensor."""
 
     def reserve(self, size: int) -> None:
         """Allocate memory if the arena has fewer than `size` bytes. Raises OSError if the host has too little memory.
@@ -164,7 +165,7 @@ class Arena:
 
     def fill(self, state: State, slots: State) -> None:
         """Copy the tensors of a state into their slots. The host waits for the device once, at the end."""
-        for leaf, slot in zip(leaves(state), leaves(slots), strict=True):
+        for leaf, slot in zip(leaves(state).values(), leaves(slots).values(), strict=True):
             if isinstance(leaf, Shard):
                 slot.local.view(self.memory).copy_(leaf.local, non_blocking=True)
             elif isinstance(leaf, Tensor):
@@ -174,8 +175,7 @@ class Arena:
 
 
 def lay_out(state: State) -> tuple[State, int]:
-    """Return the state with a `Slot` in place of every tensor, and the bytes that all slots take, with their
-    alignment."""
+    """Return the state with a `Slot` in place of every tensor, and the bytes that all aligned slots take."""
     end = 0
 
     def place(tensor: Tensor) -> Slot:
@@ -218,16 +218,12 @@ def _map_parts(state: State, kind: type, change: Callable[[Any], Any]) -> State:
             return replace(leaf, local=change(leaf.local))
         return change(leaf) if isinstance(leaf, kind) else leaf
 
-    return _map_leaves(state, change_leaf)
+    return map_leaves(state, change_leaf)
 
 
-def _map_leaves(state: Mapping[str, Any], change: Callable[[Any], Any]) -> State:
+def map_leaves(state: Mapping[str, Any], change: Callable[[Any], Any]) -> State:
+    """Return nested dicts with `change` applied to every value that is not a dict."""
     return {
-        name: _map_leaves(value, change) if isinstance(value, Mapping) else change(value)
+        name: map_leaves(value, change) if isinstance(value, Mapping) else change(value)
         for name, value in state.items()
     }
-
-
-def _shard(tensor: DTensor) -> Shard:
-    offsets, _ = own_box(tensor.shape, tensor.device_mesh, tensor.placements)
-    return Shard(local_tensor(tensor), offsets, tuple(tensor.shape))

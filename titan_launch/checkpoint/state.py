@@ -17,9 +17,9 @@ from titan_launch.distributed.collectives import on_all_ranks
 from titan_launch.distributed.random_state import RandomState, random_key
 
 Values = dict[str, Tensor]
-"""A flat dict of tensors: DTensors, or plain tensors. A plain tensor is equal on all ranks that have it under the same
-full name. The values of the optimizer and of the moving average of the weights may also be `Shard`s. A `Shard` is this
-rank's part of a tensor."""
+"""A flat dict of tensors: DTensors, or plain tensors. All ranks that have a plain tensor of the same full name have
+equal values. The values of the optimizer and of the moving average of the weights may also be `Shard`s. A `Shard` is
+this rank's part of a tensor."""
 
 
 class Part(Protocol):
@@ -80,10 +80,8 @@ class Progress:
 
 
 class ModelAndOptimizer:
-    """Sharded parameters, buffers and optimizer state by full name, so that any mesh can load them.
-
-    The optimizer's settings (weight decay, betas, groups) come from the job file and are not part of the state.
-    """
+    """Sharded parameters, buffers and optimizer state by full name, so that any mesh can load them. The optimizer's
+    settings (weight decay, betas, groups) come from the job file and are not part of the state."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer):
         self._model = model
@@ -97,18 +95,15 @@ class ModelAndOptimizer:
         if not self._optimizer.state:  # get_state_dict would create optimizer state, as if a step had been done
             return {"model": get_model_state_dict(self._model), "optimizer": {}}
         model, optimizer = get_state_dict(self._model, self._optimizer)
-        # optimizer.state is keyed by the sharded parameters. get_state_dict has resharded the parameters that a forward
+        # The keys of optimizer.state are sharded parameters. get_state_dict has resharded the parameters that a forward
         # left unsharded, so `named_parameters` now returns the sharded ones.
         updated = {name for name, parameter in self._model.named_parameters() if parameter in self._optimizer.state}
         return {"model": model, "optimizer": {name: _states(optimizer)[name] for name in updated}}
 
     def targets(self, tensors: Collection[str], updated: Collection[str]) -> dict[str, Any]:
         """Return tensors into which a checkpoint is read, in dicts like those of `state_dict`. The current optimizer
-        state is dropped.
-
-        `tensors`: names of the model's tensors to read. `updated`: names of the parameters whose optimizer state is
-        read.
-        """
+        state is dropped. `tensors`: names of the model's tensors to read. `updated`: names of the parameters whose
+        optimizer state is read."""
         from torch.distributed.checkpoint.state_dict import get_state_dict
 
         self._optimizer.state.clear()  # get_state_dict then creates the state of all parameters
@@ -120,7 +115,7 @@ class ModelAndOptimizer:
         }
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the unsharded shape of every parameter and buffer that this rank has a shard of, by name."""
+        """Return the unsharded shape of every parameter and buffer of which this rank has a shard, by name."""
         from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
         model = get_model_state_dict(self._model)
@@ -160,8 +155,8 @@ class LocalStatistics(Part, Protocol):
 
     A checkpoint always has the pooled statistics, which are equal on all ranks. If only `checkpoint.interval_minutes`
     or a signal is the reason for a checkpoint, each rank continues with its own statistics after the save. Such a
-    checkpoint also has the own statistics of each rank, under a key for each rank. A run on the same number of ranks
-    resumes with its ranks' own statistics, as if there had been no checkpoint.
+    checkpoint also has each rank's own statistics, under a key for each rank. A run on the same number of ranks resumes
+    with each rank's own statistics, as if there had been no checkpoint.
     """
 
     def targets(self) -> Values:
@@ -169,8 +164,8 @@ class LocalStatistics(Part, Protocol):
 
 
 class BaseWeights(Protocol):
-    """The folder of `model.weights`. It has the values of parameters that checkpoints omit, because they are never
-    trained."""
+    """The folder of `model.weights`. Checkpoints omit parameters that are never trained, because this folder has their
+    values."""
 
     @property
     def omitted(self) -> Collection[str]:
@@ -181,11 +176,9 @@ class BaseWeights(Protocol):
         """The facts about the folder for a manifest; None without a folder."""
 
     def find(self, checkpoint: Path, base: Base, names: Collection[str]) -> Collection[str]:
-        """Return the names in `names` for which the folder has values. Collective.
-
-        `names`: tensors of the model that `checkpoint` lacks. `base`: the folder that the checkpoint's manifest names.
-        Raises ConfigError if `model.weights` is not set, cannot be read, or has other content than `base`.
-        """
+        """Return the names in `names` for which the folder has values. Collective. `names`: tensors of the model that
+        `checkpoint` lacks. `base`: the folder that the checkpoint's manifest names. Raises ConfigError if
+        `model.weights` is not set, cannot be read, or has other content than `base`."""
 
     def read(self, missing: Collection[str]) -> None:
         """Read the parameters `missing` from the folder, unless they have been read before. Collective.
@@ -207,10 +200,10 @@ class TrainingState:
         pipeline: dist.ProcessGroup | None = None,
         base: BaseWeights | None = None,
     ):
-        """`parts`: further parts by name in a checkpoint, in the order in which they are loaded, after the weights. The
-        value is None for a part that this run does not have. `pipeline`: process group of the ranks that hold the
-        pipeline stages of the model; None without pipeline parallelism. `base`: the folder with the values of
-        parameters that checkpoints omit. If it is None, checkpoints omit nothing."""
+        """`parts`: further parts by name, in the order in which they are loaded after the weights. The value is None
+        for a part that this run does not have. `pipeline`: process group of the ranks that hold the pipeline stages of
+        the model; None without pipeline parallelism. `base`: the folder with the values of parameters that checkpoints
+        omit. With None, checkpoints omit nothing."""
         self._pipeline = pipeline
         self.base = base
         self.weights = weights

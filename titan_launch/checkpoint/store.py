@@ -35,23 +35,21 @@ _KEY: KeyPath = ("checkpoint", "store")
 class CheckpointStore:
     """The copies of a run's checkpoints, below `STORE/NAME/step-N/`, and the thread that makes them.
 
-    A copy counts if it has its manifest, which is the last object that is written and the first that is deleted. A
+    A copy is complete if it has its manifest, which is the last object to be written and the first to be deleted. A
     checkpoint is copied once, unless its copy was damaged.
     """
 
     def __init__(self, config: CheckpointConfig, name: str, folder: Path, record: Path):
-        """Connect to the store, and test the right to write, read and delete. Raises the errors of `_error`.
-
-        `name`: name of the run. `folder`: folder of the run's checkpoints. `record`: the run's `config.json`, which is
-        copied too.
-        """
+        """Connect to the store, and test the right to write, read and delete. Raises the errors of `_error`. `name`:
+        name of the run. `folder`: folder of the run's checkpoints. `record`: the run's `config.json`, which is copied
+        too."""
         assert config.store is not None
         self.url = f"{config.store.rstrip('/')}/{name}"
         self._value, self._folder, self._record = config.store, folder, record
         self._retention = Retention(config.keep_latest, config.keep_every, config.keep_best)
         self._waiting = Retention(min(config.keep_latest, 1), config.keep_every, config.keep_best)
         self._losses: dict[int, float | None] = {}
-        self._damaged: set[int] = set()  # on the disk
+        self._damaged: set[int] = set()  # steps of damaged checkpoints in the run folder
         self.step_in_copy: int | None = None
         """Step of the checkpoint that the thread copies at present, or next."""
         self._failure = ""
@@ -73,8 +71,8 @@ class CheckpointStore:
             raise self._error(f"the copies cannot be listed: {error}", error) from None
 
     def fetch(self, step: int) -> str | None:
-        """Download the copy of a step into the run folder, where it then is a checkpoint like any other. Return None,
-        or a clause that describes the damage of the copy.
+        """Download the copy of a step into the run folder. Return None, or a clause that describes the damage of the
+        copy.
 
         A damaged checkpoint of this step in the run folder is renamed. If the run folder has no `config.json`, the copy
         of this file is downloaded too. Raises the errors of `_error` if the store fails.
@@ -114,10 +112,10 @@ class CheckpointStore:
 
     def begin(self) -> None:
         """Begin to copy the checkpoints that have no copy, in a thread. If the thread still copies an older checkpoint,
-        it goes on with the newest one."""
+        the newest checkpoint is copied next."""
         if self._last.done():
-            with suppress(OSError):  # the thread reports it
-                self.step_in_copy = self._next()  # here, so that a save that begins now does not delete the checkpoint
+            with suppress(OSError):  # the thread reports the error
+                self.step_in_copy = self._next()  # set before a later save can delete this checkpoint
         self._last = self._executor.submit(self._copy_waiting)
 
     def forget_after(self, step: int) -> None:
@@ -125,14 +123,14 @@ class CheckpointStore:
         self._last = self._executor.submit(self._forget_after, step)
 
     def finish(self) -> str:
-        """Copy the checkpoints that have no copy, and wait. Return "", or a message if one has no copy: the newest one,
-        or one that `keep_every` or `keep_best` keeps."""
+        """Copy the checkpoints that have no copy, and wait. Return "" if the newest checkpoint, and those that
+        `keep_every` and `keep_best` keep, have copies. Otherwise return a message."""
         self.begin()
         self._last.result()
         return self._failure
 
     def close(self, seconds: float | None) -> None:
-        """Wait until no checkpoint is being copied, for at most `seconds`; None waits as long as that takes."""
+        """Wait until no checkpoint is being copied, for at most `seconds`. None waits without a limit."""
         wait([self._last], seconds)
         self._executor.shutdown(wait=False, cancel_futures=True)
 
@@ -165,8 +163,10 @@ class CheckpointStore:
                     self._delete_expendable(step)
                 except (StoreError, OSError) as error:
                     _log.warning("old checkpoints in %s could not be deleted: %s", self.url, error)
-        except Exception as error:  # also unforeseen ones of fsspec: training goes on
-            if step is None or step in complete_steps(self._folder):  # otherwise it was deleted, which is no failure
+        except Exception as error:  # of any class, because training must go on
+            if step is None or step in complete_steps(
+                self._folder
+            ):  # otherwise the checkpoint was deleted, which is no failure
                 name = "the checkpoints" if step is None else checkpoint_name(step)
                 self._failure = f"{name} could not be copied to {self.url}: {error}"
                 _log.warning("%s; the next save tries again", self._failure)
@@ -174,8 +174,8 @@ class CheckpointStore:
             self.step_in_copy = None
 
     def _next(self) -> int | None:
-        """Return the next step to copy: the newest without a copy, then those that the retention keeps for another
-        reason. None if there is no such step."""
+        """Return the next step to copy: the newest step without a copy, then steps that `keep_every` or `keep_best`
+        keeps. Return None if there is no such step."""
         losses = validation_losses(self._folder)
         omitted = {*self.known, *self._damaged, *self._waiting.expendable(losses)}
         return max((step for step in losses if step not in omitted), default=None)
@@ -186,7 +186,7 @@ class CheckpointStore:
         source = self._folder / name
         content = read_regular(source / MANIFEST_FILE, MOST_BYTES)
         manifest = check(source)  # the disk may have damaged the files since they were saved
-        self._objects.delete(f"{name}/{MANIFEST_FILE}")  # that of a damaged copy
+        self._objects.delete(f"{name}/{MANIFEST_FILE}")  # a damaged copy may have one
         in_parallel(lambda file: self._objects.put(source / file, f"{name}/{file}"), manifest.files)
         if self._record.exists():
             self._objects.put(self._record, self._record.name)
@@ -202,8 +202,8 @@ class CheckpointStore:
         return sum(record.bytes for record in manifest.files.values())
 
     def _delete_expendable(self, newest: int) -> None:
-        """Delete the copies that the retention does not keep, and objects that interrupted copies and deletions have
-        left. A copy whose manifest cannot be read stays. Raises StoreError."""
+        """Delete the copies that the settings of `[checkpoint]` do not keep, and objects that interrupted copies and
+        deletions have left. A copy whose manifest cannot be read stays. Raises StoreError."""
         names = self._names()
         losses = {}
         for step in names:
@@ -252,8 +252,8 @@ class CheckpointStore:
                     raise StoreError(f"an object cannot be {verb}: {error}") from None
 
     def _error(self, reason: str, error: StoreError) -> ConfigError | RunError:
-        """Return the error for a StoreError: a ConfigError if the same request would fail again, otherwise a RunError,
-        after which `launch` may start the ranks again."""
+        """Return the error for a StoreError: a ConfigError if the same request would fail again, otherwise a RunError.
+        After a RunError, `launch` may start the ranks again."""
         if error.is_final:
             return config_error(_KEY, reason, self._value)
         return RunError(f"{format_key(_KEY)} = {self._value}: {reason}")

@@ -28,9 +28,6 @@ from titan_launch.core.files import sync_folder
 from titan_launch.distributed.collectives import on_all_ranks, on_rank_0
 from titan_launch.plan.hardware import GIB
 
-_COPY_AHEAD = 10_000_000
-"""Maximum bytes that DCP copies from a GPU ahead of writing. This is DCP's default."""
-
 _SPARE = 1.02
 """Required disk space as a multiple of the bytes of the tensors. The extra 2 % are for headers and metadata."""
 
@@ -38,11 +35,11 @@ _SHARED = "put job.dump_folder on a shared file system"
 
 
 def write_checkpoint(request: WriteRequest, state: State, group: dist.ProcessGroup | None) -> Written:
-    """Write the folder of a step, and return the result. Collective over `group`, a group for CPU tensors.
+    """Write the checkpoint of a step, and return the result. Collective over `group`, a process group for CPU tensors.
 
-    Raises the same error on all ranks: an OSError (no space, no permission, or a file that reads back differently) or a
-    RuntimeError. After an error, the temporary folder is removed, and all valid checkpoints stay. If a rank dies, the
-    temporary folder stays until the next save.
+    Raises the same error on all ranks: an OSError (no space, no permission, or a file whose content is not what was
+    written) or a RuntimeError. After an error, the temporary folder is removed, and all valid checkpoints stay. If a
+    rank dies, the temporary folder stays until the next save.
     """
     start = time.perf_counter()
     temporary = request.folder / f"{checkpoint_name(request.manifest.step)}{TEMPORARY}"
@@ -75,7 +72,7 @@ def _write_files(temporary: Path, state: State, group: dist.ProcessGroup | None)
     """Write the files of all ranks, read each file back, and return the records of all files."""
     # If CUDA is available, DCP's copy-ahead uses a CUDA stream even for tensors on the host. In a writer thread of
     # any rank, the stream would open a CUDA context on GPU 0.
-    writer = _Writer(temporary, per_thread_copy_ahead=0 if is_on_host(state) else _COPY_AHEAD)
+    writer = _Writer(temporary, per_thread_copy_ahead=0 if is_on_host(state) else 10_000_000)  # bytes; DCP's default
     files = _RecordingFileSystem()
     writer.fs = files
     # Replicated values (buffers, the optimizer's step counts) come from rank 0. By default, DCP chooses for each
@@ -84,7 +81,8 @@ def _write_files(temporary: Path, state: State, group: dist.ProcessGroup | None)
     try:
         dcp.save(state, storage_writer=writer, planner=planner, process_group=group)
     except dcp.api.CheckpointException as error:
-        raise _first_failure(error) from error
+        cause = next(iter(error.failures.values()))[0]  # the error of one failed rank, without DCP's tracebacks
+        raise cause if isinstance(cause, OSError) else RuntimeError(f"{type(cause).__name__}: {cause}") from error
     records: dict[str, FileRecord] = {}
     for of_rank in on_all_ranks(lambda: _read_back(temporary, files.records), group):
         records |= of_rank
@@ -94,36 +92,26 @@ def _write_files(temporary: Path, state: State, group: dist.ProcessGroup | None)
 def _read_back(temporary: Path, written: dict[str, FileRecord]) -> dict[str, FileRecord]:
     for name, record in written.items():
         if record_of(temporary / name) != record:
-            raise OSError(
-                f"{temporary / name} does not have the bytes that were written to it; check the disk or the file system"
-            )
+            reason = "does not have the bytes that were written to it; check the disk or the file system"
+            raise OSError(f"{temporary / name} {reason}")
     return written
 
 
 def _complete(request: WriteRequest, temporary: Path, records: dict[str, FileRecord]) -> tuple[tuple[int, ...], str]:
-    """Rename the folder to its final name, update the links, and delete expendable checkpoints. Runs on rank 0.
-
-    Return the deleted steps, and a text with the problems of links and deletions.
-    """
+    """Rename the folder to its final name, update the links, and delete expendable checkpoints. Runs on rank 0. Return
+    the deleted steps, and a text with the problems of links and deletions."""
     missing = [name for name in records if not (temporary / name).exists()]
     if missing:
-        raise OSError(
-            f"{temporary / missing[0]} was written on another host, and is not visible on this host; {_SHARED}"
-        )
+        reason = f"was written on another host, and is not visible on this host; {_SHARED}"
+        raise OSError(f"{temporary / missing[0]} {reason}")
     write_manifest(temporary, replace(request.manifest, files=records))  # also syncs the folder
     final = request.folder / checkpoint_name(request.manifest.step)
-    if final.exists():  # an earlier checkpoint of this step, from which the run did not resume, because it is damaged
+    if final.exists():  # a damaged checkpoint of this step, from which the run has not resumed
         set_aside(final)
     temporary.rename(final)
     sync_folder(request.folder)
     deleted, notes = tidy(request.folder, request.manifest.step, request.retention, request.step_in_copy)
     return tuple(deleted), "; ".join(notes)
-
-
-def _first_failure(error: dcp.api.CheckpointException) -> Exception:
-    """Return the error of one failed rank without DCP's tracebacks, as an OSError or a RuntimeError."""
-    cause = next(iter(error.failures.values()))[0]
-    return cause if isinstance(cause, OSError) else RuntimeError(f"{type(cause).__name__}: {cause}")
 
 
 class _Writer(FileSystemWriter):
@@ -175,7 +163,7 @@ class _RecordingFileSystem(FileSystem):
 
 
 class _RecordedStream:
-    """A file that is written sequentially. It tracks the size and the checksum of the written bytes."""
+    """A file that is written sequentially, with the size and the checksum of the bytes written so far."""
 
     def __init__(self, stream: Any):
         self._stream = stream

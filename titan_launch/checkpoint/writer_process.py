@@ -26,16 +26,13 @@ from titan_launch.distributed.collectives import on_rank_0
 from titan_launch.distributed.torch_private import set_timeout
 
 COLLECTIVE_TIMEOUT = timedelta(hours=1)
-"""Timeout of a collective during a save. In a collective, all ranks wait until the slowest rank has written its
-files."""
+"""Timeout of a collective during a save, in which all ranks wait until the slowest rank has written its files."""
 
 _PATIENCE = 2 * COLLECTIVE_TIMEOUT
-"""Time after which a writer process that has not finished a save is killed."""
+"""Time for a save after which the writer process is killed."""
 
 _TIMEOUT_OF_JOINING = timedelta(minutes=5)
 """Timeout for creating the process group of the writer processes."""
-
-_NICENESS = 10
 
 
 @dataclass(frozen=True)
@@ -69,7 +66,7 @@ class WriterProcess:
         try:
             self._connection.send(order)
             if not self._connection.poll(_PATIENCE.total_seconds()):
-                self.process.kill()  # the process is stopped, or its file system does not answer
+                self.process.kill()  # the process does not run, or its file system does not answer
             answer = self._connection.recv()
         except (EOFError, OSError):
             self.process.join(5)
@@ -77,7 +74,7 @@ class WriterProcess:
             raise RuntimeError(f"the process that writes checkpoints has died (exit code {code})") from None
         if isinstance(answer, Written):
             return answer
-        raise answer.error()
+        raise answer
 
     def kill(self) -> None:
         """Kill the process, also during a save."""
@@ -86,9 +83,8 @@ class WriterProcess:
 
 
 def load_writer() -> Callable[[WriteRequest, State, dist.ProcessGroup | None], Written]:
-    """Import and return `write_checkpoint`. This imports DCP, and is done only here, so that the import does not delay
-    the start of a run."""
-    from titan_launch.checkpoint.writer import write_checkpoint
+    """Import and return `write_checkpoint`."""
+    from titan_launch.checkpoint.writer import write_checkpoint  # imports DCP, which would delay the start of a run
 
     return write_checkpoint
 
@@ -96,7 +92,7 @@ def load_writer() -> Callable[[WriteRequest, State, dist.ProcessGroup | None], W
 @dataclass(frozen=True)
 class WriterAddress:
     """Rank of a writer process, and the address of the store that the writer processes share. With one rank there is no
-    store: the port is 0."""
+    store, and the port is 0."""
 
     rank: int
     world_size: int
@@ -106,22 +102,9 @@ class WriterAddress:
     """Process id of the training process."""
 
 
-@dataclass(frozen=True)
-class _Failure:
-    """The answer of a writer process to a failed order, instead of `Written`."""
-
-    is_os_error: bool
-    text: str
-
-    def error(self) -> Exception:
-        return OSError(self.text) if self.is_os_error else RuntimeError(self.text)
-
-
 def _meeting_point() -> tuple[str, int, dist.Store | None]:
-    """Create a store on rank 0 through which the writer processes find each other. Collective.
-
-    Return its host and port, and on rank 0 the store. With one rank there is no store: the port is 0.
-    """
+    """Create a store on rank 0 through which the writer processes find each other. Return its host and port, and on
+    rank 0 also the store. With one rank there is no store, and the port is 0. Collective."""
     store: dist.TCPStore | None = None
     if dist.get_rank() == 0 and dist.get_world_size() > 1:
         store = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=COLLECTIVE_TIMEOUT)
@@ -131,8 +114,8 @@ def _meeting_point() -> tuple[str, int, dist.Store | None]:
 
 def _own_address() -> str:
     """Return an address under which other hosts can reach this host: the address from which this host sends packets to
-    the host of torchrun's store. (Rank 0 may be on a different host than this store.) Without torchrun, all ranks are
-    on this host, and the address is a local one."""
+    the host of torchrun's store, which may be another host. Without torchrun, all ranks are on this host, and the
+    address is a local one."""
     master = os.environ.get("MASTER_ADDR", "localhost")
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
@@ -146,11 +129,15 @@ def _own_address() -> str:
 
 def serve(connection: Connection, address: WriterAddress) -> None:
     """Run a writer process: join the other writers at the first order, then execute orders until the run ends."""
-    _end_with(address.parent)
+    # The system kills this process when the training process dies. Otherwise a checkpoint could become visible after
+    # the run has resumed from an older one.
+    stop_with_parent(signal.SIGKILL)
+    if os.getppid() != address.parent:  # the training process has died already
+        os._exit(1)
     ignore_stop_signals()  # after a stop signal, the training process waits for this process
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)
-    os.nice(_NICENESS)  # if cores are scarce, training has priority
+    os.nice(10)  # if cores are scarce, training has priority
     write = load_writer()
     with suppress(EOFError, BrokenPipeError):
         memory = torch.empty(0, dtype=torch.uint8)
@@ -162,10 +149,10 @@ def serve(connection: Connection, address: WriterAddress) -> None:
                     _join(address)
                 connection.send(write(order.request, in_memory(order.slots, memory), None))
             except OSError as error:
-                connection.send(_Failure(True, str(error)))
+                connection.send(OSError(str(error)))
             except Exception as error:
                 text = str(error) if isinstance(error, RuntimeError) else traceback.format_exc()
-                connection.send(_Failure(False, text))
+                connection.send(RuntimeError(text))
     os._exit(0)  # see titan_launch.core.process.exit_process
 
 
@@ -178,13 +165,3 @@ def _join(address: WriterAddress) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
     assert dist.group.WORLD is not None
     set_timeout(dist.group.WORLD, COLLECTIVE_TIMEOUT)
-
-
-def _end_with(parent: int) -> None:
-    """Make the operating system kill this process when the training process dies.
-
-    Otherwise a checkpoint could become visible after the run has resumed from an older one.
-    """
-    stop_with_parent(signal.SIGKILL)
-    if os.getppid() != parent:  # the training process has died already
-        os._exit(1)

@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 
 from titan_launch.commands.parser import NoTorchError, Parser, at_least, recordings_of
 from titan_launch.config.job import JobConfig
-from titan_launch.config.loading.carried import carried_configs
+from titan_launch.config.loading.job_files import carried_configs
 from titan_launch.config.loading.load import load_job
 from titan_launch.config.sections.run import PlannerConfig
 from titan_launch.core.errors import UserError, did_you_mean

@@ -36,13 +36,12 @@ def misfits(held: ImageFormat, taken: ImageFormat) -> Iterator[str]:
         channels = f"{held.channels} channel{'s' if held.channels > 1 else ''}"
         reason = f"holds images with {channels}, but the model takes {taken.channels}"
         yield f"{reason}; set model.args.{channels_argument} = {held.channels}"
+    pixels = f"{held.height} x {held.width} pixels"
     if taken.height is None:
         pass
     elif held.height != held.width:
-        pixels = f"{held.height} x {held.width} pixels"
         yield f"holds images of {pixels}, but the model takes square ones; set the keys resize and crop"
     elif held.height != taken.height:
-        pixels = f"{held.height} x {held.width} pixels"
         reason = f"holds images of {pixels}, but the model takes {taken.height} x {taken.width}"
         yield f"{reason}; set model.args.{size_argument} = {held.height}, or the keys resize and crop"
     if held.num_classes > taken.num_classes:

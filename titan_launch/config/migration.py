@@ -8,22 +8,21 @@ TorchTitan's default, if the default here is different.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
+from titan_launch.config.axes import MODEL_AXES, REPLICATE, SHARD
 from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.foreign_keys import TORCHTITAN_KEYS, foreign_key
 from titan_launch.config.loading.schema_walk import tables
 from titan_launch.config.sections.model import HUGGINGFACE
 from titan_launch.config.sections.parallelism import ParallelismConfig
-from titan_launch.core.errors import KeyPath, config_error, format_key
+from titan_launch.core.errors import KeyPath, config_error, format_key, leaves
 from titan_launch.core.json_files import JsonError, read_json
 from titan_launch.models.architectures import ALL_IN_ARGS, ARCHITECTURES
-
-_OFF = "not needed, because the old file switches it off"
 
 DEFAULTS: dict[str, Any] = {
     "model.name": "llama3",
@@ -85,27 +84,23 @@ _COSMETIC = (
     "model.print_after_conversion",
     "comm.save_traces_folder",
     "comm.save_traces_file_prefix",
+    "training.dataloader.persistent_workers",
+    "training.dataloader.pin_memory",
+    "training.dataloader.prefetch_factor",
     "activation_checkpoint.visualize_memory_budget_pareto",
     "activation_checkpoint.debug",
+    "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns",
+    "activation_checkpoint.determinism_check",
+    "activation_checkpoint.early_stop",
+    "activation_checkpoint.preserve_rng_state",
+    "checkpoint.folder",
+    "checkpoint.export_dtype",
+    "checkpoint.last_save_in_hf",
+    "checkpoint.last_save_model_only",
     "checkpoint.enable_first_step_checkpoint",
     "checkpoint.enable_ft_dataloader_checkpoints",
 )
 """Keys of TorchTitan without a counterpart that do not change the training."""
-
-_DEBUG_LLAMA3 = {"n_heads": 16, "n_kv_heads": 16, "vocab_size": 2048, "rope_scaling": {"factor": 8.0}}
-_DEBUG_QWEN3: dict[str, Any] = {
-    "dim": 256,
-    "n_layers": 8,
-    "n_heads": 16,
-    "n_kv_heads": 8,
-    "head_dim": 128,
-    "hidden_dim": 3072,
-    "vocab_size": 2048,
-    "tie_embeddings": True,
-    "qk_norm": True,
-    "norm_eps": 1e-6,
-    "rope_theta": 1e6,
-}
 
 
 def _llama4(**sizes: Any) -> tuple[str, str | None, dict[str, Any]]:
@@ -150,11 +145,27 @@ _LLAMA4_ROPE = {
 }
 
 _MODELS: dict[tuple[str, str], tuple[str, str | None, dict[str, Any]]] = {
-    ("llama3", "debugmodel"): ("llama3", "debug", _DEBUG_LLAMA3),
+    ("llama3", "debugmodel"): (
+        "llama3",
+        "debug",
+        {"n_heads": 16, "n_kv_heads": 16, "vocab_size": 2048, "rope_scaling": {"factor": 8.0}},
+    ),
     ("qwen3", "debugmodel"): (
         "qwen3",
         ALL_IN_ARGS,
-        _DEBUG_QWEN3,
+        {
+            "dim": 256,
+            "n_layers": 8,
+            "n_heads": 16,
+            "n_kv_heads": 8,
+            "head_dim": 128,
+            "hidden_dim": 3072,
+            "vocab_size": 2048,
+            "tie_embeddings": True,
+            "qk_norm": True,
+            "norm_eps": 1e-6,
+            "rope_theta": 1e6,
+        },
     ),
     ("qwen3", "30B-A3B"): ("qwen3_moe", "30B-A3B", {}),
     ("qwen3", "235B-A22B"): ("qwen3_moe", "235B-A22B", {}),
@@ -217,6 +228,11 @@ class Migration:
         """Set a key of the new file."""
         self.new[tuple(key.split("."))] = (value, comment)
 
+    def keep(self, *keys: str) -> None:
+        """Set keys of the new file that have the same meaning in the old file to their values there."""
+        for key in keys:
+            self.put(key, self.value(key))
+
     def drop(self, key: str, reason: str = "", changes_run: bool = True) -> None:
         """Add a note for a key of the old file, if the file sets the key. Mark the key as done. If `reason` is empty,
         the note has the remedy of `foreign_key`, or says that the key is not supported."""
@@ -227,18 +243,24 @@ class Migration:
             text = reason or (remedy[0] if remedy else "not supported; remove this key")
             self.notes.append(Note(path, _value(self.old, key), text, changes_run))
 
-    def rest(self) -> Iterator[tuple[str, Any]]:
-        """Yield (key, value) for each key of the old file that is not in `done` yet."""
-        yield from ((key, value) for key, value in _leaves(self.old) if key not in self.done)
+    @property
+    def is_of_transformers(self) -> bool:
+        """True if the new job has a class of `transformers`. Known after the step `_model`."""
+        return self.new["model", "name"][0] == HUGGINGFACE
+
+    def rest(self, section: str = "") -> list[tuple[str, Any]]:
+        """Return (key, value) for each key of the old file, or of one section, that is not in `done` yet."""
+        table = {section: self.old.get(section, {})} if section else self.old
+        return [(key, value) for key, value in leaves(table) if key not in self.done]
 
 
 def migrate(old: Mapping[str, Any], ranks: int | None = None) -> Migration:
     """Convert a job file of TorchTitan v0.2. `ranks`: the world size, if it is known. Raises ConfigError for a value
     that TorchTitan refuses (see `_value`)."""
     migration = Migration(old, ranks)
-    for step in (_job, _model, _data, _batch, _optimizer, _schedule, _precision, _float8, _parallelism, _switches):
+    for step in (_job, _model, _data, _batch, _optimizer, _schedule, _float8, _parallelism, _switches):
         step(migration)
-    for step in (_activation_checkpoint, _compile, _checkpoint, _validation, _profiling, _others):
+    for step in (_blocks, _checkpoint, _validation, _profiling, _others):
         step(migration)
     return migration
 
@@ -267,10 +289,9 @@ _KINDS_OF_DEFAULTS: dict[type, tuple[Any, str]] = {
     str: (str, "a string"),
     list: (list, "an array of strings"),
 }
-_DEGREES = ("tensor", "context", "pipeline", "expert", "expert_tensor")
+_DEGREES = (*(".".join(axis.key) for axis in MODEL_AXES), "parallelism.expert_tensor_parallel_degree")
 _KINDS: dict[str, tuple[Any, str]] = {
-    **{f"parallelism.{name}_parallel_degree": (int, "a whole number") for name in _DEGREES},
-    **{f"parallelism.data_parallel_{name}_degree": (int, "a whole number") for name in ("shard", "replicate")},
+    **dict.fromkeys((*_DEGREES, ".".join(SHARD.key), ".".join(REPLICATE.key)), (int, "a whole number")),
     "training.dataloader.num_workers": (int, "a whole number"),
     "job.description": (str, "a string"),
     "model.tokenizer_path": (str, "a string"),
@@ -290,24 +311,15 @@ _POSITIVE = (
     "training.seq_len",
     "profiling.profile_freq",
     "profiling.profiler_active",
-    *(f"parallelism.{name}_parallel_degree" for name in _DEGREES),
+    *_DEGREES,
 )
-
-
-def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in table.items():
-        key = f"{prefix}{format_key((name,))}"
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{key}.")
-        else:
-            yield key, value
 
 
 def _job(job: Migration) -> None:
     description = job.value("job.description")
     name = "_".join("".join(c if c.isascii() and c.isalnum() else " " for c in description or "").split()).lower()
     job.put("job.name", name or "migrated", "name of the run folder")
-    job.put("metrics.enable_tensorboard", job.value("metrics.enable_tensorboard"))
+    job.keep("metrics.enable_tensorboard")
     if job.value("metrics.enable_wandb"):
         job.put("metrics.sinks", ["wandb"])
 
@@ -354,8 +366,6 @@ def _data(job: Migration) -> None:
     if workers:
         is_stream = job.new.get(("data", "streaming"), (False,))[0]
         job.put("data.num_workers", min(workers, 1) if is_stream else workers)
-    for name in ("persistent_workers", "pin_memory", "prefetch_factor"):
-        job.drop(f"training.dataloader.{name}", "not needed; the dataloader always does this", changes_run=False)
 
 
 def _dataset(job: Migration, section: str, table: str) -> None:
@@ -372,23 +382,26 @@ def _dataset(job: Migration, section: str, table: str) -> None:
 
 def _data_parallel_ranks(job: Migration) -> int | None:
     """Return the number of data-parallel ranks; None if it depends on an unknown world size."""
-    degrees = ("tensor_parallel_degree", "context_parallel_degree", "pipeline_parallel_degree")
+    factors = [axis for axis in MODEL_AXES if axis.is_factor]
     shard = _value(job.old, "parallelism.data_parallel_shard_degree", -1)
     if shard > 0:
         return int(shard * _value(job.old, "parallelism.data_parallel_replicate_degree", 1))
     others = 1
-    for degree in degrees if job.new.get(("model", "name"), ("",))[0] != HUGGINGFACE else ():
-        others *= _value(job.old, f"parallelism.{degree}", 1)
+    for axis in () if job.is_of_transformers else factors:
+        others *= _value(job.old, ".".join(axis.key), 1)
     return None if job.ranks is None else job.ranks // others
 
 
 def _batch(job: Migration) -> None:
+    """Convert the batch size and the number of steps. TorchTitan divides `local_batch_size` into the microbatches of a
+    pipeline. Here, it is the size of a microbatch."""
     local, total = job.value("training.local_batch_size"), job.value("training.global_batch_size")
-    for key in ("seq_len", "steps"):
-        job.put(f"training.{key}", job.value(f"training.{key}"))
-    divides = job.value("parallelism.pipeline_parallel_degree") > 1 and job.new["model", "name"][0] != HUGGINGFACE
-    microbatch = job.value("parallelism.pipeline_parallel_microbatch_size")
-    job.put("training.local_batch_size", microbatch if divides else local)
+    job.keep("training.seq_len", "training.steps")
+    pipeline, microbatch = "parallelism.pipeline_parallel_degree", "parallelism.pipeline_parallel_microbatch_size"
+    divides, of_pipeline = job.value(pipeline) > 1 and not job.is_of_transformers, job.value(microbatch)
+    job.put("training.local_batch_size", of_pipeline if divides else local)
+    if divides:
+        job.keep(pipeline)
     if total > 0:
         job.put("training.global_batch_size", total)
     elif divides:
@@ -396,22 +409,17 @@ def _batch(job: Migration) -> None:
         if ranks is not None:
             job.put("training.global_batch_size", local * ranks)
         else:
-            key = "parallelism.pipeline_parallel_degree"
-            job.put(key, job.value(key))
             microbatches = f"training.local_batch_size ({local}) is divided into microbatches of the pipeline"
             remedy = f"set training.global_batch_size to {local} times the data-parallel ranks"
-            job.drop(key, f"{microbatches}; {remedy}, or use the option --world-size of `migrate`")
+            job.drop(pipeline, f"{microbatches}; {remedy}, or use the option --world-size of `migrate`")
 
 
 def _optimizer(job: Migration) -> None:
-    job.put("optimizer.lr", job.value("optimizer.lr"))
-    decay = job.value("optimizer.weight_decay")
-    job.put("optimizer.weight_decay", decay)
-    groups = [{"match": "**", "weight_decay": decay}] if decay else []
-    if groups:
+    job.keep("optimizer.lr", "optimizer.weight_decay")
+    if decay := job.value("optimizer.weight_decay"):
+        groups = [{"match": "**", "weight_decay": decay}]
         job.put("optimizer.param_groups", groups, "TorchTitan also decays norms and embeddings")
-    name = job.value("optimizer.name")
-    if name not in (None, "AdamW"):
+    if job.value("optimizer.name") not in (None, "AdamW"):
         job.drop("optimizer.name", 'AdamW is used instead; "optimizer.name" has the other algorithms')
 
 
@@ -430,17 +438,7 @@ def _schedule(job: Migration) -> None:
         rest = max(0, steps - warmup) / steps
         job.put("lr_scheduler.decay_ratio", round(rest, 6) if ratio is None else ratio)
         job.put("lr_scheduler.decay_type", kind)
-    job.put("lr_scheduler.warmup_steps", warmup)
-    job.put("lr_scheduler.min_lr_factor", job.value("lr_scheduler.min_lr_factor"))
-
-
-def _precision(job: Migration) -> None:
-    for name in ("deterministic_warn_only", "moe_force_load_balance"):
-        if not _value(job.old, f"debug.{name}"):
-            job.drop(f"debug.{name}", _OFF, changes_run=False)
-    seed = job.value("debug.seed")
-    if seed is not None:
-        job.put("training.seed", seed)
+    job.keep("lr_scheduler.warmup_steps", "lr_scheduler.min_lr_factor")
 
 
 def _float8(job: Migration) -> None:
@@ -466,23 +464,24 @@ def _float8(job: Migration) -> None:
             job.drop(f"{section}.filter_fqns", TORCHTITAN_KEYS["float8.filter_fqns"])
     if others := [name for name in converters if name not in ("float8", section)]:
         job.drop("model.converters", f"only float8 of linear layers is supported, not {', '.join(others)}")
-    for key, _ in _leaves({"quantize": job.old.get("quantize", {})}):
-        if key not in job.done:
-            job.drop(key, "has no effect, because model.converters does not name this converter", changes_run=False)
+    for key, _ in job.rest("quantize"):
+        job.drop(key, "has no effect, because model.converters does not name this converter", changes_run=False)
 
 
 def _parallelism(job: Migration) -> None:
-    if job.new["model", "name"][0] == HUGGINGFACE:
-        for name in ("tensor", "pipeline", "context", "expert"):
-            if (_value(job.old, f"parallelism.{name}_parallel_degree") or 1) > 1:
-                key = f"parallelism.{name}_parallel_degree"
+    if job.is_of_transformers:
+        for axis in MODEL_AXES:
+            key = ".".join(axis.key)
+            if (_value(job.old, key) or 1) > 1:
                 job.drop(key, "not supported for this class of transformers; FSDP2 shards over these ranks instead")
     if job.is_given("parallelism.disable_loss_parallel"):
         job.put("parallelism.loss_parallel", not job.value("parallelism.disable_loss_parallel"))
-    schedule, known = job.value("parallelism.pipeline_parallel_schedule"), _schedules()
+    schedule = job.value("parallelism.pipeline_parallel_schedule").lower()
+    schedules = get_args(ParallelismConfig.model_fields["pipeline_parallel_schedule"].annotation)
+    known = {name.lower(): name for name in schedules}
     if job.value("parallelism.pipeline_parallel_degree") > 1:
-        if str(schedule).lower() in known:
-            job.put("parallelism.pipeline_parallel_schedule", known[str(schedule).lower()])
+        if schedule in known:
+            job.put("parallelism.pipeline_parallel_schedule", known[schedule])
         else:
             job.drop("parallelism.pipeline_parallel_schedule", f"not supported; there are {', '.join(known.values())}")
     else:
@@ -493,39 +492,24 @@ def _parallelism(job: Migration) -> None:
     tensor = _value(job.old, "parallelism.tensor_parallel_degree", 1)
     if _value(job.old, "parallelism.expert_tensor_parallel_degree", tensor) in (1, tensor):
         job.drop("parallelism.expert_tensor_parallel_degree", changes_run=False)
-    if not _value(job.old, "parallelism.enable_async_tensor_parallel"):
-        job.drop(
-            "parallelism.enable_async_tensor_parallel",
-            _OFF,
-            changes_run=False,
-        )
-
-
-def _schedules() -> dict[str, str]:
-    """Return the names of this package's pipeline schedules, by the name in lower case."""
-    names = get_args(ParallelismConfig.model_fields["pipeline_parallel_schedule"].annotation)
-    return {str(name).lower(): str(name) for name in names}
 
 
 def _switches(job: Migration) -> None:
     for section, switches in _SWITCHES.items():
-        if any(_value(job.old, f"{section}.{name}") for name in switches):
-            for name in switches:
-                is_on = bool(_value(job.old, f"{section}.{name}"))
-                job.drop(
-                    f"{section}.{name}",
-                    TORCHTITAN_KEYS[section] if is_on else _OFF,
-                    changes_run=is_on,
-                )
-        for key, _ in _leaves({section: job.old.get(section, {})}):
-            if key not in job.done:
-                job.drop(key, f"a setting of [{section}], which has no counterpart", changes_run=False)
+        for name in switches:
+            if _value(job.old, f"{section}.{name}"):
+                job.drop(f"{section}.{name}", TORCHTITAN_KEYS[section])
+        for key, _ in job.rest(section):
+            job.drop(key, f"a setting of [{section}], which has no counterpart", changes_run=False)
 
 
-def _activation_checkpoint(job: Migration) -> None:
-    mode, option = job.value("activation_checkpoint.mode"), job.value("activation_checkpoint.selective_ac_option")
-    job.put("activation_checkpoint.mode", mode)
-    if mode == "selective":
+def _blocks(job: Migration) -> None:
+    """Convert activation checkpointing and compilation of the blocks."""
+    job.keep("compile.enable", "activation_checkpoint.mode")
+    components, option = job.value("compile.components"), job.value("activation_checkpoint.selective_ac_option")
+    if job.value("compile.enable"):
+        job.put("compile.components", components)
+    if job.value("activation_checkpoint.mode") == "selective":
         job.put("activation_checkpoint.selective_ac_option", int(option) if str(option).isdecimal() else option)
     elif job.is_given("activation_checkpoint.selective_ac_option"):
         job.drop(
@@ -533,23 +517,11 @@ def _activation_checkpoint(job: Migration) -> None:
             'only for "activation_checkpoint.mode" = "selective"',
             changes_run=False,
         )
-    for name in ("per_op_sac_force_recompute_mm_shapes_by_fqns", "determinism_check"):
-        job.drop(f"activation_checkpoint.{name}", "not supported, and the results are the same", changes_run=False)
-    for name in ("early_stop", "preserve_rng_state"):
-        job.drop(f"activation_checkpoint.{name}", changes_run=False)
-
-
-def _compile(job: Migration) -> None:
-    enabled, components = job.value("compile.enable"), job.value("compile.components")
-    job.put("compile.enable", enabled)
-    if enabled:
-        job.put("compile.components", components)
 
 
 def _checkpoint(job: Migration) -> None:
-    enabled = job.value("checkpoint.enable")
-    job.put("checkpoint.enable", enabled)
-    if not enabled:
+    job.keep("checkpoint.enable")
+    if not job.value("checkpoint.enable"):
         job.put("checkpoint.save_last", False, "TorchTitan saves nothing without checkpoint.enable")
     modes = {"disabled": "disabled", "async": "thread", "async_with_pinned_mem": "process"}
     mode = job.value("checkpoint.async_mode")
@@ -567,10 +539,6 @@ def _checkpoint(job: Migration) -> None:
     elif path:
         reason = "checkpoints of TorchTitan cannot be loaded; set model.weights to one in the Hugging Face format"
         job.drop("checkpoint.initial_load_path", reason)
-    job.drop("checkpoint.folder", changes_run=False)
-    job.drop("checkpoint.export_dtype", changes_run=False)
-    job.drop("checkpoint.last_save_in_hf", changes_run=False)
-    job.drop("checkpoint.last_save_model_only", "every checkpoint can be resumed", changes_run=False)
     for name in ("initial_load_model_only", "initial_load_in_hf", "initial_load_in_hf_quantized", "load_only"):
         if not path or not _value(job.old, f"checkpoint.{name}"):
             job.drop(
@@ -586,13 +554,11 @@ def _checkpoint(job: Migration) -> None:
 
 def _validation(job: Migration) -> None:
     if not job.value("validation.enable"):
-        for key, _ in _leaves({"validation": job.old.get("validation", {})}):
-            if key != "validation.enable":
-                job.drop(key, "has no effect, because validation.enable is false", changes_run=False)
+        for key, _ in job.rest("validation"):
+            job.drop(key, "has no effect, because validation.enable is false", changes_run=False)
         return
-    job.put("validation.freq", job.value("validation.freq"))
+    job.keep("validation.freq", "validation.local_batch_size")
     local, steps = job.value("validation.local_batch_size"), job.value("validation.steps")
-    job.put("validation.local_batch_size", local)
     ranks = _data_parallel_ranks(job)
     if steps > 0 and ranks is not None:
         job.put("validation.max_samples", steps * local * ranks)
@@ -621,7 +587,7 @@ def _profiling(job: Migration) -> None:
         job.drop("profiling.profile_freq", reason)
     if is_on and has_memory:
         job.put("profiling.memory", True)
-    for key, _ in _leaves({"profiling": {} if is_on else job.old.get("profiling", {})}):
+    for key, _ in leaves({"profiling": {} if is_on else job.old.get("profiling", {})}):
         job.drop(
             key,
             "has no effect: profiling is off, or the first profile would end after the last step",
@@ -634,12 +600,14 @@ _KEYS = {format_key((*table.key, name)) for table in tables(JobConfig) for name 
 
 def _others(job: Migration) -> None:
     """Convert each remaining key that has a replacement or the same name here, and add a note for every other key."""
-    for key, value in list(job.rest()):
+    for key, value in job.rest():
         remedy = TORCHTITAN_KEYS.get(key)
         if remedy is not None and " " not in remedy:
             job.put(remedy, value)
+        elif remedy is not None and value is False:
+            job.drop(key, "not needed, because the old file switches it off", changes_run=False)
         elif remedy is not None:
-            is_needless = remedy.startswith("not needed") or value in (False, None, "", []) or key in _COSMETIC
+            is_needless = remedy.startswith("not needed") or value in (None, "", []) or key in _COSMETIC
             job.drop(key, changes_run=not is_needless)
         elif key in _COSMETIC:
             job.drop(key, "not needed here", changes_run=False)

@@ -5,7 +5,7 @@ An algorithm is a row of `ALGORITHMS`, and a file in `titan_launch/optim/` that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -23,8 +23,8 @@ BLOCK = 256
 
 
 def names_in_8_bits(name: str) -> tuple[str, str]:
-    """Return the names of the codes and the scales of a state tensor in 8 bits. Both differ from the name of the state
-    tensor, so that a checkpoint with codes is not read as one with values."""
+    """Return the names of the codes and the scales of a state tensor in 8 bits. Neither is `name`, so that a checkpoint
+    with codes is not read as one with values."""
     return f"{name}_codes", f"{name}_scales"
 
 
@@ -80,14 +80,14 @@ class ShardSize(NamedTuple):
         return 4 * self.num_elements if DTYPE_BYTES[self.state_dtype(config)] < 4 else 0
 
     def decoding(self, config: OptimizerConfig) -> int:
-        """Return the bytes that are allocated, besides the copy itself, to copy a state tensor in 8 bits to float32.
-        These are int32 indices or, later, the scale of each element. 0 for a state tensor of another dtype."""
+        """Return the bytes that are needed, besides the copy itself, to copy a state tensor in 8 bits to float32. At
+        first these are int32 indices, and later the scale of each element. Return 0 for another dtype."""
         return 4 * self._padded if self.state_dtype(config) == "int8" else 0
 
     def encoding(self, config: OptimizerConfig) -> int:
-        """Return the bytes that are allocated to store float32 values in a state tensor. In 8 bits, these are the
-        indices of codes, as int32 and then as int8, and a copy of the values if the rows do not consist of whole
-        blocks. In bfloat16, these are the bytes of `draw`. In float32, 0."""
+        """Return the bytes that are needed to store float32 values in a state tensor. For 8 bits, these are the indices
+        of codes, as int32 and then as int8. If rows do not consist of whole blocks, a copy of the values is added. For
+        bfloat16, these are the bytes of `draw`. For float32, 0."""
         if self.state_dtype(config) != "int8":
             return self.draw(config) if self.state_copy(config) else 0
         return (5 if self._padded == self.num_elements else 8) * self._padded
@@ -118,8 +118,9 @@ class GroupSizes(NamedTuple):
 
 
 Temporaries = Callable[[Sequence[GroupSizes], "OptimizerConfig", int], int]
-"""A function of (groups, config, ranks) that returns the peak memory of the temporary tensors of an update, in bytes.
-`ranks`: number of ranks over which the state of a parameter is sharded, by FSDP2 and over the replicas together."""
+"""A function of (groups, config, ranks). It returns the peak memory of the temporary tensors of an update in bytes: the
+maximum over the lines of code that allocate. `ranks`: number of ranks over which the state of a parameter is sharded,
+by FSDP2 and over the replicas together."""
 
 
 @dataclass(frozen=True)
@@ -144,12 +145,12 @@ class Algorithm:
 
     update: str
     """Import string of the function `update(groups, config, applied)`, which updates all `ShardGroup`s of the
-    algorithm. `applied` is 1, or 0 for a skipped step, whose gradients are 0 too. (The function is not imported here,
-    because it needs torch.)"""
+    algorithm. `applied` is 1, or 0 for a skipped step, whose gradients are 0 too. (Importing the function would import
+    torch.)"""
 
     state: Callable[[OptimizerConfig], tuple[str, ...]]
-    """Returns the names of the state tensors, without the step count and the master weight. Each has the shape of the
-    parameter, and the dtype `ShardSize.state_dtype`."""
+    """Returns the names of the state tensors, without the step count and the master weight. Each tensor has the shape
+    of the parameter, and the dtype of `ShardSize.state_dtype`."""
 
     temporaries: Temporaries
     """Memory of `update`."""
@@ -197,9 +198,15 @@ def batches(sizes: Sequence[int], limit: int | None = None) -> list[range]:
     return [*found, range(start, len(sizes))] if sizes else []
 
 
-def _in_batches(groups: Sequence[GroupSizes]) -> Iterator[list[ShardSize]]:
-    for group in groups:
-        yield from ([group.shards[i] for i in batch] for batch in batches([s.num_elements for s in group.shards]))
+def _in_batches(of_batch: Callable[[Sequence[ShardSize], OptimizerConfig], int]) -> Temporaries:
+    """Return the function for an update in batches (see `batches`). `of_batch`: the function for one batch."""
+
+    def temporaries(groups: Sequence[GroupSizes], config: OptimizerConfig, ranks: int) -> int:
+        divided = ((group.shards, batches([shard.num_elements for shard in group.shards])) for group in groups)
+        parts = (shards[part.start : part.stop] for shards, ranges in divided for part in ranges)
+        return max((of_batch(part, config) for part in parts), default=0)
+
+    return temporaries
 
 
 def _decoding(shards: Sequence[ShardSize], config: OptimizerConfig) -> int:
@@ -242,13 +249,8 @@ def alike(items: Iterable[T], key: Callable[[T], Hashable]) -> list[list[T]]:
     return list(found.values())
 
 
-def _adamw(groups: Sequence[GroupSizes], config: OptimizerConfig, ranks: int) -> int:
-    return max((_adamw_batch(batch, config) for batch in _in_batches(groups)), default=0)
-
-
-def _adamw_batch(shards: Sequence[ShardSize], config: OptimizerConfig) -> int:
-    """Return the peak memory in bytes of the temporary tensors while `titan_launch.optim.adamw` updates a batch: the
-    maximum over the lines of code that allocate."""
+@_in_batches
+def _adamw(shards: Sequence[ShardSize], config: OptimizerConfig) -> int:
     gradients = sum(shard.gradient_copy for shard in shards)
     moments = sum(shard.state_copy(config) for shard in shards)
     roots = 4 * sum(shard.num_elements for shard in shards)
@@ -264,11 +266,9 @@ def _adamw_batch(shards: Sequence[ShardSize], config: OptimizerConfig) -> int:
 
 
 def _pytorch_adamw(groups: Sequence[GroupSizes], config: OptimizerConfig, ranks: int) -> int:
-    """Return the peak memory in bytes of the temporary tensors in PyTorch's AdamW.
-
-    `fused` works in place. `foreach` allocates the square roots of all second moments of a group. `for-loop` allocates
-    two tensors of the size of one second moment, while one such tensor of the previous parameter still exists.
-    """
+    """Return the memory of PyTorch's AdamW. `fused` works in place. `foreach` allocates the square roots of all second
+    moments of a group. `for-loop` allocates two tensors of the size of one second moment, while one such tensor of the
+    previous parameter still exists."""
     sizes = [[shard.size for shard in group.shards] for group in groups]
     if config.implementation == "fused":
         return 0
@@ -277,13 +277,8 @@ def _pytorch_adamw(groups: Sequence[GroupSizes], config: OptimizerConfig, ranks:
     return max(2 * size + before for group in sizes for before, size in pairwise([0, *group]))
 
 
-def _sgd(groups: Sequence[GroupSizes], config: OptimizerConfig, ranks: int) -> int:
-    return max((_sgd_batch(batch, config) for batch in _in_batches(groups)), default=0)
-
-
-def _sgd_batch(shards: Sequence[ShardSize], config: OptimizerConfig) -> int:
-    """Return the peak memory in bytes of the temporary tensors while `titan_launch.optim.sgd` updates a batch: the
-    maximum over the lines of code that allocate."""
+@_in_batches
+def _sgd(shards: Sequence[ShardSize], config: OptimizerConfig) -> int:
     gradients = sum(shard.gradient_copy for shard in shards)
     updates = 4 * sum(shard.num_elements for shard in shards)
     momenta = sum(shard.state_copy(config) for shard in shards) if config.sgd.momentum else 0
@@ -297,11 +292,9 @@ def _sgd_batch(shards: Sequence[ShardSize], config: OptimizerConfig) -> int:
 
 
 def _pytorch_sgd(groups: Sequence[GroupSizes], config: OptimizerConfig, ranks: int) -> int:
-    """Return the peak memory in bytes of the temporary tensors in PyTorch's SGD.
-
-    `fused` works in place. `foreach` adds weight decay to a copy of all gradients of a group. `for-loop` adds weight
-    decay to a copy of one gradient, and makes another copy for Nesterov's momentum.
-    """
+    """Return the memory of PyTorch's SGD. `fused` works in place. `foreach` adds weight decay to a copy of all
+    gradients of a group. `for-loop` adds weight decay to a copy of one gradient, and makes another copy for Nesterov's
+    momentum."""
     if config.implementation == "fused":
         return 0
     found = []
@@ -365,8 +358,7 @@ def _num_elements(shard: ShardSize) -> int:
 
 
 def _muon_experts(part: Sequence[ShardSize], config: OptimizerConfig) -> int:
-    """Return the peak memory in bytes of the temporary tensors while `titan_launch.optim.muon` updates the matrices of
-    this rank's experts in `part`."""
+    """Return the peak memory in bytes while this rank updates the matrices of its experts in `part`."""
     _, rows, columns = part[0].shape
     elements = sum(shard.num_elements for shard in part)
     computed = matrices_at_once((elements // (rows * columns), rows, columns)) * min(rows, columns)
@@ -375,8 +367,8 @@ def _muon_experts(part: Sequence[ShardSize], config: OptimizerConfig) -> int:
 
 
 def _muon_batch(batch: Sequence[Sequence[ShardSize]], config: OptimizerConfig, ranks: int) -> int:
-    """Return the peak memory in bytes of the temporary tensors while `titan_launch.optim.muon` updates a batch: the
-    maximum over the lines of code that allocate, on the rank that computes the largest stack of the batch."""
+    """Return the peak memory in bytes while a batch is updated, on the rank that computes the largest stack of the
+    batch."""
     shards = [shard for stack in batch for shard in stack]
     rows, columns = shards[0].shape
     parts, own = muon_parts(shards, _num_elements), 2 * sum(shard.num_elements for shard in shards)
@@ -390,16 +382,13 @@ def _muon_batch(batch: Sequence[Sequence[ShardSize]], config: OptimizerConfig, r
 
 
 def _muon_direction(part: Sequence[ShardSize], config: OptimizerConfig) -> int:
-    """Return the peak of the bytes that are allocated to compute the directions of a part's updates, besides the
-    directions in bfloat16. These are float32 copies of gradients, momenta and directions, and the bytes to decode and
-    encode the momenta."""
+    """Return the peak of the bytes that are allocated to compute the directions in which a part's parameters move. The
+    directions in bfloat16 do not count. Float32 copies of gradients, momenta and directions count, and the bytes to
+    decode and encode the momenta."""
     gradients = sum(shard.gradient_copy for shard in part)
     momenta = sum(shard.state_copy(config) for shard in part)
     directions = 4 * sum(shard.num_elements for shard in part) if config.muon.nesterov else 0
-    return max(
-        gradients + max(_decoding(part, config), momenta + directions),
-        momenta + _encoding(part, config),
-    )
+    return max(gradients + max(_decoding(part, config), momenta + directions), momenta + _encoding(part, config))
 
 
 def _muon_update(part: Sequence[ShardSize], config: OptimizerConfig) -> int:

@@ -32,7 +32,7 @@ def expand_paths(path: str | tuple[str, ...], suffixes: tuple[str, ...] = ("",))
     `suffixes`: suffixes of the files that count in a folder. `.gz` or `.zst` may follow.
 
     The order is the same on every machine: the order of the entries, and by name within an entry. A file that several
-    entries name is returned once. Names are relative to the folder, or to the folder in which a glob searches, so the
+    entries name is returned once. Names are relative to the folder, or to the folder in which a glob searches. So the
     same samples are held out for validation after the folder was moved. Raises FileNotFoundError(entry) for the first
     entry that matches no file, and LinkError for a link that leads out of a folder.
     """
@@ -44,18 +44,18 @@ def expand_paths(path: str | tuple[str, ...], suffixes: tuple[str, ...] = ("",))
 
 
 def files_left_out(path: str | tuple[str, ...], suffixes: tuple[str, ...]) -> Counter[str]:
-    """Return how many files in the folders among the entries of `path` have none of the `suffixes`, by the suffix of
-    the file."""
+    """Return the number of files that have none of the `suffixes`, by their own suffix. Only those entries of `path`
+    that are folders count."""
     folders = [entry for entry in ((path,) if isinstance(path, str) else path) if os.path.isdir(entry)]
     if "" in suffixes:
         return Counter()
     names = (name for folder in folders for name, _ in _files_of(folder))
-    return count_ends(name for name in names if not _uncompressed(name).endswith(suffixes))
+    return count_ends(name for name in names if not uncompressed(name).endswith(suffixes))
 
 
 def first_names(folder: str, most: int) -> list[str]:
-    """Return the names of at most `most` files below a folder, in no particular order; an empty list if a folder cannot
-    be read, or if the folders are nested too deeply."""
+    """Return the names of at most `most` files below a folder, in no particular order. Return an empty list if a folder
+    cannot be read, or if the folders are nested too deeply."""
     with suppress(OSError, RecursionError):
         return [name for name, _ in itertools.islice(_files_of(folder), most)]
     return []
@@ -83,8 +83,8 @@ class LinkError(Exception):
 
 
 def refuse_links_out(files: Iterable[Path], folder: Path) -> None:
-    """Raise LinkError for the first file below a folder that is a link, or is below a link, to a place outside of the
-    folder (see `leads_out`)."""
+    """Raise LinkError for the first file below a folder whose path has a link to a place outside of the folder (see
+    `leads_out`)."""
     inside: set[Path] = set()
     for file in files:
         if (file.parent not in inside and leads_out(file.parent, folder)) or (
@@ -122,40 +122,32 @@ def names_a_file(entry: str, suffixes: tuple[str, ...] = ("",)) -> bool:
 def _files_of(entry: str, suffixes: tuple[str, ...] = ("",)) -> Iterator[tuple[str, Path]]:
     """Return the files that one entry names, in no particular order."""
     if entry == PYTHON_STDLIB:
-        return _python_stdlib()
+        import sysconfig  # imported here (like `glob` below), because most jobs do not need it
+
+        stdlib = Path(sysconfig.get_paths()["stdlib"])
+        files = _files_below(stdlib, without="site-packages")  # which may hold 40,000 files
+        return (found for found in files if found[0].endswith(".py"))
     if os.path.isdir(entry):
-        return (found for found in _files_below(Path(entry)) if _uncompressed(found[0]).endswith(suffixes))
+        return (found for found in _files_below(Path(entry)) if uncompressed(found[0]).endswith(suffixes))
     if os.path.isfile(entry):
         return iter([(Path(entry).name, Path(entry))])
-    return _files_like(entry)
+    folder = _folder_of(entry)
+    paths = (path for path in map(Path, _names_like(entry)) if path.is_file())
+    return ((path.relative_to(folder).as_posix(), path) for path in paths)
 
 
-def _uncompressed(name: str) -> str:
+def uncompressed(name: str) -> str:
+    """Return the name of a file, or its suffixes, without a suffix of `COMPRESSED`."""
     return str(Path(name).with_suffix("")) if name.endswith(COMPRESSED) else name
 
 
-def _python_stdlib() -> Iterator[tuple[str, Path]]:
-    import sysconfig  # imported here (like `glob` below), because most jobs do not need it
-
-    files = _files_below(Path(sysconfig.get_paths()["stdlib"]), without="site-packages")  # may hold 40,000 files
-    return (found for found in files if found[0].endswith(".py"))
-
-
 def _files_below(root: Path, without: str = "") -> Iterator[tuple[str, Path]]:
-    """Yield (name relative to `root`, file) for each file in a folder and its subfolders, except subfolders with the
-    name `without`."""
+    """Yield (name relative to `root`, file) for each file below a folder. Skip subfolders whose name is the value of
+    `without`."""
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if name != without]
         files = (Path(folder, name) for name in names)
         yield from ((file.relative_to(root).as_posix(), file) for file in files if file.is_file())
-
-
-def _files_like(pattern: str) -> Iterator[tuple[str, Path]]:
-    """Yield (name relative to the folder in which a glob searches, file) for each file that the glob matches."""
-    folder = _folder_of(pattern)
-    for path in map(Path, _names_like(pattern)):
-        if path.is_file():
-            yield path.relative_to(folder).as_posix(), path
 
 
 def _names_like(pattern: str) -> Iterator[str]:

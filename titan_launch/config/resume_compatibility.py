@@ -21,126 +21,29 @@ ROLES: Mapping[str, Role | Mapping[str, Role]] = {
         "args": "model",
         "path": "operation",
         "blocks": "operation",
-        "loss": "experiment",
         "weights": "operation",
         "exclude_from_weights": "operation",
     },
-    "lora": {
-        "targets": "model",
-        "rank": "model",
-        "alpha": "experiment",
-        "dropout": "experiment",
-        "rank_stabilized": "experiment",
-        "rules": "model",
-        "adapter": "operation",
-    },
-    "tokenizer": {
-        "kind": "experiment",
-        "path": "operation",
-        "end_of_document": "experiment",
-        "begin_of_document": "experiment",
-    },
-    "data": {
-        "kind": "experiment",
-        "path": "operation",
-        "dtype": "operation",
-        "split": "experiment",
-        "validation_percent": "experiment",
-        "packing": "experiment",
-        "field": "experiment",
-        "text": "experiment",
-        "label": "experiment",
-        "labels": "experiment",
-        "template": "experiment",
-        "template_args": "experiment",
-        "date": "experiment",
-        "train_on": "experiment",
-        "truncation": "experiment",
-        "column": "experiment",
-        "on_error": "experiment",
-        "subset": "experiment",
-        "hf_split": "experiment",
-        "streaming": "experiment",
-        "samples": "experiment",
-        "args": "experiment",
-        "shuffle": "experiment",
-        "num_samples": "experiment",
-        "vocab_size": "experiment",
-        "noise": "experiment",
-        "seed": "experiment",
-        "label_field": "experiment",
-        "resize": "experiment",
-        "crop": "experiment",
-        "augment": "experiment",
-        "padding": "experiment",
-        "transform": "experiment",
-        "mean": "experiment",
-        "std": "experiment",
-        "num_workers": "operation",
-        "name": "operation",
-        "weight": "experiment",
-    },
+    "lora": {"targets": "model", "rank": "model", "rules": "model", "adapter": "operation"},
+    "tokenizer": {"path": "operation"},
+    "data": {"path": "operation", "dtype": "operation", "num_workers": "operation", "name": "operation"},
     "training": {
-        "seq_len": "experiment",
-        "global_batch_size": "experiment",
-        "max_norm": "experiment",
-        "seed": "experiment",
         "local_batch_size": "operation",
         "epochs": "operation",
         "steps": "operation",
-        "trainable": "experiment",
-        "frozen": "experiment",
-        "unfreeze": "experiment",
         "enable_cpu_offload": "operation",
         "gc_freq": "operation",
     },
-    "loss": {
-        "name": "experiment",
-        "dpo": "experiment",
-        "ipo": "experiment",
-        "kto": "experiment",
-        "simpo": "experiment",
-        "orpo": "experiment",
-        "distillation": "experiment",
-        "chunks": "operation",
-        "z_loss": "experiment",
-        "label_smoothing": "experiment",
-    },
-    "precision": {
-        "storage_dtype": "experiment",
-        "frozen_storage_dtype": "experiment",
-        "param_dtype": "experiment",
-        "reduce_dtype": "experiment",
-        "buffer_dtype": "experiment",
-        "placement": "operation",
-        "rules": "experiment",
-    },
+    "loss": {"chunks": "operation"},
+    "precision": {"placement": "operation"},
     "batchnorm": "experiment",
     "activation_checkpoint": "operation",
     "gradient_accumulation": "operation",
     "compile": "operation",
-    "kernels": {
-        "attention": "operation",
-        "float32_precision": "experiment",
-        "bf16_reduced_precision_reduction": "experiment",
-    },
+    "kernels": {"attention": "operation"},
     "float8": "experiment",
     "parallelism": "operation",
-    "optimizer": {
-        "name": "experiment",
-        "lr": "experiment",
-        "beta1": "experiment",
-        "beta2": "experiment",
-        "eps": "experiment",
-        "weight_decay": "experiment",
-        "param_groups": "experiment",
-        "state_dtype": "experiment",
-        "rounding": "experiment",
-        "master_weights": "experiment",
-        "muon": "experiment",
-        "sgd": "experiment",
-        "implementation": "operation",
-    },
+    "optimizer": {"implementation": "operation"},
     "mup": "experiment",
     "lr_scheduler": "experiment",
     "ema": "operation",
@@ -153,11 +56,12 @@ ROLES: Mapping[str, Role | Mapping[str, Role]] = {
     "comm": "operation",
     "debug": "operation",
 }
-"""The role of every section, or of each key of a section. `training.steps` and `training.epochs` are `operation`,
-because a larger value only extends the run, and moves a decay at the end of the schedule. `data.path` and
-`model.weights` are `operation`, because the files may be moved: a resumed run instead compares the content of the files
-with that at the time of the checkpoint. `model.path` is `operation`, because `model.args` contains the content of the
-`config.json` at this path."""
+"""The role of all keys of a section, or of single keys. A key that is not listed has the role `experiment`.
+
+`training.steps` and `training.epochs` are `operation`, because a larger value only extends the run, and moves a decay
+at the end of the schedule. `data.path` and `model.weights` are `operation`, because the files may be moved. A resumed
+run instead compares the content of the files with that at the time of the checkpoint. `model.path` is `operation`,
+because `model.args` contains the content of the `config.json` at this path."""
 
 
 class Difference(NamedTuple):
@@ -182,15 +86,13 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Diffe
 
 
 def role_of(key: KeyPath) -> Role:
-    """Return the role of a key (see `Role`). A key of a source of a mixture has the role of the same key in `[data]`.
-    An unknown key has the role `experiment`. (The `config.json` that an older version wrote may contain keys that no
-    longer exist.)"""
-    if key[:2] == ("data", "sources"):
-        key = ("data", *key[3:])
-    role = ROLES.get(str(key[0]), "experiment")
+    """Return the role of a key (see `Role`). A key of a source of a mixture has the role of the same key in `[data]`. A
+    key that no longer exists, from the `config.json` of an older version, has the role `experiment`."""
+    section, *names = key[:1] + key[3:] if key[:2] == ("data", "sources") else key
+    role = ROLES.get(str(section), "experiment")
     if isinstance(role, str):
         return role
-    return role.get(str(key[1]), "experiment") if len(key) > 1 else "experiment"
+    return role.get(str(names[0]), "experiment") if names else "experiment"
 
 
 def _leaves(table: Mapping[str, Any], key: KeyPath) -> Iterator[tuple[KeyPath, Any]]:

@@ -61,7 +61,7 @@ def built_once(kind: str, identity: Any, build: Callable[[Path], object], task: 
     try:
         _make_folders(folder.parent)
         with os.fdopen(os.open(folder.with_suffix(".lock"), _LOCK_FLAGS, 0o600), "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # the system releases it when this process ends
+            fcntl.flock(lock, fcntl.LOCK_EX)  # the system releases the lock when this process ends
             if not _is_folder(folder):
                 remove(folder)
             if folder.is_dir() and not (_has_known_state(folder) or _has_known_content(folder)):
@@ -86,7 +86,7 @@ def built_once(kind: str, identity: Any, build: Callable[[Path], object], task: 
 
 
 _LOCK_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-"""Flags with which a lock is opened: links are not followed, and a FIFO without a reader is an error."""
+"""Flags to open a lock file: links are not followed, and a FIFO without a reader is an error."""
 
 
 def _is_folder(path: Path) -> bool:
@@ -102,7 +102,7 @@ def _make_folders(folder: Path) -> None:
 
 
 def _seal(folder: Path) -> None:
-    """Write the files of an entry, and its subfolders, to disk (fsync), and then the list of the files."""
+    """Write the files and subfolders of an entry to disk (fsync), and then the list of the files."""
     paths = sorted(path for path in folder.rglob("*") if path != folder / _FILES)
     for path in paths:
         sync_file(path)
@@ -128,8 +128,8 @@ def _has_known_state(folder: Path) -> bool:
 
 
 def _has_known_content(folder: Path) -> bool:
-    """Return True if the files of an entry still have the content that was built, and then write their new states into
-    the list. Reads all files."""
+    """Read all files of an entry, and return True if they still have the digests in its list. In that case, write
+    their present states (`file_state`) into the list."""
     reason = "the times or inodes of its files have changed since the last check"
     _log.info("comparing the cached folder %s with its digests, because %s", folder, reason)
     try:

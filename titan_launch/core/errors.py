@@ -81,7 +81,16 @@ def config_error(key: KeyPath, reason: str, value: Any = UNSET, also: tuple[KeyP
 def format_key(key: KeyPath) -> str:
     """Return `precision.rules.0.match` for `("precision", "rules", 0, "match")`: the form that overrides use. A part
     that is no bare key of TOML is quoted."""
-    return ".".join(_format_key_part(str(part)) for part in key)
+    return ".".join(part if _BARE.fullmatch(part) else toml_string(part) for part in map(str, key))
+
+
+def scalars(value: Any, key: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+    """Yield (path, value) for each value in nested tables and arrays. `key`: path of `value` itself."""
+    if isinstance(value, dict | list):
+        for name, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from scalars(inner, (*key, name))
+    else:
+        yield key, value
 
 
 def leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -93,10 +102,7 @@ def leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield f"{prefix}{name}", value
 
 
-def _format_key_part(part: str) -> str:
-    is_bare = part.isascii() and part.replace("_", "").replace("-", "").isalnum()
-    return part if is_bare else toml_string(part)
-
+_BARE = re.compile(r"[A-Za-z0-9_-]+")
 
 _ESCAPED = re.compile("[\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 """Characters that `json.dumps` leaves as they are: control characters, line separators, changes of the direction of

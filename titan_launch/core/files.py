@@ -7,6 +7,7 @@ import itertools
 import os
 import shutil
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, Literal
 
@@ -105,8 +106,8 @@ def remove(path: Path) -> None:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file for reading. Raises OSError for other kinds of file, and for files of /proc with content:
-    opening a FIFO would wait for a writer, and reading /proc/kmsg waits for a message."""
+    """Open a regular file for reading. Raises OSError for other kinds of file, and for files of /proc with content.
+    Such files may block: opening a FIFO waits for a writer, and reading /proc/kmsg waits for a message."""
     if "\0" in str(path):
         raise OSError(errno.EINVAL, "a path cannot have the character NUL", str(path))
     file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
@@ -140,6 +141,13 @@ def read_regular(path: Path, most_bytes: int | None = None) -> bytes:
         reason = f"larger than {most_bytes / MIB:,.4g} MiB, the limit of such a file"
         raise OSError(errno.EFBIG, reason, str(path))
     return content
+
+
+def chunks_of(path: Path) -> Iterator[bytes]:
+    """Yield the content of a regular file in pieces of at most 16 MiB. Raises OSError."""
+    with open_regular(path) as file:
+        while chunk := file.read(16 * MIB):
+            yield chunk
 
 
 def file_inside(folder: Path, name: str) -> Path:

@@ -5,18 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from titan_launch.core.errors import listed
-from titan_launch.core.files import open_regular
+from titan_launch.core.files import chunks_of, open_regular
 
 _HASHED_SAMPLES = 64
-_CHUNK = 1 << 24
-"""Bytes per read when a file is hashed."""
 
 _NAMED_FILES = 2000
 """Largest number of files for which a fingerprint has the name and state of each file. Each takes 60 to 100 bytes."""
@@ -82,25 +80,26 @@ class Fingerprint:
 
 
 def fingerprint_of(
-    files: Sequence[Sequence[Any]],
-    num_samples: int,
-    sample: Callable[[int], bytes],
-    seed: int,
-    tokenizer: str = "",
+    files: Sequence[Sequence[Any]], num_samples: int, sample: Callable[[int], bytes], seed: int, tokenizer: str = ""
 ) -> Fingerprint:
     """Return the fingerprint of a data set, the same on every machine.
 
     `files`: name and state of each file, in order. The name may be "". `sample` returns the content of the sample at an
     index.
     """
-    named = tuple((_printable(name), " ".join(map(str, state))) for name, *state in files[:_NAMED_FILES] if name)
+    named = tuple(
+        # JSON files must not contain bytes that are not UTF-8: each of them becomes `\udcXX`.
+        (name.encode(errors="backslashreplace").decode(), " ".join(map(str, state)))
+        for name, *state in files[:_NAMED_FILES]
+        if name
+    )
     states = _digest([json.dumps(files).encode()])
     content = _digest(map(sample, _drawn_samples(num_samples, seed)))
     is_named = len(files) <= _NAMED_FILES
     return Fingerprint(seed, num_samples, len(files), states, content, named if is_named else (), tokenizer)
 
 
-def fingerprint_of_files(files: Sequence[tuple[str, Path]], sample_bytes: int) -> Fingerprint:
+def fingerprint_of_files(files: Sequence[tuple[str, Path]], sample_bytes: int = 1 << 20) -> Fingerprint:
     """Return the fingerprint of named files: their sizes, and the content of up to 64 samples. Raises OSError.
 
     A sample is a piece of `sample_bytes` bytes of a file. If the files have more than 64 pieces, a fixed seed draws 64
@@ -120,19 +119,7 @@ def fingerprint_of_files(files: Sequence[tuple[str, Path]], sample_bytes: int) -
 
 def content_digest(paths: Iterable[Path]) -> str:
     """Return the 16-byte BLAKE2b digest of the concatenated contents of files, in hexadecimal. Raises OSError."""
-    return _digest(chunk for path in paths for chunk in _chunks(path))
-
-
-def _chunks(path: Path) -> Iterator[bytes]:
-    with open_regular(path) as file:
-        while chunk := file.read(_CHUNK):
-            yield chunk
-
-
-def _printable(name: str) -> str:
-    """Return a file name with `\\udcXX` in place of each byte that is not UTF-8. JSON files must not contain such
-    bytes."""
-    return name.encode(errors="backslashreplace").decode()
+    return _digest(chunk for path in paths for chunk in chunks_of(path))
 
 
 def _drawn_samples(num_samples: int, seed: int) -> Iterable[int]:

@@ -12,11 +12,10 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from titan_launch.core.errors import ConfigError, KeyPath, config_error, did_you_mean
+from titan_launch.core.errors import KeyPath, config_error, did_you_mean
 
 FOLDERS_CHOOSE_NO_CODE = "a folder alone cannot choose the code to run"
 """The reason in errors about a folder whose `config.json` names a user's own factory."""
@@ -87,7 +86,7 @@ class _RefusingFinder(importlib.abc.MetaPathFinder):
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> None:
         for entry in sys.path if path is None else path:
-            location = os.path.join(_real_path(os.path.abspath(entry)), name.rpartition(".")[2])
+            location = os.path.join(_realpath(os.path.abspath(entry)), name.rpartition(".")[2])
             if self._is_inside(location) and any(os.path.exists(location + end) for end in _MODULE_SUFFIXES):
                 reason = f"{location} is in the folder of a run or a checkpoint, from which imports are refused"
                 raise RefusedImportError(f"{reason}; move the module to another folder")
@@ -108,7 +107,6 @@ class _RefusingFinder(importlib.abc.MetaPathFinder):
 
 
 _RUN_FOLDER_ENTRIES = ("checkpoints", "launch.json")
-_real_path = lru_cache(os.path.realpath)
 _MODULE_SUFFIXES = ("", *importlib.machinery.all_suffixes())
 
 
@@ -151,34 +149,18 @@ def _torch_folder() -> str:
 
 
 def _import_module(module_name: str, name: str, key: KeyPath) -> Any:
-    _make_working_directory_importable()
+    folder = os.getcwd()
+    if folder not in sys.path and "" not in sys.path:  # as in an installed console script, unlike `python -m`
+        sys.path.insert(0, folder)
+        importlib.invalidate_caches()
     try:
         return importlib.import_module(module_name)
     except RefusedImportError as error:
         raise config_error(key, str(error), name) from None
     except ModuleNotFoundError as error:
-        if error.name is not None and _is_or_contains(error.name, module_name):
-            raise _missing_module(error.name, name, key) from None
+        if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
+            missing = f'there is no module "{error.name}" in {os.getcwd()} or the installed packages'
+            raise config_error(key, f"{missing}; correct the name, or install it", name) from None
         raise config_error(key, f"importing {module_name} failed:\n{user_traceback(error)}", name) from error
     except (Exception, SystemExit) as error:  # a script without `if __name__ == "__main__"` may call sys.exit
         raise config_error(key, f"importing {module_name} failed:\n{user_traceback(error)}", name) from error
-
-
-def _is_or_contains(package: str, module: str) -> bool:
-    return f"{module}.".startswith(f"{package}.")
-
-
-def _missing_module(missing: str, name: str, key: KeyPath) -> ConfigError:
-    reason = (
-        f'there is no module "{missing}" in {os.getcwd()} or the installed packages; correct the name, or install it'
-    )
-    return config_error(key, reason, name)
-
-
-def _make_working_directory_importable() -> None:
-    """Add the working directory to `sys.path`. Python itself adds the directory for `python -m`, but not for an
-    installed console script."""
-    folder = os.getcwd()
-    if folder not in sys.path and "" not in sys.path:
-        sys.path.insert(0, folder)
-        importlib.invalidate_caches()

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
 from json.decoder import JSONDecodeError
 from math import isinf
 from pathlib import Path
@@ -57,8 +56,8 @@ def parse_json(content: bytes | str, most_values: int = MOST_VALUES, most_keys: 
     `most_keys`: limit of the number of keys; None: no limit. A key takes twice the memory of a value. Colons in strings
     count as keys.
 
-    Raises JsonError for a text that is not JSON, for two equal keys in an object, for NaN and infinities, for numbers
-    outside of the range of float64, for half of a surrogate pair, and for a text outside of the limits.
+    Raises JsonError for a text that is not JSON or is outside of the limits. It is also raised for two equal keys in an
+    object, for NaN and infinities, for numbers outside of the range of float64, and for half of a surrogate pair.
     """
     text = _decoded(content)
     del content  # a file may have 64 MiB
@@ -141,16 +140,13 @@ _TOO_DEEP = f"more than {MOST_DEPTH} nested arrays and objects"
 
 
 def _check_depth(value: Any) -> None:
-    level = [value]
+    level = [value] if isinstance(value, dict | list) else []
     for _ in range(MOST_DEPTH):
-        level = [item for container in level for item in _items(container) if isinstance(item, dict | list)]
+        groups = (container.values() if isinstance(container, dict) else container for container in level)
+        level = [item for items in groups for item in items if isinstance(item, dict | list)]
         if not level:
             return
     raise JsonError(_TOO_DEEP)
-
-
-def _items(container: Any) -> Iterable[Any]:
-    return container.values() if isinstance(container, dict) else container if isinstance(container, list) else ()
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

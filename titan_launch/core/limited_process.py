@@ -3,8 +3,8 @@
 Some files from other people are programs: templates, and the rules of tokenizers. A program can run without end, take
 all memory, or crash the process that runs it. If this happens in the helper process, only the call fails.
 
-The helper measures its own CPU time and memory, so the limits do not depend on the load of the host. It imports only
-what its objects need.
+The helper measures its own CPU time and memory, so the limits do not depend on the load of the host. The helper imports
+only what its objects need.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ MEMORY = 512 * MIB
 
 _REGAINED_SECONDS = 0.1
 """Seconds that each call adds to the spare time of its object. The spare time is the CPU time that the calls of an
-object may take in addition to the time for their input. It begins with SECONDS, and is never more. If each call had
-SECONDS again, a file could make each of a million calls take 2 s."""
+object may take in addition to the time for their input. It begins with SECONDS, and never exceeds SECONDS. If each call
+had SECONDS again, a file could make each of a million calls take 2 s."""
 
 _REQUEST, _ANSWER = struct.Struct("<QdQQ"), struct.Struct("<Qd")
 """Headers of requests and answers. The header of a request contains its length, and the limits of CPU seconds, of
@@ -176,7 +176,6 @@ class _Helper:
         return value, seconds - spent
 
     def _start(self) -> subprocess.Popen[bytes]:
-        """Start the helper process, and return it."""
         command = [sys.executable, "-m", "titan_launch.core.limited_process"]
         if threading.current_thread() is threading.main_thread():  # the signal is sent when the starting thread ends
             command.append(_STOP_WITH_PARENT)
@@ -290,7 +289,6 @@ class _Memory:
 
 
 def _serve(reading: int, writing: int) -> None:
-    """Answer requests until the pipe is closed."""
     objects: dict[int, Any] = {}
     memory = _Memory()
     while True:

@@ -9,10 +9,10 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, TypeVar
 
-from titan_launch.core.files import is_name_inside, open_regular, remove, sync_file
+from titan_launch.core.files import chunks_of, is_name_inside, remove, sync_file
 from titan_launch.core.packages import is_installed, not_installed
 from titan_launch.core.terminal import one_line, say, short_name, shortened
 
@@ -220,9 +220,9 @@ def local_copy(url: str) -> Path:
     """Return the path of a copy of an object, or of a folder with all objects below a URL, in the cache of this host.
 
     The objects are listed once per process. They are transferred if the cache has no copy of objects with these names,
-    sizes and ETags; one process of the host does this, and the others wait. A transfer that was interrupted goes on
-    with the objects that are missing. Slashes at the end of the URL have no effect. Raises StoreError, and UserError if
-    the cache cannot be written.
+    sizes and ETags. One process of the host transfers them, and the others wait. A transfer that was interrupted goes
+    on with the objects that are missing. Slashes at the end of the URL have no effect. Raises StoreError, and UserError
+    if the cache cannot be written.
     """
     from titan_launch.core.cache import built_once  # not needed to load a job without URLs
 
@@ -241,9 +241,9 @@ def local_copy(url: str) -> Path:
     for name in objects:
         if name and not is_name_inside(name):
             raise StoreError(f"{short_name(name)} below it is no name of a file in a folder; rename this object")
-        for folder in _folders_of(name):
-            if folder in objects:
-                both = f"{short_name(folder or url)} and {short_name(name)}"
+        for folder in PurePosixPath(name).parents:
+            if (outer := "" if folder == PurePosixPath() else str(folder)) in objects:
+                both = f"{short_name(outer or url)} and {short_name(name)}"
                 raise StoreError(f"it has the objects {both}, but no file is also a folder; rename one of them")
     last = url.rpartition("/")[2]
 
@@ -262,15 +262,6 @@ def local_copy(url: str) -> Path:
     copy = built_once("objects", identity, build) / "copy" / last
     _URLS[str(copy)] = url
     return copy
-
-
-def _folders_of(name: str) -> Iterator[str]:
-    """Yield the names of the folders around an object: "" and `a` for `a/b`."""
-    if name:
-        yield ""
-    for index, character in enumerate(name):
-        if character == "/":
-            yield name[:index]
 
 
 def with_urls(value: Any) -> Any:
@@ -292,7 +283,10 @@ def _transfer(store: ObjectStore, name: str, expected: StoredObject, target: Pat
     before = ""
     for _ in range(3):
         store.get(name, partial)
-        size, digest = partial.stat().st_size, _md5(partial)
+        size, md5 = partial.stat().st_size, hashlib.md5(usedforsecurity=False)
+        for chunk in chunks_of(partial):
+            md5.update(chunk)
+        digest = md5.hexdigest()
         # With some kinds of encryption, an ETag of S3 looks like an MD5 digest and is none. Then two copies are equal.
         is_whole = digest in (expected.etag, before) or len(expected.etag) != len(digest)
         if size == expected.size and is_whole:
@@ -301,11 +295,3 @@ def _transfer(store: ObjectStore, name: str, expected: StoredObject, target: Pat
             return
         before = digest
     raise StoreError(f"{name or 'the object'} arrived with {size:,} bytes of {expected.size:,}, or with other content")
-
-
-def _md5(path: Path) -> str:
-    digest = hashlib.md5(usedforsecurity=False)
-    with open_regular(path) as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()

@@ -31,7 +31,7 @@ class StepResult:
     loss_sum: Tensor
     """This rank's part of the step's loss, without the z-loss. The sum of the parts of all ranks is the mean loss over
     all items. (Items are the valid targets, or what a loss counts in place of them, such as pairs.) The ranks of a
-    tensor-parallel group compute the same loss, so each rank has this loss divided by the number of these ranks."""
+    tensor-parallel group compute the same loss. So each of them has this loss divided by the tensor-parallel degree."""
 
     parts: Mapping[str, Tensor]
     """This rank's part of the other metrics of the loss (`Loss.tags`), by tag."""

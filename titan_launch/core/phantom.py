@@ -1,7 +1,4 @@
-"""Detection of a phantom GPU (`phantom_gpu`), and the marks of its output.
-
-A phantom GPU computes no values, so a run on it is called a run without values.
-"""
+"""Detection of a phantom GPU (`phantom_gpu`), which computes no values, and the marks of its output."""
 
 from __future__ import annotations
 
@@ -17,16 +14,16 @@ VARIABLE = "PHANTOM_DEVICE"
 """Environment variable that describes the phantom GPU. It is set before a process with a phantom GPU starts."""
 
 MARK = "phantom: "
-"""Beginning of each line that a run without values prints or logs."""
+"""Beginning of each line that a run on a phantom GPU prints or logs."""
 
 TAG_PREFIX = "phantom/"
-"""Beginning of the metric tags of a run without values."""
+"""Beginning of the metric tags of a run on a phantom GPU."""
 
 FILE = "WITHOUT_VALUES"
-"""File that marks the run folder of a run without values."""
+"""File that marks the folder of a run on a phantom GPU."""
 
 VERSION_KEY = "phantom GPU"
-"""Key of `Manifest.versions` that marks the checkpoints of a run without values."""
+"""Key of `Manifest.versions` that marks the checkpoints of a run on a phantom GPU."""
 
 TEXT = "This run had a phantom GPU, which computes no values. Its losses, weights and times mean nothing.\n"
 
@@ -37,12 +34,12 @@ def is_phantom() -> bool:
 
 
 def is_marked(folder: Path) -> bool:
-    """Return True if a run folder belongs to a run without values."""
+    """Return True if a run folder belongs to a run on a phantom GPU."""
     return os.path.lexists(folder / FILE)
 
 
 def marked(text: str) -> str:
-    """Return a text for the terminal or a log. In a run without values, each line begins with MARK."""
+    """Return a text for the terminal or a log. In a run on a phantom GPU, each line begins with MARK."""
     return MARK + text.replace("\n", f"\n{MARK}") if is_phantom() else text
 
 

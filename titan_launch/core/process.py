@@ -41,8 +41,8 @@ _MOST_PROCESSES = 4
 def in_forks(function: Callable[[T], R], items: Sequence[T], takes_part: bool = True) -> list[R]:
     """Return the results of `function` for all items, in the order of `items`.
 
-    On Linux, up to four processes (at most one per core) share the items: this process, which takes the first item, and
-    its forks, which pickle their results. On other systems, this process computes all items.
+    On Linux, up to four processes (at most one per core) share the items. This process takes the first item. Its forks
+    pickle their results. On other systems, this process computes all items.
 
     A fork ends at its first error. This process then computes the items that the forks have not finished, and raises
     the function's errors. `takes_part`: False lets this process only wait for the forks. Threads that the function

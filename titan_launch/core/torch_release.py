@@ -60,8 +60,8 @@ FREES_EARLIER = torch_release() >= (2, 15)
 Before torch 2.15 local variables kept one buffer and the gradients of one unit alive longer."""
 
 KEEPS_REDUCED_GRADIENTS = torch_release() >= (2, 15)
-"""True if FSDP2 keeps the reduced gradients of a unit in the reduce dtype, beside their casts to the storage dtype,
-until it has called the hooks of the parameters. Earlier releases free them at the cast."""
+"""True if FSDP2 keeps the reduced gradients of a unit in the reduce dtype until it has called the hooks of the
+parameters. Their casts to the storage dtype exist beside them. Earlier releases free them at the cast."""
 
 FREES_WITHOUT_GRADIENTS = torch_release() >= (2, 12)
 """True if FSDP2 frees the reduce-scatter input of the previous unit even if the current unit has no gradients to

@@ -40,7 +40,7 @@ def cpu_speedups(
     blocked = {
         str(dtype).removeprefix("torch."): tokens
         for dtype, tokens in lengths().items()
-        if layout.context == 1 and seq_len in tokens
+        if layout.tokens_on_rank(seq_len) == seq_len and seq_len in tokens
     }
     for dtype in dtypes:
         tokens = blocked.get(dtype)

@@ -35,16 +35,25 @@ last word. `blank`: in a text of white space only. A template can test whether a
 beginning, end or word, so marks may change the rendered chat. The sets are tried in this order, and the first set that
 does not change the rendered chat is used."""
 
-_TEXTS = ("content", "reasoning_content", "thinking", "reasoning", "arguments")
-"""Keys of a message, and of the functions that it calls, whose texts get marks."""
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+"""Keys of a message for the thoughts before an answer. A template reads one of the first two keys."""
+
+_TEXTS = ("content", *_THOUGHTS, "arguments")
+"""Keys whose texts get marks, in a message and in its tool calls."""
 
 
-class RefusedChat(Exception):  # noqa: N818 - chats are refused, templates fail
-    """Error for a chat that cannot be used. The arguments are those of `RecordError`."""
+class RecordError(Exception):
+    """Error for a record of text data, such as a chat, that cannot be used."""
 
-    def __init__(self, reason: str, detail: str = "", key: str = "path"):
-        super().__init__(reason, detail, key)
-        self.reason, self.detail, self.key = reason, detail, key
+    def __init__(self, reason: str, detail: str = "", key: str = "path", on_error: Literal["stop", "skip", ""] = ""):
+        """`reason`: text that follows "is" in the error, such as `not valid JSON`; skipped records are counted by
+        reason. `detail`: further text for the error. `key`: key of the section that may be wrong. `on_error`: the value
+        of `key`, if `key` decides between "stop" and "skip" for the record; "" if the key `on_error` decides."""
+        super().__init__(reason, detail, key, on_error)
+        self.reason, self.detail, self.key, self.on_error = reason, detail, key, on_error
+
+    def __str__(self) -> str:
+        return f"{self.reason} ({one_line(self.detail[:_LONGEST_DETAIL])})" if self.detail else self.reason
 
 
 class Span(NamedTuple):
@@ -60,8 +69,6 @@ class Mark(NamedTuple):
     position: int
     message: int
     """Index of the message."""
-
-    is_end: bool
 
 
 class Rendered(NamedTuple):
@@ -91,10 +98,10 @@ class Renderer:
     def render(
         self, messages: Sequence[Message], tools: Any, train_on: Literal["assistant", "last", "all"]
     ) -> tuple[str, list[Span]]:
-        """Return the text of a chat, and its parts that are targets. Raises RefusedChat.
+        """Return the text of a chat, and its parts that are targets. Raises RecordError.
 
         `train_on`: the targets are all turns of the assistant, the last of these turns, or the whole text. A turn whose
-        message has weight 0 or `"train": false` is a target only with `all`.
+        message has `"weight": 0` or `"train": false` is a target only with `all`.
 
         If the template has `generation` blocks, their texts are the turns of the assistant (see `_Turns.blocks`).
         Otherwise `_Turns.turn` finds the turns, and a chat is refused if a turn would contain text of another message.
@@ -108,19 +115,20 @@ class Renderer:
         answers = answers[-1:] if train_on == "last" else answers
         answers = [index for index in answers if _is_target(messages[index])]
         chat = _Turns(self, messages, tools, text)
-        spans = chat.blocks(answers, train_on) if self._has_blocks else [chat.turn(index) for index in answers]
+        has_blocks = re.search(r"{%[-+]?\s*generation\b", self.text) is not None
+        spans = chat.blocks(answers, train_on) if has_blocks else [chat.turn(index) for index in answers]
         targets = "".join(text[span.start : span.stop] for span in spans)
         for index in answers:
             if lost := [name for name in _called(messages[index]) if name not in targets]:
-                detail = f"message {index + 1} calls {lost[0]}; use a template for tools"
-                raise RefusedChat("a chat with a call that the template does not write", detail, "template")
+                detail = f"message {index + 1} calls {lost[0]}; use a template that writes tool calls"
+                raise RecordError("a chat with a tool call that the template omits", detail, "template")
         return text, spans
 
     def prompt(self, messages: Sequence[Message], allows_special: bool = False) -> str:
-        """Return the text of a chat up to the answer that a model is to generate. If the last message is of the
-        assistant, the answer continues it: the text ends with the text of this message. Raises RefusedChat.
+        """Return the text of a chat up to the answer that a model is to generate. If the last message is one of the
+        assistant, the answer continues this message, so the returned text ends with it. Raises RecordError.
 
-        `allows_special`: do not refuse messages with the names of special tokens. The names become these tokens.
+        `allows_special`: True accepts messages with the names of special tokens. The names become these tokens.
         """
         for number, message in enumerate(messages, start=1):
             self._check_strings(message, f"message {number}, of the {message['role']}", allows_special)
@@ -131,9 +139,9 @@ class Renderer:
         found = self.rendered([*earlier, {**last, "content": f"{last['content']}{end} "}], None)
         if not found.marks or last["content"].strip() not in found.text:
             detail = "the template changes or omits the text of the last message, which the answer continues"
-            raise RefusedChat("refused by the chat template", detail, "template")
+            raise RecordError("refused by the chat template", detail, "template")
         text, rest = found.text[: found.marks[-1].position], found.text[found.marks[-1].position :]
-        return text if rest.startswith(" ") else text.rstrip()  # the template strips messages: it removed this space
+        return text if rest.startswith(" ") else text.rstrip()  # the template removed the space, so it strips messages
 
     def end_of_answer(self) -> str:
         """Return the text that the template writes at the end of the last answer of a chat: a special token or, without
@@ -141,7 +149,7 @@ class Renderer:
         answer = "answer"
         try:
             text, spans = self.render([_QUESTION, {"role": "assistant", "content": answer}], None, "last")
-        except RefusedChat:
+        except RecordError:
             return ""
         turn = "".join(text[span.start : span.stop] for span in spans[-1:])
         end = turn.rpartition(answer)[2].strip()
@@ -157,13 +165,9 @@ class Renderer:
             _ = self._compiled
         except TemplateSyntaxError as error:
             return f"line {error.lineno}: {_shortened(error)}"
-        except (SyntaxError, RecursionError, OverflowError) as error:  # Python raises them for too deeply nested blocks
+        except (SyntaxError, RecursionError, OverflowError) as error:  # blocks are nested too deeply
             return _shortened(error)
         return ""
-
-    @cached_property
-    def _has_blocks(self) -> bool:
-        return re.search(r"{%[-+]?\s*generation\b", self.text) is not None
 
     @cached_property
     def _forbidden(self) -> re.Pattern[str]:
@@ -173,17 +177,13 @@ class Renderer:
         forbidden = _NONCHARACTERS if allows_special else self._forbidden
         for string in _strings(value):
             if found := forbidden.search(string):
-                is_special = found[0] in self.special_tokens
-                name = (
-                    f"the special token {one_line(found[0])}"
-                    if is_special
-                    else f"the noncharacter U+{ord(found[0]):04X}"
-                )
-                raise RefusedChat(f"a chat with {name} in a message", where)
+                if found[0] in self.special_tokens:
+                    raise RecordError(f"a chat with the special token {one_line(found[0])} in a message", where)
+                raise RecordError(f"a chat with the noncharacter U+{ord(found[0]):04X} in a message", where)
 
     def rendered(self, messages: Sequence[Message], tools: Any, add_generation_prompt: bool = False) -> Rendered:
         """Render messages. Return their text, and the positions of the marks and `generation` blocks in it. Raises
-        RefusedChat."""
+        RecordError."""
         variables = {"documents": None, **self.variables, "messages": messages, "tools": tools}
         try:
             marked = self._compiled.render(variables, add_generation_prompt=add_generation_prompt)
@@ -192,7 +192,7 @@ class Renderer:
         except Exception as error:  # a template can fail on a chat in any way
             name = type(error).__name__
             detail = _shortened(error) if name == "TemplateError" else f"{name}: {_shortened(error)}"
-            raise RefusedChat("refused by the chat template", detail, "template") from None
+            raise RecordError("refused by the chat template", detail, "template") from None
         return _without_marks(marked)
 
     def closed(self, turn: str) -> str:
@@ -200,10 +200,6 @@ class Renderer:
         turn, return the whole turn."""
         stripped = turn.rstrip()
         return stripped if stripped.endswith(self.closing) else turn
-
-    def without_closing(self, text: str) -> str:
-        """Return a text without the special token that ends it."""
-        return next((text.removesuffix(token) for token in self.closing if text.endswith(token)), text)
 
     @cached_property
     def closing(self) -> tuple[str, ...]:
@@ -235,9 +231,9 @@ class _Turns:
     """The assistant's turns in the text of a chat.
 
     Without `generation` blocks, a turn begins after the prompt for an answer: the text that `add_generation_prompt`
-    adds to a chat. To find the end of a turn, a chat that ends with this turn is rendered: both chats have the same
-    text at the end of the turn. Marks in the messages show where the text of each message is. Marks are used only where
-    they do not change the chat's text.
+    adds to a chat. To find the end of a turn, the chat up to this turn is rendered, too: the text that ends the turn
+    there must also end it in the whole chat. Marks in the messages show where the text of each message is. Marks that
+    change the chat's text are not used.
     """
 
     template: Renderer
@@ -246,7 +242,8 @@ class _Turns:
     text: str
 
     def turn(self, index: int) -> Span:
-        """Return the turn of message `index`. Raises RefusedChat if it cannot be told apart from other messages."""
+        """Return the turn of message `index`. Raises RecordError if the turn cannot be told apart from other
+        messages."""
         if not self._marked.messages:
             raise self._unknown(
                 index, "the template changes or tests the texts of the messages, so their positions are unknown"
@@ -254,7 +251,7 @@ class _Turns:
         start = self._start(index)
         turn = Span(start, self._stop(index, start))
         if any(not turn.start <= position <= turn.stop for position in self._positions_of(index)):
-            raise self._unknown(index, "a part of its text is outside of the turn")
+            raise self._unknown(index, "a part of the message's text is outside of the turn")
         if others := self._messages_in(turn) - {index}:
             raise self._unknown(index, f"it would contain text of message {min(others) + 1}")
         return turn
@@ -262,8 +259,8 @@ class _Turns:
     def blocks(self, turns: Sequence[int], train_on: str) -> list[Span]:
         """Return the `generation` blocks of the turns `turns`.
 
-        Raises RefusedChat for a block with text of a message that is not of the assistant. This check is omitted if
-        marks would change the text. Also raises RefusedChat if the weights of messages exclude an answer and the
+        Raises RecordError for a block with text of a message that is not the assistant's. This check is omitted
+        if marks would change the text. Also raises RecordError if the weights of messages exclude an answer and the
         template does not write one block for each answer.
         """
         blocks = self.template.rendered(self.messages, self.tools).blocks
@@ -274,11 +271,12 @@ class _Turns:
         elif len(turns) < len(answers):
             if len(blocks) != len(answers):
                 reason = 'an answer has weight 0 or "train": false, so each answer needs a generation block of its own'
-                raise RefusedChat(_UNDIVIDED, reason, "template")
+                raise RecordError(_UNDIVIDED, reason, "template")
             blocks = [block for block, index in zip(blocks, answers, strict=True) if index in turns]
         for index in sorted(set().union(*map(self._messages_in, blocks))):
             if self.messages[index]["role"] != "assistant":
-                raise RefusedChat(_UNDIVIDED, f"a generation block has text of message {index + 1}", "template")
+                reason = f"a generation block has text of message {index + 1}, which is not an answer of the assistant"
+                raise RecordError(_UNDIVIDED, reason, "template")
         return blocks
 
     def _start(self, index: int) -> int:
@@ -289,7 +287,7 @@ class _Turns:
         messages and the text of the answer, where it must occur exactly once.
         """
         if index:  # templates do not expect a chat without messages
-            with suppress(RefusedChat):
+            with suppress(RecordError):
                 before = self.template.rendered(self.messages[:index], self.tools, add_generation_prompt=True).text
                 if self.text.startswith(before):
                     start, is_second = len(before), self.messages[index - 1]["role"] == "assistant"
@@ -297,14 +295,14 @@ class _Turns:
                     is_before_prompt = not before.endswith(self._prompt) and self.text.startswith(self._prompt, start)
                     return start + len(self._prompt) * (is_second and is_before_prompt)
         if not (own := self._positions_of(index)):
-            raise self._unknown(index, "it has no text")
+            raise self._unknown(index, "the message has no text")
         start = max(
             [mark.position for mark in self._marked.marks if mark.position <= own[0] and mark.message != index] or [0]
         )
         if self._prompt and self.text.count(self._prompt, start, own[0]) == 1:
             return self.text.index(self._prompt, start) + len(self._prompt)
         if self._prompt:
-            raise self._unknown(index, f"the prompt for an answer, {self._prompt!r}, is not in the text before it")
+            raise self._unknown(index, f"the prompt {self._prompt!r} is not exactly once right before the answer")
         if index:
             raise self._unknown(index, "the template writes the earlier messages differently if they end the chat")
         before = self.text[: own[0]]
@@ -318,9 +316,9 @@ class _Turns:
         """Return the end of a turn, after the special token that ends it. `start`: start of the turn.
 
         The text after the last message of the chat ends its turn. For any other message, the chat up to this message is
-        rendered twice: as it is, and with the prompt for the next answer, which is then removed. The text after the
-        message in one of the two renderings ends the turn, if `self.text` has the same text after the message. The
-        second rendering is needed because templates often end the last turn of a chat differently.
+        rendered twice: as it is, and with the prompt for the next answer, which is then removed. If `self.text` has the
+        same text after the message as one of the two renderings, this text ends the turn. The second rendering is
+        needed because templates often end the last turn of a chat differently.
         """
         own = max(self._positions_of(index), default=start)
         for end in map(self.template.closed, self._ends(index, start, own)):
@@ -338,7 +336,7 @@ class _Turns:
 
     def _is_prompt(self, end: str, index: int, start: int) -> bool:
         """Return True if `end`, the text after a turn, is the prompt for an answer, which some templates write after
-        every chat. In that case the turn begins after the same text, and a question after the turn removes `end`."""
+        every chat. A prompt also stands directly before the turn, and is absent if a question follows the turn."""
         if not end or not self.text[:start].rstrip().endswith(end):
             return False
         return not self._text_after(index, start, _QUESTION).startswith(end)
@@ -355,9 +353,9 @@ class _Turns:
             raise self._unknown(index, "the template writes the message differently if it ends the chat")
         return other.text[start:]
 
-    def _unknown(self, index: int, reason: str) -> RefusedChat:
+    def _unknown(self, index: int, reason: str) -> RecordError:
         detail = f"the turn of message {index + 1} is not found: {reason}; use a template with generation blocks"
-        return RefusedChat(_UNDIVIDED, detail, "template")
+        return RecordError(_UNDIVIDED, detail, "template")
 
     @cached_property
     def _prompt(self) -> str:
@@ -369,9 +367,10 @@ class _Turns:
         try:
             chat = self.template.rendered(asked, self.tools).text
             prompted = self.template.rendered(asked, self.tools, add_generation_prompt=True).text
-        except RefusedChat:
+        except RecordError:
             return ""
-        begins = (chat, self.template.without_closing(chat))
+        closing = next(filter(chat.endswith, self.template.closing), "")  # the special token that ends the chat
+        begins = (chat, chat.removesuffix(closing))
         return next((prompted.removeprefix(begin) for begin in begins if prompted.startswith(begin)), "")
 
     @cached_property
@@ -379,7 +378,7 @@ class _Turns:
         """The messages with marks, and the positions of the marks in the chat's text. Both are empty if each set of
         `_PLACES` changes the text."""
         for places in _PLACES:
-            with suppress(RefusedChat):
+            with suppress(RecordError):
                 messages = _with_marks(self.messages, places)
                 found = self.template.rendered(messages, self.tools)
                 if found.text == self.text:
@@ -404,33 +403,31 @@ def _shortened(error: Exception) -> str:
 
 _LONGEST_MESSAGE = 500
 
+_LONGEST_DETAIL = 600
+"""Limit of the characters of the detail in an error of a record. The detail may quote the record."""
+
 _LONGEST_END = 100
 """Limit of the characters of the text that ends an answer. During generation, each new token is compared with it."""
 
 
 def _is_target(message: Message) -> bool:
-    """Return False for an answer with `"weight": 0` (OpenAI) or `"train": false`. Raises RefusedChat for weights other
+    """Return False for an answer with `"weight": 0` (OpenAI) or `"train": false`. Raises RecordError for weights other
     than 0 and 1."""
     weight = message.get("weight", 1)
     if weight not in (0, 1):
-        raise RefusedChat("a chat with a message weight other than 0 and 1", f"it is {weight}")
+        raise RecordError("a chat with a message weight other than 0 and 1", f"it is {weight}")
     return bool(weight) and message.get("train", True) is not False
 
 
 def _called(message: Message) -> list[str]:
-    """Return the names of the functions that a message calls."""
     calls = (call for call in message.get("tool_calls") or [] if isinstance(call, Mapping))
     functions = (call.get("function", call) for call in calls)
     names = (function.get("name") for function in functions if isinstance(function, Mapping))
     return [name for name in names if isinstance(name, str)]
 
 
-_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
-"""Keys of a message for the thoughts before an answer. A template reads one of the first two keys."""
-
-
 def _with_thoughts(message: Message) -> Message:
-    """Return a message that has its thoughts under both keys that templates read, as `transformers` passes them."""
+    """Return a message with its thoughts under both keys that templates read, as in `transformers`."""
     thoughts = next((message[key] for key in _THOUGHTS if message.get(key) is not None), None)
     return message if thoughts is None else {"thinking": thoughts, **message, "reasoning_content": thoughts}
 
@@ -464,7 +461,6 @@ def _with_marks_of(index: int, text: str, places: Sequence[str]) -> str:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Yield all strings in nested dicts and lists, including the keys."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -475,12 +471,12 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _without_marks(marked: str) -> Rendered:
-    """Return a text without its marks, the spans of its `generation` blocks, and the positions of the other marks."""
+    """Return a text without its marks, the spans of its `generation` blocks, and the other marks."""
     text, blocks, marks, begin = "", [], [], 0
     pieces = _MARKS.split(marked)
     for piece, kind, index in zip(pieces[::3], ["", *pieces[1::3]], ["", *pieces[2::3]], strict=True):
         if index:
-            marks.append(Mark(len(text), int(index), kind == _END))
+            marks.append(Mark(len(text), int(index)))
         elif kind == _BEGIN:
             begin = len(text)
         elif kind == _END:
@@ -490,10 +486,8 @@ def _without_marks(marked: str) -> Rendered:
 
 
 def _environment(today: date) -> Any:
-    """Return the sandbox of templates, with the functions, filters and tags of Hugging Face's templates.
-
-    `today`: the date of `strftime_now`.
-    """
+    """Return the sandbox of templates, with the functions, filters and tags of Hugging Face's templates. `today`: the
+    date of `strftime_now`."""
     from jinja2 import TemplateError, nodes
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
@@ -528,7 +522,7 @@ def _environment(today: date) -> Any:
             super().__setitem__(name, value)
 
     class Dict:
-        """A replacement of the type `dict` for templates, which does not have the attributes of a type."""
+        """The `dict` of templates: only the constructor and `fromkeys`, without other attributes of Python's `dict`."""
 
         def __call__(self, *args: Any, **items: Any) -> dict[Any, Any]:
             return dict(*args, **items)

@@ -17,8 +17,6 @@ MOST_EPOCHS = 20
 _MOST_PACKED = 100_000
 """Largest number of documents that are packed only to count samples. Packing so many takes a fraction of a second."""
 
-_NUM_DIGITS = 1797
-
 
 def steps_of(epochs: float, num_samples: int, global_batch_size: int, consumed: int = 0) -> int:
     """Return the number of steps, rounded up, until a run has consumed `epochs` times `num_samples` samples.
@@ -71,7 +69,7 @@ def _number_of_images(data: ImageData) -> int | None:
     from titan_launch.data.images.arrays import index_hashes, map_npz
 
     if data.path == SKLEARN_DIGITS:
-        number = _NUM_DIGITS
+        number = 1797
     elif images_named(data.path) == "npz":
         number = len(map_npz(Path(data.path), ("labels",))["labels"])
     else:

@@ -66,9 +66,6 @@ _LLMC_HEADER = 256
 _VERSION = 2
 """Version of the cached results."""
 
-_SAMPLE_BYTES = 1 << 20
-"""Size of a sample in bytes. To detect changed files, up to 64 samples of their content are read."""
-
 _SCAN = "scan.json"
 
 
@@ -86,7 +83,6 @@ class _File:
     """The `.idx` file of Megatron-LM; None for other formats."""
 
     def map(self) -> Tokens:
-        """Return the tokens as a memory map."""
         dtype = np.dtype(self.dtype).newbyteorder("<")
         return np.asarray(np.memmap(self.path, dtype, mode="r", offset=self.start, shape=(self.num_tokens,)))
 
@@ -98,8 +94,8 @@ def open_foreign_tokens(config: TokensData, tokenizer: Tokenizer, key: KeyPath) 
     `config.path` names a file, the files `.bin` and `.idx` without their suffixes, or a glob. `key`: path of the
     section.
 
-    Raises ConfigError on a key below `key`, TokenFilesError for files that cannot be read, are damaged, or have ids
-    outside of the vocabulary, and UserError if the cache cannot be written.
+    Raises ConfigError on a key below `key`, and UserError if the cache cannot be written. Raises TokenFilesError for
+    files that cannot be read, are damaged, or have ids outside of the vocabulary.
     """
     files = [_recognized(path, config, key) for path in _paths(config, key)]
     folder, identity = _scanned(files, tokenizer.end_of_document)
@@ -148,9 +144,9 @@ def _paths(config: TokensData, key: KeyPath) -> list[Path]:
 
 
 def _recognized(path: Path, config: TokensData, key: KeyPath) -> _File:
-    """Return the file at `path`. Its header says the format; a file without a header is flat, with the dtype of the key
-    `dtype`. Raises ConfigError if `dtype` is missing or wrong, and TokenFilesError for a file that cannot be read, is
-    damaged, or has no tokens."""
+    """Return the file at `path`. Its header tells the format. A file without a header is flat, and its dtype is the
+    value of the key `dtype`. Raises ConfigError if `dtype` is missing or wrong, and TokenFilesError for a file that
+    cannot be read, is damaged, or has no tokens."""
     index = path.with_suffix(".idx")
     file = _megatron_file(path, index) if index.is_file() else _llmc_file(path) or _numpy_file(path)
     if file is None:
@@ -206,7 +202,7 @@ def _numpy_file(path: Path) -> _File | None:
         try:
             array: Any = map_npy(file, path.stat().st_size)
             start = array.offset
-        except Exception as error:  # NumPy raises many types for damaged headers
+        except Exception as error:  # NumPy raises many types of errors for damaged headers
             found = f"{path.name} is not a valid .npy file ({one_line(str(error)):.200})"
             raise TokenFilesError(f"is damaged: {found}; write it again") from None
     if array.ndim != 1 or array.dtype.kind not in "iu" or array.dtype.newbyteorder("<") != array.dtype:
@@ -235,13 +231,10 @@ def _megatron_file(path: Path, index: Path) -> _File:
 
 
 def _scanned(files: Sequence[_File], end_of_document: int | None) -> tuple[Path, list[Any]]:
-    """Return the folder of the cache with the result of `_scan`, and the identity of the files.
-
-    The identity includes up to 64 samples of the content: in two versions of a read-only disk image, files with
-    different content may have the same times and inodes.
-    """
+    """Return the folder of the cache with the result of `_scan`, and the identity of the files. The identity includes
+    samples of the content, for the same reason as in `data.prepare`."""
     paths = [path for file in files for path in (file.path, file.index) if path is not None]
-    sample = fingerprint_of_files([("", path) for path in paths], _SAMPLE_BYTES).content
+    sample = fingerprint_of_files([("", path) for path in paths]).content
     states = [[str(path.resolve()), *file_state(path)] for path in paths]
     identity = [_VERSION, end_of_document, [file.dtype for file in files], states, sample]
     size = sum(file.path.stat().st_size for file in files)
@@ -270,8 +263,8 @@ def _scan(files: Sequence[_File], end_of_document: int | None, folder: Path) -> 
 
 
 def _megatron_ends(file: _File, index: Path) -> npt.NDArray[np.int64]:
-    """Return the number of tokens up to the end of each document that has tokens. Raises TokenFilesError if the index
-    does not match the file."""
+    """Return the ends of the documents that have tokens: numbers of tokens from the start of the file. Raises
+    TokenFilesError if the index does not match the file."""
     header = np.fromfile(index, _MEGATRON_HEADER, 1)[0]
     sequences, documents = int(header["sequences"]), int(header["ends"])
     columns = {"lengths": ("<i4", sequences), "starts": ("<i8", sequences), "documents": ("<i8", documents)}

@@ -50,11 +50,9 @@ class LoadedTokenizer:
         self._facts = Facts(size, [token.content for token in added if token.special], changed)
 
     def facts(self) -> Facts:
-        """Return the facts about the tokenizer."""
         return self._facts
 
     def token_to_id(self, name: str) -> int | None:
-        """Return the id of the token `name`; None if there is no such token."""
         found: int | None = self._tokenizer.token_to_id(name)
         return found
 

@@ -11,12 +11,13 @@ import atexit
 import itertools
 import sys
 import warnings
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
@@ -39,7 +40,21 @@ class Loader:
 
     def __init__(self, data: Any, workers: Workers, **options: Any):
         """`data`, `options`: the data set and further arguments of torchdata's `StatefulDataLoader`."""
-        self._loader = _build_data_loader(data, workers, options)
+        with warnings.catch_warnings():
+            # torchdata 0.11 calls torch.set_vital, which torch 2.13 deprecates. The user cannot change that.
+            warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
+            self._loader = StatefulDataLoader(
+                data,
+                num_workers=workers.number,
+                pin_memory=workers.pin_memory,
+                persistent_workers=workers.number > 0,
+                # Fork shares the source's memory. Fork is not safe on macOS, and not the default from Python 3.14 on.
+                multiprocessing_context="fork" if workers.number and sys.platform == "linux" else None,
+                worker_init_fn=_ignore_stop_signals,
+                # With the default generator, starting an iteration would change the random numbers of dropout.
+                generator=torch.Generator(),
+                **options,
+            )
         # At exit, multiprocessing sends SIGTERM to its children and waits for them. Workers ignore SIGTERM, so this
         # call must end the workers first.
         atexit.register(self.close)
@@ -94,8 +109,7 @@ def build_train_loader(
     The next microbatch takes the next positions. So the samples of a step do not depend on the number of ranks or
     microbatches.
     """
-    reader, batches = _TrainReader(source, order), _TrainBatches(layout, dp_rank, start)
-    return _indexed_loader(reader, batches, workers)
+    return _indexed_loader(_TrainReader(source, order), _TrainBatches(layout, dp_rank, start), workers)
 
 
 def samples_of_step(order: Order, layout: Layout, position: int) -> list[list[list[int]]]:
@@ -132,8 +146,8 @@ class FetchedAhead:
     """An endless iterator over batches from worker processes. A thread unpacks the batches while the training loop
     computes.
 
-    Use this class only with worker processes. Without worker processes, the training loop itself must read the batches:
-    the code of a user's source or transform may set random generators, and the training loop uses the same generators.
+    Use this class only with worker processes. Without worker processes, the training loop itself must read the batches.
+    The code of a user's source or transform may set random generators, which the training loop also uses.
     """
 
     def __init__(self, batches: Iterable[Batch], num_ahead: int):
@@ -155,14 +169,10 @@ class FetchedAhead:
         return batch
 
     def close(self) -> None:
-        """Stop fetching. Wait for the batch that is being fetched, but at most 5 s, because its worker may wait for a
+        """Stop fetching. Wait at most 5 s for the batch that is being fetched, because its worker may wait for a
         disk."""
         self._thread.shutdown(wait=False, cancel_futures=True)
-        wait(self._ahead, timeout=_LONGEST_WAIT)
-
-
-_LONGEST_WAIT = 5.0
-"""Seconds to wait for a batch that is being fetched when a loader is closed."""
+        wait(self._ahead, timeout=5.0)
 
 
 def copied_ahead(batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]:
@@ -235,52 +245,45 @@ class _ValidationBatches:
                 yield [*indices, *[_PADDING] * (local - len(indices))]
 
 
-class BatchReader(Protocol):
-    """Interface of the data sets of torchdata's loader. The loader passes each item of its `batch_sampler` to
-    `__getitems__`."""
+class _Reader(ABC):
+    """A data set of torchdata's loader, which passes each item of its `batch_sampler` to `__getitems__`."""
 
-    def __getitems__(self, numbers: Sequence[int], /) -> Sample:
-        """Return the tensors of a batch. `numbers`: the item of the `batch_sampler`, such as positions or indices of
-        samples."""
+    @abstractmethod
+    def read(self, numbers: Sequence[int], /) -> Sample:
+        """Return the tensors of a batch. `numbers`: positions or indices of its samples."""
+
+    def __getitems__(self, numbers: Sequence[int]) -> Sample | UserError:
+        """Return a batch, or a UserError in its place. If this method raised the error, PyTorch would add the traceback
+        of the worker process to the error's text."""
+        try:
+            return self.read(numbers)
+        except UserError as error:
+            return UserError(str(error))  # a ConfigError cannot be pickled
 
 
 @dataclass(frozen=True)
-class _TrainReader:
+class _TrainReader(_Reader):
     """Reader of the samples at given positions of the stream. The workers compute the order."""
 
     source: SampleSource
     order: Order
 
-    def __getitems__(self, positions: Sequence[int]) -> Sample:
+    def read(self, positions: Sequence[int]) -> Sample:
         return read_batch(self.source, list(map(self.order, positions)), positions)
 
 
 @dataclass(frozen=True)
-class _ValidationReader:
+class _ValidationReader(_Reader):
     """Reader of samples by their indices, some of which are `_PADDING`."""
 
     source: SampleSource
 
-    def __getitems__(self, indices: Sequence[int]) -> Sample:
+    def read(self, indices: Sequence[int]) -> Sample:
         inputs, targets, *documents = read_batch(self.source, [max(index, 0) for index in indices])
         if _PADDING in indices:
             targets = targets.clone()
             targets[torch.tensor(indices) == _PADDING] = IGNORED_TARGET
         return inputs, targets, *documents
-
-
-@dataclass(frozen=True)
-class _ErrorsAsBatches:
-    """A reader that returns a UserError in place of a batch. If the reader raised the error, PyTorch would add the
-    traceback of the worker to the text."""
-
-    reader: BatchReader
-
-    def __getitems__(self, numbers: Sequence[int]) -> Sample | UserError:
-        try:
-            return self.reader.__getitems__(numbers)
-        except UserError as error:
-            return UserError(str(error))  # a ConfigError cannot be pickled
 
 
 _SENT_BY_VALUE = 1 << 20
@@ -313,7 +316,8 @@ def _packed(batch: Sample | UserError) -> _Packed | UserError:
 
 
 class StreamLoader(Loader):
-    """Iterable over the batches of one part of a stream. Its state is that of torchdata's loader: plain data."""
+    """Iterable over the batches of one part of a stream. Its state is the state of torchdata's loader, which JSON can
+    represent."""
 
     def __init__(self, source: StreamSource, part: int, parts: int, batch_size: int, workers: Workers):
         """`part`: number of the part, from 0 to `parts` - 1."""
@@ -346,7 +350,7 @@ class _StreamPart(IterableDataset[Any]):
 
 
 class _ErrorsAsSamples:
-    """A reader of a stream that returns a UserError in place of a sample, for the same reason as `_ErrorsAsBatches`."""
+    """A reader of a stream that returns a UserError in place of a sample, for the same reason as `_Reader`."""
 
     def __init__(self, reader: Reader):
         self._reader = reader
@@ -367,34 +371,15 @@ def _stacked(samples: list[Sample | UserError]) -> _Packed | UserError:
     return error or _Packed(tuple(map(torch.stack, zip(*samples, strict=True))))
 
 
-def _indexed_loader(reader: BatchReader, batches: Iterable[Sequence[int]], workers: Workers) -> Loader:
-    """Return a loader of the batches that `reader` reads. `batches`: the argument of `reader.__getitems__` for each
-    batch."""
+def _indexed_loader(reader: _Reader, batches: Iterable[Sequence[int]], workers: Workers) -> Loader:
+    """Return a loader of the batches that `reader` reads. `batches`: the argument of `reader.read` for each batch."""
     return Loader(
-        _ErrorsAsBatches(reader),
+        reader,
         workers,
         batch_sampler=batches,
         collate_fn=_packed,
-        snapshot_every_n_steps=None,  # its state is not used
+        snapshot_every_n_steps=None,  # nothing reads the state of this loader
     )
-
-
-def _build_data_loader(data: Any, workers: Workers, options: dict[str, Any]) -> Any:
-    with warnings.catch_warnings():
-        # torchdata 0.11 calls torch.set_vital, which torch 2.13 deprecates. The user cannot change that.
-        warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
-        return StatefulDataLoader(
-            data,
-            num_workers=workers.number,
-            pin_memory=workers.pin_memory,
-            persistent_workers=workers.number > 0,
-            # Fork shares the source's memory. Fork is not safe on macOS, and not the default from Python 3.14 on.
-            multiprocessing_context="fork" if workers.number and sys.platform == "linux" else None,
-            worker_init_fn=_ignore_stop_signals,
-            # With the default generator, starting an iteration would change the random numbers of dropout.
-            generator=torch.Generator(),
-            **options,
-        )
 
 
 def _ignore_stop_signals(worker_id: int) -> None:

@@ -20,12 +20,12 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-# Four rounds make a Feistel network indistinguishable from a random permutation of a large domain (Luby and Rackoff
-# 1988). The small domain of a tiny data set needs more rounds.
 _ROUNDS = 8
+"""Number of rounds of a Feistel network. Four rounds make it indistinguishable from a random permutation of a large
+domain (Luby and Rackoff 1988). The small domain of a tiny data set needs more rounds."""
 
 _CACHED_HASHES = 1 << 16
-"""Maximum number of hashes that one round of a permutation keeps. It suffices for all hashes of 4^16 samples."""
+"""Largest number of hashes that one round of a permutation keeps: all hashes that 4^16 samples need."""
 
 
 class Order(Protocol):
@@ -58,12 +58,10 @@ class SampleOrder:
     """False: every epoch has the order of the source."""
 
     def __call__(self, position: int) -> int:
-        """Return the index of the sample at `position` (0, 1, 2, ...) of the stream."""
         epoch, index = divmod(position, self.num_samples)
         return _permutation(f"{self.seed}/{epoch}", self.num_samples)(index) if self.shuffle else index
 
     def consumed(self, position: int) -> tuple[int, ...]:
-        """Return `position` as the only element: all samples are of one source."""
         return (position,)
 
 
@@ -94,14 +92,12 @@ class MixtureOrder:
             self._stages.append(_Stage(start, _whole(weights), before, seed))
 
     def __call__(self, position: int) -> int:
-        """Return the index of the sample at `position`."""
         stage = self._stage_at(position)
         block, slot = divmod(position - stage.start, stage.block_size)
         source, number = stage.block(block)[slot]
         return self._offsets[source] + self._orders[source](number)
 
     def consumed(self, position: int) -> tuple[int, ...]:
-        """Return the number of samples of each source before `position`."""
         stage = self._stage_at(position)
         block, slot = divmod(position - stage.start, stage.block_size)
         counts = list(stage.consumed(block))
@@ -208,10 +204,7 @@ def random_words(first: int, second: int, count: int) -> npt.NDArray[np.uint64]:
     return np.random.Philox(key=np.array([first % 2**64, second], dtype=np.uint64)).random_raw(count)
 
 
-@lru_cache(maxsize=64)
-def _permutation(key: str, size: int) -> Permutation:
-    """Return the permutation that `key` selects. Consecutive positions of an epoch share one object and its hashes."""
-    return Permutation(key, size)
+_permutation = lru_cache(maxsize=64)(Permutation)  # consecutive positions of an epoch share one object and its hashes
 
 
 class _Round(dict[int, int]):

@@ -76,7 +76,7 @@ class Packing:
 
 
 def cached_packing(stream: TokenStream, header: Header, seq_len: int) -> Packing:
-    """Return the packing of token files. The first process of a host computes the packing, and the cache keeps it.
+    """Return the packing of token files. The first process of a host computes the packing and writes it to the cache.
     Raises UserError if the cache cannot be written."""
     identity = [VERSION, seq_len, header.has_pairs, stream.identity]
     ends = stream.document_ends
@@ -109,7 +109,7 @@ def pack(document_ends: Indices, seq_len: int, has_pairs: bool = False) -> Packi
     num_samples = int(sample_of.max(initial=-1)) + 1
 
     first_pieces = np.zeros(num_samples, np.int64)
-    first_pieces[sample_of[::-1]] = np.arange(len(sample_of))[::-1]  # of equal indices, the last assignment counts
+    first_pieces[sample_of[::-1]] = np.arange(len(sample_of))[::-1]  # for equal indices, NumPy keeps the last value
     rank = np.empty(num_samples, np.int32)
     rank[np.argsort(first_pieces)] = np.arange(num_samples, dtype=np.int32)
     sample_of = rank[sample_of]
@@ -139,11 +139,12 @@ def _pieces(document_ends: Indices, num_pairs: Indices, seq_len: int) -> tuple[I
 
 
 def best_fit_decreasing(lengths: npt.NDArray[np.int32], capacity: int) -> npt.NDArray[np.int32]:
-    """Return the bin of each item, where a bin holds items whose lengths (1 to `capacity`) add up to `capacity` or
-    less.
+    """Return the bin of each item. The lengths of the items in a bin, each from 1 to `capacity`, add up to at most
+    `capacity`.
 
-    Items of equal length are placed together. A bin with free space f takes f // length of them, because after each
-    item this bin still has the least free space that suffices. So the time grows with the number of different lengths.
+    Items of equal length are placed together. A bin with free space f takes f // length of these items, because after
+    each item this bin still has the least free space that suffices. So the time grows with the number of different
+    lengths.
     """
     counts = np.bincount(lengths, minlength=capacity + 1)
     bin_of = np.empty(len(lengths), np.int32)  # the bin of each item, in the order of falling length

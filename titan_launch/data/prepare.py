@@ -51,15 +51,12 @@ _BATCH = 1000
 _BATCH_BYTES = 1 << 20
 """Bytes of text at which a batch of documents ends. The package tokenizers needs about 500 bytes for each token."""
 
-_SAMPLE_BYTES = 1 << 20
-"""Size of a sample in bytes. To find out if cached digests are valid, up to 64 samples of the text are read. If the
-files have at most 64 pieces of this size, all text is read."""
-
 _LARGE_CORPUS = 1 << 26
 """Bytes of text above which a run tokenizes the text in several processes, which take a second to start."""
 
 _NOT_IN_TOKENS = {"path", "packing", "shuffle", "num_workers", "name", "weight", "streaming"}
-"""Keys of the section that do not change the tokens. (`path` is one of them: the files that it names are compared.)"""
+"""Keys of the section that do not change the tokens. `path` is one of them, because the contents of its files are
+compared instead."""
 
 
 @dataclass
@@ -122,21 +119,6 @@ def prepare(
     return header
 
 
-def prepare_part(corpus: Corpus, part: Part, folder: Path, name: str) -> tuple[Shard, Counts]:
-    """Write the documents of a part that belong to the split as the shard `name`. Return the shard's entry of the
-    header, and the counts. Raises ConfigError for documents that stop the run."""
-    counts = Counts()
-
-    def encoded() -> Iterator[Encoded]:
-        for batch in _batches(chosen_documents(corpus, part, counts)):
-            for document, result in zip(batch, corpus.encode([document.content for document in batch]), strict=True):
-                counts.add(document, result)
-                yield result
-
-    shard = write_shard(folder, name, encoded(), token_dtype(corpus.tokenizer.vocab_size), corpus.has_targets)
-    return shard, counts
-
-
 def chosen_documents(corpus: Corpus, part: Part, counts: Counts) -> Iterator[Document]:
     """Yield the documents of a part that belong to the split. Add the skipped documents that belong to the split to
     `counts`."""
@@ -150,13 +132,9 @@ def chosen_documents(corpus: Corpus, part: Part, counts: Counts) -> Iterator[Doc
             yield document
 
 
-_TRAINING_BYTES = 1 << 30
-"""Largest amount of text on which a tokenizer is trained."""
-
-
 def training_texts(corpus: Corpus) -> Iterator[str]:
-    """Yield the texts of documents. All texts together have at most about 1 GiB, and the limit is the same for each
-    part. Raises ConfigError if the documents are not plain text."""
+    """Yield the texts of documents, on which a tokenizer is trained. All texts together have at most about 1 GiB, and
+    the limit is the same for each part. Raises ConfigError if the documents are not plain text."""
     parts = corpus.parts()
     for part in parts:
         size = 0
@@ -166,7 +144,7 @@ def training_texts(corpus: Corpus) -> Iterator[str]:
                 raise config_error((*corpus.key, "kind"), reason, corpus.config.kind)
             yield document.content.decode()
             size += len(document.content)
-            if size * len(parts) >= _TRAINING_BYTES:
+            if size * len(parts) >= 1 << 30:
                 break
 
 
@@ -202,13 +180,13 @@ def file_digests(corpus: Corpus) -> list[str]:
 def _cached_digests(corpus: Corpus) -> list[str]:
     """Return the digest of the content of each file of a corpus.
 
-    If the cache has digests for files with these states and with the same samples (up to 64 of their content), the
-    files are not read again. Samples are compared because, in two versions of a read-only disk image, files with
-    different content may have the same times and inodes. Raises ConfigError for a file that cannot be read.
+    If the cache has digests for files with the same states and the same samples of their content, the files are not
+    read again. Samples are compared because, in two versions of a read-only disk image, files with different content
+    may have the same times and inodes. Raises ConfigError for a file that cannot be read.
     """
     places = [[str(file.path.resolve()), *file.state] for file in corpus.files]
     try:
-        sample = fingerprint_of_files([("", file.path) for file in corpus.files], _SAMPLE_BYTES)
+        sample = fingerprint_of_files([("", file.path) for file in corpus.files])
     except OSError as error:
         broken = next((file for file in corpus.files if str(file.path) == str(error.filename)), corpus.files[0])
         raise corpus.unopened(broken, error) from None
@@ -334,8 +312,17 @@ def _work(part: Part, name: str) -> tuple[Problem, ...]:
 
 
 def _write_part(corpus: Corpus, part: Part, folder: Path, name: str) -> None:
-    """Write the shard of a part, and then its record, which marks the shard as finished."""
-    shard, counts = prepare_part(corpus, part, folder, name)
+    """Write the documents of a part that belong to the split as the shard `name`. Then write the record of the shard,
+    which marks the shard as finished. Raises ConfigError for documents that stop the run."""
+    counts = Counts()
+
+    def encoded() -> Iterator[Encoded]:
+        for batch in _batches(chosen_documents(corpus, part, counts)):
+            for document, result in zip(batch, corpus.encode([document.content for document in batch]), strict=True):
+                counts.add(document, result)
+                yield result
+
+    shard = write_shard(folder, name, encoded(), token_dtype(corpus.tokenizer.vocab_size), corpus.has_targets)
     files = [[*file, checksum] for file, checksum in counts.files.items()]
     record = {"shard": asdict(shard), "files": files, "skipped": counts.skipped, "first_skipped": counts.first_skipped}
     replace_text(_record(folder, name), json.dumps(record))

@@ -50,9 +50,6 @@ MOST_LISTED = 256 * MIB
 _MOST_ENTRIES = 5_000_000
 """Limit of the arrays and objects in a header."""
 
-_MOST_COUNT = 1 << 60
-"""Every count in a header, such as a number of tokens, is less than this number."""
-
 
 class TokenFilesError(Exception):
     """Error for token files that cannot be read. The message is a clause: `is truncated: ...; remedy`."""
@@ -104,6 +101,8 @@ class Header:
     """Number of skipped files or documents, by reason."""
 
     first_skipped: str = ""
+    """Name of the first skipped file or document."""
+
     has_pairs: bool = False
     """True if documents 2k and 2k + 1 of every shard are a pair: the chosen and the rejected answer to a prompt."""
 
@@ -111,20 +110,17 @@ class Header:
     """True if the last token of every document is a label of its answer: 1 for a desirable answer, else 0."""
 
     source: str = ""
-    """Digest of everything that decides the tokens, except for the tokenizer: keys of the section, `Corpus.identity`,
-    and the names, sizes and contents of the files."""
+    """Digest of everything that decides the tokens, except for the tokenizer (see `data.prepare`)."""
 
     format: str = FORMAT
     version: int = VERSION
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of all shards."""
         return sum(shard.num_tokens for shard in self.shards)
 
     @property
     def num_documents(self) -> int:
-        """Number of documents of all shards."""
         return sum(shard.num_documents for shard in self.shards)
 
 
@@ -234,7 +230,7 @@ def _check_types(header: Header) -> None:
 
 
 def _is_count(value: object) -> bool:
-    return type(value) is int and 0 <= value < _MOST_COUNT
+    return type(value) is int and 0 <= value < 1 << 60
 
 
 def check_ids(largest: int, file: str, vocab_size: int) -> None:
@@ -270,8 +266,8 @@ class TokenStream:
     vocab_size: int
 
     identity: Sequence[Any]
-    """Values that identify the ends of the documents in keys of the cache: if an end changes, a value changes. JSON can
-    represent the values."""
+    """Values for the key of cached results that depend on the ends of the documents. If an end changes, a value
+    changes. JSON can represent the values."""
 
     starts: Sequence[int] = field(init=False)
     """For each shard, the number of tokens before it. The last entry is the number of all tokens."""
@@ -284,7 +280,6 @@ class TokenStream:
 
     @property
     def num_documents(self) -> int:
-        """Number of documents."""
         return sum(map(len, self.ends))
 
     def read(self, start: int, stop: int) -> Tokens:
@@ -330,8 +325,8 @@ class TokenStream:
 def open_token_files(folder: Path, header: Header) -> TokenStream:
     """Map the files of a folder into memory. Reads all ends of documents, but no tokens.
 
-    Raises TokenFilesError if a file is missing or does not have the size that the header says, if a document does not
-    end after the document before it, or if the last document does not end with its shard.
+    Raises TokenFilesError if a file is missing, or if its size does not agree with the header. Also raises
+    TokenFilesError if a document has no tokens, or if the last document does not end with its shard.
     """
     shards = [shard for shard in header.shards if shard.num_tokens]
     tokens = [map_file(folder / f"{shard.name}.tokens", header.dtype, shard.num_tokens) for shard in shards]

@@ -24,7 +24,7 @@ from titan_launch.config.sections.tokenizer import (
     unusable,
     vocabulary_size,
 )
-from titan_launch.core.errors import KeyPath, config_error
+from titan_launch.core.errors import config_error
 from titan_launch.core.files import MIB, remove
 from titan_launch.core.limited_process import CallError, LimitedObject, Limits
 from titan_launch.core.packages import is_installed, not_installed
@@ -61,8 +61,8 @@ class Tokenizer(Protocol):
         """Return the tokens of each UTF-8 document, including the tokens that begin and end it."""
 
     def decode(self, tokens: Iterable[int], keep_special: bool = False) -> str:
-        """Return the text of `tokens`. Invalid text becomes U+FFFD. `keep_special`: True keeps the names of special
-        tokens, False drops them."""
+        """Return the text of `tokens`. Invalid text becomes U+FFFD. `keep_special`: True writes the names of special
+        tokens, False omits them."""
 
     @property
     def folder(self) -> Path | None:
@@ -87,39 +87,29 @@ class ByteTokenizer:
     special_tokens = ()
 
     def encode(self, text: str) -> list[int]:
-        """Return the bytes of `text` in UTF-8."""
         return list(text.encode())
 
     def encode_documents(self, documents: Sequence[bytes]) -> list[Tokens]:
-        """Return the n bytes of each document and the end-of-document token: `[n + 1]`."""
-        return [self._encode(data) for data in documents]
+        end = np.uint16(self.end_of_document)
+        return [np.append(np.frombuffer(document, np.uint8), end) for document in documents]
 
     def decode(self, tokens: Iterable[int], keep_special: bool = False) -> str:
-        """Return the text of `tokens`. Invalid UTF-8 becomes U+FFFD. The end-of-document token is dropped, or with
-        `keep_special` written as `<end of document>`."""
         end = b"<end of document>" if keep_special else b""
         data = b"".join(bytes([token]) if token < self.end_of_document else end for token in map(int, tokens))
         return data.decode("utf-8", errors="replace")
 
     def encode_chat(self, text: str) -> tuple[list[int], Offsets]:
-        """Return the bytes of a text, and for each byte the index of its character and the next index."""
         offsets = [(index, index + 1) for index, character in enumerate(text) for _ in character.encode()]
         return self.encode(text), np.array(offsets, np.int64).reshape(-1, 2)
-
-    def _encode(self, data: bytes) -> npt.NDArray[np.uint16]:
-        tokens = np.empty(len(data) + 1, dtype=np.uint16)
-        tokens[:-1] = np.frombuffer(data, dtype=np.uint8)
-        tokens[-1] = self.end_of_document
-        return tokens
 
 
 _LIMITS = Limits(memory_per_byte=600, answer=64 * MIB, answer_per_byte=40)
 """Limits of the calls of a tokenizer. The package `tokenizers` needs up to 500 bytes of memory for each token. The
-first answer names all special tokens, so it may be large."""
+result of the first call has all special tokens, so it may be large."""
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer that a `tokenizer.json` describes. The package `tokenizers` runs it in a helper process with limits,
+    """A tokenizer that a `tokenizer.json` describes. The package `tokenizers` runs in a helper process with limits,
     because the rules in the file can double a text again and again, or search a text forever. Methods raise ConfigError
     on `tokenizer.path` if a call fails or exceeds a limit."""
 
@@ -152,12 +142,9 @@ class HuggingFaceTokenizer:
 
     @property
     def folder(self) -> Path:
-        """Folder of the `tokenizer.json`."""
         return tokenizer_file(self._config).parent
 
     def encode_chat(self, text: str) -> tuple[list[int], Offsets]:
-        """Return the tokens of a text that a chat template has written, and for each token its first character and the
-        end of its characters. Names of special tokens become these tokens."""
         ids, offsets = self._call("encode_chat", text)
         return _ids(ids).tolist(), _ids(offsets).astype(np.int64).reshape(-1, 2)
 
@@ -170,12 +157,9 @@ class HuggingFaceTokenizer:
         return found
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of `text`, without tokens that begin or end a document. Names of special tokens in the text
-        are plain text."""
         return _ids(self._call("encode", text)).tolist()
 
     def encode_documents(self, documents: Sequence[bytes]) -> list[Tokens]:
-        """Return the tokens of each UTF-8 document, including the tokens that begin and end it."""
         content, lengths = self._call("encode_documents", documents)
         ids, begin = _ids(content), len(self._begin)
         found, start = [], 0
@@ -188,10 +172,7 @@ class HuggingFaceTokenizer:
         return found
 
     def decode(self, tokens: Iterable[int], keep_special: bool = False) -> str:
-        """Return the text of `tokens`. Invalid text becomes U+FFFD. `keep_special`: True keeps the names of special
-        tokens, False drops them."""
-        ids = [int(token) for token in tokens]
-        return str(self._call("decode", ids, keep_special))
+        return str(self._call("decode", [int(token) for token in tokens], keep_special))
 
     def _call(self, method: str, *arguments: Any) -> Any:
         return _call(self._config, self._loaded, method, *arguments)
@@ -214,7 +195,10 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> int:
     """Train a byte-level BPE tokenizer and write it to a new folder, which `transformers` also loads. Return the number
     of its tokens: `vocab_size`, or less for little text. The same texts always give the same files. Raises ConfigError
     if the package `tokenizers` is not installed."""
-    tokenizers = _library(("tokenizer", "kind"), "huggingface")
+    try:
+        import tokenizers  # optional, and slow to import
+    except ImportError:
+        raise config_error(("tokenizer", "kind"), not_installed("tokenizers"), "huggingface") from None
     byte_level = tokenizers.pre_tokenizers.ByteLevel
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = byte_level(add_prefix_space=False)
@@ -236,21 +220,11 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> int:
     return int(tokenizer.get_vocab_size())
 
 
-def _library(key: KeyPath, value: object) -> Any:
-    """Return the package `tokenizers`. Raises ConfigError on `key` if it is not installed."""
-    try:
-        import tokenizers  # optional, and slow to import
-    except ImportError:
-        raise config_error(key, not_installed("tokenizers"), value) from None
-    return tokenizers
-
-
 def _load(config: TokenizerConfig, content: bytes) -> LimitedObject:
     """Return a `LoadedTokenizer` in the helper process. The first call of a method loads `content` there. Raises
     ConfigError if the package `tokenizers` is not installed."""
-    key = ("tokenizer", "path")
     if "tokenizers" not in sys.modules and not is_installed("tokenizers"):
-        _library(key, config.path)  # raises
+        raise config_error(("tokenizer", "path"), not_installed("tokenizers"), config.path)
     return LimitedObject(_LIMITS, LoadedTokenizer, content)
 
 

@@ -9,13 +9,13 @@ from functools import cached_property
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from titan_launch.config.axes import EXPERT, GRID, PIPELINE, REPLICATE, Axis
 from titan_launch.distributed.collectives import replace_gloo_all_gather
 from titan_launch.distributed.torch_private import clear_mesh_caches
 from titan_launch.plan.layout import Layout
+from titan_launch.plan.types import Unit
 
-PIPELINE, REPLICATE, SHARD, CONTEXT, TENSOR = "pp", "dp_replicate", "dp_shard", "cp", "tp"
-EXPERT_SHARD, EXPERT = "expert_shard", "expert"
-"""Names of the axes that replace dp_shard and cp in the second grid, which is for the parameters of experts."""
+_EXPERT_SHARD = "expert_shard"
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,10 @@ class Mesh:
                                         counted, and BatchNorm's statistics are pooled, over this group.
 
     With expert parallelism, the parameters of experts are on a second grid of the same ranks. The second grid replaces
-    the axes dp_shard and cp by two other axes, and divides the ranks of dp_shard x cp anew:
+    the axes dp_shard and cp by two other axes, which divide the same ranks in another way:
 
         expert_shard  parts of the experts are sharded  all-gathers and reduce-scatters the parameters of experts
-        expert        the experts are divided           exchanges tokens, four times per layer
+        ep            the experts are divided           exchanges tokens, four times per layer
     """
 
     layout: Layout
@@ -58,65 +58,41 @@ class Mesh:
         all ranks. If the optimizer is sharded over the replicas, the mesh is 1-D also for HSDP, because the optimizer,
         not FSDP2, reduces the gradients over the replicas.
         """
-        shard, sharded = SHARD, self.ranks[SHARD]
-        if self.layout.context > 1:
-            shard = f"{SHARD}_{CONTEXT}"
-            sharded = self.ranks[SHARD, CONTEXT]._flatten(shard)
-        return self.ranks[REPLICATE, shard] if self.layout.fsdp_replicas > 1 else sharded
+        within = [axis.short for axis in GRID if axis.is_within_shards]
+        names = [name for name in self.ranks.mesh_dim_names or () if name in within]
+        shard, sharded = "_".join(names), self.ranks[tuple(names)]
+        if len(names) > 1:
+            sharded = sharded._flatten(shard)
+        return self.ranks[REPLICATE.short, shard] if self.layout.fsdp_replicas > 1 else sharded
 
-    @property
-    def expert_fsdp(self) -> DeviceMesh | None:
-        """The mesh for `fully_shard` of experts that are divided over ranks: 2-D or 1-D, as `fsdp`. None without expert
-        parallelism."""
-        if self.expert_ranks is None:
-            return None
+    def shards_of(self, unit: Unit) -> DeviceMesh:
+        """Return the mesh for `fully_shard` of a unit: `fsdp`. If expert parallelism has divided the unit's parameters,
+        the shard axis has only the ranks that hold the same experts."""
+        if not unit.is_divided:
+            return self.fsdp
+        assert self.expert_ranks is not None, "the mesh is that of the plan"
         if self.layout.fsdp_replicas > 1:
-            return self.expert_ranks[REPLICATE, EXPERT_SHARD]
-        return self.expert_ranks[EXPERT_SHARD]
+            return self.expert_ranks[REPLICATE.short, _EXPERT_SHARD]
+        return self.expert_ranks[_EXPERT_SHARD]
 
-    @property
-    def replicate(self) -> DeviceMesh | None:
-        """The ranks, one in each replica of the model, that hold the same shards; None if there is one replica."""
-        return self._axis(REPLICATE)
-
-    @property
-    def expert(self) -> DeviceMesh | None:
-        """The ranks that divide the experts; None if the degree is 1."""
-        return None if self.expert_ranks is None else self.expert_ranks[EXPERT]
-
-    @property
-    def within_experts(self) -> DeviceMesh | None:
-        """The ranks that together hold the parameters of experts before FSDP2 shards them: the mesh (expert, tp), or
-        only the one of these axes whose degree exceeds 1. None if both degrees are 1."""
-        if self.expert_ranks is None:
-            return self.tensor
-        return self.expert_ranks[EXPERT, TENSOR] if self.layout.tensor > 1 else self.expert_ranks[EXPERT]
-
-    @property
-    def tensor(self) -> DeviceMesh | None:
-        """The ranks that divide each matrix; None if the degree is 1."""
-        return self._axis(TENSOR)
-
-    @property
-    def context(self) -> DeviceMesh | None:
-        """The ranks that divide each sequence; None if the degree is 1."""
-        return self._axis(CONTEXT)
-
-    @property
-    def pipeline(self) -> DeviceMesh | None:
-        """The ranks that divide the layers; None if the degree is 1."""
-        return self._axis(PIPELINE)
+    def along(self, *axes: Axis) -> DeviceMesh | None:
+        """Return this rank's group along an axis, or along several axes together. Axes of degree 1 are omitted. None if
+        all degrees are 1."""
+        own = [axis for axis in axes if self.layout.degree(axis) > 1]
+        grid = self.ranks if all(axis.is_factor for axis in own) else self.expert_ranks
+        return grid[tuple(axis.short for axis in own)] if own and grid is not None else None
 
     @property
     def pipeline_group(self) -> dist.ProcessGroup | None:
         """The process group of the pipeline axis; None if the degree is 1."""
-        return None if self.pipeline is None else self.pipeline.get_group()
+        pipeline = self.along(PIPELINE)
+        return None if pipeline is None else pipeline.get_group()
 
     @cached_property
     def data_group(self) -> dist.ProcessGroup | None:
         """The process group of this rank and of the ranks that have other tokens but the same parameters. None is the
         default group, with all ranks. The first access is collective over all ranks."""
-        if self.layout.tensor == self.layout.pipeline == 1:
+        if self.layout.token_ranks == self.layout.world_size:
             return None
         return _own_group(self._data_ranks(), dist.distributed_c10d.default_pg_timeout, "data")
 
@@ -128,17 +104,11 @@ class Mesh:
         """
         return _own_group(self._data_ranks(), timedelta(seconds=timeout_seconds), "batchnorm statistics")
 
-    def _axis(self, name: str) -> DeviceMesh | None:
-        return self.ranks[name] if name in (self.ranks.mesh_dim_names or ()) else None
-
     def _data_ranks(self) -> list[list[int]]:
         """Return the data groups of all ranks, each as a list of ranks."""
-        layout, inner, outer = self.layout, self.layout.tensor, self.layout.ranks_per_stage
-        return [
-            [stage * outer + index * inner + part for index in range(outer // inner)]
-            for stage in range(layout.pipeline)
-            for part in range(inner)
-        ]
+        copies, per_stage = self.layout.token_copies, self.layout.ranks_per_stage
+        firsts = (stage + copy for stage in range(0, self.layout.world_size, per_stage) for copy in range(copies))
+        return [[first + copies * index for index in range(self.layout.token_ranks)] for first in firsts]
 
 
 def build_mesh(layout: Layout, device_type: str) -> Mesh:
@@ -147,14 +117,16 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
     clear_mesh_caches()
     replace_gloo_all_gather()
 
-    def grid(divided: dict[str, int], kept: str) -> DeviceMesh:
-        axes = {PIPELINE: layout.pipeline, REPLICATE: layout.replicate, **divided, TENSOR: layout.tensor}
-        axes = {name: degree for name, degree in axes.items() if degree > 1 or name == kept}
+    def grid(shards: dict[str, int]) -> DeviceMesh:
+        axes: dict[str, int] = {}
+        for axis in GRID:
+            axes |= shards if axis.is_within_shards else {axis.short: layout.degree(axis)}
+        axes = {name: degree for name, degree in axes.items() if degree > 1 or name == next(iter(shards))}
         return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
-    ranks, experts = grid({SHARD: layout.shard, CONTEXT: layout.context}, SHARD), None
-    if layout.expert > 1:
-        experts = grid({EXPERT_SHARD: layout.parameter_shards // layout.expert, EXPERT: layout.expert}, EXPERT_SHARD)
+    ranks, experts = grid({axis.short: layout.degree(axis) for axis in GRID if axis.is_within_shards}), None
+    if (parts := layout.degree(EXPERT)) > 1:
+        experts = grid({_EXPERT_SHARD: layout.parameter_shards // parts, EXPERT.short: parts})
     return Mesh(layout, ranks, experts)
 
 

@@ -20,8 +20,6 @@ from titan_launch.core.signals import agent_keeps_store, store_is_gone
 from titan_launch.distributed.rendezvous import wait_for_ranks
 from titan_launch.distributed.torch_private import process_groups, set_timeout
 
-_EXIT_TIMEOUT_S = 10.0
-
 
 @dataclass(frozen=True)
 class Ranks:
@@ -118,7 +116,7 @@ def _wait_for_exit(store: dist.Store, rank: int, world_size: int) -> None:
     first, NCCL's threads on the other ranks would log that the store is gone."""
     if agent_keeps_store():
         return
-    deadline = time.monotonic() + _EXIT_TIMEOUT_S
+    deadline = time.monotonic() + 10
     with suppress(dist.DistError):  # rank 0 has stopped waiting; the run has still succeeded
         store.add("left", 1)
         while rank == 0 and store.add("left", 0) < world_size and time.monotonic() < deadline:

@@ -9,7 +9,7 @@ from typing import Any
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.data import ChatData, single_sources
 from titan_launch.core.errors import ConfigError, KeyPath
-from titan_launch.data.corpora.chat_template import ChatTemplate, template_of
+from titan_launch.data.corpora.chat_template import ChatTemplate, load_template
 from titan_launch.data.tokenizers import Tokenizer
 from titan_launch.inference.saved_model import SavedModel
 from titan_launch.models.huggingface.files import WeightsError
@@ -33,17 +33,17 @@ class ChatOptions:
 
 
 def find_template(saved: SavedModel, tokenizer: Tokenizer, options: ChatOptions) -> ChatTemplate:
-    """Return the chat template of a model. It is the first of these that exists: the template of the command line, the
-    one of the run's chat data, the one beside the tokenizer, and the one in the Hugging Face folder of the weights.
-    Raises WeightsError if the run has several chat formats. Raises WeightsError or ConfigError if there is no template,
-    or if the template cannot be used."""
+    """Return the chat template of a model, from the first of these places that has a template: the command line, the
+    run's chat data, the tokenizer's folder, and the Hugging Face folder of the weights. Raises WeightsError if the run
+    has several chat formats. Raises WeightsError or ConfigError if there is no template, or if the template cannot be
+    used."""
     data = template_section(saved.job, options.template is not None)
     given = {"template": options.template, "date": options.date}
     changes = {name: value for name, value in given.items() if value is not None}
     data = data.model_copy(update={**changes, "template_args": {**data.template_args, **options.template_args}})
     is_of_run = options.template is None and data.template is not None
     try:
-        return template_of(data, tokenizer, ("data", "template") if is_of_run else OPTION, saved.companions)
+        return load_template(data, tokenizer, ("data", "template") if is_of_run else OPTION, saved.companions)
     except ConfigError as error:
         if not is_of_run:
             raise
@@ -55,20 +55,17 @@ def template_section(job: JobConfig, has_template: bool = False) -> ChatData:
     return the defaults. `has_template`: True if the user named a template. If False, raises WeightsError for a run with
     several chat formats."""
     sections = [source for source in single_sources(job.data).values() if isinstance(source, ChatData)]
-    if any(_format(section) != _format(sections[0]) for section in sections) and not has_template:
+    formats = [(section.template, section.template_args, section.date) for section in sections]
+    if any(each != formats[0] for each in formats) and not has_template:
         raise WeightsError("its sources of chats have several formats; choose the chat template with --template")
     return sections[0] if sections else ChatData(kind="chat", path="")
-
-
-def _format(data: ChatData) -> tuple[Any, ...]:
-    return data.template, data.template_args, data.date
 
 
 def ends_of_answers(template: ChatTemplate | None, tokenizer: Tokenizer) -> tuple[frozenset[int], tuple[str, ...]]:
     """Return (tokens, texts) that end an answer: the token with which the template ends the last answer of a chat or,
     if the end is not one token, its text. Both are empty if the template writes no end, or if there is no template.
     Raises ConfigError if the template cannot be used."""
-    end = "" if template is None else template.end_of_answer()
+    end = "" if template is None else str(template.call("end_of_answer"))
     tokens, _ = tokenizer.encode_chat(end)
     if len(tokens) == 1:
         return frozenset(tokens), ()

@@ -37,9 +37,9 @@ class Conversation:
     """A conversation that caches its keys and values from one answer to the next.
 
     For each answer, the template renders the whole conversation again. The new text may differ from the cached tokens:
-    the template may render an earlier message differently once a later one follows, for example without its thoughts.
+    the template may render an earlier message differently if a later message follows, for example without its thoughts.
     Also, the tokens of the rendered text may differ from the generated tokens. So the keys and values before the first
-    difference are kept, if the cache can be shortened, and all later ones are computed again.
+    difference are kept, if the cache can be shortened. All later keys and values are computed again.
     """
 
     def __init__(self, model: LanguageModel, sequence: TokenSequence, system: str | None = None):
@@ -52,7 +52,6 @@ class Conversation:
         """The messages so far."""
 
     def reset(self) -> None:
-        """Begin a new conversation, with the same system message."""
         self.messages = self._first
 
     def answer(

@@ -16,14 +16,13 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, handle_non_serializable, make_disjoint_window, make_table
-from torch import Tensor
 from tqdm import tqdm
 
 from titan_launch.core.commit import commit_of
 from titan_launch.core.errors import UserError, did_you_mean
 from titan_launch.core.patches import replaced
-from titan_launch.core.terminal import one_line, say
-from titan_launch.data.corpora.records import RecordError
+from titan_launch.core.terminal import say
+from titan_launch.data.chat_rendering import RecordError
 from titan_launch.inference.generation import Sampling, TextStream, generate_tokens, logits_of
 from titan_launch.inference.language_model import LanguageModel
 
@@ -39,8 +38,7 @@ class ChatForm(NamedTuple):
     """Text before the description of the task in the system message."""
 
     is_multiturn: bool
-    """True if each few-shot example in a prompt is a turn of its own. False: all examples are part of the user's
-    message."""
+    """True: each few-shot example in a prompt is a separate turn. False: all examples are in the user's message."""
 
 
 class EvaluatedModel(TemplateLM):
@@ -58,7 +56,6 @@ class EvaluatedModel(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The end-of-document token."""
         return self.model.tokenizer.end_of_document
 
     @property
@@ -73,18 +70,14 @@ class EvaluatedModel(TemplateLM):
         return f"{self.model.tokenizer.digest} {self.chat_template()}"
 
     def chat_template(self, chat_template: bool | str = False) -> str:
-        """Return the chat template; "" without one."""
-        return "" if self.model.template is None else self.model.template.text
+        return "" if self.model.template is None else self.model.template.renderer.text
 
     def apply_chat_template(self, chat_history: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> str:
-        """Return the text of a chat. Raises UserError if the template refuses the chat.
-
-        The text ends with the template's prompt for an answer. But if the last message is one of the assistant, the
-        text ends with this message, so that the answer continues the message. The messages alone tell both cases apart,
-        so `add_generation_prompt` has no effect.
+        """Return the text of a chat up to the answer (see `Renderer.prompt`). Raises UserError if the template refuses
+        the chat. `add_generation_prompt` has no effect: the role of the last message decides how the text ends.
 
         Two details are as with the harness's model `hf`. Names of special tokens in documents become these tokens. If
-        the template refuses system messages, they are removed.
+        the template refuses system messages, these messages are removed.
         """
         assert self.model.template is not None
         messages = list(chat_history)
@@ -93,8 +86,7 @@ class EvaluatedModel(TemplateLM):
         except RecordError as error:
             others = [message for message in messages if message["role"] != "system"]
             if len(others) == len(messages):
-                detail = f" ({one_line(error.detail)})" if error.detail else ""
-                raise UserError(f"error: --chat: a document of a task is {error.reason}{detail}") from None
+                raise UserError(f"error: --chat: a document of a task is {error}") from None
         if not self._has_refused_system:
             self._has_refused_system = True
             say("note: the chat template refuses system messages, so the documents have none", sys.stderr)
@@ -147,7 +139,9 @@ class EvaluatedModel(TemplateLM):
             logits = logits_of(self.model.module, inputs.to(self.model.device))
             for index, sequence, of_sequence in zip(batch, tokens, logits, strict=True):
                 wanted = torch.tensor(requests[index][2][-(len(sequence) - 1) :], device=logits.device)
-                results[index] = _score(of_sequence[len(sequence) - 1 - len(wanted) : len(sequence) - 1], wanted)
+                of_wanted = of_sequence[len(sequence) - 1 - len(wanted) : len(sequence) - 1].float()
+                scores = of_wanted.log_softmax(-1).gather(-1, wanted[:, None])
+                results[index] = float(scores.sum()), bool((of_wanted.argmax(-1) == wanted).all())
             bar.update(len(batch))
         bar.close()
         return results
@@ -172,12 +166,6 @@ class EvaluatedModel(TemplateLM):
         return "".join(stream.pieces(generate_tokens(self.model, tokens, most, sampling, generator)))
 
 
-def _score(logits: Tensor, wanted: Tensor) -> tuple[float, bool]:
-    logits = logits.float()
-    scores = logits.log_softmax(-1).gather(-1, wanted[:, None])
-    return float(scores.sum()), bool((logits.argmax(-1) == wanted).all())
-
-
 def evaluate(
     evaluated: EvaluatedModel,
     tasks: Sequence[str],
@@ -187,8 +175,8 @@ def evaluate(
     chat: ChatForm | None = None,
 ) -> dict[str, Any]:
     """Return the results of the harness on some tasks. `limit`: number of documents per task; None: all. `num_fewshot`:
-    number of few-shot examples; None: that of the task. `include_path`: a folder with the user's own tasks, as YAML
-    files. `chat`: only for a model with a chat template; None: documents are not chats.
+    number of few-shot examples; None: the task's own number. `include_path`: a folder with YAML files of the user's own
+    tasks. `chat`: only for a model with a chat template; None: documents are not chats.
 
     Raises UserError for unknown tasks, for tasks that generate more tokens than the model takes, and for documents that
     the chat template refuses.
@@ -231,5 +219,4 @@ def tables(results: Mapping[str, Any]) -> Iterator[str]:
 
 
 def as_json(results: Mapping[str, Any]) -> str:
-    """Return all results as JSON."""
     return json.dumps(results, indent=2, default=handle_non_serializable, ensure_ascii=False) + "\n"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from pathlib import Path
@@ -20,13 +20,7 @@ from titan_launch.data.tokenizers import build_tokenizer
 from titan_launch.inference.chat_format import ChatOptions, ends_of_answers, find_template, template_section
 from titan_launch.inference.language_model import tokenizer_of_model
 from titan_launch.inference.model_card import write_card
-from titan_launch.inference.saved_model import (
-    SavedModel,
-    adapters_of_saved,
-    averaged,
-    merged,
-    open_saved_model,
-)
+from titan_launch.inference.saved_model import SavedModel, adapters_of_saved, averaged, merged, open_saved_model
 from titan_launch.models.architectures import ARCHITECTURES, known_args, resolve_args
 from titan_launch.models.build import build_model
 from titan_launch.models.decoder.args import DecoderArgs
@@ -88,12 +82,11 @@ class ExportOptions:
     """Folder with the parameters that the checkpoint omits. None: the default of `open_saved_model`."""
 
     average: Mapping[int, float] = field(default_factory=dict)
-    """Checkpoints whose mean is written: their weights in the mean, by step. Empty: the checkpoint of `step` is
-    written."""
+    """Weight of each checkpoint in the mean, by step. Empty: the checkpoint of `step` is exported alone."""
 
     soup: Mapping[Path, float] = field(default_factory=dict)
-    """Further models in the mean: their weights in the mean, by folder. The exported model has the weight 1, or the
-    weights in `average`."""
+    """Weight of each further model in the mean, by folder. The exported model has the weight 1, or the weights in
+    `average`."""
 
 
 def export(run: Path, out: Path, options: ExportOptions) -> str:
@@ -105,24 +98,27 @@ def export(run: Path, out: Path, options: ExportOptions) -> str:
     """
     saved, source = _source(run, options)
     if options.dtype is not None:
-        dtype = getattr(torch, options.dtype)
-        entries = {
-            name: replace(entry, dtype=dtype)
-            if entry.dtype.is_floating_point and not is_selection_bias(name)
-            else entry
-            for name, entry in source.entries.items()
-        }
+        dtype, entries = getattr(torch, options.dtype), dict(source.entries)
+        for name, entry in source.entries.items():
+            if entry.dtype.is_floating_point and not is_selection_bias(name):
+                entries[name] = replace(entry, dtype=dtype)
         source = replace(source, entries=entries)
     write = _write_plain if options.is_plain else _write_huggingface
     if options.is_adapter:
         write = _write_adapter
-    notes = list(_notes_on_mean(source, options))
+    notes = []
+    statistics = sum(name.endswith(".running_var") for name in source.entries)
+    if statistics and (options.average or options.soup):  # see `torch.optim.swa_utils.update_bn`
+        notes.append(
+            f"the running statistics of {statistics} BatchNorm layers are means, not those of the averaged weights; "
+            "a short run from this folder with optimizer.lr = 1e-30 computes these"
+        )
     with new_folder(out) as folder:
         num_tensors, num_bytes = write(source, folder, options)
         if write is _write_huggingface:
             notes += _write_chat_format(source, folder)
-        library = "transformers" if not options.is_plain else "titan_launch"
-        write_card(folder, saved, run, "peft" if options.is_adapter else library)
+        library = "peft" if options.is_adapter else "titan_launch" if options.is_plain else "transformers"
+        write_card(folder, saved, run, library)
     return f"wrote {num_tensors} tensors ({num_bytes / 1e6:,.1f} MB) of {source.description} to {out}" + "".join(
         f"\nnote: {note}" for note in notes
     )
@@ -150,16 +146,6 @@ def _source(run: Path, options: ExportOptions) -> tuple[SavedModel, SavedModel]:
     return replace(saved, description=mean.description), mean
 
 
-def _notes_on_mean(source: SavedModel, options: ExportOptions) -> Iterator[str]:
-    """Yield a note if a mean of models has running statistics of BatchNorm (see `torch.optim.swa_utils.update_bn`)."""
-    statistics = sum(name.endswith(".running_var") for name in source.entries)
-    if statistics and (options.average or options.soup):
-        yield (
-            f"the running statistics of {statistics} BatchNorm layers are means, not those of the averaged weights; "
-            "a short run from this folder with optimizer.lr = 1e-30 computes these"
-        )
-
-
 def _write_plain(source: SavedModel, folder: Path, options: ExportOptions) -> tuple[int, int]:
     write_json(folder / CONFIG_FILE, source.record)
     if source.companions is not None:
@@ -182,12 +168,8 @@ def _write_huggingface(source: SavedModel, folder: Path, options: ExportOptions)
     config = config_of(model.name, args, _dtype_name(source), source.job.training.seq_len, original, labels)
     dtype_of = {tensor: entries[name].dtype for name, piece in pieces.items() for tensor in piece.tensors}
     files = [Entry(name, shape, dtype_of[name]) for name, shape in tensor_shapes(pieces, shapes).items()]
-    num_bytes = write_tensors(
-        folder,
-        files,
-        in_file_layout(pieces, source.read),
-        parse_size(options.max_shard_size),
-    )
+    read = in_file_layout(pieces, source.read)
+    num_bytes = write_tensors(folder, files, read, parse_size(options.max_shard_size))
     _copy_companions(source, folder)
     write_json(folder / CONFIG_FILE, config)
     _write_generation_config(folder, config)
@@ -195,8 +177,8 @@ def _write_huggingface(source: SavedModel, folder: Path, options: ExportOptions)
 
 
 def _copy_companions(source: SavedModel, folder: Path) -> None:
-    """Copy the Hugging Face files that came with the weights with which the run began: configuration and tokenizer. If
-    the run's own tokenizer has files, copy its files in place of the tokenizer that came with the weights."""
+    """Copy the Hugging Face configuration and tokenizer of the weights with which the run began. If the run's own
+    tokenizer has files, copy these files in place of the tokenizer of the weights."""
     names = MODEL_FILES if (own := _tokenizer_folder(source)) else (*MODEL_FILES, *TOKENIZER_FILES)
     if source.companions is not None:
         copy_companions(source.companions, folder, names)
@@ -215,7 +197,7 @@ def _tokenizer_folder(source: SavedModel) -> Path | None:
 
 
 def _write_generation_config(folder: Path, config: Mapping[str, Any]) -> None:
-    """If the folder has no `generation_config.json`, write the one that `transformers` would make from the model's
+    """If the folder has no `generation_config.json`, write the file that `transformers` would make from the model's
     config."""
     if not (folder / GENERATION_FILE).exists():
         ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if config.get(key)}
@@ -223,8 +205,8 @@ def _write_generation_config(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def _write_chat_format(source: SavedModel, folder: Path) -> Iterator[str]:
-    """For a run that trained on chats, write the chat template and the token that ends an answer to the files in which
-    `transformers` looks for them. Yield notes about parts of the chat format that the folder lacks."""
+    """For a run that trained on chats, write the chat template and the token that ends an answer to the files that
+    `transformers` reads. Yield notes about parts of the chat format that the folder lacks."""
     if not any(isinstance(data, ChatData) for data in single_sources(source.job.data).values()):
         return
     try:
@@ -248,9 +230,9 @@ def _write_chat_format(source: SavedModel, folder: Path) -> Iterator[str]:
 
 
 def _rows(source: SavedModel, options: ExportOptions) -> int | None:
-    """Return the number of rows that the exported embedding and output layer get: `options.vocab_size`, by default that
-    of the original `config.json`, but at most the model's `vocab_size`. None if the model has no argument `vocab_size`,
-    or if it is a class of `transformers`. Raises WeightsError for an invalid or too large number."""
+    """Return the number of rows of the exported embedding and output layer: `options.vocab_size`, by default the
+    `vocab_size` of the original `config.json`, but at most the `vocab_size` of the model. None if the model has no
+    argument `vocab_size`, or is a class of `transformers`. Raises WeightsError for an invalid or too large number."""
     model = source.job.model
     rows: int | None = getattr(known_args(model), "vocab_size", None)
     if rows is None or model.name == HUGGINGFACE:
@@ -266,16 +248,17 @@ def _rows(source: SavedModel, options: ExportOptions) -> int | None:
 
 def _write_adapter(source: SavedModel, folder: Path, options: ExportOptions) -> tuple[int, int]:
     """Write the adapters as a folder for `peft`, which applies them to the model with which the run began. Return the
-    number of tensors and of bytes. Raises WeightsError without adapters, and if the run trained other parameters,
-    too."""
+    number of tensors and of bytes. Raises WeightsError if there are no adapters, or if the run also trained other
+    parameters."""
     adapters, lora = adapters_of_saved(source), source.job.lora
     if not adapters:
         raise WeightsError("it has no adapters ([lora] was not set); remove --adapter")
     own = {name for adapter in adapters for name in (adapter.a, adapter.b)}
-    if others := _other_trained(source, own):
+    weights = {name: entry.shape for name, entry in source.entries.items() if name not in own}
+    freezing = Freezing(source.job.training, has_adapters=True)
+    if others := [name for name in weights if freezing.trained_from([name], requires_grad=True) is not None]:
         reason = f"it trained {len(others)} parameters besides its adapters: {listed(others)}"
         raise WeightsError(f"{reason}; a folder of adapters would lack them: remove --adapter")
-    weights = {name: entry.shape for name, entry in source.entries.items() if name not in own}
     shapes, pieces = file_places(source.job.model, weights, _rows(source, options), options.is_plain)
     targets = targets_of(adapters, shapes, pieces)
     entries, parts = [], dict[str, tuple[Target, int]]()
@@ -297,17 +280,6 @@ def _write_adapter(source: SavedModel, folder: Path, options: ExportOptions) -> 
         base = str(source.base.resolve())
     write_json(folder / ADAPTER_CONFIG_FILE, adapter_config(targets, lora, pieces, base))
     return len(entries), num_bytes
-
-
-def _other_trained(source: SavedModel, own: Collection[str]) -> list[str]:
-    """Return the names of the parameters that a run trained besides its adapters. `own`: names of the adapters'
-    parameters."""
-    freezing = Freezing(source.job.training, has_adapters=True)
-    return [
-        name
-        for name in source.entries
-        if name not in own and freezing.trained_from([name], requires_grad=True) is not None
-    ]
 
 
 def _write_class(source: SavedModel, folder: Path, options: ExportOptions) -> tuple[int, int]:
@@ -332,7 +304,7 @@ def _published(module: Any, source: SavedModel) -> tuple[list[Entry], Callable[[
     Several tensors may be converted together from the same parameters. The function keeps the converted tensors until
     they are requested, so that each parameter is read once. Raises WeightsError if the class could not load such files.
     """
-    shapes = {name: attrgetter(name)(module).shape for name in source.entries}  # the shape of the class: () for scalars
+    shapes = {name: attrgetter(name)(module).shape for name in source.entries}  # as in the class: () for scalars
     dtypes = {name: entry.dtype for name, entry in source.entries.items()}
     whole = {name: torch.empty(shape, dtype=dtypes[name], device="meta") for name, shape in shapes.items()}
     files = [Entry(name, tuple(t.shape), t.dtype) for name, t in in_published_format(module, whole).items()]

@@ -1,5 +1,4 @@
-"""Generation of text: a cache of keys and values, the choice of the next token, and the decoding of tokens to pieces of
-text."""
+"""Generation of text: a cache of keys and values, the choice of the next token, and the decoding of tokens."""
 
 from __future__ import annotations
 
@@ -74,9 +73,9 @@ class TokenSequence:
         """Number of tokens that the last call of `continued_as` kept."""
 
     def continued_as(self, tokens: Sequence[int]) -> list[int]:
-        """Shorten the sequence to the longest beginning that it shares with `tokens`, without the last of `tokens`. If
-        the cache cannot be shortened to this length, shorten the sequence further. Return the rest of `tokens`, at
-        least one token, for `extend`."""
+        """Shorten the sequence to the longest beginning that it shares with `tokens[:-1]`. If the cache cannot be
+        shortened to this length, shorten the sequence further. Return the rest of `tokens`, at least one token, for
+        `extend`."""
         shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(self.tokens, tokens, strict=False)))
         self.num_kept = self._shortened(min(shared, len(tokens) - 1))
         del self.tokens[self.num_kept :]
@@ -180,11 +179,8 @@ def token_sequence(module: nn.Module, max_tokens: int = 0) -> Iterator[TokenSequ
 def has_cache(module: nn.Module) -> bool:
     """Return True if the model can cache keys and values. With a cache, the earlier tokens are not computed again for a
     new token."""
-    return isinstance(module, Decoder) or {"past_key_values", "use_cache"} <= _parameters(module)
-
-
-def _parameters(module: nn.Module) -> set[str]:
-    return set(inspect.signature(module.forward).parameters)
+    parameters = inspect.signature(module.forward).parameters
+    return isinstance(module, Decoder) or parameters.keys() >= {"past_key_values", "use_cache"}
 
 
 def logits_of(module: nn.Module, tokens: Tensor) -> Tensor:
@@ -207,8 +203,8 @@ def generate_tokens(
     """Yield up to `max_new_tokens` tokens after a prompt, without the token that ends the text.
 
     `sequence`: an earlier sequence of this model. Tokens that the prompt shares with the beginning of `sequence` are
-    not computed again, if its cache allows this. Raises UserError if the prompt is empty, if the prompt and
-    `max_new_tokens` together exceed `model.max_tokens`, or if the model returns no logits.
+    not computed again, if the cache of `sequence` allows this. Raises UserError if the prompt is empty, if the prompt
+    and `max_new_tokens` together exceed `model.max_tokens`, or if the model returns no logits.
     """
     if not prompt:
         raise UserError("error: the prompt is empty; give at least one character")

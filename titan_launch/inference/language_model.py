@@ -17,10 +17,9 @@ from titan_launch.config.sections.model import HUGGINGFACE
 from titan_launch.config.sections.tokenizer import TOKENIZER_FILE, TokenizerConfig
 from titan_launch.core.errors import UserError, listed
 from titan_launch.core.import_string import FOLDERS_CHOOSE_NO_CODE, refuse_imports_from
-from titan_launch.core.terminal import one_line
-from titan_launch.data.chat_rendering import Message
+from titan_launch.data.chat_rendering import Message, RecordError
 from titan_launch.data.corpora.chat_template import ChatTemplate
-from titan_launch.data.corpora.records import RecordError, utf8
+from titan_launch.data.corpora.records import utf8
 from titan_launch.data.tokenizers import Tokenizer, build_tokenizer, tokenizer_beside
 from titan_launch.inference.chat_format import ChatOptions, ends_of_answers, find_template
 from titan_launch.inference.saved_model import SavedModel, merged
@@ -46,7 +45,7 @@ class LanguageModel:
 
     tokenizer: Tokenizer
     begin: tuple[int, ...]
-    """Tokens before the first token of a text: none, or the one that begins a document."""
+    """Tokens before the first token of a text: none, or the token that begins a document."""
 
     max_tokens: int
     """Number of tokens of the longest sequence that the model takes."""
@@ -60,8 +59,8 @@ class LanguageModel:
     """The chat template; None if the model was loaded without one."""
 
     end_texts: tuple[str, ...] = ()
-    """Texts that end an answer, if the chat template ends an answer with several tokens. Otherwise the one token is in
-    `end_tokens`."""
+    """Texts that end an answer, if the chat template ends an answer with several tokens. If it ends an answer with one
+    token, this token is in `end_tokens`."""
 
     def make_room(self, num_tokens: int) -> None:
         """Extend the tables of rotary embeddings, so that sequences can have `num_tokens` tokens."""
@@ -71,8 +70,7 @@ class LanguageModel:
 
     def encode(self, text: str, has_special_tokens: bool = False) -> list[int]:
         """Return the tokens of a text, after the tokens `begin`. `has_special_tokens`: True if names of special tokens
-        in the text become these tokens. If the text itself then begins with `begin`, these tokens are not added
-        again."""
+        in the text become these tokens. A text that then begins with `begin` gets these tokens only once."""
         if not has_special_tokens:
             return [*self.begin, *self.tokenizer.encode(text)]
         tokens, _ = self.tokenizer.encode_chat(text)
@@ -84,10 +82,9 @@ class LanguageModel:
         assert self.template is not None
         try:
             text = self.template.prompt(messages)
-            utf8(text)  # raises
+            utf8(text)  # raises RecordError
         except RecordError as error:
-            detail = f" ({one_line(error.detail)})" if error.detail else ""
-            raise UserError(f"error: the conversation is {error.reason}{detail}") from None
+            raise UserError(f"error: the conversation is {error}") from None
         tokens, _ = self.tokenizer.encode_chat(text)
         return tokens
 
@@ -102,9 +99,9 @@ def load_language_model(
 ) -> LanguageModel:
     """Build a saved model on a device, and read its weights. `source`: the folder of the model.
 
-    `dtype`: dtype of the parameters, by default the widest dtype of the saved tensors. `model`: name of the model, if
-    the user gave one. If the model is the user's own code, the user must name it, because a folder must not choose code
-    that is run. `chat`: options of the chat template; None: no template is loaded. Raises WeightsError, ConfigError and
+    `dtype`: dtype of the parameters, by default the widest dtype of the saved tensors. `model`: value of `--model`.
+    A model of the user's own code is only loaded if this value names it, because a folder must not choose the code that
+    runs. `chat`: options of the chat template; None: no template is loaded. Raises WeightsError, ConfigError and
     UserError.
     """
     saved = merged(saved)
@@ -113,9 +110,8 @@ def load_language_model(
     refuse_imports_from([source], Path(job.job.dump_folder))
     tokenizer = build_tokenizer(tokenizer_of_model(saved))
     if (labels := labels_taken(job.model)) is not None:
-        raise WeightsError(
-            f"its model has {labels} outputs (num_labels) in place of a vocabulary, so it writes no text"
-        )
+        found = f"its model has {labels} outputs (num_labels) in place of a vocabulary"
+        raise WeightsError(f"{found}, so it writes no text")
     vocabulary = vocabulary_taken(job.model)
     if vocabulary is not None and vocabulary < tokenizer.vocab_size:
         tokens = f"the tokenizer has {tokenizer.vocab_size} tokens"
@@ -146,9 +142,9 @@ def _check_model(job: JobConfig, model: str | None) -> None:
 
 
 def tokenizer_of_model(saved: SavedModel) -> TokenizerConfig:
-    """Return the configuration of the job's tokenizer. For a folder without a job, return that of the tokenizer among
-    its Hugging Face files. Raises WeightsError if there is no tokenizer, and ConfigError for a file that cannot be
-    used."""
+    """Return the configuration of the job's tokenizer. For a folder without a job, return the configuration of the
+    tokenizer among its Hugging Face files. Raises WeightsError if there is no tokenizer, and ConfigError for a file
+    that cannot be used."""
     if "tokenizer" in saved.job.model_fields_set:
         return saved.job.tokenizer
     found = None if saved.companions is None else tokenizer_beside(saved.companions)
@@ -183,8 +179,8 @@ def _longest(saved: SavedModel) -> int:
 
 
 _FIRST_ROWS = 8192
-"""Largest number of rows with which the tables of rotary embeddings begin. `make_room` extends them for longer
-sequences. (A `config.json` may allow sequences of millions of tokens.)"""
+"""Largest initial number of rows in the tables of rotary embeddings. `make_room` extends the tables for longer
+sequences. A `config.json` may allow sequences of millions of tokens."""
 
 
 def _build(saved: SavedModel, source: Path, device: torch.device, dtype: torch.dtype, max_tokens: int) -> nn.Module:
@@ -208,9 +204,8 @@ def _build(saved: SavedModel, source: Path, device: torch.device, dtype: torch.d
 
 
 def _allocate(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Move a model from the meta device to `device` in place. The tensors are not initialized. Floating-point
-    parameters get `dtype`, except those of BatchNorm. All other tensors keep their dtypes. Shared tensors stay
-    shared."""
+    """Replace a model's meta tensors by uninitialized tensors on `device`. Floating-point parameters get `dtype`,
+    except those of BatchNorm. All other tensors keep their dtypes. Shared tensors stay shared."""
     allocated: dict[Tensor, Tensor] = {}
     for module in model.modules():
         is_batchnorm = isinstance(module, nn.modules.batchnorm._BatchNorm)
@@ -227,11 +222,8 @@ def _allocate(model: nn.Module, device: torch.device, dtype: torch.dtype) -> Non
 @torch.no_grad()
 def _fill(built: BuiltModel, saved: SavedModel, device: torch.device) -> None:
     """Copy the saved tensors into a model after `_allocate`. Tensors that are not saved, such as tables of positions,
-    get their initial values.
-
-    Raises WeightsError if a parameter is not saved, or if the model has no tensor with the name and shape of a saved
-    one.
-    """
+    get their initial values. Raises WeightsError if a parameter is not saved, or if a saved tensor has no counterpart
+    of the same name and shape in the model."""
     tensors = {
         full_name(path, name): tensor
         for path, module in built.module.named_modules(remove_duplicate=False)
@@ -250,10 +242,8 @@ def _fill(built: BuiltModel, saved: SavedModel, device: torch.device) -> None:
             raise WeightsError(f"{found}, but the model has no tensor with this name and shape")
         tensors[name].copy_(saved.read(name))
         filled.add(id(tensors[name]))
-    missing = [
-        name for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter) and id(tensor) not in filled
-    ]
-    if missing:
+    parameters = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter)}
+    if missing := [name for name, parameter in parameters.items() if id(parameter) not in filled]:
         raise WeightsError(f"it lacks these parameters of the model: {listed(missing)}")
 
 

@@ -15,8 +15,6 @@ from titan_launch.config.loading.provenance import toml_value
 from titan_launch.inference.saved_model import SavedModel
 from titan_launch.train.run_folder.folder import checkpoint_folder
 
-CARD = "README.md"
-
 
 def write_card(folder: Path, source: SavedModel, origin: Path, library: str) -> None:
     """Write the model card of an export into its folder. `source`: the exported model. `origin`: the folder that was
@@ -24,7 +22,7 @@ def write_card(folder: Path, source: SavedModel, origin: Path, library: str) -> 
 
     Raises FileExistsError if the folder already has a README.md.
     """
-    with (folder / CARD).open("x", encoding="utf-8") as file:
+    with (folder / "README.md").open("x", encoding="utf-8") as file:
         file.write("\n".join(_lines(source, origin, library)) + "\n")
 
 
@@ -44,7 +42,8 @@ def _lines(source: SavedModel, origin: Path, library: str) -> Iterator[str]:
     yield _row("model", f"`{source.job.model.name}`, {source.num_parameters:,} elements in all tensors")
     if manifest is not None:
         yield _row("steps", f"{manifest.step:,} on {manifest.world_size} ranks")
-        samples = _samples_seen(origin, manifest.step)
+        checkpoint = checkpoint_folder(origin) / checkpoint_name(manifest.step)
+        samples = int(read_tensor(checkpoint, read_index(checkpoint)["progress.samples_seen"]))
         if source.job.data.unit != "images":
             length = source.job.training.seq_len
             yield _row("tokens", f"{samples * length:,} ({samples:,} samples of {length})")
@@ -61,29 +60,20 @@ def _lines(source: SavedModel, origin: Path, library: str) -> Iterator[str]:
         yield _row("config", f"SHA-256 `{manifest.config_digest}`")
     yield _row("exported with", f"titan_launch {__version__}: `{shlex.join(['titan-launch', *sys.argv[1:]])}`")
     if manifest is not None:
-        yield from ("", "## Job", "", "```toml", *_toml(source.record), "```")
+        yield from ("", "## Job", "", "```toml")
+        for section, table in source.record.items():
+            yield from (f"[{section}]", *(f"{key} = {toml_value(value)}" for key, value in table.items()))
+        yield "```"
 
 
 def _row(name: str, text: str) -> str:
     return f"| {name} | {text.replace('|', '&#124;')} |"
 
 
-def _samples_seen(run: Path, step: int) -> int:
-    checkpoint = checkpoint_folder(run) / checkpoint_name(step)
-    return int(read_tensor(checkpoint, read_index(checkpoint)["progress.samples_seen"]))
-
-
 def _named(source: SavedModel, section: str) -> str:
-    """Return the path of the data source in `section` of the job or, without a path, its kind, and a comma; "" without
-    such a source. `section`: for example `data.sources.0`."""
+    """Return the path, or else the kind, of the data source in `section` of the job, and a comma; "" without such a
+    source. `section`: for example `data.sources.0`."""
     table: Any = source.record
     for part in section.split("."):
         table = table[int(part)] if part.isdecimal() else table.get(part, {})
     return f"`{table.get('path') or table.get('kind')}`, " if isinstance(table, dict) else ""
-
-
-def _toml(record: Any) -> Iterator[str]:
-    """Yield the lines of the job as TOML. `record`: the content of the run's `config.json`."""
-    for section, table in record.items():
-        yield f"[{section}]"
-        yield from (f"{key} = {toml_value(value)}" for key, value in table.items())

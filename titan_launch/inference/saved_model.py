@@ -40,9 +40,6 @@ from titan_launch.models.weights.writing import Entry, companions_of
 from titan_launch.plan.freezing import ADAPTER
 from titan_launch.train.run_folder.folder import checkpoint_folder
 
-_OF_FROZEN = ("trainable", "frozen", "unfreeze")
-"""Keys of `[training]` that are removed when the adapters are added to the weights."""
-
 _LONGEST = 2048
 """Largest `training.seq_len` that the record of a Hugging Face folder gets, even if the model takes longer
 sequences."""
@@ -71,8 +68,8 @@ class SavedModel:
     """Sentences about keys of a Hugging Face `config.json` that have no effect here."""
 
     base: Path | None = None
-    """Folder of the weights with which the run began; None if there is none, or if it no longer exists. For a Hugging
-    Face folder: this folder itself."""
+    """Folder of the weights with which the run began; None without such a folder, or if it no longer exists. For a
+    Hugging Face folder: this folder itself."""
 
     manifest: Manifest | None = None
     """Manifest of the checkpoint; None if the folder is not a run folder."""
@@ -93,12 +90,10 @@ class SavedModel:
 def open_saved_model(folder: Path, step: int | None = None, ema: bool = False, base: Path | None = None) -> SavedModel:
     """Open a run folder, a folder that `import` or `export` wrote, or a Hugging Face folder. No values are read.
 
-    `step`: step of the run's checkpoint, by default that of `result_step`. `ema`: use the moving average of each
-    parameter that has one, instead of the parameter. `base`: folder of the parameters that the checkpoint omits. Its
-    default is the first that exists of `model.weights`, the path in the manifest, and `model.path`, or a local copy of
-    the URL among them. Adapters are
-    separate tensors in the result; `merged` adds them to the weights. Raises WeightsError, DamagedCheckpointError and
-    UserError.
+    `step`: step of the run's checkpoint, by default the result of `result_step`. `ema`: use the moving average of each
+    parameter that has one, instead of the parameter. `base`: folder of the parameters that the checkpoint omits, by
+    default the result of `_base_folder`. Adapters stay separate tensors; `merged` adds them to the weights. Raises
+    WeightsError, DamagedCheckpointError and UserError.
     """
     refuse_adapter(folder)
     record = read_json(folder / CONFIG_FILE)
@@ -149,11 +144,11 @@ def _checked(folder: Path, step: int) -> tuple[Path, Manifest]:
 
 
 def _base_folder(job: JobConfig, recorded: Base | None, given: Path | None) -> Path | None:
-    """Return the folder of the weights with which a run began: `given`, or the first that exists of `model.weights`,
-    the path in the manifest, and `model.path`. None if none exists.
+    """Return the folder of the weights with which a run began: `given` or, by default, the first existing folder among
+    `model.weights`, the path in the manifest, and `model.path`. None if no folder exists.
 
-    If the checkpoint omits parameters, and none of these exists, the folder is the local copy of the URL among them.
-    Raises WeightsError if this URL cannot be copied.
+    If no folder exists and the checkpoint omits parameters, a URL among these values is copied, and the local copy is
+    returned. Raises WeightsError if the URL cannot be copied.
     """
     if given is not None:
         return given
@@ -172,11 +167,9 @@ def _base_folder(job: JobConfig, recorded: Base | None, given: Path | None) -> P
 
 
 def _with_base(saved: SavedModel) -> SavedModel:
-    """Return the model with the parameters that the checkpoint omits. They are read from the folder `saved.base`.
-
-    Raises WeightsError if this folder is missing, if its fingerprint is not the one that the manifest records, or if it
-    lacks a parameter.
-    """
+    """Return the model with the parameters that the checkpoint omits, which are read from the folder `saved.base`.
+    Raises WeightsError if this folder is missing, lacks a parameter, or has another fingerprint than the manifest
+    records."""
     base = None if saved.manifest is None else saved.manifest.base
     if base is None or not base.omitted:
         return saved
@@ -244,10 +237,8 @@ def _adapter_by_shape(saved: SavedModel, a: str) -> Adapter:
     weight, b = f"{module}.weight", f"{path}.b"
     rows, columns = saved.entries[weight].shape
     if rows == columns:
-        reason = (
-            "is square, so it may be of a linear layer or of an embedding, and the model's code is not run to find out"
-        )
-        raise WeightsError(f"{weight} {reason}; its adapter cannot be merged")
+        reason = "which may be of a linear layer or an embedding; only the model's code, which is not run, shows this"
+        raise WeightsError(f"cannot merge the adapter of the square matrix {weight}, {reason}")
     rank, num_in = saved.entries[a].shape
     return Adapter(weight, a, b, rank, saved.job.lora.of(module).scale, is_embedding=num_in == rows)
 
@@ -268,7 +259,8 @@ def merged(saved: SavedModel) -> SavedModel:
             saved.read(adapter.a), saved.read(adapter.b), adapter.scale, adapter.is_embedding
         )
 
-    training = {key: value for key, value in saved.record["training"].items() if key not in _OF_FROZEN}
+    of_freezing = ("trainable", "frozen", "unfreeze")  # the merged model has no adapters, which these keys may name
+    training = {key: value for key, value in saved.record["training"].items() if key not in of_freezing}
     record = {**{key: value for key, value in saved.record.items() if key != "lora"}, "training": training}
     return replace(
         saved,
@@ -314,24 +306,18 @@ def _check_structure(first: SavedModel, other: SavedModel) -> None:
     """Raise WeightsError if two models have different `model.name`, different arguments, or tensors of different names
     or shapes."""
     own, theirs = known_args(first.job.model), known_args(other.job.model)
+    shapes = [{name: tuple(entry.shape) for name, entry in model.entries.items()} for model in (first, other)]
     if first.job.model.name != other.job.model.name:
         problem = f"is {other.job.model.name}, not {first.job.model.name}"
     elif own != theirs:
         assert own is not None and theirs is not None, "the same model has arguments in both"
         names = [name for name in type(own).model_fields if getattr(own, name) != getattr(theirs, name)]
         problem = "has other arguments: " + ", ".join(f"{n} = {toml_value(getattr(theirs, n))}" for n in names)
-    elif different := sorted(
-        {name for name, entry in first.entries.items() if not _has(other, name, entry.shape)}
-        | (other.entries.keys() - first.entries)
-    ):
-        problem = f"has other names or shapes of tensors: {listed(different)}"
+    elif different := shapes[0].items() ^ shapes[1].items():
+        problem = f"has other names or shapes of tensors: {listed(sorted({name for name, _ in different}))}"
     else:
         return
     raise WeightsError(f"{other.description} {problem}; only models of the same structure have a mean")
-
-
-def _has(model: SavedModel, name: str, shape: Sequence[int]) -> bool:
-    return name in model.entries and tuple(model.entries[name].shape) == tuple(shape)
 
 
 @dataclass(frozen=True)
@@ -343,8 +329,8 @@ class _FolderWeights:
 
     @classmethod
     def of(cls, job: JobConfig, folder: Path) -> _FolderWeights:
-        """Find the parameters of the job's model in a folder. The code of a user's own model is not run; the names in
-        the folder are then taken as those of the model. Raises WeightsError if the folder does not fit the model."""
+        """Find the parameters of the job's model in a folder. The code of a user's own model is not run: all tensors in
+        the folder count as its parameters. Raises WeightsError if the folder does not fit the model."""
         model = job.model.model_copy(update={"weights": str(folder)})
         try:
             files = open_weights(model)
@@ -363,7 +349,6 @@ class _FolderWeights:
         return cls(weights, entries)
 
     def read(self, name: str) -> Tensor:
-        """Return a whole parameter."""
         shape = self.entries[name].shape
         return self.weights.read(name, (0,) * len(shape), shape).contiguous()
 

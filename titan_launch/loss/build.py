@@ -36,12 +36,12 @@ def build_loss(
     has_values: bool = True,
     frozen: FrozenModel | None = None,
 ) -> Loss:
-    """Return the loss of a job: the model's own (`model.loss`), or the one that `loss.name` names.
+    """Return the loss of a job: the loss that the model computes (`model.loss`), or the loss that `loss.name` names.
 
-    If the plan has a loss head and this rank has that module, this function changes the module in place, so that it
-    computes the loss instead of logits. `num_classes`: number of classes of the data. `has_values`: False for a trace,
-    whose tensors have no values to check. `frozen`: the second model of the loss. Raises ConfigError if the function
-    that `loss.name` names cannot be imported or called (`import_loss`).
+    `num_classes`: number of classes of the data. `has_values`: False for a trace, whose tensors have no values to
+    check. `frozen`: the second model of the loss. If this rank has the loss head of the plan, this function changes the
+    head in place: it then computes the loss instead of logits. Raises ConfigError if the function that `loss.name`
+    names cannot be imported or called (`import_loss`).
     """
     if config.model.loss is not None:
         return ModelLoss(config.model.loss, config.data.unit, has_values)

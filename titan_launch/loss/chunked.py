@@ -1,5 +1,5 @@
-"""Cross-entropy in chunks of classes. If it is computed from the input of an output layer, the logits of a whole
-microbatch never exist. It can also be computed from logits.
+"""Cross-entropy in chunks of classes, from the input of an output layer or from logits. From the input of an output
+layer, the logits of a whole microbatch never exist.
 
 Forward goes through the chunks and updates a running log-sum-exp for each target. Backward computes the logits of each
 chunk a second time. The softmax follows from these logits and the log-sum-exp.
@@ -46,7 +46,7 @@ class Classes:
     def of(divided: DTensor, count: int) -> Classes:
         """Return this rank's range of `count` classes, for a DTensor that is sharded by class.
 
-        The count is the same on all ranks: `check_tensor_plan` requires this.
+        The count is the same on all ranks: `check_divisions` requires this.
         """
         mesh = divided.device_mesh
         return Classes(count, mesh.get_local_rank() * count, mesh.size() * count, mesh.get_group())
@@ -79,7 +79,7 @@ class _Running:
     """Statistics of the logits of n targets, over the classes of the chunks so far. Each is fp32 (n, 1)."""
 
     largest: Tensor
-    """The largest logit; that of all classes if it is known in advance."""
+    """The largest logit; if it is known in advance, the largest logit of all classes."""
 
     sum_exp: Tensor
     """The sum of exp(logit - largest)."""
@@ -114,10 +114,8 @@ class _Running:
 def _add_classes(
     logits: Tensor, index: Tensor, largest: Tensor, sum_exp: Tensor, wanted: Tensor, logit_sum: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the fields of `_Running` after a chunk of logits (n, classes).
-
-    `index` (n, 1): the target's class, counted from the first class of the chunk. It may be outside of the chunk.
-    """
+    """Return the fields of `_Running` after a chunk of logits (n, classes). `index` (n, 1): the target's class, counted
+    from the first class of the chunk. The class may be outside of the chunk."""
     before, largest = largest, torch.maximum(largest, logits.amax(-1, keepdim=True)).float()
     exponentials = logits.to(torch.float32, copy=True).sub_(largest).exp_()
     sum_exp = sum_exp * (before - largest).exp() + exponentials.sum(-1, keepdim=True)

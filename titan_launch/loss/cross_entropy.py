@@ -8,7 +8,7 @@ them in chunks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any
@@ -44,23 +44,28 @@ class CrossEntropy(Loss):
         self._kernels = Kernels.compiled(compiled)
         self._has_head = False
         self.targets: Tensor | None = None
-        """The targets of the current forward. While they are None, the output layer returns logits."""
+        """The targets of the current forward. If the value is None, the output layer returns logits."""
 
     def compute_in(self, head: nn.Module, dtypes: Sequence[torch.dtype] = ()) -> None:
-        """Change the forward of `head`, an `nn.Linear`, in place: within `given`, it returns the sums of the loss
-        instead of logits.
+        """Change the forward of `head`, an `nn.Linear`, in place: in a block of `given`, the layer returns the sums of
+        the loss instead of logits.
 
         The logits are the output of the layer. If the layer has the method `adjust_logits`, an elementwise function
         such as a soft cap, `adjust_logits` is applied to each chunk of logits. Then each chunk is cast to all `dtypes`,
         one after the other.
         """
         self._has_head = True
+        loss, compute = self, head.forward
         adjust = _adjustment(getattr(head, "adjust_logits", None), dtypes)
-        head.forward = MethodType(_head_forward(self, head.forward, adjust), head)
+
+        # The explanation of an out-of-memory error finds the module in a frame under the name `self`.
+        def forward(self: nn.Module, x: Tensor) -> Tensor:
+            return compute(x) if loss.targets is None else loss.of_head(self, x, loss.targets, adjust)
+
+        head.forward = MethodType(forward, head)
 
     @contextmanager
     def given(self, targets: Tensor) -> Iterator[None]:
-        """During the block, provide the targets of the model's next forward to the model's output layer."""
         self.targets = targets
         try:
             yield
@@ -68,8 +73,8 @@ class CrossEntropy(Loss):
             self.targets = None
 
     def select(self, outputs: Any, targets: Tensor) -> Tensor:
-        """Return the logits in a model's outputs, or the sums if the output layer computes them. Raise ConfigError if
-        there are neither logits nor sums."""
+        """Return the logits in a model's outputs or, if the output layer computes the loss, its sums. Raise ConfigError
+        if there are neither."""
         fits = (lambda tensor, _: tensor.shape == (2,)) if self._has_head else are_logits
         return select_logits(outputs, targets, fits)
 
@@ -78,17 +83,20 @@ class CrossEntropy(Loss):
 
         With gradients enabled, the first sum is the loss: the cross-entropy, with label smoothing, plus the weighted
         z-loss. The second sum is the weighted z-loss alone. Backward runs through the first one only. Without
-        gradients, the first sum is the cross-entropy without label smoothing and z-loss. The second is the number of
-        targets whose class has the largest logit; of equal logits, the first counts as the largest.
+        gradients, the first sum is the cross-entropy without label smoothing and z-loss. The second sum is then the
+        number of correct predictions (`count_correct`).
 
-        `outputs` are logits (..., classes), or the sums if the output layer computes them. `targets` are class indices
-        (...). If no target is valid, the sums and the gradients are 0, and all ranks still run the same backward.
-        Collective if the logits are divided over ranks by class. Raises ConfigError if the outputs have the wrong
-        shape.
+        `outputs`: logits (..., classes), or the sums if the output layer computes them. `targets`: class indices (...).
+        If no target is valid, the sums and the gradients are 0, and all ranks still run the same backward. Collective
+        if the logits are divided over ranks by class. Raises ConfigError if the outputs have the wrong shape.
         """
         if self._has_head:
             if outputs.shape != (2,):
-                raise config_error(("loss", "chunks"), _CHANGED_OUTPUT, self._config.chunks)
+                reason = (
+                    "the output layer of the model computes the loss, but the model does not return the output of that "
+                    "layer unchanged in every forward; return it unchanged, or set 1"
+                )
+                raise config_error(("loss", "chunks"), reason, self._config.chunks)
             return outputs
         self._check(outputs.shape, targets)
         if isinstance(outputs, DTensor):
@@ -132,24 +140,6 @@ class CrossEntropy(Loss):
         method = Method(config, classes, adjust, self._kernels, counts_correct=validates)
         sums: Tensor = ChunkedLoss.apply(x.reshape(-1, x.shape[-1]), weight, bias, targets.reshape(-1), method)
         return sums
-
-
-_CHANGED_OUTPUT = (
-    "the output layer of the model computes the loss, but the model does not return the output of that layer unchanged "
-    "in every forward; return it unchanged, or set 1"
-)
-
-
-def _head_forward(
-    loss: CrossEntropy, compute: Callable[[Tensor], Tensor], adjust: Adjust | None
-) -> Callable[..., Tensor]:
-    """Return a new forward of an output layer. `compute` is the old forward."""
-
-    # The explanation of an out-of-memory error finds the module in a frame under the name `self`.
-    def forward(self: nn.Module, x: Tensor) -> Tensor:
-        return compute(x) if loss.targets is None else loss.of_head(self, x, loss.targets, adjust)
-
-    return forward
 
 
 def _adjustment(adjust: Adjust | None, dtypes: Sequence[torch.dtype]) -> Adjust | None:

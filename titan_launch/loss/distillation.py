@@ -1,4 +1,4 @@
-"""Distillation: a weighted sum of the KL divergence from a teacher's probabilities and the cross-entropy."""
+"""Distillation: training with the probabilities of a teacher, a second model that is not trained."""
 
 from __future__ import annotations
 
@@ -25,13 +25,7 @@ class DistillationLoss(CrossEntropy):
     num_sums = 3
     tags = ("distillation/kl_divergence", "distillation/cross_entropy")
 
-    def __init__(
-        self,
-        check: LogitsCheck,
-        compiled: Compile,
-        settings: DistillationConfig,
-        teacher: FrozenModel,
-    ):
+    def __init__(self, check: LogitsCheck, compiled: Compile, settings: DistillationConfig, teacher: FrozenModel):
         super().__init__(check=check)
         self.frozen = teacher.module
         self._settings, self._teacher = settings, teacher

@@ -68,12 +68,12 @@ class Loss:
         return count_valid(targets).expand(2)
 
     def prepare_step(self, microbatches: Sequence[Batch], device: torch.device) -> None:
-        """Before the first forward of a step, compute what the loss needs of all microbatches together. `microbatches`:
-        those of this rank, on the host. Not called in validation, in traces and in pipelines. Collective."""
+        """Before the first forward of a step, compute values that depend on all microbatches together. `microbatches`:
+        the microbatches of this rank, on the host. Not called in validation, in traces and in pipelines. Collective."""
 
     def prepare(self, inputs: Tensor, targets: Tensor, documents: Tensor | None) -> None:
-        """Before the model's forward, compute what the loss needs besides the model's outputs, such as a teacher's
-        logits. Collective."""
+        """Before the model's forward, compute the other values that the loss needs, such as a teacher's logits.
+        Collective."""
 
     @contextmanager
     def given(self, targets: Tensor) -> Iterator[None]:

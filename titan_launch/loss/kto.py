@@ -1,8 +1,8 @@
 """Kahneman-Tversky optimization (KTO), a loss of single answers that are desirable or undesirable.
 
 The loss of an answer compares its log-ratio with a baseline, the mean log-ratio of mismatched answers. A sample has
-several chats. The mismatched chats are those of the sample, in which each prompt is followed by the answer to the
-prompt before. So they take as many tokens as the sample, and do not depend on the division of a batch into ranks and
+several chats. The mismatched chats of a sample have the same prompts, but each prompt is followed by the answer to the
+prompt before. So they have as many tokens as the sample, and do not depend on the division of a batch into ranks and
 microbatches.
 """
 
@@ -30,6 +30,9 @@ class Answers(NamedTuple):
     """The answers in a microbatch. Tensors (batch, documents) have an entry for each number that a document may have
     (`num_documents`)."""
 
+    documents: Tensor
+    """The number of each token's document, int32 (batch, tokens)."""
+
     targets: Tensor
     """The targets without the labels, int64 (batch, tokens)."""
 
@@ -43,20 +46,21 @@ class Answers(NamedTuple):
     """Position of the first target of the answer, int64 (batch, documents)."""
 
 
-def answers_in(targets: Tensor, documents: Tensor) -> Answers:
+def answers_in(targets: Tensor, documents: Tensor | None) -> Answers:
     """Return the answers of a microbatch. The last valid target of a document is its label. The other valid targets are
     its answer. `targets`, `documents`: (batch, tokens)."""
+    assert documents is not None, "config.rules demands data with labels"
     places = torch.arange(targets.shape[1], device=targets.device).expand_as(targets)
     last = _extreme(places, targets != IGNORED_TARGET, documents, "amax")
     labels = targets.gather(1, last)
     without = targets.masked_fill(places == last.gather(1, documents.long()), IGNORED_TARGET)
     first = _extreme(places, without != IGNORED_TARGET, documents, "amin")
-    return Answers(without, first < last, labels, first)
+    return Answers(documents, without, first < last, labels, first)
 
 
 def _extreme(places: Tensor, is_taken: Tensor, documents: Tensor, kind: str) -> Tensor:
-    """Return the first (`amin`) or last (`amax`) taken place of each document, int64 (batch, documents). Without a
-    taken place, `amin` returns the last place of the sample, and `amax` returns 0."""
+    """Return the first (`amin`) or last (`amax`) taken place of each document, int64 (batch, documents). For a document
+    without a taken place, `amin` returns the last place of the sample, and `amax` returns 0."""
     other = places.shape[1] - 1 if kind == "amin" else 0
     found = places.new_full((len(places), num_documents(places.shape[1])), other)
     return found.scatter_reduce(1, documents.long(), places.where(is_taken, other), kind)
@@ -72,17 +76,17 @@ class Mismatched(NamedTuple):
     """int64 (batch, tokens). The tokens of the answers, and no labels."""
 
     documents: Tensor
-    """int32 (batch, tokens). A document has the number of the chat whose prompt it has."""
+    """int32 (batch, tokens). A mismatched chat has the document number of its prompt."""
 
 
-def mismatched(inputs: Tensor, documents: Tensor, answers: Answers) -> Mismatched:
+def mismatched(inputs: Tensor, answers: Answers) -> Mismatched:
     """Return the mismatched chats of a microbatch. Each prompt gets the answer of the chat before. The first prompt of
     a sample gets the answer of the last chat. Documents without an answer, such as padding, keep their tokens.
 
-    `inputs`, `documents`: (batch, tokens). All shapes are static, so that the device never waits.
+    `inputs`: (batch, tokens). No shape depends on a value, so the host never waits for the device.
     """
     batch, tokens = inputs.shape
-    documents = documents.long()
+    documents = answers.documents.long()
     places = torch.arange(tokens, device=inputs.device).expand_as(inputs)
     exist, slots = answers.exist, num_documents(tokens)
     own = torch.arange(slots, device=inputs.device).expand(batch, slots)
@@ -91,9 +95,9 @@ def mismatched(inputs: Tensor, documents: Tensor, answers: Answers) -> Mismatche
     of_prompt = (answers.first + 1 - start).where(exist, length)
     of_answer = length - of_prompt
 
-    # `giver` is the chat whose answer a chat gets, and `taker` the chat that gets the answer of a chat.
+    # For each chat: `giver` is the chat whose answer it gets, and `taker` is the chat that gets its answer.
     count = exist.sum(1, keepdim=True)
-    rank = exist.cumsum(1) - 1  # of each chat with an answer among these chats
+    rank = exist.cumsum(1) - 1  # index of each chat among the chats with an answer
     by_rank = own.new_zeros(batch, slots + 1).scatter(1, rank.where(exist, slots), own)
     giver = by_rank.gather(1, (rank - 1) % count.clamp(min=1)).where(exist, own)
     taker = torch.zeros_like(own).scatter(1, giver, own)
@@ -103,7 +107,7 @@ def mismatched(inputs: Tensor, documents: Tensor, answers: Answers) -> Mismatche
     offset = places - start.gather(1, documents)
     in_prompt = offset < of_prompt.gather(1, documents)
     owner = documents.where(in_prompt, taker.gather(1, documents))
-    longer = of_prompt.gather(1, owner) - of_prompt.gather(1, documents)  # the prompt before an answer; 0 in prompts
+    longer = of_prompt.gather(1, owner) - of_prompt.gather(1, documents)  # 0 in prompts
     place = new_start.gather(1, owner) + offset + longer
 
     def moved(values: Tensor) -> Tensor:
@@ -119,8 +123,7 @@ def mismatched(inputs: Tensor, documents: Tensor, answers: Answers) -> Mismatche
 
 
 class KTOLoss(Loss):
-    """The loss of Ethayarajh et al. (arXiv:2402.01306, section 4), summed over answers. The items are the
-    answers.
+    """The loss of Ethayarajh et al. (arXiv:2402.01306, section 4), summed over answers, which are the items.
 
     The log-ratio of an answer is its log-probability in the trained model minus that in the reference model. The
     baseline is `beta` times the mean log-ratio of the mismatched answers of all ranks and microbatches, but at least 0.
@@ -147,12 +150,11 @@ class KTOLoss(Loss):
         self._settings, self._model, self._reference = settings, model, reference
         self._log_probs = compiled(log_prob_of_document)
         self._of_step: Tensor | None = None
-        self._prepared: tuple[Answers, Tensor, Tensor, Tensor] | None = None
+        self._prepared: tuple[Answers, Tensor, Tensor] | None = None
 
     def counts(self, targets: Tensor, documents: Tensor | None) -> Tensor:
         """Return the number of answers and the number of their tokens, int64 (2). Raises ConfigError for a label other
         than 0 and 1, if the targets are on the host."""
-        assert documents is not None, "config.rules demands data with labels"
         answers = answers_in(targets, documents)
         if targets.device.type == "cpu" and (answers.labels[answers.exist] > 1).any():
             reason = 'has a document whose last target is no label (0 or 1); name data of kind = "unpaired_preferences"'
@@ -164,39 +166,37 @@ class KTOLoss(Loss):
         sums = torch.zeros(2, device=device)
         for microbatch in microbatches:
             inputs, targets, documents = microbatch.to(device)
-            assert documents is not None, "config.rules demands data with labels"
-            sums += self._sums_of_mismatched(inputs, documents, answers_in(targets, documents))
+            sums += self._sums_of_mismatched(inputs, answers_in(targets, documents))
         dist.all_reduce(sums)
         self._of_step = _mean(sums)
 
     def prepare(self, inputs: Tensor, targets: Tensor, documents: Tensor | None) -> None:
         """Run the reference model, and keep its log-probabilities for `sums`. Collective.
 
-        With gradients, and if `prepare_step` was not called (as in a trace), also compute the baseline, from this
-        microbatch alone.
+        If `prepare_step` was not called, as in a trace, also compute the baseline, from this microbatch alone. Without
+        gradients, as in validation, the baseline is 0.
         """
-        assert documents is not None, "config.rules demands data with labels"
         answers = answers_in(targets, documents)
         baseline = self._of_step
         if not torch.is_grad_enabled():
             baseline = torch.zeros((), device=inputs.device)
         elif baseline is None:
-            baseline = _mean(self._sums_of_mismatched(inputs, documents, answers))
+            baseline = _mean(self._sums_of_mismatched(inputs, answers))
         with torch.no_grad():
-            logits = self._reference(inputs, answers.targets, documents)
-            reference = self._log_probs(logits, answers.targets, documents)
-        self._prepared = answers, documents, reference, baseline
+            logits = self._reference(inputs, answers.targets, answers.documents)
+            reference = self._log_probs(logits, answers.targets, answers.documents)
+        self._prepared = answers, reference, baseline
 
     def sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return four sums over answers: the losses, the rewards with the sign of their labels, the number of answers
-        whose reward is on the right side of the baseline, and the baseline. Without gradients, return two sums: the
-        losses, and the number of answers on the right side."""
+        """Return four sums over answers: the losses, the rewards (negated for undesirable answers), the number of
+        answers whose reward is on the right side of the baseline, and the baseline. Without gradients, return the first
+        and the third sum."""
         self._check(outputs.shape, targets)
         assert self._prepared is not None, "prepare comes first"
-        (answers, documents, reference, baseline), self._prepared = self._prepared, None
+        (answers, reference, baseline), self._prepared = self._prepared, None
         settings = self._settings
         sign = answers.labels * 2 - 1
-        rewards = settings.beta * (self._log_probs(outputs, answers.targets, documents) - reference)
+        rewards = settings.beta * (self._log_probs(outputs, answers.targets, answers.documents) - reference)
         baseline = (settings.beta * baseline).expand_as(rewards)
         margins = sign * (rewards - baseline)
         weights = torch.where(sign > 0, settings.desirable_weight, settings.undesirable_weight)
@@ -206,9 +206,9 @@ class KTOLoss(Loss):
         return sums if torch.is_grad_enabled() else sums[[0, 2]]
 
     @torch.no_grad()
-    def _sums_of_mismatched(self, inputs: Tensor, documents: Tensor, answers: Answers) -> Tensor:
-        """Return the sum of the log-ratios of the mismatched answers of a microbatch, and their number: fp32 (2)."""
-        other = mismatched(inputs, documents, answers)
+    def _sums_of_mismatched(self, inputs: Tensor, answers: Answers) -> Tensor:
+        """Return the sum of the log-ratios of a microbatch's mismatched answers, and their number: fp32 (2)."""
+        other = mismatched(inputs, answers)
         counts = answers.exist & (answers.exist.sum(1, keepdim=True) > 1)
         reference = self._log_probs(self._reference(*other), other.targets, other.documents)
         with in_evaluation_mode(self._model):

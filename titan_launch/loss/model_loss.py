@@ -20,8 +20,7 @@ class ModelLoss(Loss):
     """The loss that a model computes itself, converted to the sum over the valid targets of a microbatch."""
 
     def __init__(self, reduction: Literal["mean", "sum"], unit: SampleUnit, has_values: bool = True):
-        """`reduction`: value of `model.loss`. `has_values`: False for a trace, whose tensors have no values to
-        check."""
+        """`reduction`: value of `model.loss`. `has_values`: see `build_loss`."""
         super().__init__()
         self._reduction = reduction
         self._checks_shift = has_values and unit == "tokens"
@@ -29,8 +28,8 @@ class ModelLoss(Loss):
         self._cross_entropy = CrossEntropy(LossConfig(chunks=8))
 
     def arguments(self, model: nn.Module, targets: Tensor) -> dict[str, Tensor]:
-        """Return the targets as `labels`. Return them also as `shift_labels` if the forward takes this argument by
-        name, or takes `**kwargs` in a model with a `loss_function`."""
+        """Return the targets as `labels`, and also as `shift_labels` if the forward takes this argument by name, or
+        takes `**kwargs` in a model with a `loss_function`."""
         parameters = inspect.signature(model.forward).parameters
         takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
         # The language models of `transformers` shift `labels` by one token, but use `shift_labels` unchanged. Most of
@@ -40,7 +39,6 @@ class ModelLoss(Loss):
         return {"labels": targets}
 
     def contract(self, unit: SampleUnit) -> str:
-        """Return the contract of a forward that returns its loss."""
         return model_loss_contract(unit)
 
     def select(self, outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -58,11 +56,9 @@ class ModelLoss(Loss):
     def sums(self, outputs: tuple[Tensor, Tensor | None], targets: Tensor) -> Tensor:
         """Return two sums over the valid targets, in fp32. `outputs`: loss and logits.
 
-        The first is the loss: a mean is multiplied by the number of valid targets. The second is 0 with gradients
-        enabled. Without gradients it is the number of correct predictions, or NaN without logits.
-
-        Raises ConfigError if `_check_shift` finds that the model shifts the targets by one token: they are shifted
-        already.
+        The first sum is the loss; if the model returns a mean, it is multiplied by the number of valid targets. The
+        second sum is 0 with gradients enabled. Without gradients, it is the number of correct predictions, or NaN if
+        there are no logits. Raises the ConfigError of `_check_shift`.
         """
         loss, logits = outputs
         if logits is not None and not are_logits(logits, targets):
@@ -79,11 +75,12 @@ class ModelLoss(Loss):
 
     @torch.no_grad()
     def _check_shift(self, loss: Tensor, logits: Tensor | None, targets: Tensor) -> None:
-        """Raise ConfigError if the loss is the cross-entropy of the targets shifted by one token.
+        """Raise ConfigError if the loss is the cross-entropy of the targets shifted by one token, because the data has
+        already shifted them.
 
-        The check computes the cross-entropy of the targets and of the shifted targets. If both are equal, the next
-        forward checks again; usually they differ in the first step. The host waits for the device. Without logits there
-        is no check.
+        The check compares the loss with the cross-entropies of the targets and of the shifted targets. If these two are
+        equal, the next forward checks again; usually they differ in the first step. The host waits for the device.
+        Without logits there is no check.
         """
         if logits is None:
             self._checks_shift = False

@@ -65,19 +65,15 @@ def entry(outputs: Any, name: str) -> Any:
 
 
 def select_logits(outputs: Any, targets: Tensor, fits: Callable[[Tensor, Tensor], bool] = are_logits) -> Tensor:
-    """Return the logits in a model's outputs (see `find_logits`). Outputs that are one tensor are returned whatever
-    their shape. Raise ConfigError if there are no logits."""
+    """Return the logits in a model's outputs (see `find_logits`). Outputs that are one tensor are returned, even if the
+    tensor is a scalar. Raise ConfigError if there are no logits."""
     logits = outputs if isinstance(outputs, Tensor) else find_logits(outputs, targets, fits)
     if logits is None:
         contract = logits_contract("tokens" if targets.ndim > 1 else "images")
-        raise forward_error(f"returns a {type(outputs).__name__}{_without_logits(outputs)}", contract)
+        lack = ' without an entry "logits"' if isinstance(outputs, Mapping) else ""
+        lack = " without logits" if isinstance(outputs, (tuple, list)) else lack
+        raise forward_error(f"returns a {type(outputs).__name__}{lack}", contract)
     return logits
-
-
-def _without_logits(outputs: Any) -> str:
-    if isinstance(outputs, Mapping):
-        return ' without an entry "logits"'
-    return " without logits" if isinstance(outputs, (tuple, list)) else ""
 
 
 def logits_of(model: nn.Module, inputs: Tensor, targets: Tensor, documents: Tensor | None) -> Tensor:
@@ -88,10 +84,9 @@ def logits_of(model: nn.Module, inputs: Tensor, targets: Tensor, documents: Tens
 def logits_check(unit: SampleUnit, num_classes: int) -> LogitsCheck:
     """Return a check of the shape of logits. The check does not wait for the device.
 
-    `num_classes`: number of classes that the logits must have at least. This is the number of the model's labels or,
-    without labels, the number of classes of the data (for tokens, the size of the vocabulary). The check raises
-    ConfigError if the logits are not (*targets.shape, classes), or have too few classes. Without the check, a target
-    beyond the classes would abort the process on a GPU.
+    `num_classes`: least number of classes of the logits. The check raises ConfigError if the shape is not
+    (*targets.shape, classes), or has too few classes. Without the check, a target beyond the classes would abort the
+    process on a GPU.
     """
 
     contract = logits_contract(unit)

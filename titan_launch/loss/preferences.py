@@ -54,7 +54,7 @@ def simpo(log_probs: Tensor, settings: SimPOConfig) -> PairTerms:
 
 def orpo(log_probs: Tensor, settings: ORPOConfig) -> PairTerms:
     """Return the terms of odds-ratio preference optimization (Hong et al., arXiv:2403.07691, equations 6 and 7). The
-    rewards are those of TRL: `weight` times the log-probabilities."""
+    rewards are `weight` times the log-probabilities, as in the package TRL."""
     certain = log_probs.clamp(max=-1e-6)  # the odds of an answer with the probability 1 are infinite
     log_odds = certain - (-certain.expm1()).log()
     chosen, rejected = log_odds.unbind(-1)
@@ -70,14 +70,14 @@ def reward(scores: Tensor, settings: None) -> PairTerms:
 
 
 class PairLoss(NamedTuple):
-    """A loss of pairs: a function that gives each answer a number, and a function of these numbers."""
+    """A loss of pairs. It is computed from one number for each answer, such as the answer's log-probability."""
 
     terms: Callable[[Tensor, Any], PairTerms]
-    """A function of the numbers that `of_answer` returns, and of the settings of the loss. With a reference model, the
+    """Function of the numbers that `of_answer` returns, and of the settings of the loss. With a reference model, the
     numbers are those of the trained model minus those of the reference model."""
 
     of_answer: Callable[[Tensor, Tensor, Tensor], Tensor]
-    """A function of logits, targets and documents. It returns one number for each answer: fp32 (batch, pairs, 2). The
+    """Function of logits, targets and documents. It returns one number for each answer: fp32 (batch, pairs, 2). The
     last axis has the chosen answer, then the rejected one."""
 
 
@@ -133,7 +133,6 @@ def num_documents(tokens: int) -> int:
 
 
 def _in_pairs(values: Tensor) -> Tensor:
-    """Return values by document (batch, documents) as (batch, pairs, 2)."""
     return values.unflatten(1, (-1, 2))
 
 
@@ -144,7 +143,7 @@ PAIR_LOSSES: Mapping[str, PairLoss] = {
     "orpo": PairLoss(orpo, mean_log_prob),
     "reward": PairLoss(reward, score),
 }
-"""The losses of pairs by `loss.name`. `config.sections.loss.LOSSES` says which of them have a second model."""
+"""The losses of pairs by `loss.name`. `config.sections.loss.LOSSES` names the second models of losses."""
 
 
 class PreferenceLoss(Loss):
@@ -156,12 +155,7 @@ class PreferenceLoss(Loss):
 
     num_sums = 5
     accuracy_of_items = True
-    tags = (
-        "preference/reward_chosen",
-        "preference/reward_rejected",
-        "preference/accuracy",
-        "preference/reward_margin",
-    )
+    tags = tuple(f"preference/{name}" for name in ("reward_chosen", "reward_rejected", "accuracy", "reward_margin"))
 
     def __init__(self, check: LogitsCheck, compiled: Compile, config: LossConfig, reference: FrozenModel | Base | None):
         """`reference`: None for a loss without a reference model."""
@@ -191,8 +185,7 @@ class PreferenceLoss(Loss):
     def sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return five sums over pairs: the losses, the rewards of the chosen answers, the rewards of the rejected
         answers, the number of pairs whose chosen answer has the higher reward, and the margins (reward of the chosen
-        answer minus reward of the rejected one). Without gradients, return two sums: the losses and the number of pairs
-        whose chosen answer has the higher reward."""
+        answer minus reward of the rejected one). Without gradients, return the first and the fourth sum."""
         self._check(outputs.shape, targets)
         if self._row.of_answer is score and outputs.shape[-1] != 1:
             found = f"returns {outputs.shape[-1]} numbers for each token"

@@ -47,11 +47,9 @@ class WeightsSource:
         self._folder = folder
 
     def fingerprint(self, seed: int) -> Fingerprint:
-        """Return the fingerprint of the files. `seed` has no effect."""
         return self._folder.fingerprint()
 
     def __len__(self) -> int:
-        """Return the number of tensors."""
         return len(self._folder.tensors)
 
 
@@ -80,7 +78,6 @@ class FrozenModel:
 
     @property
     def plan(self) -> ModelPlan:
-        """The plan by which the module was wrapped."""
         assert self.wrapping is not None, "assemble_model comes first"
         return self.wrapping
 
@@ -108,8 +105,8 @@ def build_frozen_model(config: JobConfig) -> FrozenModel | None:
     """Return the second model that the job's loss names, on the meta device; None if the loss names none. Raises
     ConfigError if the model cannot be built.
 
-    The parameters still have `requires_grad`, because the plan of this model decides dtypes as for a trained model.
-    `assemble_model` sets it to False after planning.
+    The parameters still require gradients, because the plan of this model decides dtypes as for a trained model. After
+    planning, `assemble_model` sets `requires_grad` to False.
     """
     second = config.loss.frozen_model()
     if second is None:

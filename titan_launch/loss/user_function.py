@@ -54,7 +54,7 @@ class FunctionLoss(Loss):
         function: Callable[[Tensor, Tensor], Tensor],
         has_values: bool = True,
     ):
-        """`name`: value of `loss.name`. `has_values`: False for a trace, whose tensors have no values to check."""
+        """`name`: value of `loss.name`. `has_values`: see `build_loss`."""
         super().__init__(check)
         self._name = name
         self._function, self._compiled = function, compiled(function)
@@ -75,7 +75,7 @@ class FunctionLoss(Loss):
 
         Raises ConfigError if the logits have the wrong shape, or if the function fails, returns no scalar or, with
         gradients enabled, returns a scalar without a gradient. In training, the first microbatch with several samples
-        also raises it if the function returns a mean instead of a sum.
+        also raises ConfigError if the function returns a mean instead of a sum.
         """
         self._check(outputs.shape, targets)
         logits = outputs.float()

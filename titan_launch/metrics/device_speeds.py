@@ -23,11 +23,12 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from titan_launch import __version__
+from titan_launch.config.axes import CollectiveKind
 from titan_launch.core.files import MIB
 from titan_launch.core.process import usable_cores
 from titan_launch.distributed.collectives import all_gather_single, on_all_ranks, reduce_scatter_single
 from titan_launch.distributed.process_group import Ranks
-from titan_launch.plan.speeds import CollectiveKind, Measured, MeasuredAttention, MeasuredCollective, Points
+from titan_launch.plan.speeds import Measured, MeasuredAttention, MeasuredCollective, Points
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _REPETITIONS = 5

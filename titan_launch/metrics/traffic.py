@@ -14,7 +14,7 @@ from torch.autograd import DeviceType
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
-from titan_launch.distributed.mesh import EXPERT
+from titan_launch.config.axes import EXPERT
 from titan_launch.distributed.torch_private import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -79,8 +79,8 @@ def count_collectives(
             stack.enter_context(watch_replicas(partial(record, "replica")))
         for group in (group for model in models for group in parameter_groups(model)):
             meshes = [p.device_mesh for p in sharded_parameters(group) if isinstance(p, DTensor)]
-            has_divided_experts = any(EXPERT in (mesh.mesh_dim_names or ()) for mesh in meshes)
-            stack.enter_context(collectives_watched(group, partial(record, "expert" if has_divided_experts else "")))
+            is_divided = any(EXPERT.short in (mesh.mesh_dim_names or ()) for mesh in meshes)
+            stack.enter_context(collectives_watched(group, partial(record, EXPERT.name if is_divided else "")))
         yield count
 
 

@@ -9,13 +9,15 @@ from typing import get_args
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from titan_launch.config.sections.model import ModelConfig
+from titan_launch.config.axes import CONTEXT, TENSOR
+from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.parallelism import ParallelismConfig
 from titan_launch.config.sections.precision import BatchNormConfig
 from titan_launch.core.errors import ConfigError, KeyPath, Problem, config_error, did_you_mean
 from titan_launch.core.globs import matches
 from titan_launch.core.import_string import user_location
 from titan_launch.models.blocks import PassThrough
+from titan_launch.models.build import BuiltModel
 from titan_launch.models.decoder.mixture_of_experts import Experts, MixtureOfExperts
 from titan_launch.models.lora import LoRA
 from titan_launch.models.spec import TensorStyle
@@ -23,8 +25,6 @@ from titan_launch.plan.freezing import ADAPTER
 from titan_launch.plan.types import full_name
 from titan_launch.plan.units.rule_assignment import nothing_matched
 
-_TENSOR_DEGREE: KeyPath = ("parallelism", "tensor_parallel_degree")
-_CONTEXT_DEGREE: KeyPath = ("parallelism", "context_parallel_degree")
 _SEQUENCE: KeyPath = ("parallelism", "sequence_parallel")
 _NAME: KeyPath = ("model", "name")
 
@@ -57,11 +57,12 @@ DIVIDED_AXIS = {
 _ABOUT_SHAPES = re.compile(r"\b(shapes?|sizes?|dimensions?)\b")
 
 
-def explain_shapes(error: BaseException, model: ModelConfig, degree: int) -> ConfigError | None:
+def explain_shapes(error: BaseException, config: JobConfig) -> ConfigError | None:
     """Return a ConfigError that explains an error about shapes that a user's model has raised under tensor parallelism;
     None for any other error."""
     if not isinstance(error, (RuntimeError, ValueError)) or not _ABOUT_SHAPES.search(str(error)):
         return None
+    model, degree = config.model, config.parallelism.degree(TENSOR)
     if degree == 1 or model.is_of_package:
         return None
     location, text = user_location(error), str(error).partition("\n")[0]
@@ -72,7 +73,7 @@ def explain_shapes(error: BaseException, model: ModelConfig, degree: int) -> Con
         "degree. See docs/how_to/parallelism.md "
         f"(PyTorch: {text})"
     )
-    return config_error(_NAME, reason, model.name, also=(_TENSOR_DEGREE,))
+    return config_error(_NAME, reason, model.name, also=(TENSOR.key,))
 
 
 def style_by_module(model: nn.Module, styles: Mapping[str, TensorStyle]) -> dict[str, TensorStyle]:
@@ -90,28 +91,29 @@ def style_by_module(model: nn.Module, styles: Mapping[str, TensorStyle]) -> dict
     return found
 
 
-def check_tensor_plan(
-    model: nn.Module, styles: Mapping[str, TensorStyle] | None, parallelism: ParallelismConfig
-) -> None:
-    """Raise ConfigError if a model on the meta device cannot be sharded by the `styles` that it declares. Do nothing if
-    `tensor_parallel_degree` is 1."""
-    if parallelism.tensor_parallel_degree == 1:
-        return
-    problems = list(_problems(model, styles, parallelism))
-    if problems:
-        raise ConfigError(problems)
+def check_divisions(built: BuiltModel, config: JobConfig) -> None:
+    """Raise ConfigError if a model on the meta device cannot be divided as it declares (`ModelSpec.tensor_parallel` and
+    `ModelSpec.context_parallel`)."""
+    for problems in (
+        list(_tensor_problems(built.module, built.tensor_parallel, config.parallelism)),
+        list(_context_problems(built.module, built.context_parallel, config)),
+    ):
+        if problems:
+            raise ConfigError(problems)
 
 
-def _problems(
+def _tensor_problems(
     model: nn.Module, styles: Mapping[str, TensorStyle] | None, parallelism: ParallelismConfig
 ) -> Iterator[Problem]:
-    degree = parallelism.tensor_parallel_degree
+    degree = parallelism.degree(TENSOR)
+    if degree == 1:
+        return
     if not styles:
         reason = getattr(model, "no_tensor_parallel", None) or (
             "the model does not declare how tensor parallelism divides it (attribute tensor_parallel of the module: a "
             "dict from globs of modules to styles; see docs/how_to/parallelism.md); declare it, or set 1"
         )
-        yield Problem(_TENSOR_DEGREE, reason, degree)
+        yield Problem(TENSOR.key, reason, degree)
         return
     unusable = [*_unknown_styles(styles), *_unmatched(model, styles)]
     if unusable:
@@ -124,7 +126,7 @@ def _problems(
             reason = (
                 f"divides the rows of {path}, whose adapter (lora.targets) needs all of them; set 1, or other targets"
             )
-            yield Problem(_TENSOR_DEGREE, reason, degree, also=(("lora", "targets"),))
+            yield Problem(TENSOR.key, reason, degree, also=(("lora", "targets"),))
     yield from _unassigned(model, found)
     yield from _divided_ties(model, found)
     if "head" not in found.values():
@@ -165,9 +167,7 @@ def _misfits(path: str, module: nn.Module, style: TensorStyle, degree: int) -> I
     sizes = {module.get_parameter(name).shape[DIVIDED_AXIS[style]] for name in names.get(style, ["weight"])}
     for size in sorted(size for size in sizes if size % degree):
         reason = f'{path} ("{style}") has {size} {_what_is_divided(style)}, which is not a multiple of {degree}'
-        yield Problem(
-            _TENSOR_DEGREE, f"{reason}; set a degree that divides this number", degree, also=(("model", "args"),)
-        )
+        yield Problem(TENSOR.key, f"{reason}; set a degree that divides this number", degree, also=(("model", "args"),))
 
 
 def _what_is_divided(style: TensorStyle) -> str:
@@ -238,13 +238,8 @@ def buffers_along_sequence(model: nn.Module, axes: Mapping[str, int]) -> dict[st
     return found
 
 
-def check_context_plan(
-    model: nn.Module, axes: Mapping[str, int] | None, degree: int, seq_len: int, batchnorm: BatchNormConfig
-) -> None:
-    """Raise ConfigError if the sequences of a model on the meta device cannot be divided over `degree` ranks.
-
-    `axes`: the model's declaration (`ModelSpec.context_parallel`).
-    """
+def _context_problems(model: nn.Module, axes: Mapping[str, int] | None, config: JobConfig) -> Iterator[Problem]:
+    degree = config.parallelism.degree(CONTEXT)
     if degree == 1:
         return
     if axes is None:
@@ -253,10 +248,10 @@ def check_context_plan(
             "a dict from globs of buffers with one row per position to the axis of the positions; see "
             "docs/how_to/parallelism.md); declare it, or set 1"
         )
-        raise ConfigError([Problem(_CONTEXT_DEGREE, reason, degree)])
-    problems = [*_wrong_buffers(model, axes, seq_len), *_local_statistics(model, degree, batchnorm)]
-    if problems:
-        raise ConfigError(problems)
+        yield Problem(CONTEXT.key, reason, degree)
+        return
+    yield from _wrong_buffers(model, axes, config.training.seq_len)
+    yield from _local_statistics(model, degree, config.batchnorm)
 
 
 def _wrong_buffers(model: nn.Module, axes: Mapping[str, int], seq_len: int) -> Iterator[Problem]:
@@ -285,4 +280,4 @@ def _local_statistics(model: nn.Module, degree: int, batchnorm: BatchNormConfig)
             f"the statistics of the BatchNorm {norms[0]} would cover only a part of every sequence; set "
             'batchnorm.statistics = "synchronized", or context_parallel_degree = 1'
         )
-        yield Problem(_CONTEXT_DEGREE, reason, degree, also=(("batchnorm", "statistics"),))
+        yield Problem(CONTEXT.key, reason, degree, also=(("batchnorm", "statistics"),))

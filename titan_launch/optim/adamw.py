@@ -15,18 +15,15 @@ from titan_launch.optim.shards import ShardGroup, count_step, in_float32, master
 
 
 def update_adamw(groups: Sequence[ShardGroup], config: OptimizerConfig, applied: Tensor) -> None:
-    """Update all groups in float32. Results in bfloat16 are rounded once, when they are stored.
-
-    `applied`: a scalar on the device: 1, or 0 for a skipped step. The gradients of a skipped step must be 0. The host
-    does not wait for the device.
-    """
+    """Update all groups in float32. Results in bfloat16 are rounded once, when they are stored. `applied`: a scalar on
+    the device that is 1, or 0 for a skipped step, whose gradients must be 0. The host does not wait for the device."""
     for group in groups:
         count_step(group.shards, applied)
         step = group.shards[0].state["step"].double().clamp(min=1)  # 0 before the first update, which may be skipped
-        # The scalars have the dtype of the lists. Otherwise PyTorch would update a list tensor by tensor.
+        # The scalars have the dtype of the lists, because otherwise PyTorch would update a list tensor by tensor.
         corrections = _Corrections(
             (1 - config.beta2**step).sqrt().float(),
-            ((1 - config.beta1**step) / applied).float(),  # infinity if the step is skipped: no update
+            ((1 - config.beta1**step) / applied).float(),  # infinity if the step is skipped, so that the update is 0
         )
         for batch in batches([shard.parameter.numel() for shard in group.shards]):
             _update(group._replace(shards=[group.shards[index] for index in batch]), config, applied, corrections)

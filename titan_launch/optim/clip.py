@@ -1,27 +1,21 @@
 """Gradient norm and clipping. Each rank computes with its shards, and the ranks exchange only scalars.
-
-`torch.nn.utils.clip_grad_norm_` gives the same result, but it dispatches several operations for every DTensor.
-"""
+`torch.nn.utils.clip_grad_norm_` gives the same result, but it dispatches several operations for every DTensor."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
+from titan_launch.config.optimizers import alike
 from titan_launch.distributed.dtensor import local_tensor
-
-_SMALLEST = 1e-6
-"""Number that is added to the norm before a division, so that the divisor is never 0. `torch.nn.utils.clip_grad_norm_`
-adds the same number."""
 
 
 @torch.no_grad()
@@ -32,19 +26,18 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float, *others:
     parameter of any rank has a gradient. `others`: process groups of ranks whose gradients are also part of the norm:
     pipeline stages, or replicas over which the optimizer is sharded. A group of None is ignored.
 
-    The gradients are DTensors, or all of them are plain tensors. With expert parallelism, the DTensors are on two
-    meshes of the same ranks.
+    The gradients are all DTensors, or all plain tensors. With expert parallelism, the DTensors are on two meshes of the
+    same ranks.
 
     Collective over the ranks that share the shards, and over `others`. The host does not wait for the device. If the
-    norm is not finite and `max_norm` is not 0, the gradients become 0 or NaN. The caller must skip the step.
+    norm is not finite and `max_norm` is not 0, the gradients become 0 or NaN, and the caller must skip the step.
     """
     parameters = list(parameters)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    norm = (
-        _norm_over_shards(gradients)
-        if gradients
-        else torch.zeros((), device=parameters[0].device if parameters else None)
-    )
+    if gradients:
+        norm = _norm_over_shards(gradients)
+    else:
+        norm = torch.zeros((), device=parameters[0].device if parameters else None)
     groups = [group for group in others if group is not None]
     if groups:
         square = norm.double().square()
@@ -52,9 +45,9 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float, *others:
             dist.all_reduce(square, group=group)
         norm = square.sqrt().to(norm.dtype)
     if max_norm > 0:
-        factor = (max_norm / (norm + _SMALLEST)).clamp(max=1.0)
-        for alike in _by_dtype(map(local_tensor, gradients)):
-            torch._foreach_mul_(alike, factor)
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # never divides by 0, as in `clip_grad_norm_` of PyTorch
+        for same in alike(map(local_tensor, gradients), lambda gradient: gradient.dtype):
+            torch._foreach_mul_(same, factor)  # one kernel for each dtype
     return norm
 
 
@@ -67,41 +60,24 @@ def _norm_over_shards(gradients: Sequence[Tensor]) -> Tensor:
     """
     if not isinstance(gradients[0], DTensor):
         return get_total_norm(gradients)
-    by_mesh: dict[DeviceMesh, list[DTensor]] = {}
-    for gradient in gradients:
-        assert isinstance(gradient, DTensor), "parameters are DTensors, all or none"
-        by_mesh.setdefault(gradient.device_mesh, []).append(gradient)
-    squares = [_square_on_mesh(mesh, of_mesh) for mesh, of_mesh in by_mesh.items()]
+    sharded = [gradient for gradient in gradients if isinstance(gradient, DTensor)]
+    assert len(sharded) == len(gradients), "parameters are DTensors, all or none"
+    squares = [_square_on_mesh(same[0].device_mesh, same) for same in alike(sharded, lambda each: each.device_mesh)]
     dtype = functools.reduce(torch.promote_types, {gradient.dtype for gradient in gradients}, torch.float32)
     return torch.stack(squares).sum().sqrt().to(dtype)
 
 
 def _square_on_mesh(mesh: DeviceMesh, gradients: Sequence[DTensor]) -> Tensor:
     """Return the square of the norm of gradients on one mesh, over all ranks of the mesh, in float64."""
-    norms = {where: get_total_norm(tensors) for where, tensors in _by_placements(gradients).items()}
+    by_placements = alike(gradients, lambda gradient: gradient.placements)
+    norms = {same[0].placements: get_total_norm([*map(local_tensor, same)]) for same in by_placements}
     divided = {where: [not placement.is_replicate() for placement in where] for where in norms}
     axes = [axis for axis in range(mesh.ndim) if mesh.size(axis) > 1 and any(axes[axis] for axes in divided.values())]
     squares = []
     for where, norm in norms.items():
         copies = math.prod(mesh.size(axis) for axis in axes if not divided[where][axis])
-        squares.append(norm.double().square() / copies)  # the all-reduce adds every copy
+        squares.append(norm.double().square() / copies)  # the all-reduce adds the squares of all copies
     square = torch.stack(squares).sum()
     for axis in axes:
         dist.all_reduce(square, group=mesh.get_group(axis))
     return square
-
-
-def _by_placements(gradients: Sequence[DTensor]) -> Mapping[tuple[Placement, ...], list[Tensor]]:
-    """Return this rank's shards of DTensors, grouped by placements."""
-    parts: defaultdict[tuple[Placement, ...], list[Tensor]] = defaultdict(list)
-    for gradient in gradients:
-        parts[gradient.placements].append(local_tensor(gradient))
-    return parts
-
-
-def _by_dtype(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
-    """Return the tensors in lists of one dtype, each of which one `_foreach` kernel can process."""
-    alike: defaultdict[torch.dtype, list[Tensor]] = defaultdict(list)
-    for tensor in tensors:
-        alike[tensor.dtype].append(tensor)
-    return alike.values()

@@ -1,12 +1,12 @@
 """Optimizer state in 8 bits: codes for the elements, and a float32 scale for each block of 256 elements.
 
 The method is that of arXiv:2110.02861 (Dettmers et al., 2021): an element is its block's largest magnitude times a
-value of a table with 255 or 256 entries, which lie closer together near zero ("dynamic" quantization). Three things
-differ. The blocks lie within rows (the last dim), so FSDP2 shards the scales like the parameter, and any number of
-ranks can load them. AdamW's second moment is stored as its square root, whose range in a block is half as many orders
-of magnitude. A root above 0 is not rounded to 0, unless its whole block is stored as zeros (see `_SMALLEST_SCALE`).
-Both tables have the value 1, so a state that is stored again without a change keeps every bit: a skipped step changes
-nothing.
+value of a table with 255 or 256 entries, which lie closer together near zero ("dynamic" quantization). This module
+differs in three ways. The blocks lie within rows (the last dim), so FSDP2 shards the scales like the parameter, and any
+number of ranks can load them. AdamW's second moment is stored as its square root, whose values in a block span half as
+many orders of magnitude. A root above 0 is not rounded to 0, unless its whole block is stored as zeros (see
+`_SMALLEST_SCALE`). Both tables have the value 1. So a state that is stored again without a change keeps every bit, and
+a skipped step changes nothing.
 
 The state of vectors (norms, biases) stays in float32.
 """
@@ -54,8 +54,8 @@ class Codes(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Number of elements that `decode` and `encode` treat as one row: those of a block if each row of the tensor is
-        a whole number of blocks, else those of a row."""
+        """Number of elements that `decode` and `encode` treat as one row. If the length of the tensor's rows is a
+        multiple of the block size, this is the block size. Otherwise it is the length of a row."""
         columns = self.codes.shape[-1]
         return columns if columns % BLOCK else BLOCK
 

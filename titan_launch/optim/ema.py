@@ -20,8 +20,8 @@ from titan_launch.optim.shards import in_float32
 
 def update_weight(config: EMAConfig, step: int) -> float:
     """Return the weight of the parameters in the average after a step: 0 if the step is between updates, and 1 for
-    updates up to `ema.start_step`, which copy the parameters. The number of updates follows from the step, so a resume
-    needs no state."""
+    updates up to `ema.start_step`, which copy the parameters. The weight depends only on the step, so a resume needs no
+    state."""
     assert config.decay is not None
     if step % config.every_steps:
         return 0.0
@@ -33,8 +33,8 @@ def update_weight(config: EMAConfig, step: int) -> float:
 
 class WeightEMA(Observer):
     """A moving average of the trainable parameters: for each parameter a float32 DTensor, sharded like the parameter. A
-    shared parameter has one average. If the optimizer is sharded over replicas, each average is a plain tensor instead,
-    for this replica's chunk of the parameter. Only in this case does a method communicate: `in_model` all-gathers the
+    shared parameter has one average. If the optimizer is sharded over replicas, each average is a plain tensor instead:
+    that of this replica's chunk of the parameter. Only in that case, a method communicates: `in_model` all-gathers the
     chunks."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, config: EMAConfig):
@@ -65,7 +65,7 @@ class WeightEMA(Observer):
         for parameter, average in self._averages.items():
             local, (source,) = local_tensor(average), in_float32([self._source(parameter)])
             applied = applied.to(local.device)
-            # One tensor at a time: `_foreach_lerp_` with a weight on the device is such a loop, too.
+            # One tensor at a time, because `_foreach_lerp_` with a weight on the device is such a loop, too.
             local.lerp_(source, applied)
 
     @contextmanager
@@ -73,7 +73,7 @@ class WeightEMA(Observer):
         """Give the parameters the values of the average until the end of the block.
 
         The parameters must be sharded, as they are between steps. `parameters_changed` is called after each of the two
-        changes of the parameters. Copies of the parameters are kept until the end of the block. They need no more
+        changes of the parameters. Copies of the parameters are kept until the end of the block. The copies need no more
         memory than the gradients, which do not exist between steps. Collective over the replicas if the optimizer is
         sharded over them.
         """
@@ -100,7 +100,10 @@ class WeightEMA(Observer):
     def state_dict(self) -> dict[str, Any]:
         """Return the averages by the full names of the parameters. The average of a shared parameter appears under all
         its names. The average of a chunk is a `Shard`."""
-        return {name: self._placed(parameter) for parameter, names in self._names.items() for name in names}
+        averages: dict[nn.Parameter, Tensor | Shard] = {**self._averages}
+        if self._replicas is not None:
+            averages = {p: self._replicas.shard_of(p, chunk, tuple(p.shape)) for p, chunk in self._averages.items()}
+        return {name: averages[parameter] for parameter, names in self._names.items() for name in names}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -111,17 +114,13 @@ class WeightEMA(Observer):
             value = next(loaded, self._source(parameter))
             local_tensor(average).copy_(value.local if isinstance(value, Shard) else local_tensor(value))
 
-    def _placed(self, parameter: nn.Parameter) -> Tensor | Shard:
-        average, replicas = self._averages[parameter], self._replicas
-        return average if replicas is None else replicas.shard_of(parameter, average, tuple(parameter.shape))
-
     def _source(self, parameter: nn.Parameter) -> Tensor:
         """Return this rank's values of a parameter: those of its master if there is one."""
         master = self._optimizer.state.get(parameter, {}).get("master")
         return self._own(parameter) if master is None else local_tensor(master)
 
     def _own(self, parameter: nn.Parameter) -> Tensor:
-        """Return the part of a parameter of which this rank has the average."""
+        """Return this rank's part of a parameter, for which the rank has the average."""
         local = local_tensor(parameter).detach()
         return local if self._replicas is None else self._replicas.of(parameter, local)
 

@@ -1,4 +1,4 @@
-"""Lists of tensors as one flat tensor, so that one operation computes many of them."""
+"""Lists of tensors as one flat tensor, so that one operation computes many tensors."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 
 
 def joined(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the elements of all tensors in one flat tensor: a view if they follow one another in one storage, as after
-    `divided`, else a copy."""
+    """Return the elements of all tensors in one flat tensor. The result is a view if the tensors follow one another in
+    one storage, as after `divided`; otherwise it is a copy."""
     first = tensors[0]
     start = end = first.storage_offset()
     for tensor in tensors:
@@ -30,6 +30,5 @@ def divided(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
 
 @lru_cache(maxsize=4096)
 def on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return whole numbers as an int32 tensor. The result is cached, because each copy to the device makes the host
-    wait."""
+    """Return integers as an int32 tensor. The result is cached, because the host waits for each copy to the device."""
     return torch.tensor(numbers, dtype=torch.int32, device=device)

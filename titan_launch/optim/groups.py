@@ -31,7 +31,7 @@ class Group(NamedTuple):
     name: str
     settings: GroupSettings
     parameters: dict[str, nn.Parameter]
-    """Parameters by path. A shared parameter has its first path."""
+    """Parameters by path. A shared parameter is listed under its first path."""
 
 
 def group_parameters(
@@ -43,7 +43,7 @@ def group_parameters(
     shared parameter has several paths, but only one group. `head`: paths of the modules that run last. `scales`: how
     the settings of a parameter depend on the width of the model.
     """
-    undecayed, inner = _undecayed(model), _inner_matrices(model, head)
+    undecayed, inner = _undecayed_and_inner(model, head)
     groups: dict[str, Group] = {}
     for parameter, names in trainable_paths(model).items():
         index = first_match(config.param_groups, names)
@@ -59,7 +59,7 @@ def check_param_groups(model: nn.Module, config: OptimizerConfig, head: Collecti
 
     Four problems are possible. An entry of `[[optimizer.param_groups]]` applies to no parameter. An entry gives an
     algorithm for matrices (Muon) to a parameter that is not a matrix. `optimizer.name` is an algorithm for matrices,
-    but the model has no matrix for it. `optimizer.name` is an algorithm for matrices, but the output layer is unknown.
+    and the model has no matrix for it, or the output layer is unknown.
     """
     paths = trainable_paths(model)
     decisions = {parameter: first_match(config.param_groups, names) for parameter, names in paths.items()}
@@ -85,7 +85,7 @@ def check_param_groups(model: nn.Module, config: OptimizerConfig, head: Collecti
 
 
 def _without_matrices(model: nn.Module, config: OptimizerConfig, head: Collection[str]) -> Iterator[Problem]:
-    """Yield a problem if `optimizer.name` is an algorithm for matrices, but the model has no matrix for it or the
+    """Yield a problem if `optimizer.name` is an algorithm for matrices, and the model has no matrix for it, or its
     output layer is unknown."""
     for_others = ALGORITHMS[config.name].for_others
     if for_others is None:
@@ -113,24 +113,24 @@ def trainable_paths(model: nn.Module) -> dict[nn.Parameter, list[str]]:
     return paths
 
 
-def _undecayed(model: nn.Module) -> set[nn.Parameter]:
-    """Return the parameters that have no weight decay by default (see `is_undecayed`). If an embedding and the output
-    layer share a weight, the weight is among these parameters."""
-    return {
-        parameter
-        for module in model.modules()
-        for name, parameter in module._parameters.items()
-        if parameter is not None and is_undecayed(name, _num_axes(parameter, module), _class_names(module))
-    }
+def _undecayed_and_inner(model: nn.Module, head: Collection[str]) -> tuple[set[nn.Parameter], set[nn.Parameter]]:
+    """Return the parameters that have no weight decay by default (`is_undecayed`), and those that an algorithm for
+    matrices updates by default (`is_inner_matrix`).
 
-
-def _class_names(module: nn.Module) -> list[str]:
-    return [cls.__name__ for cls in type(module).__mro__]
-
-
-def _num_axes(parameter: nn.Parameter, module: nn.Module) -> int:
-    """Return the number of axes of a parameter; for a stacked parameter of experts, that of one expert's part."""
-    return parameter.ndim - _has_experts(module)
+    A shared parameter has no weight decay if `is_undecayed` is True for any module that has the parameter. Such an
+    algorithm updates it if `is_inner_matrix` is True for all of these modules.
+    """
+    undecayed, inner, others = set[nn.Parameter](), set[nn.Parameter](), set[nn.Parameter]()
+    for path, module in model.named_modules(remove_duplicate=False):
+        classes = [cls.__name__ for cls in type(module).__mro__]
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            num_axes = parameter.ndim - _has_experts(module)  # for stacked parameters, of one expert's part
+            if is_undecayed(name, num_axes, classes):
+                undecayed.add(parameter)
+            (inner if is_inner_matrix(name, num_axes, classes, path, head) else others).add(parameter)
+    return undecayed, inner - others
 
 
 def _has_experts(module: nn.Module) -> bool:
@@ -145,9 +145,10 @@ def _stacked(model: nn.Module) -> set[nn.Parameter]:
 def check_stacks(model: nn.Module, config: OptimizerConfig, head: Collection[str], layout: Layout) -> None:
     """Raise ConfigError if an algorithm for matrices (Muon) would update experts whose matrices are divided.
 
-    Three features can divide the matrix of an expert. Tensor parallelism always does. FSDP2 may do so if the number of
-    experts is not a multiple of the number of its shards (see `sharded_dim`). A sharded optimizer may do so if there
-    are more replicas than experts on a rank (see `is_within_matrix`). `model`: the whole model, before it is divided.
+    Three features can divide the matrix of an expert. Tensor parallelism always divides it. FSDP2 may divide it if the
+    number of experts is not a multiple of the number of shards (see `sharded_dim`). A sharded optimizer may divide it
+    if there are more replicas than experts on a rank (see `is_within_matrix`). `model`: the whole model, before it is
+    divided over ranks.
     """
     stacked, shards = _stacked(model), layout.parameter_shards // layout.expert
     for group in group_parameters(model, config, head):
@@ -176,19 +177,6 @@ def check_stacks(model: nn.Module, config: OptimizerConfig, head: Collection[str
             )
             also: tuple[KeyPath, ...] = (("parallelism", "expert_parallel_degree"), ("optimizer", "param_groups"))
             raise ConfigError([Problem(("optimizer", "name"), reason, config.name, also=also)])
-
-
-def _inner_matrices(model: nn.Module, head: Collection[str]) -> set[nn.Parameter]:
-    """Return the parameters that an algorithm for matrices updates by default (see `is_inner_matrix`). A shared
-    parameter is among them only if `is_inner_matrix` is True for every module that has the parameter."""
-    found: set[nn.Parameter] = set()
-    others: set[nn.Parameter] = set()
-    for path, module in model.named_modules(remove_duplicate=False):
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                is_inner = is_inner_matrix(name, _num_axes(parameter, module), _class_names(module), path, head)
-                (found if is_inner else others).add(parameter)
-    return found - others
 
 
 def _unused(

@@ -24,10 +24,10 @@ class MatrixGather:
 
     A batch is a list of at most `size` stacks, in the same order on all ranks. A stack has several matrices of one
     shape: (matrices, rows, columns). Every rank along FSDP2's mesh axis sends its shards of the i-th stack to the i-th
-    rank in one all-to-all. A second all-to-all returns the shards of the results. If tensor parallelism shards the
-    matrices too, its ranks all-gather each stack between the two all-to-alls, and all of them compute with the full
-    matrices. All replicas repeat the same work, unless the optimizer is sharded over them: then a shard is a replica's
-    chunk, and the stacks of a batch are distributed over the ranks of all replicas.
+    rank in one all-to-all. A second all-to-all returns the shards of the results. If tensor parallelism also shards the
+    matrices, its ranks all-gather each stack between the two all-to-alls, and all of them compute with the full
+    matrices. All replicas repeat the same work, unless the optimizer is sharded over replicas. In that case a shard is
+    a replica's chunk, and the stacks of a batch are distributed over the ranks of all replicas.
     """
 
     mesh: DeviceMesh | None
@@ -39,13 +39,13 @@ class MatrixGather:
     """Number of replicas over which the optimizer is sharded."""
 
     ranks: dist.ProcessGroup | None = None
-    """The ranks that have the shards of a matrix, in the order (replica, rank along FSDP2's axis). None: the ranks
+    """The ranks that have the shards of a matrix, in the order (replica, rank along FSDP2's axis). None for the ranks
     along FSDP2's axis."""
 
     @property
     def size(self) -> int:
-        """Number of ranks that share a matrix, tensor-parallel ranks not included. It is the largest number of stacks
-        in a batch."""
+        """Number of ranks that share a matrix, without tensor-parallel ranks. A batch has at most this number of
+        stacks."""
         return 1 if self.mesh is None or self._axis is None else self.mesh.size(self._axis) * self.replicas
 
     def gather(self, shards: Tensor, shapes: Sequence[torch.Size]) -> Tensor | None:
@@ -75,10 +75,8 @@ class MatrixGather:
         return self._gather_tensor_parallel(stack, shapes[mine])
 
     def scatter(self, full: Tensor | None, shapes: Sequence[torch.Size]) -> list[Tensor]:
-        """Return this rank's shards of all matrices of a batch. Collective.
-
-        `full`: the stack that this rank has computed; None on a rank without a stack. `shapes`: as for `gather`.
-        """
+        """Return this rank's shards of all matrices of a batch. Collective. `full`: the stack that this rank has
+        computed; None on a rank without a stack. `shapes`: as for `gather`."""
         if self.mesh is None or self._axis is None or self.size == 1:
             assert full is not None
             return list(self._tensor_parallel_part(full).unbind())
@@ -106,7 +104,8 @@ class MatrixGather:
 
     @property
     def _tensor_parallel(self) -> list[tuple[int, int]]:
-        """Pairs for tensor parallelism: an axis of the mesh, and the axis of a stack that it shards."""
+        """For each axis of the mesh that is for tensor parallelism: this axis, and the axis of a stack that it
+        shards."""
         start = len(self.placements) if self._axis is None else self._axis + 1
         behind = enumerate(self.placements[start:], start)
         return [(axis, placement.dim + 1) for axis, placement in behind if isinstance(placement, Sharded)]
@@ -147,11 +146,8 @@ class MatrixGather:
 
     def _all_to_all(self, sent: Tensor, parts: Sequence[torch.Size], received: Sequence[torch.Size]) -> Tensor:
         """Send the i-th part of a flat tensor to the i-th rank. Return the parts that this rank receives, in one flat
-        tensor.
-
-        `parts`: shapes of the sent parts. `received`: shapes of the parts from each rank. Both lists may be shorter
-        than the group: the missing ranks exchange no elements.
-        """
+        tensor. `parts`: shapes of the sent parts. `received`: shapes of the parts from each rank. Both lists may be
+        shorter than the group: the missing ranks exchange no elements."""
         output = self._empty(received)
         dist.all_to_all_single(output, sent, self._counts(received), self._counts(parts), group=self._group)
         return output

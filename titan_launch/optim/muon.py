@@ -1,9 +1,9 @@
 """Muon (K. Jordan, 2024; arXiv:2502.16982) for sharded matrices. Each matrix is gathered on one rank, which computes
-its update. With tensor parallelism, it is gathered on all ranks of one tensor-parallel group, which compute the same
-update.
+its update. With tensor parallelism, each matrix is gathered on all ranks of one tensor-parallel group, which compute
+the same update.
 
 A rank computes the updates of several matrices of equal shape together. The stacked parameters of experts have three
-axes: the first counts the experts. The rank that holds the matrix of an expert updates it, without communication.
+axes, of which the first counts the experts. Each rank updates the matrices of its own experts, without communication.
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ from titan_launch.optim.shards import LocalShard, ShardGroup, count_step, in_flo
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of the quintic polynomial. Its slope at 0 is large, so small singular values grow fast."""
 
-_EPS = 1e-7
-
 
 class Matrix(NamedTuple):
     """A matrix, or a stack of matrices, that Muon updates, with the settings of its group."""
@@ -37,12 +35,9 @@ class Matrix(NamedTuple):
 
 
 def update_muon(groups: Sequence[ShardGroup], config: OptimizerConfig, applied: Tensor) -> None:
-    """Update all groups. Collective over the ranks that share the matrices; `groups` must have the same order on all
-    ranks.
-
-    `applied`: a scalar on the device: 1, or 0 for a skipped step. The gradients of a skipped step must be 0. The host
-    does not wait for the device, except with CPU offload.
-    """
+    """Update all groups. Collective over the ranks that share the matrices. `groups` must have the same order on all
+    ranks. `applied`: a scalar on the device that is 1, or 0 for a skipped step, whose gradients must be 0. The host
+    does not wait for the device, except with CPU offload."""
     for group in groups:
         count_step(group.shards, applied)
     matrices = [Matrix(shard, group.lr, group.weight_decay) for group in groups for shard in group.shards]
@@ -69,8 +64,8 @@ def _update_experts(experts: Sequence[Matrix], config: MuonConfig, applied: Tens
 
 
 def _update(division: MatrixGather, batch: Sequence[Sequence[Matrix]], config: MuonConfig, applied: Tensor) -> None:
-    """Update the matrices of a batch. `batch` has at most one stack for each rank that shares the matrices. The rank
-    computes the updates of its stack, whose matrices have one shape."""
+    """Update the matrices of a batch. `batch` has at most one stack of equal shapes for each rank that shares the
+    matrices. Each rank computes the updates of its stack."""
     matrices = [matrix for stack in batch for matrix in stack]
     shapes = [torch.Size((len(stack), *stack[0].shard.full.shape)) for stack in batch]
     full = division.gather(_directions(matrices, config, applied), shapes)
@@ -85,16 +80,17 @@ def orthogonalized(matrices: Tensor, steps: int) -> Tensor:
     """Return the matrices in bfloat16, with singular values close to 1, after `steps` Newton-Schulz iterations.
     `matrices` is one matrix (rows, columns), or a stack (matrices, rows, columns).
 
-    First each matrix is divided by its Frobenius norm. Each iteration applies a quintic polynomial, computed from the
-    smaller of the two products of the matrix with its transpose. `matrices` may be overwritten.
+    First each matrix is divided by its Frobenius norm. Each iteration applies a quintic polynomial to the singular
+    values. It multiplies the matrix by its transpose on the side that gives the smaller product. `matrices` may be
+    overwritten.
     """
     a, b, c = _COEFFICIENTS
     given = matrices.bfloat16()
     is_tall = given.shape[-2] > given.shape[-1]
     x = given.mT if is_tall else given
-    x.div_(x.norm(dim=(-2, -1), keepdim=True).clamp(min=_EPS))
-    # All steps use the same four buffers. All are row-major: otherwise the last bits of a stack's results would differ
-    # from those of a single matrix.
+    x.div_(x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7))
+    # All steps use the same four buffers. They are row-major, because otherwise the last bits of the results of a stack
+    # would differ from those of a single matrix.
     results = x.new_empty(x.shape), given.reshape(x.shape)
     gram = x.new_empty(*x.shape[:-1], x.shape[-2])
     polynomial = torch.empty_like(gram)
@@ -104,13 +100,6 @@ def orthogonalized(matrices: Tensor, steps: int) -> Tensor:
         add_product(gram, gram, gram, beta=b, alpha=c, out=polynomial)
         x = add_product(x, polynomial, x, beta=a, out=results[step % 2])
     return x.mT if is_tall else x
-
-
-def scale_of_update(config: MuonConfig, rows: int, columns: int) -> float:
-    """Return the number by which the learning rate of a matrix is multiplied (see `optimizer.muon.adjust_lr_fn`)."""
-    if config.adjust_lr_fn == "original":
-        return math.sqrt(max(1.0, rows / columns))
-    return 0.2 * math.sqrt(max(rows, columns))
 
 
 def _parts(matrices: Sequence[Matrix]) -> list[Sequence[Matrix]]:
@@ -154,6 +143,8 @@ def _apply(matrices: Sequence[Matrix], updates: Sequence[Tensor], config: MuonCo
 
 
 def _factors(matrix: Matrix, config: MuonConfig) -> tuple[float, float]:
-    """Return the factors of a matrix's weight decay and of its update."""
-    scale = scale_of_update(config, *matrix.shard.full.shape[-2:])
+    """Return the factors of a matrix's weight decay and of its update (see `optimizer.muon.adjust_lr_fn`)."""
+    rows, columns = matrix.shard.full.shape[-2:]
+    is_original = config.adjust_lr_fn == "original"
+    scale = math.sqrt(max(1.0, rows / columns)) if is_original else 0.2 * math.sqrt(max(rows, columns))
     return matrix.lr * matrix.weight_decay, matrix.lr * scale

@@ -27,8 +27,8 @@ class MixedOptimizer(Optimizer):
     """An optimizer in which each group has its own algorithm.
 
     If `is_mixed` is True, this package updates all groups. This is needed for moments, parameters or master weights of
-    different dtypes, and for stochastic rounding. Otherwise PyTorch updates a group if it implements the group's
-    algorithm, and this package updates the others.
+    different dtypes, and for stochastic rounding. Otherwise PyTorch updates a group if PyTorch implements the group's
+    algorithm, and this package updates the other groups.
 
     The state of a parameter is `step`, the tensors that the algorithm names (with 8 bits: their codes and scales), and
     optionally `master`. All except `step` are DTensors like the parameter. With `replicas` they are plain tensors: the
@@ -53,7 +53,7 @@ class MixedOptimizer(Optimizer):
         self._seed = seed if config.rounding == "stochastic" else None
         self._names = {p: name for group in groups for name, p in group.parameters.items()}
         self._histories: dict[Tensor, float] = {}
-        """A number for each parameter. Parameters of a group with equal numbers have equal step counts."""
+        """A number for each parameter. If parameters of a group have equal numbers, their step counts are equal."""
 
         super().__init__([as_param_group(group) for group in groups], {"lr": config.lr})
 
@@ -106,7 +106,8 @@ class MixedOptimizer(Optimizer):
         return self.replicas.shard_of(parameter, value, size)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state with its own dtypes. (PyTorch's method would cast it to the dtypes of the parameters.)"""
+        """Load a state, and keep its dtypes. (PyTorch's method would cast the state to the dtypes of the
+        parameters.)"""
         super().load_state_dict({**state_dict, "state": {}})
         given, own = (
             list(chain.from_iterable(group["params"] for group in groups))
@@ -122,9 +123,9 @@ class MixedOptimizer(Optimizer):
     def _shards_by_step(self, group: Mapping[str, Any]) -> list[list[LocalShard]]:
         """Return the shards of a group in lists with equal step counts.
 
-        There is one list if all parameters have gradients in every step. The counts are on the device, because skipped
-        steps do not count, and the host does not read them. Instead, two counts are taken as equal if both parameters
-        had gradients in the same steps: a skipped step is skipped for all parameters.
+        There is one list if all parameters have gradients in every step. The counts are on the device, because only the
+        device knows which steps are skipped, and the host does not read them. Instead, two counts are taken as equal if
+        both parameters had gradients in the same steps, because a skipped step is skipped for all parameters.
         """
         numbers: dict[tuple[float | None, bool], int] = {}
         for parameter in group["params"]:
@@ -170,13 +171,6 @@ def as_param_group(group: Group) -> dict[str, Any]:
     return {"name": group.name, "params": list(group.parameters.values()), **group.settings._asdict()}
 
 
-_IMPLEMENTATIONS = {
-    "fused": {"fused": True},
-    "foreach": {"foreach": True},
-    "for-loop": {"foreach": False},
-}
-
-
 def build_optimizer(
     model: nn.Module,
     config: OptimizerConfig,
@@ -188,9 +182,10 @@ def build_optimizer(
     """Build the optimizer of the trainable parameters of a model or of a pipeline stage. The parameters may be sharded,
     and must be on the device.
 
-    `head`: paths of the modules that run last; Muon does not update their matrices. `seed`: for stochastic rounding.
-    `replicas`: the replicas over which the optimizer is sharded; None if it is not. `scales`: as in `group_parameters`.
-    Call `check_param_groups` first, which raises the errors of a job. Call `set_lr` before each step.
+    `head`: paths of the modules that run last; Muon does not update their matrices. `seed`: seed of stochastic
+    rounding. `replicas`: the replicas over which the optimizer is sharded; None if it is not. `scales`: as in
+    `group_parameters`. Call `check_param_groups` first, which raises the errors of a job. Call `set_lr` before each
+    step.
     """
     groups = group_parameters(model, config, head, scales)
     in_pytorch = [group for group in groups if ALGORITHMS[group.settings.algorithm].pytorch is not None]
@@ -198,12 +193,13 @@ def build_optimizer(
     mixed = is_mixed(config, (str(parameter.dtype).removeprefix("torch.") for parameter in parameters))
     if mixed or replicas is not None or any(group.settings.algorithm != "AdamW" for group in groups):
         return MixedOptimizer(groups, config, is_mixed=mixed, seed=seed, replicas=replicas)
+    arguments = {"fused": {"fused": True}, "foreach": {"foreach": True}, "for-loop": {"foreach": False}}
     return torch.optim.AdamW(
         [as_param_group(group) for group in groups],
         lr=config.lr,
         betas=(config.beta1, config.beta2),
         eps=config.eps,
-        **_IMPLEMENTATIONS[config.implementation],
+        **arguments[config.implementation],
     )
 
 
@@ -215,25 +211,21 @@ def replicas_of(optimizer: Optimizer) -> ReplicaShards | None:
 def step_unless(optimizer: Optimizer, nonfinite: Tensor) -> None:
     """Call `optimizer.step()` unless `nonfinite` (a scalar on the device, 0 or 1) is 1.
 
-    A skipped step changes neither parameters nor optimizer state, including step counts. `MixedOptimizer` and PyTorch's
-    fused implementation read `nonfinite` on the device. They receive it by the attributes that `torch.amp.GradScaler`
-    sets on an optimizer, which exist for this step only. With other implementations the host waits for the device.
+    A skipped step changes neither parameters nor optimizer state, not even step counts. `MixedOptimizer` and PyTorch's
+    fused implementation read `nonfinite` on the device, from the attributes that `torch.amp.GradScaler` sets on an
+    optimizer. The attributes exist for this step only. With other implementations the host waits for the device.
     """
-    if _decides_on_device(optimizer):
-        flag = (nonfinite != 0).to(torch.float32)  # the kernels compare with exactly 1.0
-        _step_with_flag(optimizer, flag.to(optimizer.param_groups[0]["params"][0].device))  # the host, if offloaded
-    elif not nonfinite.item():
-        optimizer.step()
-
-
-def _decides_on_device(optimizer: Optimizer) -> bool:
     if isinstance(optimizer, MixedOptimizer):
-        return optimizer.reads_found_inf
-    return all(group.get("fused") for group in optimizer.param_groups)
-
-
-def _step_with_flag(optimizer: Optimizer, found_inf: Tensor) -> None:
-    vars(optimizer).update(grad_scale=None, found_inf=found_inf)
+        decides_on_device = optimizer.reads_found_inf
+    else:
+        decides_on_device = all(group.get("fused") for group in optimizer.param_groups)
+    if not decides_on_device:
+        if not nonfinite.item():
+            optimizer.step()
+        return
+    flag = (nonfinite != 0).to(torch.float32)  # the kernels compare with exactly 1.0
+    device = optimizer.param_groups[0]["params"][0].device  # the host, with CPU offload
+    vars(optimizer).update(grad_scale=None, found_inf=flag.to(device))
     try:
         optimizer.step()
     finally:

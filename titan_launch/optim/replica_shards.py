@@ -3,7 +3,7 @@
     gradients of this replica's samples -> reduce-scatter -> gradients of all samples, of this replica's chunks
     -> clipping and update of the chunks -> all-gather -> parameters
 
-FSDP2 knows the ranks of one replica only. The exchange between replicas uses public collectives, once per step and
+FSDP2 uses only the ranks of one replica. The exchange between replicas uses public collectives, once per step and
 unit. The reduce-scatter of a unit starts during the step's last backward, as soon as FSDP2 has reduced the unit's
 gradients, and overlaps with the rest of backward. With CPU offload, it starts after backward. Optimizer state exists
 for the chunks only. A chunk is a box of the whole tensor, so a checkpoint does not depend on the number of replicas,
@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from titan_launch.config.axes import REPLICATE
 from titan_launch.distributed.collectives import all_gather_single, reduce_scatter_single
 from titan_launch.distributed.dtensor import Shard, local_tensor, own_box
 from titan_launch.distributed.mesh import Mesh
@@ -73,11 +74,11 @@ class _Place(NamedTuple):
     """First element in a row."""
 
     size: int
-    """Elements of the first replica's chunk, which is the largest."""
+    """Number of elements of the first replica's chunk, which is the largest chunk."""
 
     def pairs(self, buffer: Tensor, shard: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield pairs of views with equal shapes, of a buffer (replicas, row) and of a local shard: one pair for all
-        chunks of full size, and another if a smaller one follows."""
+        """Yield pairs of views with equal shapes: one of a buffer (replicas, row), and one of a local shard. The first
+        pair is for all chunks of full size. A second pair is for a smaller chunk, if there is one."""
         flat = shard.view(-1)
         if not len(flat):
             return
@@ -89,25 +90,23 @@ class _Place(NamedTuple):
 
 @dataclass(eq=False)
 class _ExchangedUnit:
-    """The trained parameters of an FSDP2 unit, which are exchanged together, and the state of their exchange.
-
-    A gradient has left when its reduce-scatter between the replicas has started.
-    """
+    """The trained parameters of an FSDP2 unit, which are exchanged together, and the state of their exchange. A
+    gradient "has left" when its reduce-scatter between the replicas has started."""
 
     places: list[_Place]
     width: int
-    """Elements of a row of the buffers."""
+    """Number of elements of a row of the buffers."""
 
     reduce_dtype: torch.dtype
     seen: set[nn.Parameter] = field(default_factory=set)
-    """The parameters whose gradients FSDP2 has reduced in the last backward, and which have not left yet."""
+    """The parameters whose gradients FSDP2 has reduced in the last backward, and whose gradients have not left yet."""
 
     left: list[_Place] = field(default_factory=list)
-    """The places whose gradients have left."""
+    """The places of parameters whose gradients have left."""
 
     row: Tensor | None = None
-    """This replica's chunks of all gradients that have arrived, summed over the replicas, in the storage dtype. None
-    before the first ones arrive."""
+    """This replica's chunks of all gradients whose reduce-scatter is done, summed over the replicas, in the storage
+    dtype. None before the first reduce-scatter is done."""
 
 
 class _Exchange(NamedTuple):
@@ -129,17 +128,19 @@ class ReplicaShards:
     """
 
     def __init__(self, model: nn.Module, plan: ModelPlan, mesh: Mesh, leave_early: bool):
-        """`model`: wrapped by FSDP2. `plan`: the plan of the whole model. `mesh` has replicas. `leave_early`: True if
-        the exchange of gradients starts during the last backward (`plan.replica_shards.gradients_leave_early`)."""
-        assert mesh.replicate is not None, "a sharded optimizer has replicas"
-        self.replicas = mesh.replicate.size()
-        self.group = mesh.replicate.get_group()
-        """The ranks of all replicas that have the same local shards."""
+        """`model`: a model that FSDP2 has wrapped. `plan`: the plan of the whole model. `mesh`: a mesh with replicas.
+        `leave_early`: True if the exchange of gradients starts during the last backward
+        (`plan.replica_shards.gradients_leave_early`)."""
+        replicas = mesh.along(REPLICATE)
+        assert replicas is not None, "a sharded optimizer has replicas"
+        self.replicas = replicas.size()
+        self.group = replicas.get_group()
+        """Process group of the ranks that have the same local shards, one rank of each replica."""
 
         self.ranks_of_matrices = mesh.data_group or dist.group.WORLD
         """The ranks of all replicas that share the parameters, in the order (replica, shard)."""
 
-        self._index = mesh.replicate.get_local_rank()
+        self._index = replicas.get_local_rank()
         self._device = torch.device(mesh.ranks.device_type)
         units = [self._exchanged(unit, parameters) for unit, parameters in trained_by_unit(model, plan).items()]
         # The largest first, as in `plan.memory.ledger.book_update`. This rank's shards of small units may be empty.
@@ -186,8 +187,8 @@ class ReplicaShards:
     def _reduced(self, unit: _ExchangedUnit, parameter: Tensor) -> None:
         """Start the exchange of a unit when FSDP2 has reduced its last gradient.
 
-        FSDP2 calls this hook in the stream of its reduction. Tensors are made, read and freed in the order of that
-        stream, as FSDP2's own gradients are. FSDP2 makes the compute stream wait for that stream.
+        FSDP2 calls this hook in the CUDA stream of its reduction, and later makes the compute stream wait for that
+        stream. Tensors are made, read and freed in the order of that stream, like FSDP2's own gradients.
         """
         if not self._is_last:
             return
@@ -199,11 +200,10 @@ class ReplicaShards:
 
     @torch.no_grad()
     def reduce_gradients(self) -> None:
-        """Sum all gradients over the replicas: exchange those that have not left during the last backward, and wait for
-        those that have.
+        """Sum all gradients over the replicas: exchange the gradients that have not left during the last backward, and
+        wait for the others.
 
-        Every gradient is then a DTensor with the shape of the parameter, whose local tensor has this replica's chunk
-        only.
+        Every gradient is then a DTensor with the shape of the parameter. Its local tensor is only this replica's chunk.
         """
         for unit in self._units:
             self.start(unit)
@@ -233,9 +233,12 @@ class ReplicaShards:
             return
         self._finish()
         sent = torch.zeros(self.replicas, unit.width, dtype=unit.reduce_dtype, device=self._device)
-        _copy_gradients(places, sent)
         for place in places:
-            place.parameter.grad = None  # all of them are views of one tensor
+            assert place.parameter.grad is not None
+            for rows, flat in place.pairs(sent, local_tensor(place.parameter.grad)):
+                rows.copy_(flat)
+        for place in places:
+            place.parameter.grad = None  # frees the one tensor of which all of them are views
         received = torch.empty(unit.width, dtype=unit.reduce_dtype, device=self._device)
         self._report(REDUCE_SCATTER, received, sent)
         work = reduce_scatter_single(received, sent.view(-1), group=self.group, async_op=True)
@@ -315,10 +318,3 @@ def trained_by_unit(model: nn.Module, plan: ModelPlan) -> Mapping[Unit, list[nn.
                 seen.add(parameter)
                 found.setdefault(plan.sharded_by[path], []).append(parameter)
     return found
-
-
-def _copy_gradients(places: list[_Place], buffer: Tensor) -> None:
-    for place in places:
-        assert place.parameter.grad is not None
-        for rows, flat in place.pairs(buffer, local_tensor(place.parameter.grad)):
-            rows.copy_(flat)

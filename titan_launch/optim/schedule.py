@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the step, so a resumed run needs no scheduler state."""
+"""The learning rate as a pure function of the step. So a resumed run needs no scheduler state."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import math
 
 from torch.optim import Optimizer
 
-from titan_launch.config.sections.training import Constant, Cosine, Linear, SchedulerConfig, WarmupStableDecay
+from titan_launch.config.sections.training import Constant, SchedulerConfig, WarmupStableDecay
 
 
 def lr_factor(config: SchedulerConfig, step: int, total_steps: int) -> float:
     """Return the learning rate of an optimizer step, as a fraction of the peak. Steps count from 1.
 
     During warm-up the rate grows linearly: step k of n has k / n of the peak. Without warm-up, step 1 is at the peak.
-    The decay follows the last step at the peak. The rate would reach `min_lr_factor` at step `total_steps + 1`, so it
-    is not 0 at any step of the run. If warm-up and decay do not fit into `total_steps`, they are clipped.
+    The decay follows the last step at the peak. The decay would end at `min_lr_factor` at step `total_steps + 1`. So
+    the rate is not 0 at any step of the run. If warm-up and decay do not fit into `total_steps`, they are clipped.
     """
     warmup, decay = _clipped_phases(config, total_steps)
     if step < warmup:
@@ -23,7 +23,8 @@ def lr_factor(config: SchedulerConfig, step: int, total_steps: int) -> float:
     if isinstance(config, Constant) or step <= last_at_peak:
         return 1.0
     done = (step - last_at_peak) / (total_steps + 1 - last_at_peak)
-    return config.min_lr_factor + (1 - config.min_lr_factor) * _fall(_shape(config), min(done, 1.0))
+    shape = config.decay_type if isinstance(config, WarmupStableDecay) else config.kind
+    return config.min_lr_factor + (1 - config.min_lr_factor) * _fall(shape, min(done, 1.0))
 
 
 def describe_clipping(config: SchedulerConfig, total_steps: int) -> str | None:
@@ -54,10 +55,6 @@ def _clipped_phases(config: SchedulerConfig, total_steps: int) -> tuple[int, int
     warmup, decay = _phases(config, total_steps)
     warmup = min(warmup, total_steps)
     return warmup, min(decay, total_steps - warmup)
-
-
-def _shape(config: WarmupStableDecay | Cosine | Linear) -> str:
-    return config.decay_type if isinstance(config, WarmupStableDecay) else config.kind
 
 
 def _fall(shape: str, done: float) -> float:

@@ -14,11 +14,8 @@ from titan_launch.optim.shards import ShardGroup, applied_or_skipped, count_step
 
 
 def update_sgd(groups: Sequence[ShardGroup], config: OptimizerConfig, applied: Tensor) -> None:
-    """Update all groups in float32. Results in bfloat16 are rounded once, when they are stored.
-
-    `applied`: a scalar on the device: 1, or 0 for a skipped step. The gradients of a skipped step must be 0. The host
-    does not wait for the device.
-    """
+    """Update all groups in float32. Results in bfloat16 are rounded once, when they are stored. `applied`: a scalar on
+    the device that is 1, or 0 for a skipped step, whose gradients must be 0. The host does not wait for the device."""
     for group in groups:
         count_step(group.shards, applied)
         for batch in batches([shard.parameter.numel() for shard in group.shards]):
@@ -26,11 +23,9 @@ def update_sgd(groups: Sequence[ShardGroup], config: OptimizerConfig, applied: T
 
 
 def update_pytorch(group: ShardGroup, config: OptimizerConfig, found_inf: Tensor | None) -> None:
-    """Update a group by PyTorch's function `sgd`. (`torch.optim.SGD` is not used: if it skips the first step, its
-    momentum buffers stay uninitialized.)
-
-    `found_inf`: a scalar on the device that is not 0 if the step is skipped; None if no step is skipped.
-    """
+    """Update a group by PyTorch's function `sgd`. (The class `torch.optim.SGD` is not used, because its momentum
+    buffers stay uninitialized if the first step is skipped.) `found_inf`: a scalar on the device that is not 0 if the
+    step is skipped; None if no step is skipped."""
     shards = group.shards
     count_step(shards, applied_or_skipped(found_inf, shards[0].parameter.device))
     sgd(
@@ -44,7 +39,7 @@ def update_pytorch(group: ShardGroup, config: OptimizerConfig, found_inf: Tensor
 
 
 def _update(group: ShardGroup, config: SGDConfig, applied: Tensor) -> None:
-    # The scalars have the dtype of the lists. Otherwise PyTorch would update a list tensor by tensor.
+    # The scalars have the dtype of the lists, because otherwise PyTorch would update a list tensor by tensor.
     shards = group.shards
     parameters = masters(shards)
     updates = torch._foreach_mul(parameters, (group.weight_decay * applied).float())

@@ -35,7 +35,7 @@ class LocalShard:
     gradient: Tensor
     state: dict[str, Tensor]
     seed: int | None
-    """Seed of stochastic rounding. None: results are rounded to the nearest."""
+    """Seed of stochastic rounding. With None, results are rounded to the nearest."""
 
     replicas: ReplicaShards | None = None
     """The replicas over which the optimizer is sharded; None if it is not sharded over replicas."""
@@ -62,10 +62,7 @@ class LocalShard:
 
     def draw(self, what: str) -> Draw | None:
         """Return the random numbers for stochastic rounding of `what`: `parameter` or the name of a state tensor.
-
-        Return None if values are not rounded stochastically: they are rounded to the nearest, or `what` is not in
-        bfloat16.
-        """
+        Return None if `what` is rounded to the nearest, or is not in bfloat16."""
         target = self.parameter if what == "parameter" else self.state[what]
         if self.seed is None or target.dtype != torch.bfloat16 or (what == "parameter" and "master" in self.state):
             return None
@@ -104,14 +101,11 @@ def shard_of(
 
 
 def mask_gradients(shards: Sequence[LocalShard], found_inf: Tensor | None) -> None:
-    """Set the gradients of a skipped step to zero, in place. A step is skipped if `found_inf` is not 0; with None, no
-    step is skipped.
-
-    `found_inf` is on the device of the shards. The gradients are multiplied by 0 or 1 as integers, because NaN * 0 is
-    NaN.
-    """
+    """Set the gradients of a skipped step to zero, in place. `found_inf`: a scalar on the device of the shards that is
+    not 0 if the step is skipped; None if no step is skipped."""
     if found_inf is None:
         return
+    # The bits of the gradients are multiplied by 0 or 1 as integers, because NaN * 0 is NaN.
     for dtype in (torch.int16, torch.int32, torch.int64):
         same_size = [s.gradient.view(dtype) for s in shards if s.gradient.itemsize == dtype.itemsize]
         if same_size:
@@ -119,11 +113,8 @@ def mask_gradients(shards: Sequence[LocalShard], found_inf: Tensor | None) -> No
 
 
 def applied_or_skipped(found_inf: Tensor | None, device: torch.device) -> Tensor:
-    """Return a scalar on `device`: 0 if the step is skipped (`found_inf` is not 0), and 1 if it is not (`found_inf` is
-    0 or None).
-
-    The scalar is a float64 tensor without axes. A product of a tensor with such a scalar keeps the tensor's dtype.
-    """
+    """Return 0 if the step is skipped (`found_inf` is not 0), and 1 if it is not (`found_inf` is 0 or None). The result
+    is a float64 scalar on `device`. The product of a tensor and such a scalar keeps the tensor's dtype."""
     if found_inf is None:
         return torch.ones((), dtype=torch.float64, device=device)
     return (found_inf.to(device) == 0).double()
@@ -136,7 +127,8 @@ def count_step(shards: Sequence[LocalShard], applied: Tensor) -> None:
 
 
 def in_float32(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the tensors in float32. A tensor in float32 is returned itself, and others are copied."""
+    """Return the tensors in float32. A tensor that is already in float32 is returned itself, and other tensors are
+    copied."""
     results = [t if t.dtype == torch.float32 else torch.empty_like(t, dtype=torch.float32) for t in tensors]
     _copy(results, tensors)
     return results
@@ -157,8 +149,8 @@ def masters(shards: Sequence[LocalShard]) -> list[Tensor]:
 def store(shards: Sequence[LocalShard], name: str, values: Sequence[Tensor]) -> None:
     """Store float32 values in each shard's `parameter` or state tensor `name`. `values` may be overwritten.
 
-    If a parameter has a master weight, `values` contains this master weight, which was updated in place. The parameter
-    is then rounded to the nearest.
+    If a parameter has a master weight, its value in `values` is this master weight, which was updated in place. The
+    parameter is then rounded to the nearest.
     """
     encoded: list[tuple[Codes, Tensor]] = []
     rounded: list[tuple[Draw, Tensor, Tensor]] = []
@@ -179,29 +171,23 @@ def store(shards: Sequence[LocalShard], name: str, values: Sequence[Tensor]) -> 
 
 
 def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy each source to its target, unless both are the same tensor. Tensors of equal dtypes share one operation."""
-    alike: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
-    for target, source in zip(targets, sources, strict=True):
-        if target is not source:
-            into, out_of = alike.setdefault((target.dtype, source.dtype), ([], []))
-            into.append(target)
-            out_of.append(source)
-    for into, out_of in alike.values():
-        torch._foreach_copy_(into, out_of)
+    """Copy each source to its target, unless both are the same tensor. One operation copies all pairs of equal
+    dtypes."""
+    pairs = [pair for pair in zip(targets, sources, strict=True) if pair[0] is not pair[1]]
+    for same in alike(pairs, lambda pair: (pair[0].dtype, pair[1].dtype)):
+        torch._foreach_copy_([target for target, _ in same], [source for _, source in same])
 
 
 _DROPPED_BITS = 16
-"""Number of bits by which a float32 is longer than a bfloat16: the last bits of the mantissa."""
+"""Number of bits of a float32 that a bfloat16 lacks: the last bits of the mantissa."""
 
-_GOLDEN = -1640531527  # 2^32 divided by the golden ratio, as an int32: its multiples are far apart
+_GOLDEN = -1640531527  # 2^32 divided by the golden ratio, as an int32; multiples of this number are far apart
 
 
 @dataclass(frozen=True)
 class Draw:
-    """The random numbers of a tensor at a step.
-
-    They depend only on seed, name, step and element. So a resumed run, or another sharding, draws the same numbers.
-    """
+    """The random numbers of a tensor at a step. They depend only on seed, name, step and element. So a resumed run, or
+    another sharding, draws the same numbers."""
 
     seed: int
     name: str
@@ -218,8 +204,8 @@ class Draw:
 
     @property
     def inner(self) -> tuple[bool, tuple[int, ...], tuple[int, ...]]:
-        """(True if the tensor has axes, lengths of the axes behind the first, offsets along them). `random_bits` draws
-        together for tensors with equal `inner`."""
+        """A tuple of: True if the tensor has axes, lengths of the axes after the first, offsets along these axes.
+        `random_bits` draws for several tensors at once if their `inner` is equal."""
         return bool(self.shape), tuple(self.shape[1:]), self.offsets[1:]
 
     @property
@@ -230,11 +216,11 @@ class Draw:
 
 
 def random_bits(draws: Sequence[Draw]) -> Tensor:
-    """Return random integers below 2^16 for the elements of several tensors with equal `inner` axes, one tensor after
-    another: a flat int32 tensor.
+    """Return random integers below 2^16 for the elements of several tensors with equal `inner`, one tensor after
+    another, as a flat int32 tensor.
 
     Each integer is a hash of seed, name, step and the element's indices. Each index is mixed into a 32-bit word by
-    multiplications and shifts without overflow checks (MurmurHash3's finalizer, with C. Wellons' constants).
+    multiplications and shifts that may overflow (MurmurHash3's finalizer, with C. Wellons' constants).
     """
     device = draws[0].step.device
     steps = torch.stack([draw.step for draw in draws]).to(torch.int32)
@@ -258,15 +244,15 @@ def _repeated(numbers: Tensor, lengths: Tensor, total: int) -> Tensor:
 
 
 def round_stochastically(draws: Sequence[Draw], targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """Store float32 values in bfloat16 tensors of the same shapes, with equal `inner` axes. `values` may be
-    overwritten.
+    """Store float32 values in bfloat16 tensors of the same shapes, with equal `inner`. `values` may be overwritten.
 
     Each result is one of the two neighbouring bfloat16 values, chosen at random such that the expected result equals
     the value.
     """
     added = random_bits(draws)
     flat = joined(values)
-    flat.view(torch.int32).add_(added).bitwise_and_(-(1 << _DROPPED_BITS))  # a larger integer is farther from zero
+    # A carry from the dropped bits into the kept bits rounds away from zero.
+    flat.view(torch.int32).add_(added).bitwise_and_(-(1 << _DROPPED_BITS))
     del added
     torch._foreach_copy_(list(targets), divided(flat.bfloat16(), [target.shape for target in targets]))
 

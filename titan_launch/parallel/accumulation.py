@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -11,17 +9,10 @@ from titan_launch.config.sections.training import GradientAccumulationConfig
 from titan_launch.optim.replica_shards import ReplicaShards
 
 
-class AccumulationStrategy(Protocol):
-    """A rule for the collectives of each microbatch. The training step calls `begin_microbatch` before each forward."""
-
-    def begin_microbatch(self, model: nn.Module, is_last: bool) -> None:
-        """Set which collectives the next backward runs. `is_last`: True for the step's last microbatch."""
-
-
 class Accumulation:
-    """The rule of the section `[gradient_accumulation]`: its mode, and whether parameters stay unsharded until the
-    step's last backward, as in ZeRO-2. (If they do, FSDP2 units do not reshard after forward; `ModelPlan` sets this for
-    each unit.)"""
+    """The rule of the section `[gradient_accumulation]` for the collectives of each microbatch. The training step calls
+    `begin_microbatch` before each forward. If the rule keeps parameters unsharded until the step's last backward, as in
+    ZeRO-2, FSDP2 units do not reshard after forward; `ModelPlan` sets this for each unit."""
 
     def __init__(self, config: GradientAccumulationConfig, replicas: ReplicaShards | None = None):
         """`replicas`: the exchange of gradients between the replicas, if the optimizer is sharded over them; else None.

@@ -33,7 +33,7 @@ class ActivationArena:
         self._gaps = [(0, _ENDLESS)]
         """Start and end of the free places, in order. The last gap has no end."""
         self._dropped = deque[tuple[int, int]]()
-        """Start and end of the places whose tensors were dropped, in any thread."""
+        """Start and end of the places whose tensors have been dropped. Tensors may be dropped in any thread."""
         self._locks = ExitStack()
         weakref.finalize(self, self._locks.close).atexit = False
         self.memory = torch.empty(0, dtype=torch.uint8)

@@ -34,9 +34,6 @@ from titan_launch.parallel.fsdp import cast_at_boundaries
 from titan_launch.plan.module_selection import selection
 from titan_launch.plan.types import ModelPlan, is_within
 
-_Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
-"""The contexts of the first and of the second forward."""
-
 _aten, _communication, _higher_order = torch.ops.aten, torch.ops._c10d_functional, torch.ops.higher_order
 _MATRIX_PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default, _aten._scaled_mm.default})
 SAVED_OPS = _MATRIX_PRODUCTS | {
@@ -72,15 +69,13 @@ current_forward: ContextVar[object | None] = ContextVar("current_forward", defau
 """The call of a checkpointed module whose first or second forward is running: an object that is the same in both. None
 outside of checkpointed modules, and in compiled graphs."""
 
-_Counting = _NormBase | MixtureOfExperts
-"""Modules that update buffers in each training forward: running statistics, and the load of experts."""
-
 
 def _checkpoint(block: nn.Module, selects_ops: bool) -> None:
     compute = block.forward
-    counting = [module for module in block.modules() if isinstance(module, _Counting)]
+    # These modules update buffers in each training forward: running statistics, and the load of experts.
+    counting = [module for module in block.modules() if isinstance(module, (_NormBase, MixtureOfExperts))]
 
-    def contexts() -> _Contexts:
+    def contexts() -> tuple[_Forward, _Forward]:
         call, results = object(), deque[_Recall]()
         first, second = (
             _SelectiveMode(results, is_first) if selects_ops else nullcontext() for is_first in (True, False)
@@ -224,8 +219,8 @@ def _saved(value: Any, is_complete: bool = True) -> Callable[[], Any]:
 
 
 class _SavePolicy:
-    """The decisions, for one forward, whether the result of an operation is saved. `saves` is called for every
-    operation, in order."""
+    """The choice of the operations whose results a forward saves. Call `saves` for every operation of the forward, in
+    order."""
 
     def __init__(self) -> None:
         self._num_products = 0

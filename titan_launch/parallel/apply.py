@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch.distributed as dist
 from torch import nn
 
+from titan_launch.config.axes import TENSOR
 from titan_launch.config.job import JobConfig
 from titan_launch.core.torch_release import CAN_SHARE_UNITS
 from titan_launch.distributed.mesh import Mesh
@@ -53,13 +54,11 @@ def parallelize(
     activation_checkpoint = config.activation_checkpoint
     cast_storage(model, plan)
     convert_to_float8(model, plan, config.float8)
-    if mesh.tensor is not None:
-        assert styles is not None, "check_tensor_plan comes first"
-        apply_tensor_parallel(model, styles, mesh.tensor, config.parallelism, plan.loss_head is not None)
+    apply_tensor_parallel(model, styles, mesh.along(TENSOR), config.parallelism, plan.loss_head is not None)
     divide_experts(model, mesh)
     prepare_batch_norms(model, config.batchnorm, mesh.layout.num_microbatches, statistics_group)
-    prepare_experts(model, plan, mesh.layout, mesh.context, mesh.ranks.device_type)
-    if checkpoints_compiled(activation_checkpoint, mesh.layout.tensor):
+    prepare_experts(model, plan, mesh, mesh.ranks.device_type)
+    if checkpoints_compiled(config):
         compile_pieces(model, plan, config.compile, activation_checkpoint)
         checkpoint_activations(model, plan.checkpointed, activation_checkpoint)
     else:

@@ -32,24 +32,24 @@ def prepare_batch_norms(
     """
     norms = dict(_batch_norms(model))
     if config.of_frozen == "fixed":
-        frozen = [path for path, norm in norms.items() if _is_frozen(norm)]
+        frozen = [
+            path
+            for path, norm in norms.items()
+            if (parameters := list(norm.parameters(recurse=False))) and not any(p.requires_grad for p in parameters)
+        ]
         for path in frozen:
             _fix_statistics(norms.pop(path))
         _log.info("batchnorm statistics: fixed in %d frozen layers", len(frozen))
     if config.momentum_per == "step":
         for norm in norms.values():
             if norm.momentum is not None:  # None: a cumulative average of all microbatches with equal weights
-                norm.momentum = _momentum_of_microbatch(norm.momentum, num_microbatches)
+                # The updates of all microbatches then have the effect of one update with the layer's own momentum.
+                norm.momentum = float(1 - (1 - norm.momentum) ** (1 / num_microbatches))
     if group is not None:
         synchronize(list(norms.values()), group)
         _log.info("%s", _describe_synchronized(len(norms), group.size()))
     if norms:
         _ValuesCheck(group).watch(model, norms)
-
-
-def _is_frozen(norm: _BatchNorm) -> bool:
-    parameters = list(norm.parameters(recurse=False))
-    return bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
 
 
 def _fix_statistics(norm: _BatchNorm) -> None:
@@ -58,38 +58,25 @@ def _fix_statistics(norm: _BatchNorm) -> None:
     norm.eval()
 
 
-def _momentum_of_microbatch(momentum: float, num_microbatches: int) -> float:
-    """Return the momentum for each microbatch. `num_microbatches` updates with this momentum have the effect of one
-    update with `momentum`."""
-    return float(1 - (1 - momentum) ** (1 / num_microbatches))
-
-
 def _batch_norms(model: nn.Module) -> Iterator[tuple[str, _BatchNorm]]:
     return ((path, module) for path, module in model.named_modules() if isinstance(module, _BatchNorm))
 
 
 def check_batch_norms(model: nn.Module, config: BatchNormConfig) -> None:
     """Raise ConfigError if the statistics of a layer must be synchronized, but its class prevents that."""
-    problems = [
-        Problem(
-            ("batchnorm", "statistics"),
-            f"{path} is a {type(norm).__name__}, {_why_not(norm)}",
-            "synchronized",
+    problems = []
+    for path, norm in _batch_norms(model) if config.statistics == "synchronized" else ():
+        why = (
+            "which synchronizes statistics by itself, and only on GPUs; use an nn.BatchNorm instead"
+            if isinstance(norm, nn.SyncBatchNorm)
+            else "whose forward does not call super().forward(...), so its statistics cannot be synchronized; call it, "
+            'or set "local"'
         )
-        for path, norm in _batch_norms(model)
-        if config.statistics == "synchronized" and overrides_forward(norm)
-    ]
+        if overrides_forward(norm):
+            reason = f"{path} is a {type(norm).__name__}, {why}"
+            problems.append(Problem(("batchnorm", "statistics"), reason, "synchronized"))
     if problems:
         raise ConfigError(problems)
-
-
-def _why_not(norm: _BatchNorm) -> str:
-    if isinstance(norm, nn.SyncBatchNorm):
-        return "which synchronizes statistics by itself, and only on GPUs; use an nn.BatchNorm instead"
-    return (
-        "whose forward does not call super().forward(...), so its statistics cannot be synchronized; call it, or set "
-        '"local"'
-    )
 
 
 def _describe_synchronized(num_norms: int, ranks: int) -> str:

@@ -141,7 +141,7 @@ def _compile_error(error: Exception, config: CompileConfig, name: str) -> Config
     causes = [head.partition("\n")[0].strip(), *re.findall(r"^ *Explanation: (.*)", head, re.MULTILINE)]
     lines = [line for line in re.findall(r'File "([^"]*)", line (\d+)', trace) if not line[0].startswith(_PYTORCH)]
     where = f" ({Path(lines[-1][0]).name}:{lines[-1][1]})" if lines else ""
-    what = f"{name}{where}: {': '.join(cause.rstrip('.') for cause in causes)[:_MAX_LENGTH]}"
+    what = f"{name}{where}: {': '.join(cause.rstrip('.') for cause in causes)[:300]}"
     if isinstance(error, BackendCompilerFailed):
         is_cached = config.cache_folder is not None
         damaged = "; delete compile.cache_folder if a file there is damaged, or" if is_cached else ";"
@@ -156,7 +156,6 @@ def _compile_error(error: Exception, config: CompileConfig, name: str) -> Config
     return config_error(("compile", "enable"), f"cannot make one graph of {what}; {remedy}, or set false", True)
 
 
-_MAX_LENGTH = 300
 _PYTORCH = str(Path(torch.__file__).parent)
 
 

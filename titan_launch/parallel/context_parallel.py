@@ -8,7 +8,7 @@ PyTorch's implementation is imported only if sequences are divided.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,11 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from titan_launch.config.axes import CONTEXT
 from titan_launch.config.sections.parallelism import ParallelismConfig
 from titan_launch.core.errors import config_error
 from titan_launch.core.fingerprint import Fingerprint
 from titan_launch.core.patches import replaced
-from titan_launch.data.sources import Sample, SampleSource, read_batch
+from titan_launch.data.sources import Batch, Sample, SampleSource, read_batch
+from titan_launch.distributed.mesh import Mesh
 from titan_launch.models.parallel_plans import buffers_along_sequence
 
 
@@ -48,17 +50,24 @@ class SequencePart:
         return torch.cat((chunks[self.index], chunks[-1 - self.index]), axis)
 
 
-def sequence_part(mesh: DeviceMesh | None, parallelism: ParallelismConfig) -> SequencePart | None:
-    """Return this rank's part of every sequence. If `mesh` is None, each rank has whole sequences, and the result is
-    None."""
-    if mesh is None:
+def sequence_part(mesh: Mesh, parallelism: ParallelismConfig) -> SequencePart | None:
+    """Return this rank's part of every sequence; None if each rank has whole sequences."""
+    ranks = mesh.along(CONTEXT)
+    if ranks is None:
         return None
-    return SequencePart(mesh.get_local_rank(), mesh.size(), parallelism.context_parallel_load_balance)
+    return SequencePart(ranks.get_local_rank(), ranks.size(), parallelism.context_parallel_load_balance)
 
 
 def part_of(source: SampleSource, part: SequencePart | None) -> SampleSource:
     """Return a source whose samples contain only a rank's tokens and targets. If `part` is None, return `source`."""
     return source if part is None else _SequencePartSource(source, part)
+
+
+def part_of_batch(batch: Batch, part: SequencePart | None) -> Batch:
+    """Return a microbatch with only a rank's tokens and targets. If `part` is None, return `batch`."""
+    if part is None:
+        return batch
+    return Batch._make(None if tensor is None else part.of(tensor, axis=1) for tensor in batch)
 
 
 @dataclass(frozen=True)
@@ -86,11 +95,15 @@ class _SequencePartSource:
         return self.source.fingerprint(seed)
 
 
-def divide_buffers(model: nn.Module, axes: Mapping[str, int], part: SequencePart, seq_len: int) -> None:
-    """Keep only the rows of this rank's tokens in buffers with one row per position, in place.
+def divide_buffers(model: nn.Module, axes: Mapping[str, int] | None, part: SequencePart | None, seq_len: int) -> None:
+    """Keep only the rows of this rank's tokens in buffers with one row per position, in place. Do nothing if `part` is
+    None.
 
-    `axes`: the model's declaration (`ModelSpec.context_parallel`), checked by `check_context_plan`.
+    `axes`: the model's declaration (`ModelSpec.context_parallel`), checked by `check_divisions`.
     """
+    if part is None:
+        return
+    assert axes is not None, "check_divisions comes first"
     for module, name, axis in buffers_along_sequence(model, axes).values():
         full = module._buffers[name]
         assert isinstance(full, Tensor)
@@ -98,17 +111,23 @@ def divide_buffers(model: nn.Module, axes: Mapping[str, int], part: SequencePart
 
 
 @contextmanager
-def ring_attention(mesh: DeviceMesh, parallelism: ParallelismConfig, device: torch.device) -> Iterator[None]:
-    """Let `F.scaled_dot_product_attention` attend to the tokens of all ranks of `mesh` until the end of the block.
+def ring_attention(mesh: DeviceMesh | None, parallelism: ParallelismConfig, device: torch.device) -> Iterator[None]:
+    """Let `F.scaled_dot_product_attention` attend to the tokens of all ranks of `mesh` until the end of the block. Do
+    nothing if `mesh` is None.
 
     The block must contain forward and backward, because PyTorch replaces that function and DTensor's dispatcher only
     inside of the block. Raise ConfigError if PyTorch has no ring attention for the device. In the block, attention in
     fp32 raises ConfigError if PyTorch's kernel for it does not support the number of tokens.
     """
+    if mesh is None:
+        yield
+        return
     from torch.distributed.tensor.experimental import context_parallel
     from torch.distributed.tensor.experimental._context_parallel import _attention
 
-    _check_device(device, mesh.size(), _attention.custom_ops)
+    if device.type == "cpu" and _CPU_KERNEL not in _attention.custom_ops:
+        reason = "PyTorch's ring attention has no kernels for the CPU; train on GPUs, or set 1"
+        raise config_error(CONTEXT.key, reason, mesh.size(), also=(("job", "device"),))
     # PyTorch reads its own options, and the length of a buffer that it divides. The buffer's values do not matter.
     options = _attention._cp_options
     before = options.enable_load_balance, options.rotate_method
@@ -150,13 +169,7 @@ def _check_num_tokens(seq_len: int, degree: int, num_parts: int) -> None:
             f"multiple of {_ALIGNMENT} tokens; set training.seq_len to a multiple of {whole}, or compute attention in "
             "bfloat16"
         )
-        raise config_error(("parallelism", "context_parallel_degree"), reason, degree, also=(("training", "seq_len"),))
-
-
-def _check_device(device: torch.device, degree: int, kernels: Container[object]) -> None:
-    if device.type == "cpu" and _CPU_KERNEL not in kernels:
-        reason = "PyTorch's ring attention has no kernels for the CPU; train on GPUs, or set 1"
-        raise config_error(("parallelism", "context_parallel_degree"), reason, degree, also=(("job", "device"),))
+        raise config_error(CONTEXT.key, reason, degree, also=(("training", "seq_len"),))
 
 
 _ROTATION = {"allgather": "ALL_GATHER", "alltoall": "ALL_TO_ALL"}

@@ -11,16 +11,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils.rnn import pad_sequence
 
+from titan_launch.config.axes import CONTEXT
 from titan_launch.core.errors import listed
 from titan_launch.distributed.collectives import warn
 from titan_launch.distributed.dtensor import local_tensor
+from titan_launch.distributed.mesh import Mesh
 from titan_launch.models.decoder.mixture_of_experts import ContextGroup, MixtureOfExperts
 from titan_launch.parallel.activation_checkpoint import current_forward
 from titan_launch.plan.experts import is_grouped
-from titan_launch.plan.layout import Layout
 from titan_launch.plan.types import ModelPlan
 
 _log = logging.getLogger(__name__)
@@ -33,20 +33,20 @@ _MIN_MEAN_LOAD = 20
 probability has a load of 0 only with probability e^-20."""
 
 
-def prepare_experts(model: nn.Module, plan: ModelPlan, layout: Layout, context: DeviceMesh | None, device: str) -> None:
+def prepare_experts(model: nn.Module, plan: ModelPlan, mesh: Mesh, device: str) -> None:
     """Set the scale of the auxiliary losses of all mixtures of experts, and the ranks over which sequences are divided,
     in place. Nothing is communicated.
 
     Log a warning for settings that make routing imprecise, or the products of experts slow.
 
-    The losses of all ranks and microbatches of a step add up to means over the step's samples. With tensor parallelism,
-    each rank computes the whole losses, and the router's gradients are summed over these ranks. So the scale is divided
-    by their number. With context parallelism, each rank computes its tokens' part. `context`: the ranks that divide
-    every sequence; None if each rank has whole sequences. `device`: type of the device that will run the model.
+    The losses of all ranks and microbatches of a step add up to means over the step's samples. Ranks with the same
+    tokens compute the same losses, and the router's gradients are summed over these ranks. So the scale is divided by
+    their number. With context parallelism, each rank computes its tokens' part. `device`: type of the device that will
+    run the model.
     """
-    layers = _layers(model)
+    layers, layout, context = _layers(model), mesh.layout, mesh.along(CONTEXT)
     for layer in layers.values():
-        layer.loss_scale = 1 / (layout.global_batch_size * layout.tensor)
+        layer.loss_scale = 1 / (layout.global_batch_size * layout.token_copies)
         if context is not None:
             layer.context_group = ContextGroup(context.get_group().group_name, context.size())
     routers = [f"{path}.router" for path, layer in layers.items() if layer.args.score == "sigmoid"]

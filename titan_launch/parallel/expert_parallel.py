@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from titan_launch.distributed.mesh import EXPERT, Mesh
+from titan_launch.config.axes import EXPERT, TENSOR
+from titan_launch.distributed.mesh import Mesh
 from titan_launch.models.decoder.mixture_of_experts import Experts, Permuted, inverse_of
 from titan_launch.models.lora import LoRA
 from titan_launch.parallel.tensor_parallel import divide_adapter, divide_locally
@@ -30,13 +31,13 @@ _WIDTH_DIM = {"w1": 1, "w3": 1, "b1": 1, "b3": 1, "w2": 2}
 
 
 def divide_experts(model: nn.Module, mesh: Mesh) -> None:
-    """Divide the parameters of all `Experts` modules, and of their adapters, over the ranks of `mesh.within_experts`,
-    in place.
+    """Divide the parameters of all `Experts` modules, and of their adapters, over the ranks of the axes `EXPERT` and
+    `TENSOR`, in place.
 
     With expert parallelism, these modules also exchange their tokens by a `Dispatch`. Without expert and tensor
     parallelism, nothing changes. `model`: on the meta device. Nothing is allocated or communicated.
     """
-    ranks = mesh.within_experts
+    ranks, among_experts = mesh.along(EXPERT, TENSOR), mesh.along(EXPERT)
     if ranks is None:
         return
     for module in model.modules():
@@ -48,15 +49,15 @@ def divide_experts(model: nn.Module, mesh: Mesh) -> None:
                 assert isinstance(adapter, LoRA)
                 along = {"a": 2} if name == "w2" else {"b": 1}
                 divide_adapter(adapter, ranks, {matrix: _placements(along.get(matrix), ranks) for matrix in "ab"})
-            if mesh.expert is not None:
-                module.dispatch = Dispatch(mesh.expert)
+            if among_experts is not None:
+                module.dispatch = Dispatch(among_experts)
 
 
 def _placements(width_dim: int | None, ranks: DeviceMesh) -> list[Placement]:
     """Return the placements of a parameter of experts. `width_dim`: the dim along which tensor parallelism divides the
     parameter; None if it is replicated."""
     width: Placement = Replicate() if width_dim is None else Shard(width_dim)
-    return [Shard(0) if axis == EXPERT else width for axis in ranks.mesh_dim_names or ()]
+    return [Shard(0) if axis == EXPERT.short else width for axis in ranks.mesh_dim_names or ()]
 
 
 class Dispatch:

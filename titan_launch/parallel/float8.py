@@ -64,10 +64,7 @@ def scale_update(model: nn.Module, config: Float8Config) -> Callable[[], None] |
 
 def check_tensor_cores(config: Float8Config, device: torch.device) -> None:
     """Raise ConfigError if float8 is enabled without emulation, and the GPU has no FP8 tensor cores."""
-    if config.enable and not config.emulate and torch.cuda.get_device_capability(device) < _FIRST_CAPABILITY:
+    if config.enable and not config.emulate and torch.cuda.get_device_capability(device) < (8, 9):
         name, remedy = torch.cuda.get_device_name(device), "set float8.emulate = true, or set float8.enable = false"
         reason = f"requires a GPU with FP8 tensor cores (compute capability 8.9 or later), but the device is {name}"
         raise config_error(("float8", "enable"), f"{reason}; {remedy}", True)
-
-
-_FIRST_CAPABILITY = (8, 9)

@@ -45,10 +45,14 @@ def apply_fsdp(model: nn.Module, plan: ModelPlan, mesh: Mesh, offloads: bool = F
         if mesh.layout.is_ignored(plan.unit_of[module.path], offloads)
         for parameter in model.get_submodule(module.path).parameters(recurse=False)
     }
-    in_place = _own_dtypes(model, plan)
+    in_place = {  # the compute dtype of each parameter whose precision rule is applied in place
+        parameter: torch_dtype(plan.unit_of[module.path].compute_dtype)
+        for module in plan.inventory.modules
+        if plan.unit_of[module.path] is not plan.sharded_by[module.path]
+        for parameter in model.get_submodule(module.path).parameters(recurse=False)
+    }
     for unit in plan.units:
-        ranks = mesh.expert_fsdp if unit.expert_parallel > 1 else mesh.fsdp
-        assert ranks is not None, "the mesh is that of the plan"
+        ranks = mesh.shards_of(unit)
         modules = [model.get_submodule(path) for path in unit.modules]
         is_shared = len(modules) > 1
         policy = replace(unit.policy, cast_forward_inputs=plan.casts_inputs(unit))
@@ -87,16 +91,6 @@ def apply_fsdp(model: nn.Module, plan: ModelPlan, mesh: Mesh, offloads: bool = F
         _fsdp_module(model, path).set_modules_to_forward_prefetch([_fsdp_module(model, name) for name in ahead])
 
 
-def _own_dtypes(model: nn.Module, plan: ModelPlan) -> dict[nn.Parameter, torch.dtype]:
-    """Return the compute dtype of each parameter whose precision rule is applied in place (`ModelPlan.in_place`)."""
-    return {
-        parameter: torch_dtype(plan.unit_of[module.path].compute_dtype)
-        for module in plan.inventory.modules
-        if plan.unit_of[module.path] is not plan.sharded_by[module.path]
-        for parameter in model.get_submodule(module.path).parameters(recurse=False)
-    }
-
-
 def _cast_at_boundary(model: nn.Module, plan: ModelPlan, path: str, policy: Policy) -> None:
     if plan.returns_loss(path):
         policy = replace(policy, output_dtype=None)
@@ -107,19 +101,13 @@ def cast_at_boundaries(module: nn.Module, policy: Policy) -> None:
     """Add hooks that cast the floating inputs and outputs of a module to the dtypes of `policy`. A dtype of None means
     no cast."""
     if policy.input_dtype is not None:
-        _cast_inputs(module, torch_dtype(policy.input_dtype))
+        taken = torch_dtype(policy.input_dtype)
+        module.register_forward_pre_hook(
+            lambda _, args, kwargs: (_cast_floating(args, taken), _cast_floating(kwargs, taken)), with_kwargs=True
+        )
     if policy.output_dtype is not None:
-        _cast_outputs(module, torch_dtype(policy.output_dtype))
-
-
-def _cast_outputs(module: nn.Module, dtype: torch.dtype) -> None:
-    module.register_forward_hook(lambda _, args, output: _cast_floating(output, dtype))
-
-
-def _cast_inputs(module: nn.Module, dtype: torch.dtype) -> None:
-    module.register_forward_pre_hook(
-        lambda _, args, kwargs: (_cast_floating(args, dtype), _cast_floating(kwargs, dtype)), with_kwargs=True
-    )
+        returned = torch_dtype(policy.output_dtype)
+        module.register_forward_hook(lambda _, args, output: _cast_floating(output, returned))
 
 
 def _cast_floating(value: Any, dtype: torch.dtype) -> Any:
@@ -135,11 +123,6 @@ def _fsdp_module(model: nn.Module, path: str) -> FSDPModule:
     module = model.get_submodule(path)
     assert isinstance(module, FSDPModule), f"{path} is not an FSDP2 unit"
     return module
-
-
-def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
-    """Iterate over the modules that `fully_shard` has wrapped, including the root."""
-    return (module for module in model.modules() if isinstance(module, FSDPModule))
 
 
 def _placement_of_experts(modules: Sequence[nn.Module], shards: int) -> Callable[[nn.Parameter], Shard | None] | None:
@@ -250,9 +233,8 @@ def without_backward(model: nn.Module) -> Iterator[None]:
 def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Put a wrapped model into evaluation mode during the block, for forwards without a backward (`without_backward`).
     At the end, each module gets its former mode back."""
-    was_training = {  # a frozen BatchNorm stays frozen
-        module: module.training for root in roots(model) for module in root.modules()
-    }
+    # Modes are restored module by module, because a frozen BatchNorm is always in evaluation mode.
+    was_training = {module: module.training for root in roots(model) for module in root.modules()}
     for root in roots(model):
         root.eval()
     try:

@@ -19,11 +19,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from titan_launch.config.axes import PIPELINE
+from titan_launch.config.sections.parallelism import ParallelismConfig
 from titan_launch.core.errors import ConfigError, config_error
 from titan_launch.distributed.mesh import Mesh
 from titan_launch.distributed.torch_private import roots, set_roots
 from titan_launch.models.blocks import cut
 from titan_launch.parallel.fsdp import cast_at_boundaries
+from titan_launch.parallel.tensor_parallel import token_shards
 from titan_launch.plan.pipeline import parts_on_rank, stage_part
 from titan_launch.plan.types import ModelPlan, Stage
 from titan_launch.precision.policy import torch_dtype
@@ -60,17 +63,18 @@ class Pipeline:
 
 
 def divide(
-    model: nn.Module, plan: ModelPlan, mesh: Mesh, token_shards: int, wrap: Callable[[nn.Module, ModelPlan], None]
+    model: nn.Module,
+    plan: ModelPlan,
+    mesh: Mesh,
+    parallelism: ParallelismConfig,
+    wrap: Callable[[nn.Module, ModelPlan], None],
 ) -> None:
     """Reduce a model on the meta device to the stages of this rank, in place. Call `wrap(module, plan)` for each of
-    these stages, with the stage's module and plan.
-
-    `token_shards`: number of ranks over which sequence parallelism divides the tokens of activations between layers; 1
-    without it.
-    """
-    assert mesh.pipeline is not None
-    rank = mesh.pipeline.get_local_rank()
-    boundaries = Boundaries(copy.deepcopy(model), plan, token_shards)
+    these stages, with the stage's module and plan."""
+    ranks = mesh.along(PIPELINE)
+    assert ranks is not None
+    rank = ranks.get_local_rank()
+    boundaries = Boundaries(copy.deepcopy(model), plan, token_shards(parallelism))
     own = [stage for stage in plan.stages if stage.rank == rank]
     others = [path for stage in plan.stages if stage.rank != rank for path in stage.modules]
     modules = cut(model, [stage.modules for stage in own], others)
@@ -78,7 +82,7 @@ def divide(
         wrap(module, stage_part(plan, stage))
     set_roots(model, modules)
     local = tuple(LocalStage(stage, module) for stage, module in zip(own, modules, strict=True))
-    vars(model)[_PIPELINE] = Pipeline(plan, local, boundaries, mesh.pipeline.get_group())
+    vars(model)[_PIPELINE] = Pipeline(plan, local, boundaries, ranks.get_group())
 
 
 _PIPELINE = "_titan_launch_pipeline"
@@ -104,7 +108,7 @@ class Boundaries:
 
     def __init__(self, model: nn.Module, plan: ModelPlan, token_shards: int = 1):
         """Cast `model` to the dtypes in which FSDP2 will compute. `model`: an unwrapped copy on the meta device.
-        `token_shards`: as in `divide`."""
+        `token_shards`: result of `parallel.tensor_parallel.token_shards`."""
         _compute_as_planned(model, plan)
         first = plan.units[-1].policy.input_dtype  # of the root unit
         self._first_dtype = None if first is None else torch_dtype(first)

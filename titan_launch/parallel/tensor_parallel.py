@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
+from titan_launch.config.axes import TENSOR
 from titan_launch.config.sections.parallelism import ParallelismConfig
-from titan_launch.distributed.mesh import TENSOR
 from titan_launch.models.decoder.layers import AllHeadsRMSNorm
 from titan_launch.models.lora import LoRA
 from titan_launch.models.parallel_plans import DIVIDED_AXIS, style_by_module
@@ -31,19 +31,22 @@ TOKENS, FEATURES = 1, -1
 
 def apply_tensor_parallel(
     model: nn.Module,
-    styles: Mapping[str, TensorStyle],
-    mesh: DeviceMesh,
+    styles: Mapping[str, TensorStyle] | None,
+    mesh: DeviceMesh | None,
     parallelism: ParallelismConfig,
     has_loss_head: bool = False,
 ) -> None:
-    """Shard a model on the meta device over the ranks of `mesh`, in place. Nothing is allocated or communicated.
-    Experts stay unchanged, because `divide_experts` shards them.
+    """Shard a model on the meta device over the ranks of `mesh`, in place. Do nothing if `mesh` is None. Nothing is
+    allocated or communicated. Experts stay unchanged, because `divide_experts` shards them.
 
-    `styles`: the model's declaration (`ModelSpec.tensor_parallel`), checked by `check_tensor_plan`. Tied parameters
+    `styles`: the model's declaration (`ModelSpec.tensor_parallel`), checked by `check_divisions`. Tied parameters
     stay tied. `has_loss_head`: True if the output layer returns the sums of the loss in place of logits. These sums are
     the same on all ranks. Without a loss head, but with `parallelism.loss_parallel`, the model returns the logits as a
     DTensor, which `titan_launch.loss.cross_entropy` accepts.
     """
+    if mesh is None:
+        return
+    assert styles is not None, "check_divisions comes first"
     ties = _ties(model)
     appliers = _appliers(mesh, parallelism, parallelism.loss_parallel and not has_loss_head)
     for path, style in style_by_module(model, styles).items():
@@ -63,7 +66,7 @@ def apply_tensor_parallel(
 def token_shards(parallelism: ParallelismConfig) -> int:
     """Return the number of ranks over which the tokens of the residual stream are divided; 1 without sequence
     parallelism."""
-    return parallelism.tensor_parallel_degree if parallelism.sequence_parallel else 1
+    return parallelism.degree(TENSOR) if parallelism.sequence_parallel else 1
 
 
 def _appliers(
@@ -174,7 +177,7 @@ def _normalize_heads(module: nn.Module, mesh: DeviceMesh) -> None:
 
 def _compute_latent(module: nn.Module, mesh: DeviceMesh) -> None:
     """Replicate a module's own parameters, and let it take its first input, a DTensor from `_gather_input`, as a plain
-    tensor. On each rank, all its gradients are parts of sums."""
+    tensor. On each rank, the gradients of the parameters and of the input are parts of sums."""
     _replicate(module, mesh, Partial())
     _take_locally(module)
 
@@ -205,7 +208,7 @@ def divide_locally(module: nn.Module, mesh: DeviceMesh, placements: Mapping[str,
     _distribute(module, mesh, placements)
     names = (name for name, _ in module.named_parameters(recurse=False))
     biases = [name for name in names if any(placement.is_replicate() for placement in placements[name])]
-    is_first = TENSOR not in (mesh.mesh_dim_names or ()) or mesh[TENSOR].get_local_rank() == 0
+    is_first = TENSOR.short not in (mesh.mesh_dim_names or ()) or mesh[TENSOR.short].get_local_rank() == 0
     _compute_locally(module, _of_gradients(placements), () if is_first else biases)
 
 

@@ -17,7 +17,7 @@ from titan_launch.plan.job import with_values
 from titan_launch.plan.layout import Layout, plan_layout, with_global_batch_size
 
 Predict = Callable[[JobConfig, Layout], float]
-"""A function that predicts the memory that a job takes from a device, in bytes (as `Row.reserved_bytes`)."""
+"""A function that predicts the memory that a job takes from a device (`Row.reserved_bytes`)."""
 
 
 @dataclass(frozen=True)
@@ -53,26 +53,20 @@ class _Change:
         """The keys to set, as TOML."""
         return [f"{section}.{key} = {toml_value(value)}" for (section, key), value in self.values.items()]
 
-    def applied_to(self, config: JobConfig) -> JobConfig:
-        """Return the changed job."""
-        return with_values(config, self.values)
-
 
 def advise(config: JobConfig, layout: Layout, limit_bytes: float, predict: Predict, most: int = 3) -> list[Advice]:
-    """Return up to `most` changes that save memory: first those with which the job fits into `limit_bytes`.
-
-    A change that saves less than 0.5 % of the memory is not returned, so the list may be empty. If no single change
-    suffices, the first entry combines several changes, and `Advice.fits` says if these suffice. No mode of `config` may
-    be `auto`.
+    """Return up to `most` changes that save at least 0.5 % of the memory: first those with which the job fits into
+    `limit_bytes`. No mode of `config` may be `auto`. If no single change suffices, the first entry combines several
+    changes, and `Advice.fits` says if these suffice.
 
     The time that a change costs is not predicted, so the kinds of changes have a fixed order: first the kinds that
-    usually cost the least time, last those that change the results of the training.
+    usually cost the least time, last the kinds that change the results of the training.
     """
     config = with_global_batch_size(config, layout)
     needed = predict(config, layout)
     found: list[Advice] = []
     for change in chain.from_iterable(_changes(config, layout, limit_bytes, predict)):
-        predicted = _predicted(change.applied_to(config), layout.world_size, predict)
+        predicted = _predicted(with_values(config, change.values), layout.world_size, predict)
         if predicted is not None and predicted < 0.995 * needed:
             found.append(Advice(tuple(change.lines), change.cost, needed - predicted, predicted <= limit_bytes))
     if found and not any(advice.fits for advice in found):
@@ -82,22 +76,15 @@ def advise(config: JobConfig, layout: Layout, limit_bytes: float, predict: Predi
 
 
 def smallest_sufficient(config: JobConfig, layout: Layout, limit_bytes: float, predict: Predict) -> int | None:
-    """Return the smallest number of ranks on which the job fits into `limit_bytes`; None if none suffices.
-
-    Only 2, 4, 8, ... 128 times the job's own number of ranks are tried. The added ranks shard the parameters. If the
-    job sets a global batch size, it stays the same.
-    """
-    sharded = config.parallelism.model_copy(update={"data_parallel_shard_degree": -1})
-    config = config.model_copy(update={"parallelism": sharded})
-    for doublings in range(1, _MOST_DOUBLINGS + 1):
+    """Return the smallest number of ranks on which the job fits into `limit_bytes`; None if none suffices. Only 2, 4,
+    8, ... 128 times the job's own number of ranks are tried. The added ranks shard the parameters."""
+    config = with_values(config, {("parallelism", "data_parallel_shard_degree"): -1})
+    for doublings in range(1, 8):
         world_size = layout.world_size * 2**doublings
         predicted = _predicted(config, world_size, predict)
         if predicted is not None and predicted <= limit_bytes:
             return world_size
     return None
-
-
-_MOST_DOUBLINGS = 7
 
 
 def _combined(config: JobConfig, layout: Layout, limit_bytes: float, predict: Predict, needed: float) -> Advice:
@@ -106,23 +93,24 @@ def _combined(config: JobConfig, layout: Layout, limit_bytes: float, predict: Pr
 
     First, the strongest change of one kind after another is applied, the cheapest kind first, until the job fits or no
     change is left. If the job fits, each change is then replaced by the weakest change of its kind with which the job
-    still fits. The microbatch is not enlarged again, even if later changes would allow it.
+    still fits. The microbatch is not enlarged again, even if later changes leave enough memory.
     """
     kinds: list[tuple[_Change, ...]] = []
     changed, predicted = config, needed
     while predicted > limit_bytes:
         layout = plan_layout(changed.parallelism, changed.training, layout.world_size)
         for kind in _changes(changed, layout, limit_bytes, predict):
-            size = _predicted(kind[-1].applied_to(changed), layout.world_size, predict)
+            stronger = with_values(changed, kind[-1].values)
+            size = _predicted(stronger, layout.world_size, predict)
             if size is not None and size < 0.995 * predicted:
                 kinds.append(kind)
-                changed, predicted = kind[-1].applied_to(changed), size
+                changed, predicted = stronger, size
                 break
         else:
             break
 
     def sufficient(changes: Sequence[_Change]) -> float | None:
-        changed = reduce(lambda config, change: change.applied_to(config), changes, config)
+        changed = reduce(lambda config, change: with_values(config, change.values), changes, config)
         size = _predicted(changed, layout.world_size, predict)
         return size if size is not None and size <= limit_bytes else None
 
@@ -164,8 +152,7 @@ def _changes(config: JobConfig, layout: Layout, limit_bytes: float, predict: Pre
         yield (_Change(values, "all-gathers between the replicas follow each update"),)
     if config.loss.chunks < 16 and config.data.unit == "tokens" and config.model.loss is None:
         yield (_Change({("loss", "chunks"): 16}, "backward computes the output layer a second time"),)
-    size = _smaller_batch(config, layout, limit_bytes, predict)
-    if size is not None:
+    if size := _smaller_batch(config, layout, limit_bytes, predict):
         batches = {"local_batch_size": size, "global_batch_size": config.training.global_batch_size}
         kept = {("training", key): value for key, value in batches.items() if value is not None}
         yield (_Change(kept, "more and smaller microbatches; the same global batch"),)

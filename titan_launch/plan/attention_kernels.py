@@ -1,8 +1,8 @@
-"""PyTorch's kernels of plain causal attention on CUDA: which one a device uses, and which shapes each takes. No torch.
+"""PyTorch's kernels of plain causal attention on CUDA: their order on a device, and the shapes that each supports. No
+torch.
 
-A run and a plan use `priority`. A run asks PyTorch itself which shapes a kernel takes (`train.kernel_choice`). A plan
-has no device to ask, so `takes` repeats PyTorch's checks (torch 2.15: `sdp_utils.cpp`). A test compares both on phantom
-GPUs.
+Runs and plans use `priority`. In a run, PyTorch itself checks which shapes a kernel supports (`train.kernel_choice`). A
+plan has no device, so `takes` repeats PyTorch's checks (torch 2.15: `sdp_utils.cpp`).
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ _HOPPER = 9
 
 _REDUCED = ("bfloat16", "float16")
 WIDEST_FLASH = 256
-"""Widest head that flash attention takes."""
+"""Width of the widest head that flash attention supports."""
 
 _WIDEST_CUDNN = 128
-"""Widest head that cuDNN takes on every GPU."""
+"""Width of the widest head that cuDNN supports on every GPU."""
 
 _WIDE_CUDNN = ((192, 128), (256, 256))
-"""Pairs (width of queries, width of values) above `_WIDEST_CUDNN` that cuDNN takes on Hopper and later GPUs."""
+"""Pairs (width of queries, width of values) above `_WIDEST_CUDNN` that cuDNN supports on Hopper and later GPUs."""
 
 
 def priority(capability: tuple[int, int]) -> tuple[str, ...]:
-    """Return the attention backends in the order in which a GPU of this compute capability should try them: the fastest
-    first, unless its results may be wrong. The names are those of `kernels.attention`."""
+    """Return the attention backends for a GPU of this compute capability: the fastest first, unless its results may be
+    wrong. The names are those of `kernels.attention`."""
     # On later GPUs, cuDNN's results are wrong if there are fewer than 8 key/value heads (pytorch issue 193893).
     if capability[0] == _HOPPER:
         return "cudnn", "flash", "efficient", "math"

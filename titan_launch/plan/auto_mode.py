@@ -1,8 +1,8 @@
 """The modes that `auto` resolves to, and the modes that a plan recommends. No torch.
 
-The candidates are the choices with the verdict `fits`, which leave the margin below the memory limit free. If
-`activation_checkpoint.mode` is `auto`, only the candidates with the shortest predicted step remain (or with the fewest
-FLOPs, if times are unknown). Of the remaining candidates, the one with the least link traffic is taken.
+The candidates are the choices with the verdict `fits`. If `activation_checkpoint.mode` is `auto`, only the candidates
+with the shortest predicted step remain (or with the fewest FLOPs, if times are unknown). Of the remaining candidates,
+the one with the least link traffic is taken.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import ConfigError, Problem
-from titan_launch.plan.hardware import GIB, Hardware
+from titan_launch.plan.hardware import GIB, NO_LIMIT, Hardware
 from titan_launch.plan.job import is_auto, with_choice
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.report.modes import Comparison, Row, Subject, compare
@@ -31,14 +31,14 @@ class Resolution:
 
     row: Row
     reason: str
-    """The choice that `auto` takes, and the reason for it, in words. For a job without `auto`: `SET_BY_JOB`."""
+    """The modes and the reason for their choice, in words; `SET_BY_JOB` for a job without `auto`."""
 
 
 def resolve(comparison: Comparison, hardware: Hardware) -> Resolution:
     """Return the choice of the job, or the best of the choices that `auto` may take.
 
-    Raises ConfigError if no choice is possible. For a job with `auto`, also raises it if no memory limit is known, or
-    if no choice fits. If no choice fits, the error contains the table of all compared choices, and remedies.
+    Raises ConfigError if no choice is possible. For a job with `auto`, also raises ConfigError if no memory limit is
+    known, or if no choice fits. The second error contains the table of all compared choices, and remedies.
     """
     config = comparison.config
     own = [row for row in comparison.rows if row.is_own]
@@ -56,11 +56,7 @@ def resolve(comparison: Comparison, hardware: Hardware) -> Resolution:
 def check_limit(config: JobConfig, hardware: Hardware) -> None:
     """Raise ConfigError if a mode of the job is `auto`, and no memory limit is known."""
     if is_auto(config) and hardware.memory_gib is None:
-        reason = (
-            "needs a memory limit, and none is known; set planner.device or planner.memory_gib (plan: --device, "
-            "--memory-gib)"
-        )
-        raise ConfigError([_problem_of_auto(config, reason)])
+        raise ConfigError([_problem_of_auto(config, NO_LIMIT)])
 
 
 def recommend(comparison: Comparison, hardware: Hardware) -> Resolution | None:
@@ -70,22 +66,17 @@ def recommend(comparison: Comparison, hardware: Hardware) -> Resolution | None:
 
 
 def resolve_auto(config: JobConfig, layout: Layout, subject: Subject, hardware: Hardware) -> Resolution:
-    """Predict the choices that the job sets or `auto` may take, and return the best one.
-
-    Raises the ConfigErrors of `compare` and `resolve`. If no choice fits, the error contains the table of all choices.
-    """
+    """Predict the choices that the job sets or `auto` may take, and return the best one. Raises the ConfigErrors of
+    `compare` and `resolve`."""
     comparison = compare(config, layout, subject, hardware, only_own=True)
     if is_auto(config) and not any(row.verdict == "fits" for row in comparison.rows):
-        comparison = compare(config, layout, subject, hardware)
+        comparison = compare(config, layout, subject, hardware)  # for the table in the error
     return resolve(comparison, hardware)
 
 
 def _best(config: JobConfig, candidates: Sequence[Row], hardware: Hardware, by_time: bool) -> Resolution | None:
-    """Return the best of the rows that fit; None if no row fits.
-
-    `by_time`: True to compare step times first, and link traffic only if these are equal. (Activation checkpointing
-    usually costs more time than communication does.)
-    """
+    """Return the best of the rows that fit; None if no row fits. `by_time`: True to compare step times first, and link
+    traffic only if step times are equal."""
     fitting = [row for row in candidates if row.verdict == "fits"]
     if not fitting:
         return None
@@ -115,11 +106,8 @@ def _best(config: JobConfig, candidates: Sequence[Row], hardware: Hardware, by_t
 
 def _durations(rows: Sequence[Row]) -> tuple[dict[str, float], str]:
     """Return a number for each choice, by its label, and a description of the smallest number. A choice with a smaller
-    number has a shorter step.
-
-    The number is the expected time of the step in seconds. If the time of any choice is unknown, the number is the
-    FLOPs of a step. If FLOPs are unknown too, the number is the cost of the activation checkpointing mode in `_COST`.
-    """
+    number has a shorter step. The numbers are the expected seconds of a step if these are known for all choices; else
+    the FLOPs of a step; if FLOPs are unknown, too, the costs of activation checkpointing in `_COST`."""
     times = {row.choice.label: row.time.expected for row in rows if row.time.expected is not None}
     if len(times) == len(rows):
         return times, "the shortest predicted step"

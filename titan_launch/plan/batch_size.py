@@ -1,7 +1,6 @@
-"""The microbatch size that `training.local_batch_size = "auto"` resolves to: the largest one that fits. No torch.
+"""The microbatch size that `training.local_batch_size = "auto"` resolves to: the largest size that fits. No torch.
 
-The global batch stays as it is. With larger microbatches, a step has fewer microbatches, and its gradient stays the
-same.
+The global batch and its gradient stay the same: with larger microbatches, a step has fewer microbatches.
 """
 
 from __future__ import annotations
@@ -11,19 +10,16 @@ from typing import Literal
 
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import ConfigError, KeyPath, config_error
-from titan_launch.plan.hardware import GIB, Hardware
+from titan_launch.plan.hardware import GIB, NO_LIMIT, Hardware
 from titan_launch.plan.layout import Layout, plan_layout
 from titan_launch.plan.report.modes import Comparison
 from titan_launch.plan.report.table import format_limit
 
 KEY: KeyPath = ("training", "local_batch_size")
 
-_LARGEST = 1024
-"""Largest microbatch size to try, in samples, if no global batch is known."""
-
 Predict = Callable[[JobConfig, Layout], Comparison]
-"""A function that predicts the memory of a job, in the modes that the job allows. The function gets a job whose
-`local_batch_size` is a number."""
+"""A function that predicts the memory of a job in the modes that the job allows. `local_batch_size` of the job is a
+number."""
 
 
 def is_auto_batch(config: JobConfig) -> bool:
@@ -38,12 +34,10 @@ def with_local_batch_size(config: JobConfig, size: int | Literal["auto"]) -> Job
 
 def possible_batch_sizes(config: JobConfig, world_size: int) -> list[int]:
     """Return the microbatch sizes that divide the global batch evenly on `world_size` ranks and suit the pipeline
-    schedule, smallest first. If no global batch is set, which only a plan allows, return all sizes up to `_LARGEST`.
-
-    Raises the ConfigError of `plan_layout` if not even microbatches of one sample are possible.
-    """
+    schedule, smallest first. Without a global batch, return all sizes up to 1024. Raises the ConfigError of
+    `plan_layout` if not even microbatches of one sample are possible."""
     if config.training.global_batch_size is None:
-        return list(range(1, _LARGEST + 1))
+        return list(range(1, 1025))
     smallest = plan_layout(config.parallelism, with_local_batch_size(config, 1).training, world_size)
     sizes = []
     for size in range(1, smallest.samples_per_rank + 1):
@@ -57,20 +51,13 @@ def possible_batch_sizes(config: JobConfig, world_size: int) -> list[int]:
 
 
 def largest_batch(config: JobConfig, world_size: int, hardware: Hardware, predict: Predict) -> int:
-    """Return the largest microbatch size with which at least one choice of modes that the job allows has the verdict
-    `fits`.
-
-    Memory grows with the microbatch, so a binary search over n possible sizes predicts only about log2(n) of them.
-    Raises ConfigError if no memory limit is known, if no size is possible, or if not even the smallest size fits.
-    """
+    """Return the largest microbatch size with which the job has the verdict `fits` in at least one of its choices of
+    modes. Raises ConfigError if no memory limit is known, if no size is possible, or if not even the smallest size
+    fits."""
     if hardware.memory_gib is None:
-        reason = (
-            "needs a memory limit, and none is known; set planner.device or planner.memory_gib (plan: --device, "
-            "--memory-gib)"
-        )
-        raise config_error(KEY, reason, "auto", also=(("planner",),))
+        raise config_error(KEY, NO_LIMIT, "auto", also=(("planner",),))
     sizes, fitting, needed = possible_batch_sizes(config, world_size), 0, 0.0
-    low, high = 0, len(sizes)  # sizes[:low] fit, sizes[high:] do not
+    low, high = 0, len(sizes)  # a binary search: sizes[:low] fit, sizes[high:] do not
     while low < high:
         middle = (low + high) // 2
         resized = with_local_batch_size(config, sizes[middle])

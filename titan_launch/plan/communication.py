@@ -11,13 +11,14 @@ in every forward, and if its parameters get gradients.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from fractions import Fraction
 from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
+from titan_launch.config.axes import EXPERT, MODEL_AXES, REPLICATE, Axis
 from titan_launch.config.sections.training import GradientAccumulationConfig
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.replica_shards import ExchangedUnit, exchanged_unit
@@ -38,11 +39,7 @@ class Collectives:
         return self.all_gathers + self.reduce_scatters + self.all_reduces
 
     def __add__(self, other: Collectives) -> Collectives:
-        return Collectives(
-            self.all_gathers + other.all_gathers,
-            self.reduce_scatters + other.reduce_scatters,
-            self.all_reduces + other.all_reduces,
-        )
+        return Collectives(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(Collectives)))
 
     def __str__(self) -> str:
         counts = {
@@ -56,7 +53,7 @@ class Collectives:
 
 @dataclass(frozen=True)
 class Exchange:
-    """Communication of one rank along the tensor, context, pipeline or expert axis."""
+    """Communication of one rank along an axis of model parallelism."""
 
     calls: int = 0
 
@@ -95,10 +92,10 @@ class Traffic:
     """Expert parallelism: all-to-alls of tokens and results, and their gradients (`plan.experts`)."""
 
     expert_all_gather_bytes: int = 0
-    """Part of `all_gather_bytes` for units with `expert_parallel` above 1. Their all-gathers are among fewer ranks."""
+    """Part of `all_gather_bytes` for units that are divided (`Unit.is_divided`). They have fewer shards."""
 
     expert_reduce_scatter_bytes: int = 0
-    """Part of `reduce_scatter_bytes` for units with `expert_parallel` above 1."""
+    """Part of `reduce_scatter_bytes` for units that are divided."""
 
     replica_all_gather_bytes: int = 0
     """Part of `all_gather_bytes` that is gathered between replicas, if the optimizer is sharded over them
@@ -108,20 +105,12 @@ class Traffic:
     """Part of `reduce_scatter_bytes` that is reduced between replicas, if the optimizer is sharded over them."""
 
     def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(
-            self.collectives + other.collectives,
-            self.all_gather_bytes + other.all_gather_bytes,
-            self.reduce_scatter_bytes + other.reduce_scatter_bytes,
-            self.all_reduce_bytes + other.all_reduce_bytes,
-            self.tensor + other.tensor,
-            self.context + other.context,
-            self.pipeline + other.pipeline,
-            self.expert + other.expert,
-            self.expert_all_gather_bytes + other.expert_all_gather_bytes,
-            self.expert_reduce_scatter_bytes + other.expert_reduce_scatter_bytes,
-            self.replica_all_gather_bytes + other.replica_all_gather_bytes,
-            self.replica_reduce_scatter_bytes + other.replica_reduce_scatter_bytes,
-        )
+        return Traffic(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(Traffic)))
+
+    def along(self, axis: Axis) -> Exchange:
+        """Return the communication along an axis of model parallelism."""
+        exchange: Exchange = getattr(self, axis.name)
+        return exchange
 
 
 def on_line(a: Traffic, b: Traffic, factor: float) -> Traffic:
@@ -186,7 +175,7 @@ def exchanged_units(plan: ModelPlan, layout: Layout) -> dict[Unit, ExchangedUnit
         return found
     for unit, parameters in zip(plan.units, parameters_by_unit(plan.inventory, plan.units), strict=True):
         trained = (parameter for parameter in parameters if parameter.requires_grad)
-        shapes = [shard_shape(parameter, layout.shards_of(unit), unit.expert_parallel) for parameter in trained]
+        shapes = [shard_shape(parameter, unit, layout) for parameter in trained]
         if unit.gradient_dtype is not None:
             found[unit] = exchanged_unit(shapes, layout.optimizer_replicas, unit.gradient_dtype, unit.reduce_dtype)
     return found
@@ -205,22 +194,18 @@ def traffic_of_replicas(units: Iterable[ExchangedUnit], replicas: int) -> Traffi
     )
 
 
-def padded_numel(parameter: TensorInfo, shard: int, expert_parallel: int = 1) -> int:
-    """Return the number of elements of a parameter after FSDP2 has padded its first dim to a multiple of the shard
-    degree.
-
-    FSDP2 does not pad some parameters of experts (see `sharded_dim`). `expert_parallel`: number of ranks over which
-    expert parallelism has divided the parameter. If it is above 1, the result counts only the part of one of these
-    ranks.
-    """
-    return prod(shard_shape(parameter, shard, expert_parallel)) * shard
+def padded_numel(parameter: TensorInfo, unit: Unit, layout: Layout) -> int:
+    """Return the number of elements of this rank's part of a unit's parameter (`Unit.part`), after FSDP2 has padded its
+    first dim to a multiple of the number of shards. FSDP2 does not pad some parameters of experts (see
+    `sharded_dim`)."""
+    return prod(shard_shape(parameter, unit, layout)) * layout.shards_of(unit)
 
 
-def shard_shape(parameter: TensorInfo, shard: int, expert_parallel: int = 1) -> tuple[int, ...]:
-    """Return the shape of the largest shard of a parameter. The arguments are those of `padded_numel`."""
-    shape = [parameter.shape[0] // expert_parallel, *parameter.shape[1:]]
-    dim = sharded_dim(shape, shard, parameter.is_stacked) if parameter.numel else 0
-    shape[dim] = -(-shape[dim] // shard)
+def shard_shape(parameter: TensorInfo, unit: Unit, layout: Layout) -> tuple[int, ...]:
+    """Return the shape of the largest shard of a unit's parameter."""
+    shape, shards = [*unit.part(parameter.shape)], layout.shards_of(unit)
+    dim = sharded_dim(shape, shards, parameter.is_stacked) if parameter.numel else 0
+    shape[dim] = -(-shape[dim] // shards)
     return tuple(shape)
 
 
@@ -279,28 +264,25 @@ def link_traffic_of_step(traffic: Traffic, layout: Layout, gpus_per_node: int) -
         (of_others * rings.shards.sent, rings.shards),
         (of_experts * rings.expert_shards.sent, rings.expert_shards),
         ((2 * traffic.all_reduce_bytes + of_replicas) * rings.replicas.sent, rings.replicas),
-        (Fraction(traffic.tensor.sent_bytes), rings.tensor),
-        (Fraction(traffic.context.sent_bytes), rings.context),
-        (Fraction(traffic.pipeline.sent_bytes), rings.pipeline),
+        *((Fraction(traffic.along(axis).sent_bytes), rings.along[axis.name]) for axis in MODEL_AXES),
     )
     across = sum(num_bytes * ring.across for num_bytes, ring in sent)
     within = sum(num_bytes for num_bytes, _ in sent) - across
-    experts_across = Fraction(0)
-    if layout.expert > 1:
-        experts_across = Fraction(traffic.expert.sent_bytes * rings.expert.crossings, layout.expert - 1)
-    experts_within = traffic.expert.sent_bytes - experts_across
-    return LinkTraffic(
-        float(within + experts_within), float(across + experts_across), float(experts_within), float(experts_across)
-    )
+    experts = traffic.along(EXPERT).sent_bytes
+    experts_across = experts * rings.along[EXPERT.name].across
+    return LinkTraffic(float(within), float(across), float(experts - experts_across), float(experts_across))
 
 
 @dataclass(frozen=True)
 class Ring:
-    """A group of ranks as a ring."""
+    """A group of ranks, as a ring or for all-to-alls."""
 
     size: int
     crossings: int
-    """Hops that lead to another node."""
+    """For a ring: number of hops that lead to another node. For all-to-alls, in which a rank sends equal parts to all
+    other ranks: number of ranks on other nodes than the sending rank. The rank with the largest number counts."""
+
+    is_all_to_all: bool = False
 
     @property
     def sent(self) -> Fraction:
@@ -310,26 +292,29 @@ class Ring:
     @property
     def across(self) -> Fraction:
         """Fraction of the sent bytes that goes to other nodes."""
-        return Fraction(self.crossings, self.size)
+        return Fraction(self.crossings, max(1, self.size - self.is_all_to_all))
 
 
 class Rings(NamedTuple):
-    """The groups of ranks that communicate along each axis, as rings. If the groups of an axis differ, its ring is the
-    group with the most crossings."""
+    """The groups of ranks that communicate. If groups of one kind differ, the group with the most crossings stands for
+    all of them."""
 
     shards: Ring
     expert_shards: Ring
-    """The ranks over which FSDP2 shards the parameters of experts."""
+    """The ranks over which FSDP2 shards the parameters of units that are divided (`Unit.is_divided`)."""
 
     replicas: Ring
-    tensor: Ring
-    context: Ring
-    pipeline: Ring
+    along: Mapping[str, Ring]
+    """The group of each axis of model parallelism, by the name of the axis."""
 
-    expert: Ring
-    """The group of an all-to-all, which uses no ring. Here, `crossings` is the number of ranks in the group that are on
-    other nodes than the sending rank; the rank with the largest number counts. A rank sends equal parts to all ranks of
-    the group."""
+    @property
+    def every(self) -> tuple[Ring, ...]:
+        """All groups."""
+        return self.shards, self.expert_shards, self.replicas, *self.along.values()
+
+    def shards_of(self, unit: Unit) -> Ring:
+        """Return the ranks over which FSDP2 shards the parameters of a unit."""
+        return self.expert_shards if unit.is_divided else self.shards
 
 
 @lru_cache
@@ -339,16 +324,18 @@ def rings_of(layout: Layout, gpus_per_node: int) -> Rings:
     def ring(stride: int, size: int) -> Ring:
         return Ring(size, _most_crossings(layout.world_size, stride, size, gpus_per_node))
 
+    def along(axis: Axis) -> Ring:
+        stride, size = layout.stride(axis), layout.degree(axis)
+        if "all_to_all" not in axis.sends:
+            return ring(stride, size)
+        return Ring(size, _most_on_other_nodes(layout.world_size, stride, size, gpus_per_node), is_all_to_all=True)
+
+    innermost, parts = layout.stride(EXPERT), layout.degree(EXPERT)
     return Rings(
-        shards=ring(layout.tensor, layout.parameter_shards),
-        expert_shards=ring(layout.tensor * layout.expert, layout.parameter_shards // layout.expert),
-        replicas=ring(layout.tensor * layout.parameter_shards, layout.replicate),
-        tensor=ring(1, layout.tensor),
-        context=ring(layout.tensor, layout.context),
-        pipeline=ring(layout.ranks_per_stage, layout.pipeline),
-        expert=Ring(
-            layout.expert, _most_on_other_nodes(layout.world_size, layout.tensor, layout.expert, gpus_per_node)
-        ),
+        shards=ring(innermost, layout.parameter_shards),
+        expert_shards=ring(innermost * parts, layout.parameter_shards // parts),
+        replicas=ring(layout.stride(REPLICATE), layout.replicate),
+        along={axis.name: along(axis) for axis in MODEL_AXES},
     )
 
 

@@ -1,80 +1,99 @@
 """The rows that experts compute, and their exchange between ranks (expert parallelism). No torch.
 
 A row is the hidden vector of a token for one of its experts. In a run, the router decides how many rows each expert
-gets. A plan assumes that the planned rank sends equal numbers of rows to all ranks. It also assumes that this rank
-receives `planner.expert_load` times the mean over the ranks.
+gets. A plan assumes that the planned rank sends equal numbers of rows to all ranks, and that this rank receives
+`planner.expert_load` times the mean over the ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
+from titan_launch.config.axes import EXPERT
 from titan_launch.config.job import JobConfig
+from titan_launch.config.rules.parallelism import NO_EXPERTS, misfit_of_experts
 from titan_launch.config.sections.section import DTYPE_BYTES
+from titan_launch.core.errors import config_error
 from titan_launch.models.architectures import known_args
 from titan_launch.plan.layout import Layout
-from titan_launch.plan.types import Inventory, ModelPlan, TensorInfo
+from titan_launch.plan.types import Inventory, ModelPlan
 
 
 def equal_parts(total: int, parts: int) -> list[int]:
-    """Return `parts` numbers with the sum `total`, which differ by at most 1. The larger ones come first."""
+    """Return `parts` numbers that differ by at most 1, with the sum `total`, the larger ones first."""
     quotient, remainder = divmod(total, parts)
     return [quotient + (index < remainder) for index in range(parts)]
 
 
 MIN_GROUPED_WIDTH = 8
-"""Smallest width of a bf16 matrix that `torch.nn.functional.grouped_mm` takes: a row has 16 bytes."""
+"""Smallest width of a bf16 matrix that `torch.nn.functional.grouped_mm` supports: a row has 16 bytes."""
 
 
 def is_grouped(device: str, dtype: str, widths: Iterable[int]) -> bool:
     """Return True if one kernel, `torch.nn.functional.grouped_mm`, computes the products of all experts of a layer.
-
-    The kernel is used on CUDA in bf16, if a row of every matrix has a multiple of 16 bytes. PyTorch checks this in
-    forward and in backward (2.11 to 2.15: `GroupedMMUtils.h`). Otherwise the experts are computed one after another.
-
-    `device`: type of the device, such as `cuda`. `widths`: widths of the experts' inputs and hidden states on a rank,
-    in elements.
-    """
+    Otherwise the experts are computed one after another. `device`: type of the device, such as `cuda`. `widths`: widths
+    of the experts' inputs and hidden states on a rank, in elements."""
+    # The kernel needs rows with a multiple of 16 bytes, in forward and in backward (torch 2.11 to 2.15:
+    # `GroupedMMUtils.h`).
     is_aligned = all(width * DTYPE_BYTES[dtype] % 16 == 0 for width in widths)
     return device == "cuda" and dtype == "bfloat16" and is_aligned
 
 
+def check_experts(inventory: Inventory, degree: int) -> None:
+    """Raise ConfigError if the model has no experts to divide over `degree` ranks, or a number of experts that the
+    degree does not divide."""
+    if degree == 1:
+        return
+    modules = [module for module in inventory.modules if module.has_experts]
+    misfits = (misfit_of_experts(degree, m.parameters[0].shape[0], m.path) for m in modules)
+    reason = next(filter(None, misfits), None) if modules else NO_EXPERTS
+    if reason is not None:
+        raise config_error(EXPERT.key, reason, degree, also=(("model", "name"), ("model", "args")))
+
+
+def describe_division(layout: Layout) -> str:
+    """Return the division of the experts over ranks, in words; empty without expert parallelism."""
+    if layout.expert == 1:
+        return ""
+    shards = layout.parameter_shards // layout.expert
+    divided = f"the experts of each layer are divided over {layout.expert} ranks"
+    return f"{divided}; FSDP2 shards each part over {shards} rank{'s' * (shards > 1)}"
+
+
+def largest_load(config: JobConfig, layout: Layout) -> float:
+    """Return the rows that the busiest rank receives, divided by the mean over the ranks: `planner.expert_load`, or the
+    number of ranks if that is smaller."""
+    return min(config.planner.expert_load, layout.expert)
+
+
 def received_rows(num_rows: int, ranks: int, expert_load: float) -> int:
     """Return the number of rows that the rank with the most rows receives, if each of `ranks` ranks sends `num_rows`
-    rows.
-
-    `expert_load`: rows that this rank receives, divided by the mean over the ranks. A value above `ranks` counts as
-    `ranks`, with which the rank receives all rows.
-    """
+    rows. `expert_load`: this number, divided by the mean over the ranks. A value above `ranks` counts as `ranks`: the
+    rank then receives all rows."""
     return round(num_rows * min(expert_load, ranks))
 
 
 def active_parameters(config: JobConfig, plan: ModelPlan) -> int:
     """Return the number of parameter elements that are active for a token: all except those of the experts that the
-    token does not choose. (For a user's own model, all elements count. Adapters of experts count as active.)"""
+    token does not choose. (In a user's own model, all elements count as active. So do the adapters of experts.)"""
     args, total = known_args(config.model), plan.inventory.num_parameters
     top_k = None if args is None else args.experts_per_token()
     if top_k is None:
         return total
-    return total - sum(p.numel - p.numel // p.shape[0] * top_k for p in _of_experts(plan.inventory))
-
-
-def _of_experts(inventory: Inventory) -> Iterator[TensorInfo]:
-    """Yield the parameters of all experts, without adapters. Their dim 0 counts the experts of a layer."""
-    for module in inventory.modules:
-        if module.has_experts and module.same_as is None:
-            yield from module.parameters
+    modules = (module for module in plan.inventory.modules if module.has_experts and module.same_as is None)
+    parameters = (p for module in modules for p in module.parameters)  # dim 0 counts the experts of a layer
+    return total - sum(p.numel - p.numel // p.shape[0] * top_k for p in parameters)
 
 
 def describe_load(config: JobConfig, plan: ModelPlan, layout: Layout) -> str | None:
-    """Return the assumed load of experts and the memory of a layer's received rows, in words. None without expert
-    parallelism, and for a user's own model, whose routing is unknown."""
+    """Return the assumed load of experts and the memory of a layer's received rows, in words. Return None without
+    expert parallelism, and for a user's own model, whose routing is unknown."""
     args = known_args(config.model)
     top_k = None if args is None else args.experts_per_token()
     if layout.expert == 1 or top_k is None:
         return None
-    load = min(config.planner.expert_load, layout.expert)
-    num_rows = layout.local_batch_size * config.training.seq_len // layout.context * top_k
+    load = largest_load(config, layout)
+    num_rows = layout.local_batch_size * layout.tokens_on_rank(config.training.seq_len) * top_k
     received = received_rows(num_rows, layout.expert, load)
     row_bytes = max(
         module.parameters[0].shape[2] * DTYPE_BYTES[plan.unit_of[module.path].compute_dtype]

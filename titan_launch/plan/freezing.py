@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from titan_launch.config.sections.training import TrainingConfig
 from titan_launch.core.errors import ConfigError, KeyPath, Problem
@@ -13,8 +13,8 @@ from titan_launch.plan.types import Inventory, ModuleInfo, TensorInfo, full_name
 from titan_launch.plan.units.rule_assignment import suggestion
 
 ADAPTER = "lora"
-"""Name of the adapter module within the module that it adapts. For experts, the module of this name is a container with
-an adapter for each weight."""
+"""Name of the adapter within the module that it adapts. In experts, this name belongs to a container with an adapter
+for each weight."""
 
 
 def is_adapter(name: str) -> bool:
@@ -22,38 +22,39 @@ def is_adapter(name: str) -> bool:
     return ADAPTER in name.split(".")[-3:-1]
 
 
+@dataclass(frozen=True)
 class Freezing:
-    """The decisions of `[training]` about frozen parameters. If the model has adapters, all parameters outside of the
-    adapters are frozen, except those that `training.trainable` or `training.unfreeze` names."""
+    """The decisions of `[training]` about frozen parameters. If the model has adapters, the parameters outside of the
+    adapters are frozen, unless `training.trainable` or `training.unfreeze` names them."""
 
-    def __init__(self, training: TrainingConfig, has_adapters: bool = False):
-        self._training = training
-        self._has_adapters = has_adapters
+    training: TrainingConfig
+    has_adapters: bool = False
 
     def trained_from(self, names: Sequence[str], requires_grad: bool) -> int | None:
         """Return the number of steps after which a parameter is trained: 0 if it is always trained, None if never.
-
-        `names`: all full names of the parameter. `requires_grad`: the parameter's own setting in the model.
-        """
-        training = self._training
+        `names`: all full names of the parameter. `requires_grad`: the parameter's own setting in the model."""
+        training = self.training
         steps = [row.after_step for row in training.unfreeze if _matches_any(row.match, names)]
         if steps:
             return min(steps)
-        if self._has_adapters and any(map(is_adapter, names)):
+        if self.has_adapters and any(map(is_adapter, names)):
             return 0
         if training.trainable is not None:
             return 0 if any(_matches_any(glob, names) for glob in training.trainable) else None
-        is_frozen = self._has_adapters or any(_matches_any(glob, names) for glob in training.frozen)
+        is_frozen = self.has_adapters or any(_matches_any(glob, names) for glob in training.frozen)
         return 0 if requires_grad and not is_frozen else None
 
     def check(self, parameters: Mapping[str, int | None]) -> None:
         """Raise ConfigError for globs that match no parameter, and if no parameter is trained in the first step.
-
-        `parameters`: the results of `trained_from` by full name.
-        """
+        `parameters`: the results of `trained_from` by full name."""
+        training = self.training
+        globs = dict[KeyPath, str]()
+        globs |= {("training", "trainable", index): glob for index, glob in enumerate(training.trainable or ())}
+        globs |= {("training", "frozen", index): glob for index, glob in enumerate(training.frozen)}
+        globs |= {("training", "unfreeze", index, "match"): row.match for index, row in enumerate(training.unfreeze)}
         problems = [
             Problem(key, f"matches no parameter{suggestion(glob, parameters)}", glob)
-            for key, glob in self._globs()
+            for key, glob in globs.items()
             if not _matches_any(glob, parameters)
         ]
         if not problems and all(first != 0 for first in parameters.values()):
@@ -62,7 +63,7 @@ class Freezing:
             raise ConfigError(problems)
 
     def _nothing_trained(self) -> Problem:
-        training = self._training
+        training = self.training
         reason = "leaves no parameter to train in the first step; freeze fewer parameters"
         also: tuple[KeyPath, ...] = (("training", "unfreeze"),)
         if training.trainable is not None:
@@ -74,20 +75,10 @@ class Freezing:
         reason = "all parameters of the model have requires_grad = False; name some in training.trainable"
         return Problem(("model", "name"), reason)
 
-    def _globs(self) -> Iterator[tuple[KeyPath, str]]:
-        training = self._training
-        for name, globs in (("trainable", training.trainable or ()), ("frozen", training.frozen)):
-            for index, glob in enumerate(globs):
-                yield ("training", name, index), glob
-        for index, row in enumerate(training.unfreeze):
-            yield ("training", "unfreeze", index, "match"), row.match
-
 
 def freeze(inventory: Inventory, training: TrainingConfig, has_adapters: bool = False) -> Inventory:
-    """Return the inventory with `requires_grad` and `trained_from` of its parameters as `[training]` sets them.
-
-    Raises ConfigError for globs that match no parameter, and if no parameter is trained in the first step.
-    """
+    """Return the inventory with `requires_grad` and `trained_from` of its parameters as `[training]` sets them. Raises
+    ConfigError as `Freezing.check` does."""
     freezing, names = Freezing(training, has_adapters), defaultdict[str, list[str]](list)
     for name, info in _parameters(inventory.modules):
         names[info.tied_to or name].append(name)
@@ -97,19 +88,15 @@ def freeze(inventory: Inventory, training: TrainingConfig, has_adapters: bool = 
     }
     freezing.check(decisions)
 
-    def decided(module: ModuleInfo) -> ModuleInfo:
-        first = [decisions[full_name(module.path, info.name)] for info in module.parameters]
-        return replace(
-            module,
-            parameters=tuple(
-                replace(info, requires_grad=step is not None, trained_from=step or 0)
-                for info, step in zip(module.parameters, first, strict=True)
-            ),
-        )
+    def decided(path: str, info: TensorInfo) -> TensorInfo:
+        step = decisions[full_name(path, info.name)]
+        return replace(info, requires_grad=step is not None, trained_from=step or 0)
 
-    return replace(
-        inventory, modules=tuple(decided(module) if module.parameters else module for module in inventory.modules)
+    modules = (
+        replace(module, parameters=tuple(decided(module.path, info) for info in module.parameters))
+        for module in inventory.modules
     )
+    return replace(inventory, modules=tuple(modules))
 
 
 def _parameters(modules: Iterable[ModuleInfo]) -> Iterator[tuple[str, TensorInfo]]:

@@ -1,6 +1,4 @@
-"""The hardware that a plan assumes: memory, peak FLOP/s and links of a device, and a table of known accelerators. No
-torch.
-"""
+"""The hardware that a plan assumes: memory, speeds and links of a device; and a table of accelerators. No torch."""
 
 from __future__ import annotations
 
@@ -39,35 +37,41 @@ def format_memory(num_bytes: float) -> str:
 
 _OVERHEAD_GIB, _FRAGMENTATION = 2.0, 0.15
 """Defaults of `planner.overhead_gib` and `planner.fragmentation` on a GPU. The overhead is a guess. The fragmentation
-covers what PyTorch's allocator needs for the shipped jobs on a phantom GPU (`benchmarks/phantom_memory.py`)."""
+is enough for PyTorch's allocator in the shipped jobs on a phantom GPU (`benchmarks/phantom_memory.py`)."""
 
 _WORKSPACE_MIB, _SMALL_WORKSPACE_MIB = 32.0, 8.125
-"""Workspace of cuBLAS in a matrix product, in MiB: on Hopper and later GPUs, and on earlier GPUs (PyTorch's
+"""Workspace of cuBLAS in a matrix product, in MiB, on GPUs from Hopper on, and on earlier GPUs (PyTorch's
 CublasHandlePool.cpp)."""
 
 _PROCESS_GIB = 0.5
 """Default overhead in GiB on a CPU, where ranks share the machine's memory: the interpreter, torch and its threads."""
 
 _MARGIN, _MARGIN_GIB = 0.05, 0.5
-"""Default margin below the memory limit: a fraction of the limit, but on a GPU at least the second number, in GiB."""
+"""Default margin below the memory limit: a fraction of the limit; on a GPU, at least the second number, in GiB."""
+
+
+NO_LIMIT = (
+    "needs a memory limit, and none is known; set planner.device or planner.memory_gib (plan: --device, --memory-gib)"
+)
+"""The reason of an error for a key that is `auto`, if `Hardware.memory_gib` is None."""
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """The hardware that a plan assumes (`report.table.format_assumptions` prints it)."""
+    """The hardware that a plan assumes. `report.table.format_assumptions` shows it."""
 
     kernels: Kernels
     device: str | None
     """Name in the device table, or the name that the driver reports. None: no device is assumed."""
 
     memory_gib: float | None
-    """Memory limit of one device in GiB. None: unknown, and no choice gets a verdict."""
+    """Memory limit of one device in GiB. None: unknown, and predictions get no verdict."""
 
     memory_source: str
     """Source of the memory limit, in words."""
 
     overhead_gib: float
-    """Memory outside of tensors, in GiB: on a GPU the CUDA context and NCCL, on a CPU the process."""
+    """Memory outside of tensors, in GiB: of the CUDA context and NCCL on a GPU, of the process on a CPU."""
 
     fragmentation: float
     """Memory that the allocator reserves beyond the memory in use, as a fraction of the memory in use."""
@@ -76,7 +80,7 @@ class Hardware:
     """Workspace of cuBLAS in a matrix product."""
 
     margin_gib: float
-    """Memory in GiB that a choice must leave free below the limit for the verdict `fits`."""
+    """Memory in GiB below the limit that stays free if the verdict is `fits`."""
 
     peak_tflops: float | None
     mfu: float | None
@@ -95,7 +99,7 @@ class Hardware:
         return None if self.memory_gib is None else (self.memory_gib - self.margin_gib) * GIB
 
     def reserved_bytes(self, needed_bytes: float) -> float:
-        """Return the memory that a process takes from the device if its tensors need `needed_bytes`."""
+        """Return the bytes that a process takes from the device if its tensors need `needed_bytes`."""
         return needed_bytes * (1 + self.fragmentation) + self.overhead_gib * GIB
 
 
@@ -113,12 +117,12 @@ def hardware_of(
 ) -> Hardware:
     """Return the assumptions of `[planner]` and `[metrics]`, completed from the device table.
 
-    A run passes `kernels` and, on a GPU, `device_name` (as the driver reports it) and `device_memory_gib`. `plan` may
-    run on another machine, so it passes none of the three. Without `kernels`, CPU kernels are assumed if `job.device`
-    is `cpu` and `planner.device` is not set, and GPU kernels otherwise.
+    A run passes `kernels`. On a GPU, a run also passes `device_name` (as the driver reports it) and
+    `device_memory_gib`. `plan` may run on another machine, so it passes none of the three. Without `kernels`, CPU
+    kernels are assumed if `job.device` is `cpu` and `planner.device` is not set; otherwise, GPU kernels.
 
-    `ranks_on_machine`: number of ranks that share the memory of this machine, if it is the limit. Raises ConfigError if
-    `planner.device` is not in the table, or for the reasons of `_speeds`.
+    `ranks_on_machine`: number of ranks that share the memory of this machine, if this memory is the limit. Raises
+    ConfigError if `planner.device` is not in the table, or for the reasons of `_speeds`.
     """
     planner = config.planner
     if problems := [*planned_device_exists(config)]:
@@ -132,6 +136,8 @@ def hardware_of(
     overhead = _OVERHEAD_GIB if is_gpu else _PROCESS_GIB if shares_machine else 0.0
     within, across = _links(config, known)
     speeds = _speeds(config, planner.device or device_name, known, kernels)
+    is_older = known is not None and known.capability is not None and known.capability < (9, 0)
+    workspace_mib = _SMALL_WORKSPACE_MIB if is_older else _WORKSPACE_MIB
     return Hardware(
         kernels=kernels,
         device=known.name if known else device_name,
@@ -139,7 +145,7 @@ def hardware_of(
         memory_source=source,
         overhead_gib=_first(planner.overhead_gib, overhead),
         fragmentation=_first(planner.fragmentation, _FRAGMENTATION if is_gpu else 0.0),
-        workspace_bytes=round((known.workspace_mib if known else _WORKSPACE_MIB) * 2**20) if is_gpu else 0,
+        workspace_bytes=round(workspace_mib * 2**20) if is_gpu else 0,
         margin_gib=_first(planner.margin_gib, max(_MARGIN * (memory or 0.0), _MARGIN_GIB if is_gpu else 0.0)),
         peak_tflops=_peak_tflops(config, known),
         mfu=None if speeds is not None else _first(planner.mfu, DEFAULT_MFU),
@@ -152,22 +158,19 @@ def hardware_of(
 
 DEFAULT_MFU = 0.38
 """Default of `planner.mfu` if the speeds of the device are not known. TorchTitan's published runs of Llama 3 8B on H100
-reach 0.37, and 0.42 compiled."""
+reach 0.37, or 0.42 if compiled."""
 
 
 def _speeds(config: JobConfig, name: str | None, known: Device | None, kernels: Kernels) -> Speeds | None:
-    """Return the speeds of the device; None if they are not known, or if `planner.mfu` is set.
-
-    `name`: name of the device, or None. `known`: its row in the device table, or None. Raises ConfigError as
-    `read_measured` does, and for measurements in `planner.speeds` that do not apply to this device or job.
-    """
+    """Return the speeds of the device; None if they are not known, or if `planner.mfu` is set. `name`: name of the
+    device, or None. `known`: row of the device in the table, or None. Raises ConfigError as `_measured_here` does."""
     planner = config.planner
     measured = None if planner.speeds is None else _measured_here(config, name, known, kernels)
     if planner.mfu is not None:
         return None
     within, across = map(link_of, ("within", "across"), _links(config, known))
     if measured is not None:
-        # Bandwidths of `[planner]` replace measured ones.
+        # Bandwidths in `[planner]` replace measurements of collectives on the same links.
         given = (planner.intra_node_gb_per_s, planner.inter_node_gb_per_s)
         left = tuple(c for c in measured.collectives if given[c.crossings > 0] is None)
         source = f"measured by {measured.ranks} ranks on {measured.device} ({planner.speeds})"
@@ -192,8 +195,8 @@ def _speeds(config: JobConfig, name: str | None, known: Device | None, kernels: 
 
 
 def _measured_here(config: JobConfig, name: str | None, known: Device | None, kernels: Kernels) -> Measured:
-    """Return the measurements in the file `planner.speeds`. The arguments are those of `_speeds`. Raises ConfigError as
-    `read_measured` does, and if the measurements do not apply to this device or job."""
+    """Return the measurements in the file `planner.speeds`. Raises ConfigError as `read_measured` does, and if the
+    measurements do not apply to this device or job. The arguments are those of `_speeds`."""
     file = config.planner.speeds
     assert file is not None
     measured, reason = read_measured(file), None
@@ -229,22 +232,21 @@ def _links(config: JobConfig, known: Device | None) -> tuple[float | None, float
 
 
 _MEMORY_SHARE = 0.85
-"""Share of the memory's bandwidth that elementwise operations reach. (An addition on an H100 reaches 0.94 according to
-JAX's scaling book; other operations reach less.)"""
+"""Share of the memory's bandwidth that elementwise operations reach. An addition on an H100 reaches 0.94 (JAX's scaling
+book). Other operations reach less."""
 
 _ATTENTION = {(8, 0): (1.13, 0.97), (8, 6): (1.8, 1.2), (8, 9): (1.8, 1.2)}
 """FLOP/s of causal attention in forward and in backward, divided by the device's peak, by compute capability.
 
-The numbers are for heads of width 128. FLOPs count every pair of tokens, though causal attention computes only half of
-the pairs, so a number may exceed 1. Sources: (8, 0) is the A100 in SimuMax's table; (8, 6) and (8, 9) are the RTX 4090
-with flash attention in tvm's table. The default in `_speeds` is cuDNN on H100, from the charts of FlashAttention-3; the
+The numbers are for heads of width 128. All pairs of tokens count, though causal attention computes only half of the
+pairs, so a number may exceed 1. Sources: A100 in SimuMax's table for (8, 0); RTX 4090 with flash attention in tvm's
+table for (8, 6) and (8, 9). Source of the default in `_speeds`: cuDNN on H100, in the charts of FlashAttention-3. Its
 number for backward is that of attention without a mask.
 """
 
 _IN_A_STEP = 0.8
 """Speed of matrix products in a step, divided by the speed of the best shape. The number is fitted to the eager rows of
-the H200 in docs/verification/gpu.md. For comparison: products of ten published shapes reach 0.74 on an MI325X (AMD's
-TAF and MAF)."""
+the H200 in docs/verification/gpu.md. On an MI325X, products of ten published shapes reach 0.74 (AMD's TAF and MAF)."""
 
 
 def planned_device_exists(config: JobConfig) -> Iterator[Problem]:
@@ -257,8 +259,8 @@ def planned_device_exists(config: JobConfig) -> Iterator[Problem]:
 
 
 def _variants(name: str, names: Sequence[str]) -> str:
-    """Return a hint for the unknown device `name`: all devices whose names begin with it (three for `h100`), or else
-    the nearest name."""
+    """Return a hint for the unknown device `name`: all devices whose names begin with this name (three for `h100`), or
+    else the device with the most similar name."""
     variants = [f'"{known}"' for known in names if known.startswith(f"{name.lower()}-")]
     if len(variants) < 2:
         return did_you_mean(name, names)
@@ -268,6 +270,7 @@ def _variants(name: str, names: Sequence[str]) -> str:
 def _memory(
     config: JobConfig, known: Device | None, kernels: Kernels, ranks_on_machine: int, found_gib: float | None
 ) -> tuple[float | None, str]:
+    """Return the memory limit of a rank in GiB (None: unknown), and its source in words."""
     if config.planner.memory_gib is not None:
         return config.planner.memory_gib, "planner.memory_gib"
     if config.planner.device is not None and known is not None:
@@ -284,7 +287,7 @@ def _memory(
 
 def process_memory_gib() -> float | None:
     """Return the memory that this process may hold by its resource limits (`ulimit -v`, `ulimit -d`), in GiB; None
-    without a limit. Address space that is reserved but not used is subtracted from the limits."""
+    without a limit. Address space that the process has reserved but does not use is subtracted."""
     limits = {"VmSize:": resource.RLIMIT_AS, "VmData:": resource.RLIMIT_DATA}
     found = []
     for name, kind in limits.items():
@@ -300,7 +303,8 @@ _CGROUPS = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
     ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
 )
-"""Pairs of files: a container's memory limit and its memory usage, in bytes. For cgroup versions 2 and 1."""
+"""Pairs of files: memory limit and memory usage of a container, in bytes. The first pair is that of cgroup version 2,
+and the second one is that of version 1."""
 
 
 def machine_memory_gib() -> float:
@@ -310,10 +314,8 @@ def machine_memory_gib() -> float:
 
 
 def free_memory_gib() -> float:
-    """Return the memory that processes on this machine, or in this container, can still allocate, in GiB.
-
-    Page cache counts as free. Without /proc/meminfo all memory of the machine counts as free.
-    """
+    """Return the memory that processes on this machine, or in this container, can still allocate, in GiB. Page cache
+    counts as free. Without /proc/meminfo, all memory of the machine counts as free."""
     free = [machine_memory_gib() * GIB]
     with suppress(OSError):
         free += [kib * 1024 for kib in _table(Path("/proc/meminfo"), ("MemAvailable:",))]
@@ -325,7 +327,7 @@ def free_memory_gib() -> float:
 
 
 def _container_limits() -> Iterator[tuple[int, Path]]:
-    """Yield each memory limit of this container in bytes, with the file that has the memory usage under this limit."""
+    """Yield each memory limit of this container in bytes, with the file that contains the memory usage."""
     for limit, usage in _CGROUPS:
         with suppress(OSError):
             text = Path(limit).read_text().strip()
@@ -355,7 +357,7 @@ class Device:
     in `_NEUTRAL_WORDS`."""
 
     memory_gib: float
-    """Total memory that torch reports, rounded down. It is less than on the data sheet."""
+    """Total memory that torch reports, in GiB, rounded down. The data sheet has a larger number."""
 
     peak_bf16_tflops: float
     """Dense peak of the matrix units in bfloat16 with float32 accumulation, in TFLOP/s, at the boost clock of the data
@@ -368,8 +370,8 @@ class Device:
     """Bandwidth of the memory by the data sheet, in GB/s."""
 
     intra_node_gb_per_s: float
-    """Bandwidth to the other devices of the node in GB/s, in one direction. With a switch or a full mesh, it is the sum
-    over all links. If some pairs of devices have faster links than others, the slower links count."""
+    """Bandwidth to the other devices of the node in GB/s, in one direction. With a switch or a full mesh, this is the
+    sum over all links. If pairs of devices have links of different speeds, the slower links count."""
 
     inter_node_gb_per_s: float
     """Bandwidth to other nodes in GB/s, in one direction: one device's share of the network adapters of a usual
@@ -379,13 +381,7 @@ class Device:
     """Compute capability; None for a device that is not from NVIDIA."""
 
     product_share: float = 0.75
-    """Share of its peak that the device reaches in large bfloat16 products."""
-
-    @property
-    def workspace_mib(self) -> float:
-        """Workspace of cuBLAS in a matrix product, in MiB."""
-        is_older = self.capability is not None and self.capability < (9, 0)
-        return _SMALL_WORKSPACE_MIB if is_older else _WORKSPACE_MIB
+    """Share of the peak that large bfloat16 products reach."""
 
 
 # Peaks are from the vendors' data sheets. NVIDIA prints most peaks with 2:4 sparsity, which is twice the dense peak.
@@ -432,16 +428,13 @@ DEVICES = (
     Device("mi325x", ("mi325x",), 255.9, 1307, 163.4, 6000, 448, 50, None, 0.62),
 )
 
-# Words that do not change the speed. Any other word in a name may mean another product: a MIG slice, a laptop part.
+# Words that do not change the speed. Any other word in a name may mean another product: a MIG slice, or a laptop GPU.
 _NEUTRAL_WORDS = {"nvidia", "geforce", "amd", "instinct", "oam", "sxm4", "pcie"}
 
 
 def find_device(name: str) -> Device | None:
     """Return the device of a name: `NVIDIA H100 80GB HBM3`, as the driver reports it, or `h100-80gb`, as in `DEVICES`.
-
-    Return None for a device that is not in the table, because a wrong peak is worse than none: an A10G is not an A10,
-    and an RTX 3090 Ti is not an RTX 3090.
-    """
+    Return None for a device that is not in the table, such as an A10G, because a wrong peak is worse than none."""
     words = set(re.findall(r"[a-z0-9]+", name.lower()))
     for device in DEVICES:
         significant = set(device.match)
@@ -451,8 +444,8 @@ def find_device(name: str) -> Device | None:
 
 
 def representative(name: str | None) -> str | None:
-    """Return the name of the first device in the table that has the same compute capability as the device `name`. Both
-    devices choose the same kernels. None: `name` is not in the table, or has no compute capability."""
+    """Return the name of the first device in the table that has the same compute capability as the device `name`, so
+    that PyTorch chooses the same kernels. None: `name` is not in the table, or has no compute capability."""
     known = find_device(name or "")
     capability = None if known is None else known.capability
     return next((device.name for device in DEVICES if capability and device.capability == capability), None)

@@ -11,7 +11,7 @@ from titan_launch.config.rules.parallelism import split_backward_checkpoints_who
 from titan_launch.config.rules.precision import ACCUMULATION_RULES
 from titan_launch.config.sections.parallelism import ActivationCheckpointConfig
 from titan_launch.config.sections.training import ACCUMULATION_MODES, GradientAccumulationConfig
-from titan_launch.core.errors import ConfigError, Problem, format_key
+from titan_launch.core.errors import ConfigError, format_key
 from titan_launch.core.torch_release import CAN_SHARE_UNITS, MIXES_DTYPES_IN_UNIT
 from titan_launch.plan.freezing import freeze
 from titan_launch.plan.layout import Layout
@@ -30,7 +30,6 @@ class Choice:
     activation_checkpoint: ActivationCheckpointConfig
 
     def __post_init__(self) -> None:
-        """Raise ValueError for `auto`."""
         if "auto" in (self.accumulation.mode, self.activation_checkpoint.mode):
             raise ValueError("a Choice cannot have mode `auto`: resolve the mode first (plan.auto_mode)")
 
@@ -42,12 +41,10 @@ class Choice:
 
     @property
     def accumulation_label(self) -> str:
-        """The gradient accumulation mode in words: `deferred`, `deferred with unsharded parameters`."""
         return accumulation_label(self.accumulation)
 
     @property
     def activation_checkpoint_label(self) -> str:
-        """The activation checkpointing mode in words (see `activation_checkpoint_label`)."""
         return activation_checkpoint_label(self.activation_checkpoint)
 
 
@@ -72,7 +69,7 @@ def activation_checkpoint_label(config: ActivationCheckpointConfig) -> str:
 
 
 def configured_choice(config: JobConfig) -> Choice:
-    """Return the modes that a job sets. An unset `keep_params_unsharded` becomes False. Raises ValueError for
+    """Return the modes that a job sets. An unset `keep_params_unsharded` becomes False. Raises ValueError if a mode is
     `auto`."""
     accumulation, checkpointing = config.gradient_accumulation, config.activation_checkpoint
     unsharded = bool(accumulation.keep_params_unsharded)
@@ -86,7 +83,7 @@ def with_choice(config: JobConfig, choice: Choice) -> JobConfig:
 
 
 def with_values(config: JobConfig, values: Mapping[tuple[str, str], Any]) -> JobConfig:
-    """Return the job with new `values` of some keys, given by section and key. The values are not validated."""
+    """Return the job with new values of keys. `values`: by (section, key); they are not validated."""
     for section in dict.fromkeys(section for section, _ in values):
         own = {key: value for (of, key), value in values.items() if of == section}
         config = config.model_copy(update={section: getattr(config, section).model_copy(update=own)})
@@ -103,8 +100,8 @@ def with_unsharded_parameters(config: JobConfig, layout: Layout) -> JobConfig:
     does not set the key.
 
     With one shard, FSDP2 all-gathers nothing. If it resharded after forward, it would only copy the parameters again
-    for backward. Two kinds of jobs stay unchanged: jobs with `auto`, for which low memory is more important, and jobs
-    with CPU offload, for which all parameters would stay on the GPU.
+    for backward. Two kinds of jobs stay unchanged: with a mode `auto`, low memory is more important; with CPU offload,
+    all parameters would stay on the GPU.
     """
     parallelism = config.parallelism
     is_open = parallelism.fsdp_reshard_after_forward == "default" and not is_auto(config)
@@ -115,11 +112,8 @@ def with_unsharded_parameters(config: JobConfig, layout: Layout) -> JobConfig:
 
 
 def plan_units(config: JobConfig, inventory: Inventory, keep_params_unsharded: bool) -> ModelPlan:
-    """Return the plan of a job, as if the job had no activation checkpointing. Of gradient accumulation, only
-    `keep_params_unsharded` changes the units.
-
-    Raises ConfigError as `plan_job` does.
-    """
+    """Return the plan of a job without its activation checkpointing. Of gradient accumulation, only
+    `keep_params_unsharded` changes the units. Raises ConfigError as `plan_job` does."""
     accumulation = GradientAccumulationConfig(keep_params_unsharded=keep_params_unsharded)
     return plan_job(with_choice(config, Choice(accumulation, ActivationCheckpointConfig())), inventory)
 
@@ -165,10 +159,9 @@ def plan_untrained(config: JobConfig, inventory: Inventory) -> ModelPlan:
 def possible_choices(
     config: JobConfig, layout: Layout, inventory: Inventory, only_own: bool = False
 ) -> tuple[list[Choice], list[str]]:
-    """Return the combinations of modes to compare, and notes with the reasons why modes are not compared.
-
-    The job allows each of the combinations. If several combinations have the same effect in this layout, only one of
-    them is returned, and the others have no note. `only_own`: only combinations that the job sets or `auto` may choose.
+    """Return the combinations of modes that the job allows, and notes with the reasons why modes are not compared. Of
+    several combinations with the same effect in this layout, only one is returned, and the others have no note.
+    `only_own`: only combinations that the job sets or `auto` may choose.
 
     Raises ConfigError if the model does not support the job's activation checkpointing, or the compilation with it.
     """
@@ -192,10 +185,8 @@ def possible_choices(
 def _is_allowed_by_schedule(config: JobConfig, checkpointing: ActivationCheckpointConfig, notes: list[str]) -> bool:
     """Return True if the pipeline schedule supports an activation checkpointing mode. Otherwise append the reason to
     `notes`."""
-    problem = next(
-        split_backward_checkpoints_whole_modules(config.model_copy(update={"activation_checkpoint": checkpointing})),
-        None,
-    )
+    changed = config.model_copy(update={"activation_checkpoint": checkpointing})
+    problem = next(split_backward_checkpoints_whole_modules(changed), None)
     if problem is not None:
         reason = problem.reason.partition(";")[0]
         notes.append(f"activation checkpointing {activation_checkpoint_label(checkpointing)} is not compared: {reason}")
@@ -205,10 +196,8 @@ def _is_allowed_by_schedule(config: JobConfig, checkpointing: ActivationCheckpoi
 def _can_be_compiled(
     config: JobConfig, inventory: Inventory, checkpointing: ActivationCheckpointConfig, notes: list[str]
 ) -> bool:
-    """Return True if `[compile]` supports an activation checkpointing mode. Otherwise append the reason to `notes`.
-
-    Raises ConfigError instead if the job sets the mode.
-    """
+    """Return True if `[compile]` supports an activation checkpointing mode. Otherwise append the reason to `notes`, or
+    raise ConfigError if the job sets the mode."""
     if not config.compile.enable:
         return True
     try:
@@ -227,7 +216,8 @@ def _accumulations(config: JobConfig, layout: Layout) -> tuple[list[GradientAccu
     found: dict[tuple[bool, bool, bool], GradientAccumulationConfig] = {}
     notes = []
     for candidate in sorted(_candidates(layout), key=lambda it: not _is_configured_accumulation(config, it)):
-        problem = _problem_of(config, candidate)
+        changed = config.model_copy(update={"gradient_accumulation": candidate})
+        problem = next((problem for rule in ACCUMULATION_RULES for problem in rule(changed)), None)
         if problem is None:
             found.setdefault(_effect(config, candidate, layout), candidate)
         elif not candidate.keep_params_unsharded or own.keep_params_unsharded:
@@ -245,12 +235,10 @@ def _candidates(layout: Layout) -> Iterator[GradientAccumulationConfig]:
 
 
 def _effect(config: JobConfig, accumulation: GradientAccumulationConfig, layout: Layout) -> tuple[bool, bool, bool]:
-    """Return three flags: whether a mode defers reduce-scatters, defers all-reduces, and keeps parameters unsharded in
-    this layout.
-
-    With one microbatch or one rank, no mode defers. With one shard, unsharded parameters have an effect only if they
-    save casts: FSDP2 otherwise casts the parameters to the compute dtype again in each microbatch.
-    """
+    """Return three flags of a mode in this layout: it defers reduce-scatters, it defers all-reduces, it keeps
+    parameters unsharded."""
+    # With one microbatch or one rank, no mode defers. With one shard, unsharded parameters have an effect only if FSDP2
+    # would otherwise cast the parameters to the compute dtype again in each microbatch.
     defers = layout.num_microbatches > 1 and layout.world_size > 1
     repeats_casts = layout.num_microbatches > 1 and config.precision.param_dtype != config.precision.storage_dtype
     return (
@@ -262,19 +250,11 @@ def _effect(config: JobConfig, accumulation: GradientAccumulationConfig, layout:
 
 def _activation_checkpoints(config: JobConfig) -> Iterator[ActivationCheckpointConfig]:
     own = config.activation_checkpoint
-    offload = own.offload
-    yield ActivationCheckpointConfig(mode="none", offload=offload)
-    yield ActivationCheckpointConfig(mode="selective", modules=own.modules, offload=offload)
+    yield ActivationCheckpointConfig(mode="none", offload=own.offload)
+    yield ActivationCheckpointConfig(mode="selective", modules=own.modules, offload=own.offload)
     if own.mode == "memory_budget" or (own.mode == "selective" and own.selective_ac_option != "op"):
         yield own
-    yield ActivationCheckpointConfig(mode="full", modules=own.modules, offload=offload)
-
-
-def _problem_of(config: JobConfig, accumulation: GradientAccumulationConfig) -> Problem | None:
-    """Return the first problem that the job would have with the gradient accumulation mode `accumulation`; None if
-    there is none."""
-    changed = config.model_copy(update={"gradient_accumulation": accumulation})
-    return next((problem for rule in ACCUMULATION_RULES for problem in rule(changed)), None)
+    yield ActivationCheckpointConfig(mode="full", modules=own.modules, offload=own.offload)
 
 
 def is_configured_choice(config: JobConfig, choice: Choice) -> bool:

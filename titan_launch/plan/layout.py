@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import lcm, prod
 
+from titan_launch.config.axes import CONTEXT, EXPERT, GRID, MODEL_AXES, PIPELINE, SHARD, Axis
 from titan_launch.config.job import JobConfig
 from titan_launch.config.rules.parallelism import misfit_of_expert_ranks, misfit_of_microbatches
 from titan_launch.config.sections.parallelism import ParallelismConfig
@@ -12,16 +13,7 @@ from titan_launch.config.sections.training import TrainingConfig
 from titan_launch.core.errors import KeyPath, config_error, nearest_multiples
 from titan_launch.plan.types import Unit
 
-_SHARD = "data_parallel_shard_degree"
-_EXPERT = "expert_parallel_degree"
-_DEGREES = (
-    "pipeline_parallel_degree",
-    "data_parallel_replicate_degree",
-    _SHARD,
-    "context_parallel_degree",
-    "tensor_parallel_degree",
-)
-"""Keys of `[parallelism]` that set the sizes of the grid of ranks, outermost axis first."""
+_DEGREES: tuple[KeyPath, ...] = tuple(axis.key for axis in GRID)
 
 
 @dataclass(frozen=True)
@@ -29,7 +21,7 @@ class Layout:
     """The grid of ranks, and the division of the batch over the ranks.
 
     The axes of the grid are (pipeline, replicate, shard, context, tensor). The tensor axis is innermost, because tensor
-    parallelism communicates most, and consecutive ranks share a node. A step has `global_batch_size` samples:
+    parallelism communicates most, and consecutive ranks are on the same node. A step has `global_batch_size` samples:
     `num_microbatches` microbatches of `local_batch_size` samples on every data-parallel rank. Ranks that differ only
     along the pipeline, context or tensor axis work on the same samples.
     """
@@ -63,10 +55,20 @@ class Layout:
     shards_optimizer: bool = False
     """True if the optimizer is sharded over the replicas (`parallelism.shard_optimizer_over_replicas`)."""
 
+    def degree(self, axis: Axis) -> int:
+        """Return the number of ranks along an axis."""
+        degree: int = getattr(self, axis.name)
+        return degree
+
+    def stride(self, axis: Axis) -> int:
+        """Return the difference between the numbers of two neighbouring ranks along an axis."""
+        inner = GRID[GRID.index(axis if axis.is_factor else CONTEXT) + 1 :]
+        return prod(map(self.degree, inner))
+
     @property
     def fsdp_replicas(self) -> int:
-        """Number of replicas between which FSDP2 all-reduces gradients. It is 1 if the optimizer is sharded over the
-        replicas, because FSDP2 then knows only the ranks of one replica."""
+        """Number of replicas between which FSDP2 all-reduces gradients: 1 if the optimizer is sharded over the
+        replicas, because FSDP2 then gets only the ranks of one replica."""
         return 1 if self.shards_optimizer else self.replicate
 
     @property
@@ -87,7 +89,7 @@ class Layout:
     @property
     def parameter_shards(self) -> int:
         """Number of ranks over which FSDP2 shards a parameter."""
-        return self.shard * self.context
+        return prod(self.degree(axis) for axis in GRID if axis.is_within_shards)
 
     def shards_of(self, unit: Unit) -> int:
         """Return the number of ranks over which FSDP2 shards the parameters of a unit. A unit of experts that expert
@@ -96,19 +98,28 @@ class Layout:
 
     def is_ignored(self, unit: Unit, offloads: bool) -> bool:
         """Return True if FSDP2 ignores the parameters of a unit. Modules then compute with the stored parameters.
+        `offloads`: True with CPU offload.
 
         With one shard, FSDP2 ignores the frozen parameters that are stored in their compute dtype, because it would
-        hold an unsharded copy beside them. With several shards, it ignores none. `offloads`: True with CPU offload.
-        FSDP2 then ignores none either, because the stored parameters are in host memory, and modules need copies on the
-        device.
+        hold an unsharded copy beside them. With several shards or CPU offload, FSDP2 ignores no parameters.
         """
         is_stored_as_computed = unit.storage_dtype == unit.compute_dtype
         return self.parameter_shards == 1 and not unit.is_trained and is_stored_as_computed and not offloads
 
     @property
     def model_parallel(self) -> int:
-        """Number of ranks that work on the same samples: the product of the context, tensor and pipeline degrees."""
-        return self.context * self.tensor * self.pipeline
+        """Number of ranks that work on the same samples."""
+        return prod(self.degree(axis) for axis in MODEL_AXES if axis.is_factor)
+
+    @property
+    def token_copies(self) -> int:
+        """Number of ranks that compute the same loss: those of a pipeline stage that work on the same tokens."""
+        return self.tensor
+
+    @property
+    def token_ranks(self) -> int:
+        """Number of ranks of a pipeline stage with different tokens."""
+        return self.ranks_per_stage // self.token_copies
 
     @property
     def world_size(self) -> int:
@@ -118,12 +129,16 @@ class Layout:
     @property
     def ranks_per_stage(self) -> int:
         """Number of ranks with the same pipeline index. Their rank numbers are consecutive."""
-        return self.world_size // self.pipeline
+        return self.stride(PIPELINE)
 
     @property
     def samples_per_rank(self) -> int:
         """Samples per optimizer step on every data-parallel rank."""
         return self.local_batch_size * self.num_microbatches
+
+    def tokens_on_rank(self, seq_len: int) -> int:
+        """Return the number of tokens of a sequence of `seq_len` tokens that a rank has."""
+        return seq_len // self.context
 
     @property
     def global_batch_size(self) -> int:
@@ -132,7 +147,7 @@ class Layout:
 
     def data_rank(self, rank: int) -> int:
         """Return the data-parallel index of a rank. Ranks with the same index read the same samples."""
-        return rank // (self.context * self.tensor) % self.data_parallel
+        return rank // self.stride(SHARD) % self.data_parallel
 
     def pipeline_rank(self, rank: int) -> int:
         """Return the index of a rank along the pipeline axis."""
@@ -141,12 +156,10 @@ class Layout:
 
 def plan_layout(parallelism: ParallelismConfig, training: TrainingConfig, world_size: int) -> Layout:
     """Return the layout of `world_size` ranks. If `training.local_batch_size` is still `auto`, a microbatch has one
-    sample (`plan.batch_size` chooses the size later). If `training.global_batch_size` is not set, a step has one
-    microbatch.
+    sample (`plan.batch_size` chooses the size later). Without `training.global_batch_size`, a step has one microbatch.
 
-    Raises ConfigError if the degrees do not match `world_size`, if the expert degree does not match the other degrees,
-    if the global batch cannot be divided evenly, or if the pipeline schedule does not support the number of
-    microbatches.
+    Raises ConfigError if the degrees do not match `world_size` or each other, or if the global batch cannot be divided
+    evenly. Also raises ConfigError if the pipeline schedule does not support the number of microbatches.
     """
     shard = _shard_degree(parallelism, world_size)
     ranks = parallelism.data_parallel_replicate_degree * shard
@@ -159,65 +172,67 @@ def plan_layout(parallelism: ParallelismConfig, training: TrainingConfig, world_
             f"not a multiple of {per_round} = training.local_batch_size ({training.local_batch_size}) x {ranks} "
             f"data-parallel {'rank' if ranks == 1 else 'ranks'}; nearest: {nearest_multiples(batch, per_round)}",
             batch,
-            also=(("training", "local_batch_size"), *map(_key, _DEGREES)),
+            also=(("training", "local_batch_size"), *_DEGREES),
         )
-    expert = parallelism.expert_parallel_degree
-    misfit = misfit_of_expert_ranks(expert, shard, parallelism.context_parallel_degree)
+    expert = parallelism.degree(EXPERT)
+    misfit = misfit_of_expert_ranks(expert, shard, parallelism.degree(CONTEXT))
     if misfit is not None:
-        raise config_error(_key(_EXPERT), misfit, expert, also=tuple(map(_key, _DEGREES)))
+        raise config_error(EXPERT.key, misfit, expert, also=_DEGREES)
     misfit = misfit_of_microbatches(parallelism, batch // per_round, per_round)
     if misfit is not None:
-        raise config_error(("training", "global_batch_size"), misfit, batch, also=tuple(map(_key, _DEGREES)))
+        raise config_error(("training", "global_batch_size"), misfit, batch, also=_DEGREES)
     return Layout(
         replicate=parallelism.data_parallel_replicate_degree,
         shard=shard,
         local_batch_size=local_batch_size,
         num_microbatches=batch // per_round,
-        context=parallelism.context_parallel_degree,
-        tensor=parallelism.tensor_parallel_degree,
-        pipeline=parallelism.pipeline_parallel_degree,
-        expert=expert,
+        **{axis.name: parallelism.degree(axis) for axis in MODEL_AXES},
         shards_optimizer=parallelism.shard_optimizer_over_replicas,
     )
 
 
 def smallest_world_size(parallelism: ParallelismConfig) -> int:
     """Return the smallest number of ranks on which the configured degrees are possible."""
-    degrees = {name: max(1, getattr(parallelism, name)) for name in _DEGREES}
-    if parallelism.data_parallel_shard_degree == -1:
-        context = parallelism.context_parallel_degree
-        degrees[_SHARD] = lcm(context, parallelism.expert_parallel_degree) // context
-    return prod(degrees.values())
+    given = parallelism.data_parallel_shard_degree
+    shard = smallest_shard_degree(parallelism) if given == -1 else given
+    return shard * prod(parallelism.degree(axis) for axis in GRID if axis is not SHARD)
+
+
+def smallest_shard_degree(parallelism: ParallelismConfig) -> int:
+    """Return the smallest `data_parallel_shard_degree` with which the ranks suffice for expert parallelism."""
+    context = parallelism.degree(CONTEXT)
+    return lcm(context, parallelism.degree(EXPERT)) // context
 
 
 def _shard_degree(parallelism: ParallelismConfig, world_size: int) -> int:
     """Return the number of data-parallel ranks of one replica: the configured degree, or for -1 all remaining ranks.
     Raises ConfigError if the degrees do not match `world_size`."""
-    others = {name: getattr(parallelism, name) for name in _DEGREES if name != _SHARD}
+    others = {axis: parallelism.degree(axis) for axis in GRID if axis is not SHARD}
     product, shard = prod(others.values()), parallelism.data_parallel_shard_degree
     if shard != -1 and shard * product == world_size:
         return shard
     if shard != -1:
+        above_one = " and ".join(f"{axis.key[1]} ({degree})" for axis, degree in others.items() if degree > 1)
         raise config_error(
-            _key(_SHARD),
-            f"with {_format_degrees(others) or 'all other degrees at 1'} makes {shard * product} ranks, but this run "
+            SHARD.key,
+            f"with {above_one or 'all other degrees at 1'} makes {shard * product} ranks, but this run "
             f"has {world_size}; start {shard * product} processes, or set -1 to use all remaining ranks",
             shard,
-            also=tuple(map(_key, others)),
+            also=tuple(axis.key for axis in others),
         )
     if world_size % product:
-        largest = max(others, key=lambda name: others[name])
+        largest = max(others, key=lambda axis: others[axis])
         raise config_error(
-            _key(largest),
+            largest.key,
             f"{_does_not_divide(others)} the number of ranks of this run, {world_size}; choose degrees whose "
             "product divides this number",
             others[largest],
-            also=tuple(map(_key, _DEGREES)),
+            also=_DEGREES,
         )
     return world_size // product
 
 
-def _does_not_divide(degrees: dict[str, int]) -> str:
+def _does_not_divide(degrees: dict[Axis, int]) -> str:
     """Return the first words of an error: the product of the degrees does not divide the number of ranks."""
     above_one = [degree for degree in degrees.values() if degree > 1]
     if len(above_one) == 1:
@@ -225,18 +240,8 @@ def _does_not_divide(degrees: dict[str, int]) -> str:
     return f"with the other degrees makes {' x '.join(map(str, above_one))} = {prod(above_one)}, which does not divide"
 
 
-def _format_degrees(degrees: dict[str, int]) -> str:
-    return " and ".join(f"{name} ({degree})" for name, degree in degrees.items() if degree > 1)
-
-
-def _key(name: str) -> KeyPath:
-    return ("parallelism", name)
-
-
 def with_global_batch_size(config: JobConfig, layout: Layout) -> JobConfig:
-    """Return the job with `training.global_batch_size` set to the batch size of `layout`.
-
-    If the key stayed unset, a resume with another number of ranks would change the batch size, and so the experiment.
-    """
+    """Return the job with `training.global_batch_size` set to the batch size of `layout`. If the key stayed unset, a
+    resume with another number of ranks would change the batch size, and so the experiment."""
     training = config.training.model_copy(update={"global_batch_size": layout.global_batch_size})
     return config.model_copy(update={"training": training})

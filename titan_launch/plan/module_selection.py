@@ -1,5 +1,5 @@
-"""The modules of a model that are checkpointed, compiled or converted to float8, and the one that computes the loss. No
-torch.
+"""The modules of a model that are checkpointed, compiled or converted to float8, and the module that computes the loss.
+No torch.
 
 A hook of FSDP2 cannot be part of a compiled graph, because it runs collectives and changes parameters. So the largest
 modules without an FSDP2 unit inside are compiled: the blocks, unless a precision rule makes a unit inside a block. A
@@ -9,9 +9,9 @@ compiled module may be a unit itself: only its forward is compiled, and the unit
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from functools import cached_property
 from typing import Literal
 
+from titan_launch.config.axes import TENSOR
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.parallelism import ActivationCheckpointConfig
 from titan_launch.config.sections.precision import Float8Config
@@ -28,6 +28,7 @@ from titan_launch.plan.types import (
     full_name,
     is_within,
     outermost,
+    outward,
     parent,
 )
 from titan_launch.plan.units.rule_assignment import BATCH_NORM_DEFAULT, is_mixture_of_experts, matched_modules
@@ -40,39 +41,29 @@ def checkpointed_modules(inventory: Inventory, config: ActivationCheckpointConfi
     """Return the paths of the modules with activation checkpointing; an empty tuple for modes that checkpoint no
     modules. Of nested modules, only the outer ones are returned.
 
-    Raises ConfigError for every glob that matches nothing. Also raises it if the mode works on blocks and the model has
-    none, or if `selective_ac_option` is larger than the number of modules. Raises ValueError for the mode `auto`.
+    Raises ConfigError for every glob that matches nothing, for a mode that works on blocks if the model has none, and
+    for a `selective_ac_option` above the number of modules. Raises ValueError for the mode `auto`.
     """
-    if not checkpoints_modules(config):
+    if config.mode == "auto":
+        raise ValueError("activation_checkpoint.mode is still `auto`: resolve `auto` first (plan.auto_mode)")
+    if config.mode in ("none", "memory_budget"):  # with a memory budget, the compiler chooses single operations
         return ()
-    candidates = (
-        outermost(matched_modules(inventory, config.modules, _CHECKPOINTED_MODULES))
-        if config.modules
-        else _blocks(inventory, config)
-    )
+    if config.modules:
+        candidates = outermost(matched_modules(inventory, config.modules, _CHECKPOINTED_MODULES))
+        what, them = "activation_checkpoint.modules matches", "modules"
+    else:
+        candidates, what, them = _blocks(inventory, config), "the model has", "blocks"
     option = selection(config)
     every = 1 if option is None or option == "op" else option
     if every > len(candidates):
-        what = "the model has" if not config.modules else "activation_checkpoint.modules matches"
-        them = "blocks" if not config.modules else "modules"
         number = len(candidates)
         reason = f"{what} only {number} {them}, so none of them would be checkpointed; set at most {number}"
         raise config_error(("activation_checkpoint", "selective_ac_option"), reason, every)
     return candidates[every - 1 :: every]
 
 
-def checkpoints_modules(config: ActivationCheckpointConfig) -> bool:
-    """Return True if the mode checkpoints modules. (With a memory budget, the compiler chooses single operations.)
-
-    Raises ValueError for the mode `auto`.
-    """
-    if config.mode == "auto":
-        raise ValueError("activation_checkpoint.mode is still `auto`: resolve `auto` first (plan.auto_mode)")
-    return config.mode not in ("none", "memory_budget")
-
-
 def selection(config: ActivationCheckpointConfig) -> Literal["op"] | int | None:
-    """Return the option of `mode = "selective"`; None in the other modes."""
+    """Return `selective_ac_option` in the mode `selective`; None in the other modes."""
     return config.selective_ac_option if config.mode == "selective" else None
 
 
@@ -101,11 +92,13 @@ def compiled_modules(
     if not config.compile.enable or "model" not in config.compile.components:
         return ()
     if not inventory.blocks:
-        raise ConfigError([Problem(_ENABLE, _no_blocks(config), True, also=(("model", "blocks"),))])
-    tensor_degree = config.parallelism.tensor_parallel_degree
-    outside = checkpointed if checkpoints_compiled(config.activation_checkpoint, tensor_degree) else ()
-    pieces = _Pieces(inventory, units, outside)
-    found = {block: list(pieces.of_block(block)) for block in outermost(inventory.blocks)}
+        remedy = "name the blocks in model.blocks"
+        if "loss" in config.compile.components:
+            remedy += ', or remove "model" from compile.components'
+        reason = f"compiles the model's blocks, but they are unknown; {remedy}"
+        raise config_error(_ENABLE, reason, True, also=(("model", "blocks"),))
+    outside = checkpointed if checkpoints_compiled(config) else ()
+    found = _compilable(inventory, {path for unit in units for path in unit.modules} | set(outside))
     empty = [block for block, paths in found.items() if not paths]
     if empty:
         raise ConfigError([_nothing_left(empty, units, outside)])
@@ -123,72 +116,36 @@ def _check_seen_by_selection(compiled: Sequence[str], checkpointed: Collection[s
         globs = ", ".join(f'"{pattern}"' for pattern in alike(hidden))
         reason = (
             f'"op" saves the results of single operations and cannot see those of {hidden[0]}, which is compiled into '
-            f"a graph; name the compiled modules (activation_checkpoint.modules = [{globs}]), or set another mode"
+            f"a graph; set activation_checkpoint.modules = [{globs}], or change activation_checkpoint.mode"
         )
         also = (_ENABLE, _CHECKPOINTED_MODULES)
         raise config_error(("activation_checkpoint", "selective_ac_option"), reason, "op", also=also)
 
 
-def checkpoints_compiled(checkpointing: ActivationCheckpointConfig, tensor_degree: int) -> bool:
+def checkpoints_compiled(config: JobConfig) -> bool:
     """Return True if activation checkpointing is around the compiled graphs, so that backward runs whole graphs again.
-    Return False if it is compiled into the graphs.
-
-    With tensor parallelism, it is around the graphs, because a graph with a checkpoint inside would have to save a
-    DeviceMesh. The exception is `selective_ac_option = "op"`: it selects operations inside a graph, so activation
-    checkpointing is always compiled into the graph.
-    """
-    return tensor_degree > 1 and selection(checkpointing) != "op"
+    Return False if it is compiled into the graphs."""
+    # With tensor parallelism, a graph with a checkpoint inside would have to save a DeviceMesh. But
+    # `selective_ac_option = "op"` selects operations inside a graph.
+    return config.parallelism.degree(TENSOR) > 1 and selection(config.activation_checkpoint) != "op"
 
 
-class _Pieces:
-    """The search for the parts of a block that can be compiled. A boundary is a module that cannot be inside of a
-    graph: a module of an FSDP2 unit, a module of experts (the numbers of their rows are known only in a step), or one
-    of `outside`, the checkpointed modules whose checkpoint must be around a graph."""
-
-    def __init__(self, inventory: Inventory, units: Sequence[Unit], outside: Collection[str]):
-        self._inventory = inventory
-        self._boundaries = {path for unit in units for path in unit.modules if path} | set(outside)
-
-    def of_block(self, path: str) -> Iterator[str]:
-        """Yield the path of the block, or of the largest modules in it that have a forward and contain no boundary.
-        Skip single layers."""
-        if self._has_no_boundary_inside(path):
-            yield path
-        else:
-            yield from self._parts(path)
-
-    def _parts(self, path: str) -> Iterator[str]:
-        for child in self._children[path]:
-            if not self._has_no_boundary_inside(child):
-                yield from self._parts(child)
-            elif self._children[child]:
-                yield self._inventory.by_path[child].same_as or child
-
-    def _has_no_boundary_inside(self, path: str) -> bool:
-        return self._inventory.by_path[path].has_forward and not any(map(self._is_boundary, self._inside(path)))
-
-    def _is_boundary(self, module: ModuleInfo) -> bool:
-        return module.has_experts or (module.same_as or module.path) in self._boundaries
-
-    def _inside(self, path: str) -> Iterator[ModuleInfo]:
-        for child in self._children[path]:
-            yield self._inventory.by_path[child]
-            yield from self._inside(child)
-
-    @cached_property
-    def _children(self) -> dict[str, list[str]]:
-        children: dict[str, list[str]] = {module.path: [] for module in self._inventory.modules}
-        for module in self._inventory.modules:
-            if module.path:
-                children[parent(module.path)].append(module.path)
-        return children
-
-
-def _no_blocks(config: JobConfig) -> str:
-    remedy = "name the blocks in model.blocks"
-    if "loss" in config.compile.components:
-        remedy += ', or remove "model" from compile.components'
-    return f"compiles the model's blocks, but they are unknown; {remedy}"
+def _compilable(inventory: Inventory, boundaries: Collection[str]) -> dict[str, list[str]]:
+    """Return the modules to compile in each outer block: the block itself, or else the largest modules in it that have
+    a forward and can be inside of a graph as a whole. Single layers are not compiled. `boundaries`: modules with hooks
+    of FSDP2 or activation checkpointing, which must run outside of a graph."""
+    found: dict[str, list[str]] = {block: [] for block in outermost(inventory.blocks)}
+    around = {parent(module.path) for module in inventory.modules}
+    # The number of rows of an expert is known only in a step, so experts cannot be inside of a graph either.
+    outside = [m.path for m in inventory.modules if m.has_experts or (m.same_as or m.path) in boundaries]
+    divided = {path for inner in outside for path in outward(parent(inner))}
+    whole = [m.path for m in inventory.modules if m.has_forward and m.path not in divided and enclosing(m.path, found)]
+    for path in outermost(whole):
+        if path in found:
+            found[path].append(path)
+        elif path in around:
+            found[enclosing(path, found)].append(inventory.by_path[path].same_as or path)
+    return found
 
 
 def _nothing_left(blocks: Sequence[str], units: Sequence[Unit], outside: Collection[str]) -> Problem:
@@ -221,21 +178,22 @@ def _nothing_left(blocks: Sequence[str], units: Sequence[Unit], outside: Collect
 _FLOAT8_MODULES: KeyPath = ("float8", "modules")
 _LINEAR = "torch.nn.modules.linear.Linear"
 _MULTIPLE = 16
-"""The 8-bit kernels support only matrices whose numbers of rows and of columns are multiples of this number (16
-bytes)."""
+"""Number that divides the rows and the columns of all matrices that the 8-bit kernels support."""
 
 
 def float8_modules(config: Float8Config, plan: ModelPlan) -> tuple[str, ...]:
     """Return the paths of the linear layers that `[float8]` converts; an empty tuple if it is not enabled.
 
-    Raises ConfigError for globs that match no module or that name experts, for named layers that compute in a dtype
-    other than bfloat16, for matrices that the kernels do not support, and if no linear layer computes in bfloat16.
+    Raises ConfigError for globs that match no module or that name experts, and for named layers that do not compute in
+    bfloat16. Also raises ConfigError for matrices that the kernels do not support, and if no linear layer computes in
+    bfloat16.
     """
     if not config.enable:
         return ()
     is_named = bool(config.modules)
     roots = matched_modules(plan.inventory, config.modules, _FLOAT8_MODULES) if is_named else plan.inventory.blocks
-    layers = [m for m in plan.inventory.modules if _is_linear(m) and enclosing(m.path, roots)]
+    linear = [m for m in plan.inventory.modules if m.classes[0] == _LINEAR and m.same_as is None]  # no subclasses
+    layers = [m for m in linear if enclosing(m.path, roots)]
     stacked = [path for path in roots if is_named and plan.inventory.by_path[path].has_experts]
     if stacked:
         reason = (
@@ -267,10 +225,8 @@ def describe_float8(config: Float8Config, plan: ModelPlan) -> str:
 
 
 def check_shards(config: Float8Config, plan: ModelPlan, layout: Layout) -> None:
-    """Raise ConfigError if `float8.all_gather` is set and a converted layer cannot be sharded evenly.
-
-    FSDP2 pads a parameter that cannot be sharded evenly, but it does not pad torchao's 8-bit copy.
-    """
+    """Raise ConfigError if `float8.all_gather` is set and a converted layer cannot be sharded evenly. FSDP2 pads such a
+    parameter, but it does not pad torchao's 8-bit copy."""
     shards = layout.parameter_shards
     if not config.all_gather:
         return
@@ -279,15 +235,10 @@ def check_shards(config: Float8Config, plan: ModelPlan, layout: Layout) -> None:
         if rows % shards:
             reason = (
                 f"{path} has {rows} outputs, which {shards} shards (parallelism.data_parallel_shard_degree) do not "
-                f"divide; set a shard degree that divides {rows}, name other modules in float8.modules, or set false"
+                f"divide; set a shard degree that divides {rows}, name other float8.modules, or set all_gather = false"
             )
             also = (_FLOAT8_MODULES, ("parallelism", "data_parallel_shard_degree"))
             raise config_error(("float8", "all_gather"), reason, True, also=also)
-
-
-def _is_linear(module: ModuleInfo) -> bool:
-    """Return True if the class of a module is exactly `nn.Linear`: a subclass may compute something else."""
-    return module.classes[0] == _LINEAR and module.same_as is None
 
 
 def _in_other_dtypes(layers: list[ModuleInfo], plan: ModelPlan, config: Float8Config) -> Iterator[Problem]:
@@ -319,7 +270,7 @@ def loss_head(config: JobConfig, plan: ModelPlan) -> str | None:
 
 
 def _why_logits(plan: ModelPlan) -> str | None:
-    """Return the reason why no output layer can compute the loss; None if one can."""
+    """Return the reason why no output layer can compute the loss; None if an output layer can compute it."""
     path = plan.inventory.output_layer
     if path is None:
         return "the logits are not known to be the unchanged output of an nn.Linear"
@@ -335,7 +286,7 @@ def _why_logits(plan: ModelPlan) -> str | None:
 
 
 def describe_loss(config: JobConfig, plan: ModelPlan) -> str | None:
-    """Return one line for the log about how a loss in chunks is computed; None without chunks."""
+    """Return a line of the log: the place where a loss in chunks is computed. None without chunks."""
     chunks = config.loss.chunks
     if chunks == 1:
         return None

@@ -2,8 +2,8 @@
 width of the model. No torch.
 
 The scales are those of table 3 of Tensor Programs V (Yang et al., arXiv:2203.03466) for Adam, relative to a model of
-the base width. With these scales, the activations and their updates in a step have the same size at every width, so the
-best learning rate of a narrow model is also that of a wide one.
+the base width. With these scales, the activations and their updates in a step have the same size at every width. So the
+best learning rate of a narrow model is also the best one of a wide model.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ KINDS: Mapping[str, tuple[str, ...]] = {
         "layers.*.moe.shared_experts.w?.weight",
     ),
 }
-"""The parameters of decoders by kind, as globs. `input`: of the two sizes of the matrix, only that of its outputs grows
-with the width. `output`: only that of its inputs. `hidden`: both. Others are vectors: biases and weights of norms."""
+"""Globs of the parameters of decoders, by kind. `input`: matrices whose number of outputs grows with the width of the
+model. `output`: matrices whose number of inputs grows. `hidden`: both grow. All other parameters are vectors."""
 
 
 class Scale(NamedTuple):
@@ -38,13 +38,13 @@ class Scale(NamedTuple):
     """A key of `KINDS`, or `vector`."""
 
     std: float = 1.0
-    """Factor of the standard deviation of its initial values."""
+    """Factor of the standard deviation of the initial values."""
 
     lr: float = 1.0
-    """Factor of its learning rate."""
+    """Factor of the learning rate."""
 
     weight_decay: float = 1.0
-    """Factor of its weight decay, which keeps learning rate x weight decay the same at every width (Wang and Aitchison,
+    """Factor of the weight decay. With it, learning rate x weight decay is the same at every width (Wang and Aitchison,
     arXiv:2405.13698)."""
 
 
@@ -70,8 +70,8 @@ UNSCALED = WidthScales()
 
 
 def width_scales(config: JobConfig) -> WidthScales:
-    """Return the scales that `[mup]` sets for a job's model; `UNSCALED` without `mup.base_width`.
-    (`config.rules.optimizer` refuses this key for models without a width.)"""
+    """Return the scales that `[mup]` sets for a job's model; `UNSCALED` without `mup.base_width`, or if the model has
+    no known width."""
     from titan_launch.models.architectures import known_args
 
     base, args = config.mup.base_width, known_args(config.model)
@@ -80,7 +80,7 @@ def width_scales(config: JobConfig) -> WidthScales:
 
 
 def describe_scales(config: JobConfig, paths: Iterable[str]) -> Iterator[Sequence[str]]:
-    """Yield the rows of a table of all parameters and their scales, first the titles; nothing without `mup.base_width`.
+    """Yield the titles and the rows of a table of all parameters and their scales; nothing without `mup.base_width`.
     `paths`: full names of all parameters. Names that differ only in numbers share a row."""
     scales = width_scales(config)
     if config.mup.base_width is None:

@@ -14,8 +14,8 @@ _EMBEDDINGS = {"Embedding", "EmbeddingBag"}
 
 
 def first_match(groups: Sequence[ParamGroup], paths: Iterable[str]) -> int | None:
-    """Return the index of the first group of `[[optimizer.param_groups]]` that matches any path of a parameter. Return
-    None if no group matches."""
+    """Return the index of the first group of `[[optimizer.param_groups]]` that matches any path of a parameter; None if
+    no group matches."""
     paths = list(paths)
     return next((i for i, group in enumerate(groups) if matches_any(group, paths)), None)
 
@@ -29,9 +29,9 @@ def is_undecayed(name: str, num_axes: int, classes: Iterable[str]) -> bool:
     """Return True if a parameter has no weight decay by default: a vector, a bias, or a parameter of a norm or an
     embedding.
 
-    `name`: name of the parameter within the `nn.Module` that owns it (`weight`). `num_axes`: its number of axes. For
-    stacked parameters of experts, it is the number of axes of one expert's part. `classes`: names of the class and the
-    base classes of that `nn.Module`, without packages (`LayerNorm`).
+    `name`: name of the parameter within the `nn.Module` that owns it (`weight`). `num_axes`: number of axes of the
+    parameter; for stacked parameters of experts, of one expert's part. `classes`: names of the module's class and its
+    base classes, without packages (`LayerNorm`).
     """
     is_norm_or_embedding = any("Norm" in cls or cls in _EMBEDDINGS for cls in classes)
     return num_axes < 2 or name.endswith("bias") or is_norm_or_embedding
@@ -39,10 +39,8 @@ def is_undecayed(name: str, num_axes: int, classes: Iterable[str]) -> bool:
 
 def is_inner_matrix(name: str, num_axes: int, classes: Iterable[str], path: str, head: Iterable[str]) -> bool:
     """Return True if Muon updates a parameter by default: a matrix that belongs to no norm, embedding or output layer.
-
-    `num_axes`: as for `is_undecayed`. `path`: path of the `nn.Module` that owns the parameter. `head`: paths of the
-    modules that run last.
-    """
+    `path`: path of the `nn.Module` that owns the parameter. `head`: `Inventory.head`. The other arguments are those of
+    `is_undecayed`."""
     in_head = any(is_within(path, module) for module in head)
     return num_axes == 2 and not is_undecayed(name, num_axes, classes) and not in_head
 
@@ -52,9 +50,9 @@ def settings_of(
 ) -> GroupSettings:
     """Return the optimizer settings of a parameter.
 
-    `index`: index of the entry of `[[optimizer.param_groups]]` that matches the parameter, or None. `undecayed`: True
-    if `is_undecayed` is True for any module that has the parameter. `inner_matrix`: True if `is_inner_matrix` is True
-    for all modules that have the parameter. `scale`: how the settings depend on the width of the model.
+    `index`: result of `first_match`. `undecayed`: True if `is_undecayed` is True for any module that has the parameter.
+    `inner_matrix`: True if `is_inner_matrix` is True for all modules that have the parameter. `scale`: the parameter's
+    factors for the width of the model.
     """
     algorithm = config.name if inner_matrix else ALGORITHMS[config.name].for_others or config.name
     lr_factor, decay = 1.0, None
@@ -63,22 +61,14 @@ def settings_of(
         algorithm = group.algorithm or algorithm
         lr_factor = group.lr_factor
         decay = group.weight_decay
-    if decay is None:
-        decay = 0.0 if undecayed else _weight_decay(config, algorithm)
-    lr_factor *= scale.lr * ALGORITHMS[algorithm].lr_factor(config)
-    return GroupSettings(algorithm, lr_factor, decay * scale.weight_decay)
-
-
-def _weight_decay(config: OptimizerConfig, algorithm: str) -> float:
-    """Return the weight decay of an algorithm.
-
-    It is `optimizer.weight_decay` if that key is set, and the algorithm has the same kind of weight decay
-    (`Algorithm.decay`) as `optimizer.name`. Otherwise it is the default of the algorithm.
-    """
     row = ALGORITHMS[algorithm]
-    if config.weight_decay is not None and row.decay == ALGORITHMS[config.name].decay:
-        return config.weight_decay
-    return row.weight_decay
+    if decay is None and undecayed:
+        decay = 0.0
+    elif decay is None:
+        # `optimizer.weight_decay` is only for algorithms with the same kind of weight decay as `optimizer.name`.
+        is_alike = row.decay == ALGORITHMS[config.name].decay
+        decay = config.weight_decay if config.weight_decay is not None and is_alike else row.weight_decay
+    return GroupSettings(algorithm, lr_factor * scale.lr * row.lr_factor(config), decay * scale.weight_decay)
 
 
 def group_name(index: int | None, settings: GroupSettings, scale: Scale) -> str:
@@ -90,10 +80,8 @@ def group_name(index: int | None, settings: GroupSettings, scale: Scale) -> str:
 
 
 def is_mixed(config: OptimizerConfig, storage_dtypes: Iterable[str]) -> bool:
-    """Return True if parameters with these storage dtypes need this package's update instead of PyTorch's optimizer.
-
-    PyTorch's optimizers support only one dtype for parameters and state, one rounding mode, and no master weights.
-    """
+    """Return True if parameters with these storage dtypes need this package's update. PyTorch's optimizers support only
+    one dtype for parameters and state, one rounding mode, and no master weights."""
     dtypes = set(storage_dtypes)
     in_other_dtype = config.state_dtype is not None and dtypes != {config.state_dtype}
     return in_other_dtype or config.rounding == "stochastic" or has_master(config, *dtypes)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 from functools import cache
 from itertools import accumulate, pairwise
+from typing import Any
 
+from titan_launch.config.axes import MODEL_AXES, PIPELINE
 from titan_launch.config.rules.parallelism import ONE_STAGE_SCHEDULES, num_stages, too_few_layers
 from titan_launch.config.sections.parallelism import ParallelismConfig
 from titan_launch.config.sections.training import GradientAccumulationConfig
@@ -21,15 +23,14 @@ from titan_launch.plan.types import (
     ModelPlan,
     ModuleInfo,
     Stage,
-    Unit,
     enclosing,
     full_name,
     outward,
     parent,
     with_parameters,
+    without_modules,
 )
 
-_DEGREE: KeyPath = ("parallelism", "pipeline_parallel_degree")
 _SPLIT: KeyPath = ("parallelism", "pipeline_parallel_split_points")
 _PER_RANK: KeyPath = ("parallelism", "pipeline_parallel_stages_per_rank")
 
@@ -37,41 +38,28 @@ _PER_RANK: KeyPath = ("parallelism", "pipeline_parallel_stages_per_rank")
 def plan_stages(inventory: Inventory, parallelism: ParallelismConfig) -> tuple[Stage, ...]:
     """Return the stages of a model, in order; an empty tuple without pipeline parallelism.
 
-    `pipeline_parallel_split_points` lists the first modules of the second and later stages. Without this key, whole
-    layers are assigned to stages so that the largest stage is as small as possible. The size of a stage is the number
-    of elements of its matrices, as an estimate of its time. Embeddings do not count.
-
-    Raises ConfigError for split points that are unknown or out of order, and for a model that cannot be divided.
+    Without `pipeline_parallel_split_points`, whole layers are assigned to stages so that the largest stage is as small
+    as possible. The size of a stage is the number of elements of its matrices without embeddings, as an estimate of its
+    time. Raises ConfigError for split points that are unknown or out of order, and for a model that cannot be divided.
     """
     if parallelism.pipeline_parallel_degree == 1:
         return ()
     _check_pipeline_order(inventory, parallelism.pipeline_parallel_degree)
     starts = _given_starts(inventory, parallelism) or _balanced_starts(inventory, parallelism)
-    elements = _elements(inventory, min_axes=0)
-    parts = [
-        inventory.pipeline_order[start:end] for start, end in pairwise((0, *starts, len(inventory.pipeline_order)))
-    ]
+    order, elements = inventory.pipeline_order, _elements(inventory, min_axes=0)
+    parts = [order[start:end] for start, end in pairwise((0, *starts, len(order)))]
     stages = tuple(
-        Stage(
-            index=index,
-            rank=rank_of_stage(index, parallelism),
-            modules=part,
-            num_parameters=sum(elements[path] for path in part),
-        )
+        Stage(index, _rank_of_stage(index, parallelism), part, num_parameters=sum(elements[path] for path in part))
         for index, part in enumerate(parts)
     )
     _check_parameters(inventory, stages, parallelism.pipeline_parallel_degree)
     return stages
 
 
-def rank_of_stage(stage: int, parallelism: ParallelismConfig) -> int:
-    """Return the pipeline rank that runs a stage. Stages are assigned to the ranks in turn.
-
-    ZBVZeroBubble has two stages per rank. The second half of the stages is assigned in reverse order, so the first rank
-    also runs the last stage.
-    """
+def _rank_of_stage(stage: int, parallelism: ParallelismConfig) -> int:
+    """Return the pipeline rank that runs a stage. Stages are assigned to the ranks in turn."""
     degree = parallelism.pipeline_parallel_degree
-    if parallelism.pipeline_parallel_schedule == "ZBVZeroBubble":
+    if parallelism.pipeline_parallel_schedule == "ZBVZeroBubble":  # two stages per rank; the second ones in reverse
         return stage if stage < degree else 2 * degree - 1 - stage
     return stage % degree
 
@@ -82,7 +70,7 @@ def _check_pipeline_order(inventory: Inventory, degree: int) -> None:
             "the order of the model's modules is unknown; give the model an attribute pipeline_order (globs, in "
             "order; see docs/how_to/parallelism.md), or set 1"
         )
-        raise config_error(_DEGREE, reason, degree)
+        raise config_error(PIPELINE.key, reason, degree)
     among = set(inventory.pipeline_order)
     outside = [
         full_name(module.path, parameter.name)
@@ -93,34 +81,29 @@ def _check_pipeline_order(inventory: Inventory, degree: int) -> None:
     if outside:
         remedy = "add their modules to pipeline_order, or set 1"
         reason = f"would drop {listed(outside)}, which no module of the model's pipeline_order contains; {remedy}"
-        raise config_error(_DEGREE, reason, degree)
+        raise config_error(PIPELINE.key, reason, degree)
 
 
 def _given_starts(inventory: Inventory, parallelism: ParallelismConfig) -> tuple[int, ...]:
-    """Return the index in the pipeline order of each split point of the job. The result is empty if the job sets no
-    split points. Raises ConfigError for split points that are unknown or out of order."""
-    points, pipeline_order = parallelism.pipeline_parallel_split_points, inventory.pipeline_order
+    """Return the index in the pipeline order of each split point of the job; () if the job sets no split points. Raises
+    ConfigError for split points that are unknown or out of order."""
+    points, order = parallelism.pipeline_parallel_split_points, inventory.pipeline_order
+    reason = "is not a module of the model's pipeline_order"
     unknown = [
-        Problem(
-            (*_SPLIT, index),
-            f"is not a module of the model's pipeline_order{did_you_mean(point, pipeline_order)}",
-            point,
-        )
+        Problem((*_SPLIT, index), f"{reason}{did_you_mean(point, order)}", point)
         for index, point in enumerate(points)
-        if point not in pipeline_order
+        if point not in order
     ]
     if unknown:
         raise ConfigError(unknown)
-    starts = tuple(map(pipeline_order.index, points))
+    starts = tuple(map(order.index, points))
     for index, (before, start) in enumerate(pairwise((0, *starts))):
         if start <= before:
             reason = "already begins the first stage, so it cannot be a split point"
             if index:
                 reason = f"does not come after {points[index - 1]}"
-            advice = "list the split points in the order of the model's pipeline_order, each once"
-            raise config_error(
-                (*_SPLIT, index), f"{reason}; {advice} ({listed(pipeline_order, most=8)})", points[index]
-            )
+            reason += "; list the split points in the order of the model's pipeline_order, each once"
+            raise config_error((*_SPLIT, index), f"{reason} ({listed(order, most=8)})", points[index])
     return starts
 
 
@@ -128,17 +111,15 @@ def _balanced_starts(inventory: Inventory, parallelism: ParallelismConfig) -> tu
     """Return the indices in the pipeline order at which the second and later stages begin, so that the stages are as
     equal as possible.
 
-    Each stage has at least one layer (see `_layers`). A module between layers belongs to the stage of the layer before
-    it; modules before the first layer belong to the first stage. Raises ConfigError if there are fewer layers than
-    stages.
+    Each stage has at least one layer (see `_layers`). A module that is no layer belongs to the stage of the layer
+    before it, or to the first stage. Raises ConfigError if there are fewer layers than stages.
     """
-    wanted = num_stages(parallelism)
-    layers = _layers(inventory)
+    wanted, layers = num_stages(parallelism), _layers(inventory)
     if len(layers) < wanted:
         asks_for_more = (parallelism.pipeline_parallel_stages_per_rank or 1) > 1
         otherwise = "a smaller pipeline_parallel_stages_per_rank" if asks_for_more else "pipeline_parallel_split_points"
         raise config_error(
-            _DEGREE,
+            PIPELINE.key,
             f"{too_few_layers(parallelism, len(layers))}, or {otherwise}",
             parallelism.pipeline_parallel_degree,
             also=(_PER_RANK, ("model", "args", "n_layers")),
@@ -152,9 +133,8 @@ def _balanced_starts(inventory: Inventory, parallelism: ParallelismConfig) -> tu
 
 
 def _layers(inventory: Inventory) -> list[int]:
-    """Return the indices of the layers in the pipeline order: of the modules that are blocks, contain blocks or lie in
-    blocks. In a model without blocks, the layers are the modules with parameters. Every stage needs at least one
-    layer."""
+    """Return the indices of the layers in the pipeline order. Layers are the modules that are blocks, contain blocks or
+    lie in blocks. In a model without blocks, they are the modules with parameters."""
     inside, around = set(inventory.blocks), {path for block in inventory.blocks for path in outward(block)}
     blocks = [i for i, path in enumerate(inventory.pipeline_order) if path in around or enclosing(path, inside)]
     elements = _elements(inventory, min_axes=0)
@@ -185,7 +165,7 @@ def _check_parameters(inventory: Inventory, stages: Sequence[Stage], degree: int
                 f"stage {stage.index} ({listed(stage.modules)}) would have no parameters to train; set "
                 "pipeline_parallel_split_points so that each stage has some"
             )
-            raise config_error(_DEGREE, reason, degree, also=(_SPLIT,))
+            raise config_error(PIPELINE.key, reason, degree, also=(_SPLIT,))
     for module in inventory.modules:
         for parameter in module.parameters:
             first = parent(parameter.tied_to or "")
@@ -195,14 +175,14 @@ def _check_parameters(inventory: Inventory, stages: Sequence[Stage], degree: int
                     f"{module.path} and {first} share a parameter (tied), and would be on the stages {own} and "
                     f"{other}; untie them, or set 1 (tensor parallelism and FSDP2 support tied parameters)"
                 )
-                raise config_error(_DEGREE, reason, degree, also=(("model", "args"),))
+                raise config_error(PIPELINE.key, reason, degree, also=(("model", "args"),))
 
 
 def balance(costs: Sequence[int], num_parts: int) -> tuple[int, ...]:
     """Divide a sequence into `num_parts` non-empty parts. Return the indices at which the second and later parts begin.
 
-    The cost of a part is the sum of the costs in it. The division minimizes the largest cost of a part. Among divisions
-    with an equal largest cost, it minimizes the sum of the squared costs of the parts.
+    The cost of a part is the sum of its costs. The largest cost of a part is minimal. Among divisions with the same
+    largest cost, the sum of the squared costs of the parts is minimal.
     """
     ends, count = (0, *accumulate(costs)), len(costs)
 
@@ -235,39 +215,33 @@ def stage_part(plan: ModelPlan, stage: Stage) -> ModelPlan:
     """Return the part of a model's plan for one stage: its modules, units and buffers.
 
     A unit with modules of several stages has a part on each of these stages. The root unit of the second and later
-    stages does not cast its inputs: these are activations within the undivided model, which the root does not cast.
+    stages does not cast its inputs, because these are activations within the undivided model.
     """
-    foreign = {path for other in plan.stages if other.index != stage.index for path in other.modules}
-    inventory, first = _without(plan.inventory, foreign)
-
-    def own(units: Sequence[Unit]) -> list[Unit]:
-        return [_restricted(unit, foreign) for unit in units if any(not _is_foreign(p, foreign) for p in unit.modules)]
-
-    units = own(plan.units)
-    if stage.index:
-        root = units.pop()
-        units.append(replace(root, policy=replace(root.policy, cast_forward_inputs=False)))
-    counted, in_place_counted = with_parameters(inventory, units, own(plan.in_place))
-    return ModelPlan(
-        inventory=inventory,
-        units=counted,
-        in_place=in_place_counted,
-        buffer_dtypes={
-            full_name(module.path, buffer.name): plan.buffer_dtypes[full_name(first[module.path], buffer.name)]
-            for module in inventory.modules
-            for buffer in module.buffers
-            if buffer.is_floating and module.same_as is None
-        },
-        checkpointed=_own(plan.checkpointed, foreign),
-        compiled=_own(plan.compiled, foreign),
-        float8=_own(plan.float8, foreign),
-        loss_head=_own_or_none(plan.loss_head, foreign),
+    part = without_modules(
+        plan, {path for other in plan.stages if other.index != stage.index for path in other.modules}
     )
+    # A module with several parents has several paths. If its first path is on another stage, the next path becomes the
+    # first one.
+    modules, now_first = list[ModuleInfo](), dict[str, str]()
+    buffer_dtypes: dict[str, str] = {}
+    for module in part.inventory.modules:
+        before = module.same_as or module.path
+        owner = now_first.setdefault(before, module.path)
+        same_as = None if owner == module.path else owner
+        modules.append(module if same_as == module.same_as else replace(module, same_as=same_as))
+        if same_as is None:
+            floating = (buffer.name for buffer in module.buffers if buffer.is_floating)
+            buffer_dtypes |= {full_name(owner, name): plan.buffer_dtypes[full_name(before, name)] for name in floating}
+    inventory = replace(part.inventory, modules=tuple(modules))
+    *inner, root = part.units
+    if stage.index:
+        root = replace(root, policy=replace(root.policy, cast_forward_inputs=False))
+    units, in_place = with_parameters(inventory, [*inner, root], part.in_place)
+    return replace(part, inventory=inventory, units=units, in_place=in_place, buffer_dtypes=buffer_dtypes, stages=())
 
 
 def parts_on_rank(plan: ModelPlan, rank: int) -> tuple[ModelPlan, ...]:
-    """Return the plans of the stages that a pipeline rank runs, in order. Without pipeline parallelism, return the
-    whole plan alone."""
+    """Return the plans of the stages that a pipeline rank runs, in order; the whole plan if there are no stages."""
     if not plan.stages:
         return (plan,)
     return tuple(stage_part(plan, stage) for stage in plan.stages if stage.rank == rank)
@@ -277,57 +251,12 @@ def representative_ranks(plan: ModelPlan) -> list[int]:
     """Return the pipeline ranks among which the planner looks for the highest peak memory; `[0]` without stages.
 
     The first pipeline rank starts the most microbatches before a backward ends. The last pipeline rank has the logits
-    (with ZBVZeroBubble, the first has them). The third candidate is the rank with the most parameters.
+    (with ZBVZeroBubble, the first rank has them). The third candidate is the rank with the most parameters.
     """
-    parameters: dict[int, int] = {}
+    parameters = Counter[int]()
     for stage in plan.stages:
-        parameters[stage.rank] = parameters.get(stage.rank, 0) + stage.num_parameters
-    if not parameters:
-        return [0]
-    return sorted({0, max(parameters), max(parameters, key=lambda rank: parameters[rank])})
-
-
-def _without(inventory: Inventory, foreign: Collection[str]) -> tuple[Inventory, dict[str, str]]:
-    """Return the inventory without the `foreign` modules, and a dict of first paths.
-
-    The dict gives, for each remaining path, the first path of the same module in the whole inventory. A module with
-    several parents has several paths. If its first path is removed, its next path becomes the first.
-    """
-    modules: list[ModuleInfo] = []
-    first: dict[str, str] = {}
-    now_first: dict[str, str] = {}
-    for module in inventory.modules:
-        if _is_foreign(module.path, foreign):
-            continue
-        first[module.path] = module.same_as or module.path
-        owner = now_first.setdefault(first[module.path], module.path)
-        same_as = None if owner == module.path else owner
-        modules.append(module if same_as == module.same_as else replace(module, same_as=same_as))
-    left = Inventory(
-        modules=tuple(modules),
-        blocks=_own(inventory.blocks, foreign),
-        head=_own(inventory.head, foreign),
-        embeddings=_own(inventory.embeddings, foreign),
-        pipeline_order=_own(inventory.pipeline_order, foreign),
-        output_layer=_own_or_none(inventory.output_layer, foreign),
-    )
-    return left, first
-
-
-def _restricted(unit: Unit, foreign: Collection[str]) -> Unit:
-    return replace(unit, modules=_own(unit.modules, foreign))
-
-
-def _own(paths: Sequence[str], foreign: Collection[str]) -> tuple[str, ...]:
-    return tuple(path for path in paths if not _is_foreign(path, foreign))
-
-
-def _own_or_none(path: str | None, foreign: Collection[str]) -> str | None:
-    return None if path is None or _is_foreign(path, foreign) else path
-
-
-def _is_foreign(path: str, foreign: Collection[str]) -> bool:
-    return bool(enclosing(path, foreign))
+        parameters[stage.rank] += stage.num_parameters
+    return sorted({0, *(rank for rank, _ in parameters.most_common(1)), max(parameters, default=0)})
 
 
 _HOLDS_ALL = ("GPipe", "LoopedBFS")
@@ -338,15 +267,13 @@ def counts_to_run(parallelism: ParallelismConfig, layout: Layout) -> tuple[int, 
     """Return the numbers of microbatches of the one or two steps from which the memory of a pipeline is predicted.
 
     If the schedule holds the activations of all microbatches, or if a step has few microbatches, the result is the
-    number of all microbatches. Otherwise there are two numbers. Beyond the first number, more microbatches no longer
-    add activations to the peak memory. The second number is larger, so that a comparison of both steps shows what else
-    grows.
-
-    In 1F1B with p pipeline ranks, the first rank runs p forwards before its first backward. With several stages per
-    rank, a rank runs at most 3 p forwards before its first backward.
+    number of all microbatches. Otherwise the result has two numbers. From the first number on, more microbatches add no
+    activations to the peak memory. The comparison with the second, larger number shows all other growth.
     """
     schedule, every = parallelism.pipeline_parallel_schedule, layout.num_microbatches
     has_one_stage = schedule in ONE_STAGE_SCHEDULES
+    # In 1F1B with p pipeline ranks, the first rank runs p forwards before its first backward. With several stages per
+    # rank, a rank runs at most 3 p forwards before its first backward.
     enough = layout.pipeline + 1 if has_one_stage else 3 * layout.pipeline
     if schedule in _HOLDS_ALL or enough >= every:
         return (every,)
@@ -355,9 +282,7 @@ def counts_to_run(parallelism: ParallelismConfig, layout: Layout) -> tuple[int, 
 
 def scaled_to_step(seen: Traffic, num_seen: int, layout: Layout, accumulation: GradientAccumulationConfig) -> Traffic:
     """Return the traffic of a step with all microbatches, from the traffic of a step with `num_seen` microbatches.
-
-    Traffic that occurs in every microbatch is scaled. Traffic that occurs once per step is not.
-    """
+    Traffic of every microbatch is scaled. Traffic that occurs once per step is not scaled."""
     every = Fraction(layout.num_microbatches, num_seen)
     once = Fraction(1)
     gathers = once if accumulation.keep_params_unsharded else every
@@ -368,8 +293,10 @@ def scaled_to_step(seen: Traffic, num_seen: int, layout: Layout, accumulation: G
         return Exchange(round(exchange.calls * every), round(exchange.sent_bytes * every))
 
     calls = seen.collectives
+    exchanges: dict[str, Any] = {axis.name: times(seen.along(axis)) for axis in MODEL_AXES}
     return replace(
         seen,
+        **exchanges,
         collectives=Collectives(
             round(calls.all_gathers * gathers),
             round(calls.reduce_scatters * scatters),
@@ -378,10 +305,6 @@ def scaled_to_step(seen: Traffic, num_seen: int, layout: Layout, accumulation: G
         all_gather_bytes=round(seen.all_gather_bytes * gathers),
         reduce_scatter_bytes=round(seen.reduce_scatter_bytes * scatters),
         all_reduce_bytes=round(seen.all_reduce_bytes * reduces),
-        tensor=times(seen.tensor),
-        context=times(seen.context),
-        pipeline=times(seen.pipeline),
-        expert=times(seen.expert),
         expert_all_gather_bytes=round(seen.expert_all_gather_bytes * gathers),
         expert_reduce_scatter_bytes=round(seen.expert_reduce_scatter_bytes * scatters),
     )

@@ -21,9 +21,7 @@ def chunk_numel(shape: Sequence[int], replicas: int) -> int:
 
     As in FSDP2, the chunks have equal numbers of rows (of the first dim), except the last ones, which may be smaller or
     empty. With the stacked matrices of a few experts, this would leave some replicas without a chunk. So each chunk is
-    a part of one expert's matrix if that is possible (`is_within_matrix`): if there are more replicas than experts, the
-    number of experts (the first of three dims) divides the number of replicas, and the rows of each matrix can be
-    divided evenly.
+    a part of one expert's matrix if `is_within_matrix` returns True.
     """
     rows, numel = shape[0], prod(shape)
     if not numel:
@@ -34,8 +32,11 @@ def chunk_numel(shape: Sequence[int], replicas: int) -> int:
 
 
 def is_within_matrix(shape: Sequence[int], replicas: int) -> bool:
-    """Return True if each chunk of a local shard is a part of one matrix of a stack (see `chunk_numel`). `shape`: shape
-    of the shard."""
+    """Return True if each chunk of a local shard is a part of one matrix of a stack. `shape`: shape of the shard.
+
+    The number of replicas must be a larger multiple of the number of matrices (the first of three dims). The rows of
+    each matrix must be divisible by the quotient.
+    """
     if len(shape) != 3 or not prod(shape) or replicas <= shape[0] or replicas % shape[0]:
         return False
     return shape[1] % (replicas // shape[0]) == 0
@@ -43,11 +44,9 @@ def is_within_matrix(shape: Sequence[int], replicas: int) -> bool:
 
 def gradients_leave_early(training: TrainingConfig) -> bool:
     """Return True if a unit's gradients are exchanged between the replicas as soon as FSDP2 has reduced them in the
-    last backward. Return False if the exchange begins when backward has ended.
-
-    With CPU offload, the exchange begins when backward has ended. FSDP2 then copies reduced gradients to the host while
-    backward continues, and it would wait for every copy if the parameters had the hook that starts the exchange.
-    """
+    last backward. Return False if the exchange begins when backward has ended."""
+    # With CPU offload, FSDP2 copies reduced gradients to the host while backward continues. It would wait for every
+    # copy if the parameters had the hook that starts the exchange.
     return not training.enable_cpu_offload
 
 
@@ -58,8 +57,8 @@ class ExchangedUnit(NamedTuple):
     """Number of elements of the local shards of these parameters."""
 
     width: int
-    """Number of elements of one replica's chunks of these shards. The buffers of the exchange have this number for each
-    replica."""
+    """Number of elements of one replica's chunks of these shards. The buffers of the exchange have `width` elements for
+    each replica."""
 
     storage_dtype: str
     reduce_dtype: str
@@ -83,7 +82,7 @@ class ExchangedUnit(NamedTuple):
 def exchanged_unit(
     shapes: Iterable[Sequence[int]], replicas: int, storage_dtype: str, reduce_dtype: str
 ) -> ExchangedUnit:
-    """Return the sizes of a unit for the exchange. `shapes`: shapes of the local shards of its trained parameters."""
+    """Return the sizes of a unit for the exchange. `shapes`: shapes of the local shards of the trained parameters."""
     shapes = list(shapes)
     width = sum(chunk_numel(shape, replicas) for shape in shapes)
     return ExchangedUnit(sum(map(prod, shapes)), width, storage_dtype, reduce_dtype)

@@ -1,9 +1,9 @@
 """The search for the layouts and modes with the shortest predicted step: `plan --search`. No torch.
 
 The jobs to try are grouped into families. Jobs of one family have the same degrees of tensor, context, pipeline and
-expert parallelism, and the same pipeline schedule. The recordings of the model depend on these. Within a family, the
-search tries activation checkpointing modes, chunks of the loss, microbatch sizes, replicas, a sharded optimizer and
-gradient accumulation modes. It is a branch and bound:
+expert parallelism, and the same pipeline schedule. They need the same recordings. Within a family, the search tries
+activation checkpointing modes, chunks of the loss, microbatch sizes, replicas, a sharded optimizer and gradient
+accumulation modes. The search is a branch and bound:
 
 - Each family has a lower bound of its step time: computation with the pipeline bubble, plus the communication for which
   computation waits. This communication is predicted without a pipeline, once for all families with the same degrees of
@@ -23,6 +23,7 @@ from itertools import chain, product
 from operator import call
 from typing import Any, NamedTuple
 
+from titan_launch.config.axes import AXES, CONTEXT, EXPERT, MODEL_AXES, PIPELINE, SHARD, TENSOR
 from titan_launch.config.job import JobConfig
 from titan_launch.config.rules import first_problem
 from titan_launch.config.rules.parallelism import ONE_STAGE_SCHEDULES, SPLIT_BACKWARD_SCHEDULES
@@ -52,11 +53,8 @@ Key = tuple[str, str]
 """Section of the job file, and name of a key in it."""
 
 SEARCHED: tuple[Key, ...] = (
-    ("parallelism", "tensor_parallel_degree"),
-    ("parallelism", "context_parallel_degree"),
-    ("parallelism", "pipeline_parallel_degree"),
+    *(axis.key for axis in MODEL_AXES),
     ("parallelism", "pipeline_parallel_schedule"),
-    ("parallelism", "expert_parallel_degree"),
     ("parallelism", "data_parallel_replicate_degree"),
     ("parallelism", "shard_optimizer_over_replicas"),
     ("training", "local_batch_size"),
@@ -68,47 +66,45 @@ SEARCHED: tuple[Key, ...] = (
 )
 """The keys that a search sets. A key that the user holds (`plan --hold`) keeps the value of the job instead."""
 
-_TENSOR, _CONTEXT, _PIPELINE, _SCHEDULE, _EXPERT, _REPLICAS, _SHARDED, _BATCH, _OFFLOAD, _CHUNKS, *_MODES = SEARCHED
+_SCHEDULE, _REPLICAS, _SHARDED, _BATCH, _OFFLOAD, _CHUNKS, *_MODES = SEARCHED[len(MODEL_AXES) :]
 _CHECKPOINTING, _ACCUMULATION, _UNSHARDED = _MODES
-_SHARDS: Key = ("parallelism", "data_parallel_shard_degree")
 _STAGES: Key = ("parallelism", "pipeline_parallel_stages_per_rank")
 _SPLIT: Key = ("parallelism", "pipeline_parallel_split_points")
 _SCHEDULES = ("1F1B", "Interleaved1F1B")
-"""The schedules to try, besides that of the job. Zero-bubble schedules are omitted: their bubble counts as 0, which is
-the best case, so they would often come first."""
+"""The schedules to try, besides that of the job. Zero-bubble schedules are omitted: their bubble counts as 0, the best
+case, so they would often come first."""
 
 _OF_RECORDED = 0.97
-"""Lower bound of the share of recorded computation that grows with the microbatch. The other operations read only
-weights."""
+"""Lower bound of the share of the model's computation that is proportional to the microbatch size. Other operations
+only read weights."""
 
 _LEAST_TOKENS = 4096
-"""Smallest number of tokens of a sequence that the search leaves to a rank of context parallelism. (The degree in the
-job is tried in any case.)"""
+"""Smallest number of tokens of a sequence on a rank of context parallelism. (The degree in the job is always tried.)"""
 
 SHOWN = 5
 """Largest number of jobs in the result, one for each `Kind`."""
 
 NEAR = 0.05
-"""The search does not look for steps that take longer than the best one by more than this share. The result may still
-have such steps, if they were found before the best one."""
+"""Largest relative difference to the best step time of jobs that the search looks for. The result may also have slower
+jobs that were found before the best one."""
 
 _SAME = 1e-3
-"""Steps whose times differ by less than this share count as equal. The simpler layout then ranks first."""
+"""Steps whose times differ by less than this share count as equally long. The simpler layout then ranks first."""
 
 
 class Kind(NamedTuple):
-    """The degrees and the schedule of a layout. A result shows the best job of each kind."""
+    """The degrees and the schedule of a layout. A `Result` has the best job of each kind."""
 
-    tensor: int
-    context: int
-    pipeline: int
+    degrees: tuple[int, ...]
+    """Degrees of `MODEL_AXES`."""
+
     schedule: str
-    expert: int
+    """Empty without a pipeline."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """A job with its prediction. The jobs of a `Result` fit; during the search, a job may also not fit."""
+    """A job with its prediction. All jobs of a `Result` fit into memory."""
 
     config: JobConfig
     layout: Layout
@@ -122,10 +118,9 @@ class Found:
 
     @property
     def kind(self) -> Kind:
-        """The degrees and the schedule of the job; an empty schedule without a pipeline."""
-        layout = self.layout
-        schedule = self.config.parallelism.pipeline_parallel_schedule if layout.pipeline > 1 else ""
-        return Kind(layout.tensor, layout.context, layout.pipeline, schedule, layout.expert)
+        """The degrees and the schedule of the job."""
+        schedule = self.config.parallelism.pipeline_parallel_schedule if self.layout.pipeline > 1 else ""
+        return Kind(tuple(map(self.layout.degree, MODEL_AXES)), schedule)
 
 
 @dataclass(frozen=True)
@@ -145,8 +140,8 @@ class Result:
     """Reasons why families are not possible, each with the number of such families."""
 
 
-_Axes = tuple[int, int, int]
-"""Degrees of tensor, context and expert parallelism."""
+_Degrees = tuple[int, ...]
+"""Degrees of the axes of model parallelism except the pipeline's."""
 
 
 @dataclass(frozen=True)
@@ -155,24 +150,23 @@ class _Probe:
     and expert parallelism, and the same activation checkpointing."""
 
     exposed: float
-    """Lower bound of the seconds of a step in which computation waits for communication."""
+    """Lower bound of the seconds during which computation waits for communication in a step."""
 
     held: float
     """Bytes of parameters, optimizer state and moving average on a rank."""
 
     activations_per_sample: float
-    """Lower bound of the bytes that the blocks save for backward, per sample of a microbatch; 0 if it is not known."""
+    """Lower bound of the bytes that the blocks save for backward, per sample of a microbatch; 0 if not known."""
 
     size: int
     """Samples in a microbatch of the planned job."""
 
     compute: tuple[float, float] | None
-    """Seconds of the model's operations per sample. The first number is for microbatches of `size` samples, the second
-    is a lower bound for larger microbatches. None: the speeds of the device are not known."""
+    """Seconds of the model's operations per sample: in microbatches of `size` samples, and a lower bound for larger
+    microbatches. None: the speeds of the device are not known."""
 
     @classmethod
     def of(cls, found: Found, inventory: Inventory) -> _Probe:
-        """Return the `_Probe` of a planned job."""
         blocks, peaks = outermost(inventory.blocks), found.row.footprint.peaks
         at = [StepPoint(0, "forward", block) for block in (blocks[:1] + blocks[-1:])]
         held = sum(found.row.footprint.by_category.get(category, 0) for category in HELD)
@@ -203,12 +197,18 @@ class Search:
         """`held`: keys of `SEARCHED` that keep the values of the job. `subject_of`: returns the model of a job in a
         layout, with the engine that predicts the job's memory. `say`: shows progress.
 
-        Raises ConfigError if the memory or the speed of the device is unknown, if the held `activation_checkpoint.mode`
-        is `memory_budget`, or if the model does not support the job (`plan_job`).
+        Raises ConfigError if the memory or the speed of the device is unknown, or if the model does not support the job
+        (`plan_job`). Also raises ConfigError if `activation_checkpoint.mode = "memory_budget"` is held.
         """
         self._world_size, self._hardware, self._held = world_size, hardware, frozenset(held)
         self._subject_of, self._say = subject_of, say
-        if hardware.memory_gib is None or not self._knows_times():
+        if hardware.speeds is None:
+            knows_times = None not in (hardware.peak_tflops, hardware.intra_node_gb_per_s, hardware.inter_node_gb_per_s)
+        else:
+            node = hardware.gpus_per_node
+            links = [Ring(2, 0)] * (min(world_size, node) > 1) + [Ring(2, 2)] * (world_size > node)
+            knows_times = hardware.speeds.knows(links)
+        if hardware.memory_gib is None or not knows_times:
             reason = (
                 "a search needs the memory and the speed of the device; set planner.device (plan: --device). For a "
                 "device that is not in the table, set planner.memory_gib and planner.speeds, or set "
@@ -222,7 +222,7 @@ class Search:
             reason = "the compiler chooses the checkpointed operations, so a search cannot predict the step time"
             reason += "; remove --hold activation_checkpoint.mode"
             raise config_error(_CHECKPOINTING, reason, config.activation_checkpoint.mode)
-        one: dict[Key, Any] = dict.fromkeys((_TENSOR, _CONTEXT, _PIPELINE, _EXPERT), 1)
+        one: dict[Key, Any] = dict.fromkeys((axis.key for axis in MODEL_AXES), 1)
         more: dict[Key, Any] = {_REPLICAS: 1, _SHARDED: False, _BATCH: 1, ("training", "global_batch_size"): None}
         self._on_one_rank = with_values(self._plain(config, one), more)
         self._inventory = self._subject(self._on_one_rank, world_size=1).inventory
@@ -231,12 +231,11 @@ class Search:
         self._num_trained = sum(p.numel for p in trained if p.requires_grad and p.tied_to is None)
         self._flops: dict[tuple[ActivationCheckpointConfig, int], float] = {}
         self._shares: dict[tuple[int, str], float] = {}
-        self._probes: dict[_Axes, dict[ActivationCheckpointConfig, _Probe]] = {}
+        self._probes: dict[_Degrees, dict[ActivationCheckpointConfig, _Probe]] = {}
 
     def run(self) -> Result:
-        """Return the best jobs. CPU offload is tried only on GPUs, and only if nothing fits without it. If
-        `training.enable_cpu_offload` is held, the value of the job is used. Raises ConfigError if the FLOPs of the
-        model cannot be counted."""
+        """Return the best jobs. Unless `training.enable_cpu_offload` is held, CPU offload is tried only on GPUs, and
+        only if nothing fits without it. Raises ConfigError if the FLOPs of the model cannot be counted."""
         if not self._is_free(_OFFLOAD):
             return self._run(self._config)
         result = self._run(with_values(self._config, {_OFFLOAD: False}))
@@ -245,24 +244,14 @@ class Search:
             result = self._run(with_values(self._config, {_OFFLOAD: True}))
         return result
 
-    def _knows_times(self) -> bool:
-        """Return True if the times of all layouts can be predicted."""
-        hardware, ranks = self._hardware, self._world_size
-        if hardware.speeds is None:
-            return None not in (hardware.peak_tflops, hardware.intra_node_gb_per_s, hardware.inter_node_gb_per_s)
-        links = [Ring(2, 0)] * (min(ranks, hardware.gpus_per_node) > 1) + [Ring(2, 2)] * (
-            ranks > hardware.gpus_per_node
-        )
-        return hardware.speeds.knows(links)
-
     def _run(self, config: JobConfig) -> Result:
-        families, refused = [], dict[str, int]()
+        families, refused = [], Counter[str]()
         for family in self._families(config):
             problem = self._problem(family)
             if problem is None:
                 families.append(family)
             else:
-                refused[problem] = refused.get(problem, 0) + 1
+                refused[problem] += 1
         self._probes = {}  # those of a search without CPU offload are not valid with it
         self._count_flops()
         waiting, found, tried = families, dict[Kind, Found](), 0
@@ -271,7 +260,7 @@ class Search:
             waiting = [family for family in waiting if bounds[id(family)] < limit]
             waiting.sort(key=lambda family: (_rounded(bounds[id(family)]), _complexity(family.parallelism)))
             now = waiting[: 2 * usable_cores()]
-            if new := {_axes(family): family for family in now if _axes(family) not in self._probes}:
+            if new := {_without_pipeline(job): job for job in now if _without_pipeline(job) not in self._probes}:
                 probes = in_forks(self._probed, [*new.values()], takes_part=False)
                 self._probes |= zip(new, probes, strict=True)
                 continue  # the probes make the bounds tighter
@@ -282,21 +271,18 @@ class Search:
                 if problem is None:
                     tried += 1
                 else:
-                    refused[problem] = refused.get(problem, 0) + 1
+                    refused[problem] += 1
             waiting = waiting[len(tasks) :]
             best = min((job.seconds for job in found.values()), default=None)
             shown = "nothing fits yet" if best is None else f"best {best:.3g} s"
             self._say(f"searched {tried} of {tried + len(waiting)} layouts: {shown}")
-        return Result(tuple(_ranked(found.values())[:SHOWN]), tried, len(families), refused)
+        ranked = sorted(found.values(), key=lambda job: (_rounded(job.seconds), _complexity(job.config.parallelism)))
+        return Result(tuple(ranked[:SHOWN]), tried, len(families), refused)
 
     def _limit(self, found: Mapping[Kind, Found]) -> float:
-        """Return the step time in seconds that a job must stay below to be a result; infinity if no job has been
-        found."""
-        seconds = sorted(job.seconds for job in found.values())
-        if not seconds:
-            return math.inf
-        fifth = seconds[SHOWN - 1] if len(seconds) >= SHOWN else math.inf
-        return min(fifth * (1 + _SAME), seconds[0] * (1 + NEAR))
+        """Return the step time in seconds that a job must stay below to be a result; infinity if `found` is empty."""
+        seconds = [*sorted(job.seconds for job in found.values()), *[math.inf] * SHOWN]
+        return min(seconds[0] * (1 + NEAR), seconds[SHOWN - 1] * (1 + _SAME))
 
     # The jobs to try
 
@@ -304,22 +290,22 @@ class Search:
         return key not in self._held
 
     def _values(self, key: Key, values: Sequence[Any]) -> Sequence[Any]:
-        """Return the values to try for a key: `values`, or only the value of the job if the key is held."""
+        """Return the values to try for a key: `values`, or only the value in the job if the key is held."""
         return values if self._is_free(key) else [value_of(self._config, key)]
 
     def _plain(self, config: JobConfig, degrees: Mapping[Key, Any]) -> JobConfig:
-        """Return `config` with the given degrees of parallelism. The number of replicas, and the sharding of the
-        optimizer over them, are those of the last pair of `_starts`, which needs the least memory."""
+        """Return `config` with the given degrees of parallelism, and with the last pair of `_starts`, which needs the
+        least memory."""
         replicas, sharded = self._starts()[-1]
-        values = {_SHARDS: -1, _REPLICAS: replicas, _SHARDED: sharded, **degrees}
-        if degrees[_PIPELINE] > 1 and self._is_free(_PIPELINE):
+        values = {SHARD.key: -1, _REPLICAS: replicas, _SHARDED: sharded, **degrees}
+        if degrees[PIPELINE.key] > 1 and self._is_free(PIPELINE.key):
             stages = 1 if values[_SCHEDULE] in ONE_STAGE_SCHEDULES else 2
             values |= {_SPLIT: (), _STAGES: None if value_of(config, _STAGES) is None else stages}
         return with_effective_keys(with_values(config, values))
 
     def _starts(self) -> list[tuple[int, bool]]:
         """Return the pairs (number of replicas, True if the optimizer is sharded over them) with which each job is
-        planned first. The pair that needs the least memory comes last."""
+        planned first. The pair that needs the least memory is the last one."""
         own, sharded = value_of(self._config, _REPLICAS), value_of(self._config, _SHARDED)
         if not self._is_free(_REPLICAS):
             return [(own, way) for way in self._values(_SHARDED, (False, True)) if own > 1 or not way]
@@ -340,20 +326,21 @@ class Search:
         blocks = len(outermost(self._inventory.blocks))
         experts = max((p.shape[0] for m in self._inventory.modules if m.has_experts for p in m.parameters), default=1)
         most = {
-            _TENSOR: min(node, self._world_size),
-            _CONTEXT: config.training.seq_len // _LEAST_TOKENS if is_text else 1,
-            _PIPELINE: min(blocks, self._world_size),
-            _EXPERT: min(experts, self._world_size),
+            TENSOR: min(node, self._world_size),
+            CONTEXT: config.training.seq_len // _LEAST_TOKENS if is_text else 1,
+            PIPELINE: min(blocks, self._world_size),
+            EXPERT: min(experts, self._world_size),
         }
-        tensors, contexts, stages, parts = (
-            self._values(axis, sorted({*_powers(limit), value_of(self._config, axis)})) for axis, limit in most.items()
+        choices = (
+            self._values(axis.key, sorted({*_powers(most[axis]), value_of(self._config, axis.key)}))
+            for axis in MODEL_AXES
         )
-        for tensor, context, pipeline, expert in product(tensors, contexts, stages, parts):
+        for degrees in product(*choices):
+            values: dict[Key, Any] = {axis.key: degree for axis, degree in zip(MODEL_AXES, degrees, strict=True)}
             own = value_of(self._config, _SCHEDULE)
-            schedules = dict.fromkeys([*_SCHEDULES, own]) if pipeline > 1 else [own]
+            schedules = dict.fromkeys([*_SCHEDULES, own]) if values[PIPELINE.key] > 1 else [own]
             for schedule in self._values(_SCHEDULE, [*schedules]):
-                values = {_TENSOR: tensor, _CONTEXT: context, _PIPELINE: pipeline, _EXPERT: expert, _SCHEDULE: schedule}
-                yield self._plain(config, values)
+                yield self._plain(config, {**values, _SCHEDULE: schedule})
 
     def _problem(self, family: JobConfig) -> str | None:
         """Return the first reason why a family is not possible; None if it is possible."""
@@ -372,8 +359,8 @@ class Search:
         return None
 
     def _modes(self, config: JobConfig) -> list[JobConfig]:
-        """Return a job for each combination of modes that `config` and the held keys allow. The jobs are ordered by the
-        activation checkpointing mode: `none` is first, `full` is last."""
+        """Return a job for each combination of modes that `config` and the held keys allow, ordered by the activation
+        checkpointing mode from `none` to `full`."""
         layout = self._layout(config)
         held = [key for key in _MODES if not self._is_free(key) and value_of(config, key) not in ("auto", None)]
         choices, _ = possible_choices(config, layout, self._inventory)
@@ -386,6 +373,7 @@ class Search:
     # Bounds
 
     def _count_flops(self) -> None:
+        """Count the FLOPs of a sample for each activation checkpointing mode and number of chunks of the loss."""
         jobs = [with_values(self._on_one_rank, {_CHUNKS: chunks}) for chunks in self._chunks()]
         one = plan_layout(self._on_one_rank.parallelism, self._on_one_rank.training, 1)
         choices = _with_known_time(possible_choices(jobs[0], one, self._inventory)[0])
@@ -407,12 +395,11 @@ class Search:
         return float(counted.per_sample)
 
     def _probed(self, family: JobConfig) -> dict[ActivationCheckpointConfig, _Probe]:
-        """Plan a family without a pipeline, with the smallest microbatch and the most chunks of the loss, once in each
-        activation checkpointing mode. Return a `_Probe` for each mode. If planning fails, the remaining modes are
-        missing, so the result may be empty."""
+        """Return a `_Probe` for each activation checkpointing mode. The planned jobs have no pipeline, the smallest
+        microbatch and the most chunks of the loss. If a plan fails, its mode and later modes are missing."""
         found: dict[ActivationCheckpointConfig, _Probe] = {}
-        axes = dict(zip((_TENSOR, _CONTEXT, _EXPERT), _axes(family), strict=True))
-        simple = self._plain(family, {**axes, _PIPELINE: 1})
+        degrees = {axis.key: value_of(family, axis.key) for axis in MODEL_AXES}
+        simple = self._plain(family, {**degrees, PIPELINE.key: 1})
         try:
             if self._problem(simple) is not None:
                 return found
@@ -430,12 +417,11 @@ class Search:
 
     def _bound(self, job: JobConfig, checkpointing: ActivationCheckpointConfig) -> float:
         """Return a lower bound of the step time of a job in seconds: its computation, plus the communication for which
-        computation waits. Without a `_Probe`, the bound is the computation alone. It is infinite if the tensors of
-        `_Probe.held`, the saved activations of the blocks, and what a zero-bubble schedule keeps unsharded exceed the
-        memory limit."""
+        computation waits. Without a `_Probe`, the bound is the computation alone. The bound is infinite if a lower
+        bound of the memory exceeds the limit."""
         layout, hardware = self._layout(job), self._hardware
         assert hardware.usable_bytes is not None
-        probe = self._probes.get(_axes(job), {}).get(checkpointing)
+        probe = self._probes.get(_without_pipeline(job), {}).get(checkpointing)
         compute = self._least_compute(job, checkpointing, probe)
         if probe is None:
             return compute
@@ -445,13 +431,13 @@ class Search:
         activations = probe.activations_per_sample * layout.local_batch_size * in_flight * share
         unsharded = 0.0
         if job.parallelism.pipeline_parallel_schedule in SPLIT_BACKWARD_SCHEDULES and layout.pipeline > 1:
-            # Zero-bubble schedules hold unsharded parameters and gradients, each with at least two bytes per element.
+            # Zero-bubble schedules hold unsharded parameters and gradients, with at least two bytes per element.
             elements = self._inventory.num_parameters + self._num_trained
-            divided = layout.tensor * layout.pipeline * layout.expert
+            divided = math.prod(layout.degree(axis) for axis in MODEL_AXES if axis.divides_parameters)
             unsharded = 2 * elements / divided * (layout.parameter_shards > 1)
         if hardware.reserved_bytes(probe.held + activations + unsharded) > hardware.usable_bytes:
             return math.inf
-        # 0.9: the embedding and the output layer communicate too, but only on the first and the last pipeline rank.
+        # 0.9: the embedding and the output layer also communicate, but only on the first and the last pipeline rank.
         return compute + probe.exposed * share * (0.9 if layout.pipeline > 1 else 1.0)
 
     def _least_compute(self, job: JobConfig, checkpointing: ActivationCheckpointConfig, probe: _Probe | None) -> float:
@@ -473,7 +459,7 @@ class Search:
         return seconds * (1 + speeds.idle_share(bubble))
 
     def _smallest_share(self, job: JobConfig) -> float:
-        """Return the smallest number of blocks of a pipeline rank, divided by the mean over the pipeline ranks."""
+        """Return the smallest number of blocks on a pipeline rank, divided by the mean over the pipeline ranks."""
         ranks = job.parallelism.pipeline_parallel_degree
         if ranks == 1:
             return 1.0
@@ -487,7 +473,7 @@ class Search:
         return self._shares[key]
 
     def _chunks(self) -> Sequence[int]:
-        """Return the numbers of chunks of the loss to try."""
+        """Return the numbers of chunks of the loss to try, the smallest first."""
         config = self._config
         can_chunk = config.data.unit == "tokens" and config.model.loss is None
         own = config.loss.chunks
@@ -496,8 +482,8 @@ class Search:
     # Jobs
 
     def _of_family(self, family: JobConfig, limit: float) -> tuple[Found | None, str | None]:
-        """Return a pair. First: the best of the family's jobs that fit and whose step takes less than `limit` seconds;
-        None if there is none. Second: the reason why the family is not possible; None if it is possible."""
+        """Return a pair: the best of the family's jobs that fit and whose step takes less than `limit` seconds, or
+        None; and the reason why the family is not possible, or None."""
         best: Found | None = None
         sizes = self._sizes(family)
         too_large = set[tuple[ActivationCheckpointConfig, int, int]]()
@@ -523,19 +509,18 @@ class Search:
                     if found.seconds < limit:
                         best, limit = found, found.seconds * (1 - _SAME)
                 if not fitting:  # so larger microbatches do not fit either
-                    helps = planned[0].row.footprint.peak_point.unit in of_loss  # then more chunks may fit
-                    also = [chunks] if helps else self._chunks()
+                    is_peak_of_loss = planned[0].row.footprint.peak_point.unit in of_loss  # then more chunks may fit
+                    also = [chunks] if is_peak_of_loss else self._chunks()
                     too_large |= {(checkpointing, n, other) for n in also for other in sizes if other >= size}
         except ConfigError as error:
             return best, error.problems[0].reason
         return best, None
 
     def _until_best(self, job: JobConfig, checkpointing: ActivationCheckpointConfig, limit: float) -> Iterator[Found]:
-        """Yield the job, planned with each pair of `_starts` and in one gradient accumulation mode after another, as
-        long as a further plan may be better.
+        """Yield plans of the job with each pair of `_starts` and each gradient accumulation mode.
 
-        Planning stops if no further plan can take less time than `limit`, or than a plan that fits. If a mode that does
-        not defer reductions does not fit, the modes after it are skipped for this pair, because they take more memory.
+        Stop if no further plan can take less time than `limit`, or than a plan that fits. If a mode that does not defer
+        reductions does not fit, skip the modes after it, because they take more memory.
         """
         for replicas, sharded in self._starts():
             for one in self._modes(with_values(job, {_REPLICAS: replicas, _SHARDED: sharded})):
@@ -553,8 +538,7 @@ class Search:
     def _with_replicas(self, without: Sequence[Found], limit: float) -> Iterator[Found]:
         """Yield variants of the jobs `without` that fit: with two or more replicas, and with or without an optimizer
         that is sharded over them. Yield nothing if the number of replicas is held. A variant is planned only if its
-        lower bound of the step time is below `limit`, below the times of `without`, and below the times of the jobs
-        yielded so far."""
+        lower bound of the step time is below `limit` and below the times of `without` and of the yielded jobs."""
         if not self._is_free(_REPLICAS):
             return
         best = min([limit, *(job.seconds for job in without)])
@@ -580,13 +564,13 @@ class Search:
     def _is_possible(self, job: JobConfig) -> bool:
         try:
             self._layout(job)
-        except ConfigError:  # the number does not divide the ranks
+        except ConfigError:  # the number of replicas does not divide the ranks
             return False
         return first_problem(job) is None
 
     def _like(self, job: JobConfig, row: Row) -> Iterator[JobConfig]:
-        """Yield `job` in each combination of modes with the activation checkpointing of `row`, and with as many
-        reduce-scatters and all-gathers as in `row`. (The communication within a replica is then that of `row`.)"""
+        """Yield `job` in each combination of modes with the same activation checkpointing and the same communication
+        within a replica as in `row`."""
         own = row.choice.accumulation
         for other in self._modes(job):
             mode = other.gradient_accumulation
@@ -609,25 +593,15 @@ def _with_known_time(choices: Iterable[Choice]) -> list[Choice]:
     return [choice for choice in choices if choice.activation_checkpoint.mode != "memory_budget"]
 
 
-def _ranked(found: Iterable[Found]) -> list[Found]:
-    """Return the jobs, the fastest first. Among jobs that are equally fast, the simplest comes first."""
-    return sorted(found, key=lambda job: (_rounded(job.seconds), _complexity(job.config.parallelism)))
-
-
 def _rounded(seconds: float) -> int:
-    """Return a number to sort step times by. Times that differ by less than `_SAME` usually have the same number."""
+    """Return a number by which step times are sorted. Usually, it is the same for times that differ by less than
+    `_SAME`."""
     return round(math.log(seconds) / _SAME) if seconds > 0 else 0
 
 
 def _complexity(parallelism: ParallelismConfig) -> tuple[int, ...]:
-    """Return a key to sort layouts by: the number of kinds of parallelism, then their degrees. A simpler layout has a
-    smaller key."""
-    degrees = (
-        parallelism.pipeline_parallel_degree,
-        parallelism.context_parallel_degree,
-        parallelism.tensor_parallel_degree,
-        parallelism.expert_parallel_degree,
-    )
+    """Return a key by which layouts are sorted, the simplest first: the number of degrees above 1, then the degrees."""
+    degrees = [parallelism.degree(axis) for axis in AXES.values() if axis in MODEL_AXES]
     return (sum(degree > 1 for degree in degrees), *degrees)
 
 
@@ -641,10 +615,5 @@ def value_of(config: JobConfig, key: Key) -> Any:
     return getattr(getattr(config, key[0]), key[1])
 
 
-def _axes(job: JobConfig) -> _Axes:
-    parallelism = job.parallelism
-    return (
-        parallelism.tensor_parallel_degree,
-        parallelism.context_parallel_degree,
-        parallelism.expert_parallel_degree,
-    )
+def _without_pipeline(job: JobConfig) -> _Degrees:
+    return tuple(job.parallelism.degree(axis) for axis in MODEL_AXES if axis is not PIPELINE)

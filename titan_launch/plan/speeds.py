@@ -1,9 +1,9 @@
 """Speeds of a device: seconds of a model's operations, and of collectives. No torch.
 
-Without measurements, the speeds are those of the data sheet, multiplied by the share that large operations reach. A
-matrix product takes the time of its FLOPs or the time to move its bytes, whichever is longer (a roofline). Attention
-and convolutions take the time of their FLOPs. Elementwise operations take the time to move their bytes.
-`OPERATION_SECONDS` is added to each operation. `titan-launch measure-device` measures the speeds of a machine.
+`titan-launch measure-device` measures the speeds of a machine. Without measurements, the speeds are those of the data
+sheet, multiplied by the share that large operations reach. A matrix product then takes the time of its FLOPs or the
+time to move its bytes, whichever is longer. Attention and convolutions take the time of their FLOPs. Elementwise
+operations take the time to move their bytes. `OPERATION_SECONDS` is added to each operation.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeVar, get_args
 
+from titan_launch.config.axes import CollectiveKind
 from titan_launch.config.sections.section import DTYPE_BYTES
 from titan_launch.core.errors import config_error
 
@@ -29,26 +30,15 @@ Kernels = Literal["cuda", "cpu"]
 """The device family. It decides which tensors each operation saves for backward."""
 
 HostWork = Literal["unit", "parameter", "operation", "exchange", "stage"]
-"""Kinds of work of the host, the CPU that starts the operations. `Measured` has the seconds of each kind, such as
+"""Kinds of work of the host, which is the CPU that starts operations. `Measured` has the seconds of each kind, such as
 `unit_seconds`."""
-
-CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"]
-
-OF_AXIS: Mapping[str, tuple[CollectiveKind, ...]] = {
-    "tensor": ("all_gather", "reduce_scatter"),
-    "context": ("all_gather", "reduce_scatter"),
-    "expert": ("all_to_all",),
-    "pipeline": ("send",),
-}
-"""The kinds of collectives along each axis. The predictions assume that an axis calls each of its kinds equally
-often."""
 
 Points = tuple[tuple[float, float], ...]
 """Pairs (bytes, seconds), or for attention (tokens, FLOP/s), in ascending order."""
 
 
 class Work(NamedTuple):
-    """`times` equal operations that compute."""
+    """A number of equal operations of the model, without collectives."""
 
     kind: Literal["product", "convolution", "attention", "attention_backward", "memory"]
 
@@ -62,16 +52,17 @@ class Work(NamedTuple):
     - `convolution`: (FLOPs,)
     - `attention` and `attention_backward`: (FLOPs of all pairs of tokens, number of keys, width of a head, 1 if causal
       else 0). Causal attention computes only half of the pairs.
-    - `memory`, which is every other operation: (bytes that it reads and writes,)
+    - `memory`, for all other operations: (bytes that the operation reads and writes,)
     """
 
     times: int = 1
+    """Number of the operations."""
 
 
 @dataclass(frozen=True)
 class MeasuredAttention:
-    """FLOP/s of causal attention, by the number of tokens of a sequence. The FLOPs count every pair of tokens, though
-    only half of the pairs are computed."""
+    """FLOP/s of causal attention, by the number of tokens of a sequence. All pairs of tokens count, though causal
+    attention computes only half of the pairs."""
 
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
 
@@ -95,7 +86,7 @@ class MeasuredCollective:
     """Hops of the group's ring that lead to other nodes."""
 
     points: Points
-    """Pairs (bytes that a rank sends if collectives use rings, seconds)."""
+    """Pairs (bytes that a rank sends, seconds). The bytes are those of a collective that uses a ring."""
 
 
 @dataclass(frozen=True)
@@ -111,10 +102,11 @@ class Measured:
     versions: Mapping[str, str]
     created: str
     sizes: tuple[int, ...]
-    """Sizes of the measured products. Rows, inner size and columns take each of these sizes, in all combinations."""
+    """Sizes that the rows, the inner size and the columns of the measured products take, in all combinations."""
 
     products: Mapping[str, tuple[tuple[tuple[float, ...], ...], ...]]
-    """FLOP/s of products by dtype, then by the index in `sizes` of the rows, the inner size and the columns."""
+    """FLOP/s of products by dtype. The three indices of a value are those of its rows, inner size and columns in
+    `sizes`."""
 
     attention: tuple[MeasuredAttention, ...]
 
@@ -130,7 +122,7 @@ class Measured:
     """Seconds that the host takes for the FSDP2 hooks of one unit, in a forward and a backward."""
 
     parameter_seconds: float
-    """Seconds that the host takes for one parameter in clipping and update."""
+    """Seconds that the host takes to clip the gradient of one parameter and to update the parameter."""
 
     operation_seconds: float
     """Seconds that the host takes for modules and autograd around one operation of a model, without the operation
@@ -145,11 +137,10 @@ class Measured:
     of the stage and without its sends."""
 
     ranks_per_core: float
-    """Number of ranks that share a CPU core; 1 if each rank has a core, or several, for itself."""
+    """Number of ranks that share a CPU core; 1 if each rank has at least one core for itself."""
 
     @property
     def kernels(self) -> Kernels:
-        """The device family."""
         return "cpu" if self.device == "cpu" else "cuda"
 
     def dumps(self) -> str:
@@ -160,15 +151,15 @@ class Measured:
 
 
 def read_measured(path: str) -> Measured:
-    """Return the measurements in the file of `planner.speeds`. Raises ConfigError for a file that cannot be read, and
-    for measurements that are incomplete or not valid."""
+    """Return the measurements in the file `planner.speeds`. Raises ConfigError for a file that cannot be read, and for
+    invalid or incomplete measurements."""
     from pydantic import TypeAdapter  # imported here, because checks of a job file import this module
 
     from titan_launch.core.files import read_regular
     from titan_launch.core.json_files import JsonError, parse_as, reason_of
 
     try:
-        measured = parse_as(TypeAdapter(Measured), read_regular(Path(path), _MOST_BYTES))
+        measured = parse_as(TypeAdapter(Measured), read_regular(Path(path), most_bytes=1 << 22))
     except (OSError, JsonError) as error:
         reason = f"cannot be read ({reason_of(error)}); titan-launch measure-device writes such a file"
         raise config_error(("planner", "speeds"), reason, path) from None
@@ -177,11 +168,8 @@ def read_measured(path: str) -> Measured:
     return measured
 
 
-_MOST_BYTES = 1 << 22
-
-
 def _problem(measured: Measured) -> str | None:
-    """Return the first problem of the measurements; None if there is none."""
+    """Return the first reason why the measurements are not valid; None if they are valid."""
     sizes = measured.sizes
     if len(sizes) < 2 or list(sizes) != sorted({*sizes}) or sizes[0] < 1:
         return "sizes: must be two or more numbers, the smallest first"
@@ -227,15 +215,14 @@ class Link:
 
 _LINKS = {"within": (0.8, 8.4e-6, 3.4e-6), "across": (0.93, 8.4e-6, 14e-6)}
 """For links `within` and `across` nodes: share of the bandwidth that large collectives reach, base seconds, and seconds
-of a hop. The share within a node is that of 8 x H200 (361 GB/s, ml-engineering, network/README.md). The share across
-nodes is that of NDR adapters (46 to 48 GB/s, nccl-tests issue 290). Seconds are NCCL's own, for rings with the protocol
-Simple (src/graph/tuning.cc)."""
+of a hop. The share within a node comes from 8 x H200 (361 GB/s, ml-engineering, network/README.md). The share across
+nodes comes from NDR adapters (46 to 48 GB/s, nccl-tests issue 290). The seconds come from NCCL's model of rings with
+the protocol Simple (src/graph/tuning.cc)."""
 
 
 def link_of(kind: str, gb_per_s: float | None) -> Link:
-    """Return the link of a `kind`: `within` or `across` nodes. `gb_per_s`: bandwidth by the data sheet or the job. If
-    it is not known (None), the link has an infinite bandwidth, and `Speeds.knows` returns False for the link unless it
-    was measured."""
+    """Return the link `within` or `across` nodes. `gb_per_s`: bandwidth by the data sheet or the job. None: not known,
+    and counts as infinite. `Speeds.knows` returns False for such a link unless it was measured."""
     share, base, hop = _LINKS[kind]
     return Link(math.inf if gb_per_s is None else 1e9 * gb_per_s * share, base, hop)
 
@@ -251,8 +238,7 @@ class Speeds(ABC):
     across: Link
 
     overlaps: bool = True
-    """False on CPUs, where FSDP2's collectives use the cores that compute. Then they do not overlap with
-    computation."""
+    """True if FSDP2's collectives overlap with computation; False on CPUs, where both use the same cores."""
 
     _known: dict[Work, float] = field(default_factory=dict, compare=False, repr=False)
 
@@ -274,7 +260,7 @@ class Speeds(ABC):
         return self._of_flops(work, float(computed * work.sizes[0]))
 
     def least_seconds(self, work: Work) -> float:
-        """Return a lower bound of the seconds of all `work.times` operations. The bound holds even if more rows make
+        """Return a lower bound of the seconds of all `work.times` operations. It holds even if larger microbatches make
         the operations more efficient."""
         if work.kind == "product":
             return work.times * 2 * math.prod(work.sizes) / self._best_rate(work.dtype)
@@ -283,9 +269,9 @@ class Speeds(ABC):
         return self._least_of_flops(work)
 
     def of_work(self, work: Mapping[Work, int], microbatches: int) -> tuple[float, float]:
-        """Return two numbers for the operations in `microbatches` microbatches: their seconds, and the lower bound of
-        `least_seconds`. On CPUs, the first number includes the work of the host. `work`: number of times that each
-        operation occurs in a microbatch."""
+        """Return the seconds of the operations in `microbatches` microbatches, and the lower bound of `least_seconds`.
+        On CPUs, the first number includes the work of the host. `work`: the operations of a microbatch, each with its
+        number of occurrences."""
         host = 0.0 if self.overlaps else self.host_seconds("operation")
         seconds = sum(times * (self.seconds(one) + host) for one, times in work.items())
         least = sum(times * self.least_seconds(one) for one, times in work.items())
@@ -297,12 +283,12 @@ class Speeds(ABC):
 
     @abstractmethod
     def host_seconds(self, what: HostWork) -> float:
-        """Return the seconds of the host for one piece of work of the kind `what`, such as one FSDP2 unit
-        (`Measured.unit_seconds`). On a GPU, this work overlaps with computation."""
+        """Return the seconds of the host for one piece of work, such as for one FSDP2 unit (`Measured.unit_seconds`).
+        On a GPU, the work of the host overlaps with computation."""
 
     def idle_share(self, bubble_share: float) -> float:
         """Return the time that the bubble of a pipeline adds to a step, divided by the computation time of a rank.
-        `bubble_share`: this quotient if each rank has CPU cores of its own."""
+        `bubble_share`: the same quotient if no ranks share a CPU core."""
         return bubble_share
 
     @property
@@ -332,9 +318,9 @@ class Speeds(ABC):
     # Collectives
 
     def collective_seconds(self, kind: CollectiveKind, ring: Ring, sent_bytes: float) -> float:
-        """Return the seconds of a collective. `sent_bytes`: bytes that a rank sends in it, if collectives use rings."""
+        """Return the seconds of a collective. `sent_bytes`: bytes that a rank sends, if collectives use rings."""
         hops = ring.size - 1 if kind in ("all_gather", "reduce_scatter") else math.log2(max(2, ring.size))
-        share = _crossing_share(kind, ring)
+        share = float(ring.across)
         seconds = [
             sent_bytes * part / link.bytes_per_s + hops * part * link.hop_seconds
             for part, link in ((1 - share, self.within), (share, self.across))
@@ -344,11 +330,11 @@ class Speeds(ABC):
 
     def least_collective_seconds(self, kinds: Sequence[CollectiveKind], ring: Ring, sent_bytes: float) -> float:
         """Return a lower bound of the mean seconds of collectives of these `kinds`. It holds even if larger messages
-        make the collectives more efficient. `sent_bytes`: bytes that a rank sends in one of them."""
+        make the collectives more efficient. `sent_bytes`: bytes that a rank sends in one collective."""
         return sent_bytes * sum(self._least_per_byte(kind, ring) for kind in kinds) / len(kinds)
 
     def _least_per_byte(self, kind: CollectiveKind, ring: Ring) -> float:
-        share = _crossing_share(kind, ring)
+        share = float(ring.across)
         return max((1 - share) / self.within.bytes_per_s, share / self.across.bytes_per_s)
 
     def knows(self, rings: Iterable[Ring]) -> bool:
@@ -374,16 +360,13 @@ class DataSheetSpeeds(Speeds):
     """Bandwidth that large elementwise operations reach, in bytes per second."""
 
     def memory_seconds(self, num_bytes: float) -> float:
-        """Return the seconds of an elementwise operation that reads and writes a number of bytes."""
         return OPERATION_SECONDS + num_bytes / self.memory_bytes_per_s
 
     def host_seconds(self, what: HostWork) -> float:
-        """Return 0: the work of the host is not known."""
-        return 0.0
+        return 0.0  # not known
 
     @property
     def most_flops_per_s(self) -> float:
-        """FLOP/s of the fastest operations."""
         return max(self.flops_per_s.values()) * max([1.0, *self.shares.values()])
 
     @property
@@ -410,6 +393,12 @@ OPERATION_SECONDS = 4e-6
 """Seconds of the smallest operation on a GPU."""
 
 
+def no_speeds() -> Speeds:
+    """Return speeds for a replay whose times are not read."""
+    within, across = link_of("within", None), link_of("across", None)
+    return DataSheetSpeeds("unknown", within, across, flops_per_s={"float32": 1}, shares={}, memory_bytes_per_s=1)
+
+
 @dataclass(frozen=True, kw_only=True)
 class MeasuredSpeeds(Speeds):
     """Measured speeds. A link without a measurement has the bandwidth of the data sheet or of the job."""
@@ -417,22 +406,17 @@ class MeasuredSpeeds(Speeds):
     measured: Measured
 
     def memory_seconds(self, num_bytes: float) -> float:
-        """Return the seconds of an elementwise operation that reads and writes a number of bytes."""
         return _on_curve(self.measured.memory, num_bytes)
 
     def host_seconds(self, what: HostWork) -> float:
-        """Return the measured seconds of the host."""
         return float(getattr(self.measured, f"{what}_seconds"))
 
     def idle_share(self, bubble_share: float) -> float:
-        """Return the time that the bubble of a pipeline adds to a step, divided by the computation time of a rank.
-        `bubble_share`: this quotient if each rank has CPU cores of its own."""
         # While a rank waits, the ranks that share its core are faster, so a core is idle only if all of them wait.
         return max(0.0, (1 + bubble_share) / self.measured.ranks_per_core - 1)
 
     @cached_property
     def most_flops_per_s(self) -> float:
-        """FLOP/s of the fastest operations."""
         rates = [rate for one in self.measured.attention for _, rate in (*one.forward, *one.backward)]
         return max([*rates, *self._best_rates.values(), *self.measured.convolution.values()])
 
@@ -474,12 +458,11 @@ class MeasuredSpeeds(Speeds):
         return work.times * work.sizes[0] / self.most_flops_per_s
 
     def collective_seconds(self, kind: CollectiveKind, ring: Ring, sent_bytes: float) -> float:
-        """Return the seconds of a collective. `sent_bytes`: bytes that a rank sends in it, if collectives use rings."""
         if (nearest := self._nearest(kind, ring)) is None:
             return super().collective_seconds(kind, ring, sent_bytes)
         # A ring that sends a larger share across nodes than the measured one takes proportionally longer.
         measured_share = nearest.crossings / nearest.ranks
-        more = _crossing_share(kind, ring) / measured_share if measured_share else 1.0
+        more = float(ring.across) / measured_share if measured_share else 1.0
         return _on_curve(nearest.points, sent_bytes) * max(1.0, more)
 
     def _least_per_byte(self, kind: CollectiveKind, ring: Ring) -> float:
@@ -491,24 +474,17 @@ class MeasuredSpeeds(Speeds):
         return any(self._nearest(kind, ring) for kind in get_args(CollectiveKind)) or super()._knows(ring)
 
     def _nearest(self, kind: CollectiveKind, ring: Ring) -> MeasuredCollective | None:
-        """Return the measured collective of this kind with the nearest number of ranks, on the same kind of links as
-        `ring`. If this kind was not measured, because the backend does not have it, return a collective of any kind.
-        None: nothing was measured on such links."""
+        """Return the measured collective of this kind with the nearest number of ranks. If the kind was not measured,
+        because the backend does not have it, return a collective of another kind. Only collectives on the links of
+        `ring` count: within a node, or across nodes. None: nothing was measured on such links."""
         alike = [c for c in self.measured.collectives if (c.crossings > 0) == (ring.crossings > 0)]
         alike = [c for c in alike if c.kind == kind] or alike
         return min(alike, key=lambda c: abs(math.log(c.ranks / ring.size)), default=None)
 
 
-def _crossing_share(kind: CollectiveKind, ring: Ring) -> float:
-    """Return the share of the sent bytes that goes to other nodes. In an all-to-all, a rank sends equal parts to all
-    other ranks of its group, and `Ring.crossings` is the number of ranks on other nodes
-    (`plan.communication.Rings.expert`)."""
-    return ring.crossings / max(1, ring.size - (kind == "all_to_all"))
-
-
 def _of_dtype(table: Mapping[str, T], dtype: str) -> T:
-    """Return the entry of a dtype in a table of speeds. If it is missing, the entry of bfloat16 stands for float16, and
-    that of float32 for any dtype."""
+    """Return the entry of a dtype in a table of speeds. If the entry is missing, return that of bfloat16 for float16,
+    or else that of float32."""
     alike = {"float16": "bfloat16"}
     return next(table[name] for name in (dtype, alike.get(dtype, ""), "float32") if name in table)
 
@@ -516,7 +492,11 @@ def _of_dtype(table: Mapping[str, T], dtype: str) -> T:
 def _on_grid(sizes: Sequence[int], rates: Sequence[Sequence[Sequence[float]]], at: Sequence[int]) -> float:
     """Return the rate at the three sizes `at`: an interpolation in a grid of rates, linear in the logarithms. A size
     beyond the grid counts as the nearest size of the grid."""
-    places = [_place(sizes, min(max(size, sizes[0]), sizes[-1])) for size in at]
+    places = []
+    for size in at:
+        index = min(max(bisect_left(sizes, size) - 1, 0), len(sizes) - 2)
+        low, high = sizes[index : index + 2]
+        places.append((index, math.log(min(max(size, low), high) / low) / math.log(high / low)))
     total = 0.0
     for corner in range(8):
         weight, rate = 1.0, rates
@@ -528,17 +508,9 @@ def _on_grid(sizes: Sequence[int], rates: Sequence[Sequence[Sequence[float]]], a
     return math.exp(total)
 
 
-def _place(sizes: Sequence[int], size: float) -> tuple[int, float]:
-    """Return the index of the interval of `sizes` that contains `size`, and the position of `size` in this interval:
-    from 0 to 1, in logarithms."""
-    index = min(max(bisect_left(sizes, size) - 1, 0), len(sizes) - 2)
-    low, high = sizes[index], sizes[index + 1]
-    return index, math.log(size / low) / math.log(high / low)
-
-
 def _on_curve(points: Points, num_bytes: float) -> float:
-    """Return the seconds for `num_bytes`, interpolated on a curve. Fewer bytes than on the curve take as long as its
-    first point. More bytes take proportionally longer than its last point."""
+    """Return the seconds for `num_bytes`, interpolated between the points of a curve. Fewer bytes take as long as the
+    first point. More bytes take proportionally longer than the last point."""
     last, _ = points[-1]
     return _between(points, num_bytes) * max(1.0, num_bytes / last)
 

@@ -15,8 +15,7 @@ from titan_launch.plan.memory.clock import Seconds
 
 @dataclass(frozen=True)
 class StepTime:
-    """The predicted seconds of a step and of its parts. The time of the step is between full overlap and no overlap of
-    communication and computation."""
+    """The predicted seconds of a step and of its parts."""
 
     compute: float | None
     """Seconds of computation, with the bubble. None if FLOPs or peak FLOP/s are unknown."""
@@ -25,27 +24,29 @@ class StepTime:
     """Seconds of communication. None if a required bandwidth is unknown."""
 
     bubble: float = 0.0
-    """Part of `compute` in which a rank waits for other pipeline stages."""
+    """Seconds of `compute` in which a rank waits for other pipeline stages."""
 
     exposed: float = 0.0
-    """Part of `communication` for which computation waits: that of tensor, context and expert parallelism."""
+    """Seconds of `communication` for which computation waits: those of tensor, context and expert parallelism."""
 
     ordered: float | None = None
-    """Seconds of the step as FSDP2 orders computation and collectives (`plan.memory.clock`). None: not known."""
+    """Seconds of the step if computation and collectives run in the order of FSDP2 (`plan.memory.clock`). None: not
+    known."""
 
     least_exposed: float | None = None
     """See `plan.memory.clock.Seconds`. None: not known."""
 
     recorded: float | None = None
-    """Part of `compute` that the model's own operations take, with the bubble. It is the same in all gradient
+    """Seconds of `compute` that the model's own operations take, with the bubble. They are the same in all gradient
     accumulation modes and for any number of replicas. None: not known."""
 
     least_recorded: float | None = None
-    """See `plan.memory.clock.Seconds`. It does not include the bubble. None: not known."""
+    """See `plan.memory.clock.Seconds`. The bubble is not included. None: not known."""
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """Shortest and longest time of the step in seconds. None if computation or communication is unknown."""
+        """Shortest and longest time of the step in seconds, with all or no communication overlapped by computation.
+        None if computation or communication is unknown."""
         if self.compute is None or self.communication is None:
             return None
         return max(self.compute, self.communication), self.compute + self.communication
@@ -53,10 +54,7 @@ class StepTime:
     @property
     def expected(self) -> float | None:
         """Expected time of the step in seconds: `ordered`, if that is known. Otherwise, only the communication of FSDP2
-        and of the pipeline is assumed to overlap with computation. None if computation or communication is unknown.
-
-        The time lies in `interval`, unless computation waits for the host.
-        """
+        and of the pipeline is assumed to overlap with computation. None if computation or communication is unknown."""
         if self.compute is None or self.communication is None:
             return None
         if self.ordered is not None:
@@ -65,11 +63,9 @@ class StepTime:
 
     def least_with_replicas(self, communication: float, shards: int) -> float | None:
         """Return a lower bound of the step time with more replicas, in seconds; None if computation is unknown.
-
-        `communication`: lower bound of all communication in seconds. `shards`: number of shards of each replica.
-        """
+        `communication`: lower bound of all communication in seconds. `shards`: number of shards of each replica."""
         if self.compute is not None and self.recorded is not None:
-            # With one shard, FSDP2 makes no copies after an all-gather and before a reduction. `compute` may have them.
+            # With one shard, FSDP2 makes no copies after an all-gather or before a reduction. `compute` may have both.
             return max((self.compute if shards > 1 else self.recorded) + self.exposed, communication)
         return replace(self, communication=max(communication, self.exposed)).expected
 
@@ -97,11 +93,8 @@ def estimate_step_time(
     exposed: LinkTraffic | None = None,
 ) -> StepTime:
     """Return the time of a step: computation at the share `hardware.mfu` of the peak FLOP/s, and communication at full
-    bandwidth.
-
-    Links within and across nodes are used at the same time, so the longer time counts. `bubble_share`: see the function
-    `bubble_share`. `exposed`: the part of `link_traffic` for which computation waits.
-    """
+    bandwidth. `bubble_share`: see the function `bubble_share`. `exposed`: the part of `link_traffic` for which
+    computation waits."""
     compute = None
     if flops_per_rank is not None and hardware.peak_tflops is not None:
         compute = flops_per_rank / (hardware.peak_tflops * 1e12 * (hardware.mfu or DEFAULT_MFU))
@@ -129,11 +122,10 @@ def step_time(seconds: Seconds, bubble_share: float) -> StepTime:
 
 
 def bubble_share(parallelism: ParallelismConfig, layout: Layout) -> float:
-    """Return the time that a rank waits while a pipeline fills and empties, as a share of its compute time.
+    """Return the time that a rank waits while a pipeline fills and empties, divided by the compute time of the rank.
 
-    The share is (p - 1) / (v m) for p ranks with v equal stages and m microbatches (arXiv:2104.04473). Zero-bubble
-    schedules compute weight gradients while a rank would wait. Their share counts as 0, the best case
-    (arXiv:2401.10241).
+    The result is (p - 1) / (v m) for p ranks with v equal stages and m microbatches (arXiv:2104.04473). Zero-bubble
+    schedules compute weight gradients while a rank would wait. Their result is 0, the best case (arXiv:2401.10241).
     """
     if parallelism.pipeline_parallel_schedule in SPLIT_BACKWARD_SCHEDULES:
         return 0.0
@@ -141,16 +133,15 @@ def bubble_share(parallelism: ParallelismConfig, layout: Layout) -> float:
 
 
 def communication_seconds(traffic: LinkTraffic, hardware: Hardware) -> float | None:
-    """Return the seconds of communication at full bandwidth; None if a required bandwidth is unknown."""
-    within = _seconds(traffic.within, hardware.intra_node_gb_per_s)
-    across = _seconds(traffic.across, hardware.inter_node_gb_per_s)
-    return None if within is None or across is None else max(within, across)
-
-
-def _seconds(num_bytes: float, gb_per_s: float | None) -> float | None:
-    if not num_bytes:
-        return 0.0
-    return None if gb_per_s is None else num_bytes / (gb_per_s * 1e9)
+    """Return the seconds of communication at full bandwidth; None if a required bandwidth is unknown. Links within and
+    across nodes are used at the same time, so the longer time counts."""
+    longest = 0.0
+    links = ((traffic.within, hardware.intra_node_gb_per_s), (traffic.across, hardware.inter_node_gb_per_s))
+    for num_bytes, gb_per_s in links:
+        if num_bytes and gb_per_s is None:
+            return None
+        longest = max(longest, num_bytes / (gb_per_s * 1e9) if gb_per_s else 0.0)
+    return longest
 
 
 @dataclass(frozen=True)
@@ -161,12 +152,7 @@ class Flops:
     """All FLOPs, including `of_experts`."""
 
     of_experts: int = 0
-    """Part of the FLOPs in the experts that tokens choose."""
-
-    @property
-    def experts_share(self) -> float:
-        """Share of the FLOPs in the experts, between 0 and 1."""
-        return self.of_experts / max(1, self.per_sample)
+    """FLOPs in the routed experts."""
 
     def plus(self, others: Flops, times: int) -> Flops:
         """Return `self + times * others`."""

@@ -34,14 +34,13 @@ class TensorInfo:
     parameter that is not shared."""
 
     is_stacked: bool = False
-    """True for a parameter of `Experts` or of their adapters: its first dim counts the experts of a layer."""
+    """True for a parameter of `Experts` or of their adapters, whose first dim counts the experts of a layer."""
 
     is_saved: bool = True
     """False for a buffer that is not in the state dict (`persistent=False`)."""
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return prod(self.shape)
 
 
@@ -50,7 +49,6 @@ MIXTURE_OF_EXPERTS = "titan_launch.models.decoder.mixture_of_experts.MixtureOfEx
 
 EXPERTS = "titan_launch.models.decoder.mixture_of_experts.Experts"
 """Full name of the class of modules whose parameters are stacked: the first dim counts the experts."""
-
 
 LORA = "titan_launch.models.lora.LoRA"
 """Full name of the class of adapters, which is also the base class of the adapters of embeddings and of experts."""
@@ -67,7 +65,7 @@ class ModuleInfo:
     """Dotted path from the root module; empty for the root itself."""
 
     classes: tuple[str, ...]
-    """Full names of its class and base classes, nearest first, without `torch.nn.Module`."""
+    """Full names of the module's class and its base classes, nearest first, without `torch.nn.Module`."""
 
     has_forward: bool
     """False for containers (`nn.ModuleList`), which FSDP2 cannot wrap."""
@@ -118,11 +116,12 @@ class Inventory:
     """Paths of the modules that run first. Only their own forward reads their weights; backward does not."""
 
     pipeline_order: tuple[str, ...] = ()
-    """Paths of the modules that run in sequence, each on the output of the module before it. Together they contain
-    all parameters. Empty: the order is unknown."""
+    """Paths of the modules that run in sequence, each on the output of the module before. Together, these modules
+    contain all parameters. Empty: the order is unknown."""
 
     output_layer: str | None = None
     """Path of the `nn.Linear` whose unchanged output is the logits; None if it is unknown."""
+
     blocks_origin: str = ""
     """The reason for the choice of blocks, in words. Empty: the model declares its blocks."""
 
@@ -142,8 +141,8 @@ def sharded_dim(shape: Sequence[int], shards: int, is_stacked: bool) -> int:
 
     `shape`: shape of the part of the parameter that expert and tensor parallelism leave to a rank. `is_stacked`:
     `TensorInfo.is_stacked`. FSDP2 pads dim 0 to a multiple of the number of shards. So 8 experts over 64 shards would
-    take the memory of 64 experts. If the number of shards does not divide the size of dim 0 (the experts), but divides
-    that of dim 1, dim 1 is sharded instead, and nothing is padded.
+    take the memory of 64 experts. If the number of shards divides the size of dim 1, but not the number of experts, dim
+    1 is sharded instead, and nothing is padded.
     """
     return int(is_stacked and shape[0] % shards != 0 and shape[1] % shards == 0)
 
@@ -159,7 +158,7 @@ def parent(path: str) -> str:
 
 
 def outward(path: str) -> Iterator[str]:
-    """Yield the path of a module, and those of all modules around it; the root last."""
+    """Yield the path of a module, then the paths of the modules around it, the root last."""
     yield path
     while path:
         path = parent(path)
@@ -223,8 +222,8 @@ class Unit:
     storage_dtype: str
     reason: str
     """Reason for the unit: `precision.rules.0`, `block`, `experts`, `head`, `embedding`, `root`, or `BatchNorm
-    default`. A unit of modules that were taken out of a frozen unit has the reason `trained` or `trained after step
-    100`, with the rule of the modules if they have one: `trained, precision.rules.0`."""
+    default`. Modules that were taken out of a frozen unit have the reason `trained` or `trained after step 100`. If a
+    rule covers these modules, the reason names the rule: `trained, precision.rules.0`."""
 
     key: KeyPath | None = None
     """Key of the precision rule that made the unit; None if no rule of the job made it."""
@@ -245,11 +244,25 @@ class Unit:
 
     expert_parallel: int = 1
     """Number of ranks over which expert parallelism has divided the parameters, before FSDP2 shards each part over
-    `Layout.shards_of` ranks. Above 1, the unit is the `Experts` of one layer, or has only adapters of experts."""
+    `Layout.shards_of` ranks. If it is above 1, the unit has only the `Experts` of one layer, or adapters of experts."""
 
     own_because: str = ""
     """Reason, in words, why the unit's modules are not in place in the units around them (`precision.placement`).
     Empty: there is no such reason."""
+
+    @property
+    def is_divided(self) -> bool:
+        """True if expert parallelism has divided the unit's parameters."""
+        return self.expert_parallel > 1
+
+    def part(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of this rank's part of one of the unit's parameters, before FSDP2 shards it. `shape`: that
+        of the whole parameter."""
+        return (shape[0] // self.expert_parallel, *shape[1:]) if shape else ()
+
+    def whole(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of a whole parameter. `shape`: that of this rank's part, as `part` returns it."""
+        return (shape[0] * self.expert_parallel, *shape[1:]) if shape else ()
 
     @property
     def num_gathers(self) -> int:
@@ -303,8 +316,8 @@ class ModelPlan:
 
     in_place: tuple[Unit, ...] = ()
     """An entry for each precision rule whose modules stay in the units around them, and for trained modules that stay
-    in frozen units (`precision.placement`). These entries are not FSDP2 units. The units around their modules
-    all-gather and reduce their parameters, each parameter in its own compute dtype."""
+    in frozen units (`precision.placement`). The entries are not FSDP2 units: the units around the modules all-gather
+    and reduce the parameters, each parameter in its own compute dtype."""
 
     checkpointed: tuple[str, ...] = ()
     """Paths of the modules with activation checkpointing."""
@@ -322,16 +335,13 @@ class ModelPlan:
     """Path of the output layer that computes the loss in chunks (`loss.chunks`); None if the model returns logits."""
 
     def returns_loss(self, path: str) -> bool:
-        """Return True if a module returns the sums of the loss in place of logits: the module is the loss head, or
-        contains it.
-
-        These sums are fp32 in every policy.
-        """
+        """Return True if a module is the loss head or contains it. Such a module returns the sums of the loss in place
+        of logits. Policies do not cast these sums, which are fp32."""
         return self.loss_head is not None and is_within(self.loss_head, path)
 
     def gathered_dtypes(self) -> list[str]:
-        """Return the dtype of the all-gather of each unit, in the order of the units. FSDP2 gathers parameters of
-        several dtypes as bytes: `uint8`."""
+        """Return the dtype of each unit's all-gather, in the order of the units. It is `uint8` for parameters of
+        several dtypes, which FSDP2 gathers as bytes."""
         found = []
         for unit, modules in zip(self.units, self.modules_by_unit(), strict=True):
             computed = {self.unit_of[module.path].compute_dtype for module in modules if module.parameters}
@@ -341,8 +351,8 @@ class ModelPlan:
     @property
     def logits_dtypes(self) -> tuple[str, ...]:
         """The dtypes to which the policies of the loss head and of the modules around it would cast the logits,
-        innermost first. The loss head returns the loss in place of logits, so it makes these casts itself. Empty
-        without a loss head."""
+        innermost first. The loss head makes these casts itself, because its output is the loss. Empty without a loss
+        head."""
         casts = {path: policy.output_dtype for path, policy in self.policies.items()}
         around = sorted(filter(self.returns_loss, casts), key=len, reverse=True)
         return tuple(dtype for path in around if (dtype := casts[path]) is not None)
@@ -354,25 +364,24 @@ class ModelPlan:
 
     @cached_property
     def unit_of(self) -> dict[str, Unit]:
-        """For the path of each module: the unit, or the entry of `in_place`, whose policy holds for the module's own
-        parameters."""
+        """The unit, or the entry of `in_place`, whose policy holds for the module's own parameters. By path of the
+        module."""
         return _by_module(self.inventory, self.boundaries)
 
     @cached_property
     def sharded_by(self) -> dict[str, Unit]:
-        """For the path of each module: the unit that shards the module's own parameters."""
+        """The unit that shards the module's own parameters, by path of the module."""
         return _by_module(self.inventory, self.units)
 
     @cached_property
     def policies(self) -> dict[str, Policy]:
-        """The policy of each module of a unit or of an entry of `in_place`, by path. It decides the casts of the
-        module's inputs and outputs."""
+        """The policy of each module that a unit or an entry of `in_place` lists, by path. The policy decides the casts
+        of the module's inputs and outputs."""
         return {path: boundary.policy for boundary in self.boundaries for path in boundary.modules}
 
     def casts_inputs(self, unit: Unit) -> bool:
-        """Return `cast_forward_inputs` of the policy that FSDP2 gets for a unit. It is False if one of the unit's
-        modules is itself under a rule in place: then FSDP2 casts no inputs, and hooks cast the inputs of each
-        module."""
+        """Return `cast_forward_inputs` of the policy that FSDP2 gets for a unit. It is False if a rule in place covers
+        one of the unit's modules. Then hooks cast the inputs of each module instead."""
         return unit.policy.cast_forward_inputs and all(self.unit_of[path] is unit for path in unit.modules)
 
     def modules_by_unit(self) -> list[list[ModuleInfo]]:
@@ -384,16 +393,52 @@ class ModelPlan:
         return modules
 
 
+def without_modules(plan: ModelPlan, removed: Collection[str]) -> ModelPlan:
+    """Return the plan without the `removed` modules and the modules inside of them. Units and stages keep their
+    `num_parameters`, and modules keep `same_as`."""
+
+    gone = frozenset(removed)
+
+    def remaining(path: str | None) -> str | None:
+        return None if path is None or enclosing(path, gone) else path
+
+    def left(paths: Sequence[str]) -> tuple[str, ...]:
+        return tuple(path for path in paths if not enclosing(path, gone))
+
+    def of_units(units: Sequence[Unit]) -> tuple[Unit, ...]:
+        smaller = (replace(unit, modules=left(unit.modules)) for unit in units)
+        return tuple(unit for unit in smaller if unit.modules)
+
+    inventory = plan.inventory
+    return replace(
+        plan,
+        inventory=replace(
+            inventory,
+            modules=tuple(module for module in inventory.modules if not enclosing(module.path, gone)),
+            blocks=left(inventory.blocks),
+            head=left(inventory.head),
+            embeddings=left(inventory.embeddings),
+            pipeline_order=left(inventory.pipeline_order),
+            output_layer=remaining(inventory.output_layer),
+        ),
+        units=of_units(plan.units),
+        buffer_dtypes={name: dtype for name, dtype in plan.buffer_dtypes.items() if not enclosing(name, gone)},
+        in_place=of_units(plan.in_place),
+        checkpointed=left(plan.checkpointed),
+        compiled=left(plan.compiled),
+        float8=left(plan.float8),
+        stages=tuple(replace(stage, modules=left(stage.modules)) for stage in plan.stages),
+        loss_head=remaining(plan.loss_head),
+    )
+
+
 def _by_module(inventory: Inventory, units: Sequence[Unit]) -> dict[str, Unit]:
     return {path: units[index] for path, index in unit_by_module(inventory, units).items()}
 
 
 def unit_by_module(inventory: Inventory, units: Sequence[Unit]) -> dict[str, int]:
-    """Return, by the path of each module, the index of the unit that the module's own parameters belong to.
-
-    That is the unit that lists the module, or else the unit that lists the nearest enclosing module. One of `units`
-    must list the root.
-    """
+    """Return, by the path of each module, the index of the unit that the module's own parameters belong to: the unit
+    that lists the module, or else the nearest enclosing module. One of `units` must list the root."""
     members = {path: index for index, unit in enumerate(units) for path in unit.modules}
     owners: dict[str, int] = {}
     for module in inventory.modules:  # parents come first

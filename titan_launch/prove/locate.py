@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from titan_launch.config.sections.parallelism import CompileConfig
 from titan_launch.core.errors import RunError, listed
-from titan_launch.plan.proof.cases import Case, pairs_of_parts, single_parts
+from titan_launch.plan.proof.cases import Case, runs_with_parts
 from titan_launch.plan.proof.certificate import Finding
 from titan_launch.prove.results import LOSS, OUTPUT, Departure, Difference, exceeding
 
@@ -29,7 +29,8 @@ def explain(proof: Proof, case: Case, results: Sequence[Difference]) -> Finding:
     """Return the finding about a case whose `results` differ from those of one process. To find the cause, run the case
     with each of its axes and modes alone. If no such run differs, run the case with each pair of axes and modes."""
     smallest, parts, is_alone, tolerances = case, list[str](), True, proof.tolerances(case)
-    for number, candidates in ((1, single_parts(case)), (2, pairs_of_parts(case))):
+    for number in (1, 2):
+        candidates = runs_with_parts(case, number)
         chosen = f"{number} of the {len(case.parts)} axes and modes"
         proof.say(f"looking for the cause: {len(candidates)} runs, each with {chosen}")
         found = [(one, _compared(proof, one)) for one in candidates]

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from titan_launch.config.axes import TENSOR
 from titan_launch.distributed.torch_private import roots
 from titan_launch.metrics.memory import is_in_backward
 from titan_launch.models.blocks import PassThrough
@@ -137,9 +138,9 @@ class _Place:
         layout, config = run.job.layout, run.config
         self._batch, self._local = layout.global_batch_size, layout.local_batch_size
         self._ranks, self._index = layout.data_parallel, layout.data_rank(run.ranks.rank)
-        self._part = sequence_part(run.mesh.context, config.parallelism)
+        self._part, ranks = sequence_part(run.mesh, config.parallelism), run.mesh.along(TENSOR)
         self._tensor = layout.tensor
-        self._tensor_rank = 0 if run.mesh.tensor is None else run.mesh.tensor.get_local_rank()
+        self._tensor_rank = 0 if ranks is None else ranks.get_local_rank()
         self._seq_len = config.training.seq_len
         is_divided = layout.tensor > 1 or layout.expert > 1
         self._experts = {p for p, m in run.model.named_modules() if isinstance(m, Experts)} if is_divided else set()

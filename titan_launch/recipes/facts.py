@@ -377,9 +377,9 @@ def _quoted(keys: Sequence[str]) -> str:
 def _records(path: str) -> Iterator[dict[str, Any]]:
     """Yield the JSON object of each line. Raises UnknownDataError if there are no lines, or if a line is not an
     object."""
+    from titan_launch.data.chat_rendering import RecordError
     from titan_launch.data.corpora.interface import Part
     from titan_launch.data.corpora.jsonl import JsonlCorpus, parse_line
-    from titan_launch.data.corpora.records import RecordError
     from titan_launch.data.tokenizers import build_tokenizer
 
     corpus = JsonlCorpus(JsonlData(kind="jsonl", path=path), build_tokenizer(TokenizerConfig()), ("data",), 1)

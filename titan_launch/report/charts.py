@@ -24,21 +24,20 @@ _LABELS = 120
 """Width of the names at the right of a stacked chart."""
 
 _MAX_POINTS = 600
-"""Largest number of finite points of a line. A longer series shows the smallest and the largest value of each interval,
-and the first value of the interval that is not finite."""
+"""Largest number of finite points of a line. A longer series is divided into intervals. Of each interval, the line has
+the smallest value, the largest value, and the first value that is not finite."""
 
 _MAX_NAMES = 8
-"""Largest number of series that the legend names. The text at the mouse pointer of a line chart names the same
-series."""
+"""Largest number of series in the legend, and in the text at the mouse pointer of a line chart."""
 
 _MAX_COLUMNS = 120
 """Largest number of columns of a line chart that show a text at the mouse pointer."""
 
 _FAR = 4
-"""A limit that exceeds every bar by this factor is not drawn, because the bars would be too short to read."""
+"""A limit of more than this factor times the longest bar is not drawn, because the bars would be too short to read."""
 
 _SLOW = 3
-"""Columns of a stacked chart that are higher than this factor times the median do not determine the scale."""
+"""Columns of a stacked chart that are higher than this factor times the median column do not determine the scale."""
 
 
 def line_chart(
@@ -49,7 +48,7 @@ def line_chart(
     is_difference: bool = False,
     has_hover: bool = True,
 ) -> str:
-    """Return a chart with a line for each series, or a figure that says so if no value is finite.
+    """Return a chart with a line for each series; without finite values, only a sentence about that.
 
     Values that are not finite are gaps. A series without finite values has no line. `title` contains the unit of the
     values. `x` is the name of the horizontal axis. `title` and all names are plain text.
@@ -112,7 +111,6 @@ class Column:
 
     @property
     def height(self) -> float:
-        """Sum of the parts."""
         return sum(self.parts.values())
 
 
@@ -175,7 +173,6 @@ def _describe(column: Column, unit: str, names: Mapping[str, int]) -> Iterator[s
 def _names_at_the_right(
     column: Column, names: Mapping[str, int], x: float, to_y: Callable[[float], float], top: float
 ) -> Iterator[str]:
-    """Yield a name beside each part of the last column that is high enough for text."""
     for name, low, high in _segments(column.parts, names):
         end, start = to_y(min(low, top)), to_y(min(high, top))
         if end - start >= 14:
@@ -193,13 +190,14 @@ class Bar:
     """Length of each part. A part that is negative or not finite is not drawn."""
 
 
-_LONGEST_LABEL = 140
 _ROW = 44
+"""Height of the row of a bar, with its label."""
 
 
 def bar_chart(title: str, bars: Sequence[Bar], unit: str, colors: Mapping[str, int], limit: float | None = None) -> str:
-    """Return horizontal bars with one scale, which begins at 0; "" if no bar has a length. `title`: what is measured,
-    with its unit. `limit`: value that is drawn as a line. If it exceeds all bars by far, only the title mentions it."""
+    """Return horizontal bars with one scale, which begins at 0; "" if no bar has a length. `title`: the measured
+    quantity, with its unit. `limit`: value that is drawn as a line. A limit far beyond all bars is only in the
+    title."""
     lengths = [sum(map(_extent, bar.parts.values())) for bar in bars]
     if not bars or not max(lengths) > 0:
         return ""
@@ -217,7 +215,8 @@ def bar_chart(title: str, bars: Sequence[Bar], unit: str, colors: Mapping[str, i
         body.append(f'<text class="tick {anchor}" x="{to_x(tick):.1f}" y="{bottom + 16}">{_number(tick, ticks)}</text>')
     for index, bar in enumerate(bars):
         y = top + _ROW * index
-        body.append(f'<text x="{left}" y="{y + 14}">{escape(_shortened(bar.label))}</text>')
+        label = bar.label if len(bar.label) <= 140 else f"{bar.label[:136]} ..."
+        body.append(f'<text x="{left}" y="{y + 14}">{escape(label)}</text>')
         for name, start, end in _segments(bar.parts, bar.parts):
             if end > start:
                 value = end - start
@@ -233,10 +232,6 @@ def bar_chart(title: str, bars: Sequence[Bar], unit: str, colors: Mapping[str, i
     names = {name: f"part{colors[name]}" for name in colors if any(name in bar.parts for bar in bars)}
     keys = _legend(names) if len(names) > 1 and any(len(bar.parts) > 1 for bar in bars) else ""
     return f'<figure class="wide">{_svg(title, _WIDE, bottom + 26, body)}{keys}</figure>'
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= _LONGEST_LABEL else f"{text[: _LONGEST_LABEL - 4]} ..."
 
 
 _TEXT_WIDTH, _TEXT_HEIGHT = 64, 9
@@ -369,7 +364,7 @@ def _parts(points: Points) -> Iterator[Points]:
 def _ticks(low: float, high: float, is_whole: bool = False, intervals: int = 4) -> list[float]:
     """Return round numbers that enclose an interval, with about `intervals` steps between them."""
     size = max(abs(low), abs(high))
-    if high - low <= 1e-12 * size:  # ticks between them could be equal
+    if high - low <= 1e-12 * size:  # otherwise neighboring ticks could be equal
         low, high = (low - 1, high + 1) if is_whole or not size else (low - size / 10, high + size / 10)
     raw = (high - low) / intervals
     power = 10.0 ** math.floor(math.log10(raw))

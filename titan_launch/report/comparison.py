@@ -33,12 +33,6 @@ from titan_launch.report.figures import (
 from titan_launch.report.page import charts, folded, page, paragraphs, section, table
 from titan_launch.report.recorded_run import RecordedRun
 
-_NAMES_OF_RUNS = (("job", "name"), ("job", "dump_folder"))
-"""Keys that usually differ between two runs, and are not compared."""
-
-_LONGEST_VALUE = 40
-"""Largest number of characters of a value in a line of text."""
-
 _MOST_KEYS = 20
 """Number of the keys that a page shows without a click."""
 
@@ -58,9 +52,9 @@ class Line:
     """True if a change is shown in percent, False if it is shown as a difference."""
 
     def changes(self) -> list[str]:
-        """Return the change of each run's figure from that of the first run, as text. "" for the first run, and if a
-        figure is missing or not finite."""
-        return ["", *(self._change(value) for value in self.values[1:])]
+        """Return the change from the first run's figure to each other run's figure, as text; "" if a figure is missing
+        or not finite."""
+        return [self._change(value) for value in self.values[1:]]
 
     def _change(self, value: float | None) -> str:
         first = self.values[0]
@@ -82,9 +76,9 @@ class Comparison:
         change the model or the result come first. The last entry is the number of ranks, if it differs."""
 
         self.axis = loss_axis(runs)
-        """The axis over which losses are compared (`loss_axis`): `step`, `tokens` or `images`."""
+        """The axis over which losses are compared: `step`, `tokens` or `images`."""
 
-        self.step = _last_common_step(runs)
+        self.step = max(set.intersection(*({step for step, _ in run.values(LOSS)} for run in runs)), default=None)
         """The last step for which all runs have reported a training loss; None if there is no such step."""
 
         self.lines = [line for line in _lines(self) if any(value is not None for value in line.values)]
@@ -93,17 +87,17 @@ class Comparison:
         common = set.intersection(*(set(run.tags) for run in runs))
         found = {name: sorted({*run.tags} - common) for name, run in zip(self.names, runs, strict=True)}
         self.only_in_some = {name: tags for name, tags in found.items() if tags}
-        """Metrics that not all runs have, by the name of a run that has them."""
+        """For each run, by name: its metrics that at least one other run lacks. Runs without such metrics are
+        omitted."""
 
     def loss_differences(self, tag: str) -> dict[str, Points]:
-        """Return the loss `tag` of each other run minus that of the first run, over `axis`, by the name of the run.
-        Runs without a point in the range of the first run are omitted."""
+        """Return the difference of each other run's loss `tag` from the first run's loss, over `axis`, by the name of
+        the other run. Runs without a point in the range of the first run are omitted."""
         reference, *others = (loss_curve(run, tag, self.axis) for run in self.runs)
         found = zip(self.names[1:], others, strict=True)
         return {name: points for name, curve in found if (points := difference_of_curves(curve, reference))}
 
     def as_text(self) -> str:
-        """Return the comparison as text."""
         letters = [chr(ord("A") + index) for index in range(len(self.runs))]
         where = [
             f"{letter} = {one_line(str(run.folder))}: {run.state}, step {_progress(run)}"
@@ -113,7 +107,7 @@ class Comparison:
         rows = [[f"  {key}", *(_short(value) for value in values)] for key, values in self.keys.items()]
         keys = [f"{self._num_keys()}", *(aligned([["", *named], *rows]) if rows else [])]
         head = ["", *letters, *(f"{letter} against A" for letter in letters[1:])]
-        figures = aligned([head, *([line.name, *line.cells, *line.changes()[1:]] for line in self.lines)])
+        figures = aligned([head, *([line.name, *line.cells, *line.changes()] for line in self.lines)])
         only = [
             f"only in {letter}: {one_line(', '.join(self.only_in_some[name]))}"
             for letter, name in zip(letters, self.names, strict=True)
@@ -137,7 +131,6 @@ class Comparison:
         return [f"{title}:", *lines] if lines else []
 
     def as_data(self) -> dict[str, Any]:
-        """Return the comparison as plain data."""
         return {
             "runs": [
                 {
@@ -158,13 +151,12 @@ class Comparison:
         }
 
     def as_page(self) -> str:
-        """Return the comparison as a page."""
         states = [
             (name, one_line(str(run.folder)), run.state, _progress(run))
             for name, run in zip(self.names, self.runs, strict=True)
         ]
         keys = [(key, *(_short(value, 200) for value in values)) for key, values in self.keys.items()]
-        figures = [(line.name, *line.cells, *line.changes()[1:]) for line in self.lines]
+        figures = [(line.name, *line.cells, *line.changes()) for line in self.lines]
         against = [f"{name} against {self.names[0]}" for name in self.names[1:]]
         tags = dict.fromkeys(tag for run in self.runs for tag in run.tags)
         speeds = dict.fromkeys(filter(None, map(speed_tag, self.runs)))
@@ -172,6 +164,7 @@ class Comparison:
         title = " and ".join(self.names)
         only = [(name, ", ".join(missing)) for name, missing in self.only_in_some.items()]
         head = ("key", *self.names)
+        reason = f"The runs differ in the {self.axis} per step, so their losses are compared over {self.axis}."
         return page(
             title,
             [
@@ -183,7 +176,7 @@ class Comparison:
                 ),
                 section("Runs", table(("run", "folder", "state", "step"), states)),
                 section("Figures", table(("figure", *self.names, *against), figures)),
-                section("Loss", self._axis_explained(), charts(self._loss_charts())),
+                section("Loss", paragraphs([] if self.axis == "step" else [reason]), charts(self._loss_charts())),
                 section("Speed", charts(line_chart(speed_unit(tag), self._curves(tag)) for tag in speeds)),
                 section("Where the time of a step goes", self._times()),
                 section("Metrics that only some runs have", table(("run", "metrics"), only)),
@@ -192,13 +185,6 @@ class Comparison:
                     charts(line_chart(tag, self._curves(tag), has_hover=False) for tag in tags if tag not in main),
                 ),
             ],
-        )
-
-    def _axis_explained(self) -> str:
-        if self.axis == "step":
-            return ""
-        return paragraphs(
-            [f"The runs differ in the {self.axis} per step, so their losses are compared over {self.axis}."]
         )
 
     def _loss_charts(self) -> Iterator[str]:
@@ -246,7 +232,7 @@ class Comparison:
         first = line.values[0]
         return [
             f"{name} is slower than {self.names[0]} by more than {percent:g} %: {shown}"
-            for name, value, shown in zip(self.names[1:], line.values[1:], line.changes()[1:], strict=True)
+            for name, value, shown in zip(self.names[1:], line.values[1:], line.changes(), strict=True)
             if value is None or first is None or not value >= first * (1 - percent / 100)
         ]
 
@@ -283,7 +269,7 @@ def _different_keys(runs: Sequence[RecordedRun]) -> Iterator[tuple[str, tuple[An
     changed: dict[KeyPath, dict[int, Any]] = {}
     for index, run in enumerate(runs[1:], start=1):
         for difference in differences(runs[0].config, run.config):
-            if difference.key not in _NAMES_OF_RUNS:
+            if difference.key not in (("job", "name"), ("job", "dump_folder")):  # they usually differ
                 found = changed.setdefault(difference.key, dict.fromkeys(range(len(runs)), difference.was))
                 found[index] = difference.now
     for key in sorted(changed, key=lambda key: (role_of(key) == "operation", format_key(key))):
@@ -291,11 +277,6 @@ def _different_keys(runs: Sequence[RecordedRun]) -> Iterator[tuple[str, tuple[An
     ranks = tuple(run.num_ranks for run in runs)
     if len({*ranks}) > 1:
         yield "number of ranks", ranks
-
-
-def _last_common_step(runs: Sequence[RecordedRun]) -> int | None:
-    common = set.intersection(*({step for step, _ in run.values(LOSS)} for run in runs))
-    return max(common, default=None)
 
 
 def _lines(comparison: Comparison) -> Iterator[Line]:
@@ -336,6 +317,6 @@ def _median(name: str, tag: str, runs: Sequence[RecordedRun], pattern: str) -> L
     return Line(name, tuple(None if one is None else one.median for one in found), tuple(cells))
 
 
-def _short(value: Any, longest: int = _LONGEST_VALUE) -> str:
+def _short(value: Any, longest: int = 40) -> str:
     text = "unset" if value is None else toml_value(value)
     return text if len(text) <= longest else f"{text[: longest - 4]} ..."

@@ -1,4 +1,4 @@
-"""Figures of a recorded run: medians with their spread, parts of the step's time, and sentences for a summary."""
+"""Figures of a recorded run: medians with quartiles, parts of the step's time, and sentences for a summary."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Spread:
 
 
 def spread(values: Sequence[float]) -> Spread | None:
-    """Return the spread of finite values; None if there are none."""
+    """Return median and quartiles of the finite values; None if no value is finite."""
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return None
@@ -77,8 +77,7 @@ def part_colors(names: Collection[str]) -> dict[str, int]:
 
 
 def _part_tags(run: RecordedRun) -> dict[str, str]:
-    """Return the metric of each part of a step and of each pause, by the name of the part, in the order in which parts
-    are shown."""
+    """Return the metrics of the parts of a step and of the pauses, by name, in the order of the charts."""
     found = [tag for tag in run.tags if tag.startswith("time/") and tag.endswith("_s") and tag not in _NOT_PARTS]
     tags = {tag.removeprefix("time/").removesuffix("_s"): tag for tag in found}
     return {name: tags[name] for name in part_colors(tags)}
@@ -151,7 +150,7 @@ def _mean(values: Sequence[float]) -> float | None:
 
 def loss_axis(runs: Sequence[RecordedRun]) -> str:
     """Return the axis over which losses of runs are compared. It is `tokens` or `images` if the runs have different
-    numbers of them per step, and `step` if these numbers are equal or unknown."""
+    numbers of tokens or images per step, and `step` if these numbers are equal or unknown."""
     seen = [dict(run.values(_SAMPLES)) for run in runs]
     images = any("images" in (speed_tag(run) or "") for run in runs)
     sizes = [1 if images else run.seq_len for run in runs]
@@ -167,7 +166,7 @@ def loss_axis(runs: Sequence[RecordedRun]) -> str:
 
 def loss_curve(run: RecordedRun, tag: str, axis: str) -> Points:
     """Return the points of a loss. `axis`: a result of `loss_axis`. A point is omitted if its place on the axis is not
-    finite, or not larger than that of the previous point."""
+    finite, or is not after the previous point."""
     if axis == "step":
         return run.values(tag)
     size = 1 if axis == "images" else run.seq_len or 1
@@ -210,8 +209,7 @@ def _state(run: RecordedRun) -> str:
     ranks = "" if run.num_ranks is None else f" on {counted(run.num_ranks, 'rank')}"
     verb = {"running": "is running", "finished": "is finished", "ended early": "ended early"}
     verb |= {"stopped": "was stopped", "failed": "has failed"}
-    text = f"The run of {name}{flavor}{ranks} {verb[run.state]}: "
-    text += f"step {run.last_step:,} of {run.total_steps:,}"
+    text = f"The run of {name}{flavor}{ranks} {verb[run.state]}: step {run.last_step:,} of {run.total_steps:,}"
     if run.state == "failed" and run.starts:
         last = run.starts[-1]
         reason = last.end if last.is_error else "the process was killed; its logs have no error"
@@ -255,13 +253,10 @@ def _speed(run: RecordedRun) -> str:
 
 def _share_of_data(run: RecordedRun) -> str:
     parts = time_parts(run)
-    if "data" not in parts:
-        return ""
     total = sum(parts.values())
-    if not total > 0:
+    if "data" not in parts or not total > 0:
         return ""
-    share = 100 * parts["data"] / total
-    return f"Training waits for data in {share:.1f} % of its time."
+    return f"Training waits for data in {100 * parts['data'] / total:.1f} % of its time."
 
 
 def _memory(run: RecordedRun) -> str:

@@ -65,14 +65,14 @@ quotients of two other numbers are finite."""
 _MOST_STEPS = 10**15
 _LONGEST_NAME = 500
 _MOST_STARTS = 200
-"""Largest number of starts that are shown. Of a run with more starts, the last ones are shown."""
+"""Number of the last starts of a run that are shown."""
 
 _LOG_HEAD, _LOG_TAIL = MIB // 4, MIB // 16
-"""Numbers of bytes that are read at the beginning and at the end of the log of a start's first rank. Of the logs of
-other ranks, only the end is read."""
+"""Largest numbers of bytes that are read at the beginning and at the end of the first rank's log. Of the other ranks'
+logs, only the end is read."""
 
 _MOST_ERROR_BYTES = 128 * MIB
-"""Largest number of bytes that are read from the logs of other ranks, over all starts. The logs of the newest start are
+"""Largest number of bytes that are read from the other ranks' logs, over all starts. The logs of the newest start are
 read first."""
 
 _MOST_RECORD_BYTES = 64 * MIB
@@ -156,8 +156,6 @@ class RecordedAudit:
     units: list[AuditedUnit]
 
 
-_UNITS = TypeAdapter(list[RecordedUnit])
-_AUDIT = TypeAdapter(RecordedAudit)
 _T = TypeVar("_T")
 
 
@@ -179,8 +177,8 @@ class Start:
     """Number of ranks whose log of this start is in the run folder."""
 
     end: str
-    """Last message of the first rank; "" without a log line. If a rank logged an error: the first line of the earliest
-    error."""
+    """The first line of the earliest error of a rank. Without errors: the last message of the first rank, or "" without
+    a log line."""
 
     is_error: bool
     """True if `end` is the error of a rank."""
@@ -201,7 +199,7 @@ Report = tuple[int, dict[str, float]]
 
 @dataclass(frozen=True)
 class Reports:
-    """The reports of a run. The numbers are in arrays, because a long run has tens of millions of them."""
+    """The reports of a run. Their numbers are in arrays, because a long run has tens of millions of numbers."""
 
     steps: Sequence[int]
     """The steps with a report, strictly increasing."""
@@ -211,8 +209,8 @@ class Reports:
 
 
 class Series(Sequence[tuple[int, float]]):
-    """The pairs (step, value) of a metric. A pair is created only when it is read, because it takes seven times the
-    memory of its numbers."""
+    """The pairs (step, value) of a metric. A pair is created only when it is read, because a pair takes seven times the
+    memory of its two numbers."""
 
     def __init__(self, steps: Sequence[int], values: Sequence[float]):
         self._steps, self._values = steps, values
@@ -254,7 +252,6 @@ class RecordedRun:
 
     @property
     def total_steps(self) -> int:
-        """`training.steps`."""
         return int(self.config["training"]["steps"])
 
     @property
@@ -288,7 +285,7 @@ class RecordedRun:
 
     @cached_property
     def starts(self) -> list[Start]:
-        """The last starts of the run, at most 200, from their logs. The oldest of these is the first."""
+        """The last starts of the run, at most 200, from the oldest to the newest, as their logs tell."""
         logs = self.folder / "logs"
         reader = _Logs(_MOST_ERROR_BYTES)
         folders = ((number, logs / attempt_name(number)) for number in self._attempts[: -_MOST_STARTS - 1 : -1])
@@ -296,7 +293,6 @@ class RecordedRun:
 
     @property
     def num_starts(self) -> int:
-        """Number of all starts of the run."""
         return len(self._attempts)
 
     @cached_property
@@ -311,7 +307,7 @@ class RecordedRun:
     @cached_property
     def audit(self) -> RecordedAudit | None:
         """The content of `precision_audit.json`; None without that file. Raises UserError if the file is damaged."""
-        return _record(self.folder / AUDIT_FILE, _AUDIT)
+        return _record(self.folder / AUDIT_FILE, TypeAdapter(RecordedAudit))
 
     @cached_property
     def proof(self) -> Certificate | None:
@@ -321,7 +317,7 @@ class RecordedRun:
     @cached_property
     def units(self) -> list[RecordedUnit]:
         """The content of `units.json`; empty without that file. Raises UserError if the file is damaged."""
-        return _record(self.folder / UNITS_FILE, _UNITS) or []
+        return _record(self.folder / UNITS_FILE, TypeAdapter(list[RecordedUnit])) or []
 
     def values(self, tag: str) -> Series:
         """Return (step, value) of all reports with a metric."""
@@ -333,7 +329,6 @@ class RecordedRun:
 
     @property
     def tags(self) -> list[str]:
-        """All metrics of the run, in the order of their first report."""
         return list(self.reports.columns)
 
     @cached_property
@@ -344,8 +339,8 @@ class RecordedRun:
         return {steps[index] if index < len(steps) else None for index in later}
 
     def steady(self, tag: str) -> list[float]:
-        """Return the values of a metric without those of the first report after each start, because this report
-        contains the slow first steps. If there are no other reports, return all values."""
+        """Return the values of a metric, except those of the first report after each start, which includes the slow
+        first steps. If there are no other reports, return all values."""
         found = self.values(tag)
         return [value for step, value in found if step not in self._slow_steps] or [value for _, value in found]
 
@@ -362,8 +357,8 @@ class RecordedRun:
 
 
 def load_run(folder: Path) -> RecordedRun:
-    """Read a run folder. Raises UserError if the folder is not a run folder, if the run had a phantom GPU or ended
-    before its first step, or if a file is damaged."""
+    """Read a run folder. Raises UserError if the folder is not a run folder, or if a file is damaged. Also raises
+    UserError if the run had a phantom GPU, or has not begun its first step."""
     if not _is_run(folder):
         raise UserError(_no_run(folder))
     if is_marked(folder):
@@ -417,8 +412,8 @@ def _no_run(folder: Path) -> str:
 
 
 def _lines(path: Path) -> Iterator[Report]:
-    """Yield the reports of a file; none if the file does not exist. An incomplete last line is dropped: the run is
-    still writing it, or was killed. Raises UserError if any other line is not a report, for more than MOST_REPORTS
+    """Yield the reports of a file; none if the file does not exist. An incomplete last line is omitted, because the run
+    is still writing it, or was killed. Raises UserError if any other line is not a report, for more than MOST_REPORTS
     lines, and if the file cannot be read."""
     tags: dict[str, str] = {}
     try:
@@ -462,21 +457,18 @@ def _report(line: bytes, tags: dict[str, str]) -> Report:
     return step, report
 
 
-_NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
-
-
 def _number(tag: str, value: Any) -> float:
     if type(value) in (int, float):
         size = abs(value)
         return 0.0 if size <= SMALLEST else float(value) if size < LARGEST else math.copysign(math.inf, value)
-    if isinstance(value, str) and value in _NOT_FINITE:
-        return _NOT_FINITE[value]
+    if value in ("nan", "inf", "-inf"):
+        return float(value)
     raise ValueError(f'"{tag}" must be a number, "nan", "inf" or "-inf"')
 
 
 def _merged(lines: Iterator[Report]) -> Reports:
-    """Return one report for each step. When a run resumes at an earlier step, its new reports replace the old reports
-    of later steps. Several lines of a step become one report, with the last value of each metric."""
+    """Return one report for each step. After a resume at an earlier step, the new reports replace the old reports of
+    later steps. Several lines of a step become one report, with the last value of each metric."""
     steps = array("q")  # the steps of all reports, including replaced ones
     kept: list[int] = []  # indices of the reports that are not replaced
     columns: dict[str, tuple[array[int], array[float]]] = {}  # indices of reports, and values, by tag
@@ -518,7 +510,9 @@ def _without_replaced(
 
 
 def _state(folder: Path, config: _Config, reports: Reports) -> State:
-    launch = _launch(folder)
+    launch: Launch | None = None
+    with suppress(OSError, JsonError):
+        launch = parse_launch(read_regular(folder / LAUNCH_FILE, MOST_BYTES))
     if _is_locked(folder / LOCK_FILE) or (launch is not None and launch.agent_alive_here() is not None):
         return "running"
     if launch is None or not launch.has_ended:
@@ -531,20 +525,13 @@ def _state(folder: Path, config: _Config, reports: Reports) -> State:
     return "finished" if max(reported, saved) >= config.training.steps else "stopped"
 
 
-def _launch(folder: Path) -> Launch | None:
-    try:
-        return parse_launch(read_regular(folder / LAUNCH_FILE, MOST_BYTES))
-    except (OSError, JsonError):
-        return None
-
-
 _FLOCK, _TYPE = ("qqihh", 3) if sys.platform == "darwin" else ("hhqqi4x", 0)
 """Layout of `struct flock`, and the index of `l_type`. `l_whence` follows `l_type`."""
 
 
 def _is_locked(path: Path) -> bool:
-    """Return True if another process holds the lock of a run folder. (To try to lock the file would disturb a run that
-    starts now.)"""
+    """Return True if another process holds the lock of a run folder. This function asks for the lock's holder, because
+    an attempt to lock the file would disturb a run that starts now."""
     fields = [0] * 5
     fields[_TYPE] = fcntl.F_WRLCK
     try:
@@ -570,12 +557,11 @@ _RESUMED = re.compile(r"resumed from .*step-(\d{1,15})\b", re.ASCII)
 
 @dataclass
 class _Logs:
-    """A reader of logs. `bytes_left`: bytes that it may still read from the logs of all ranks except the first."""
+    """A reader of logs. `bytes_left`: number of bytes that it may still read from the other ranks' logs."""
 
     bytes_left: int
 
     def start(self, number: int, folder: Path) -> Start:
-        """Return the start whose logs are in a folder."""
         logs = sorted(folder.glob("rank_*.log"), key=lambda path: (len(path.name), path.name))
         lines = self._lines(logs[0], _LOG_HEAD) if logs else []
         errors = [line for line in lines if line[1] == "ERROR"]

@@ -22,6 +22,7 @@ from titan_launch.report.figures import (
     PREDICTED,
     RESERVED,
     STEP_SECONDS,
+    VALIDATION_LOSS,
     change,
     gib,
     memory_peaks,
@@ -34,9 +35,7 @@ from titan_launch.report.figures import (
     time_parts,
 )
 from titan_launch.report.page import charts, folded, page, paragraphs, section, table
-from titan_launch.report.recorded_run import AuditedUnit, RecordedRun, RecordedUnit
-
-_LOSSES = (LOSS, "validation/loss", "validation/ema_loss")
+from titan_launch.report.recorded_run import RecordedRun
 
 
 def run_page(run: RecordedRun) -> str:
@@ -53,7 +52,7 @@ def run_page(run: RecordedRun) -> str:
             section("Where the time of a step goes", _times(run)),
             section("Memory", _memory(run)),
             section("Precision", _precision(run)),
-            section("Proof of the layout", _proof(run)),
+            section("Proof of the layout", "" if run.proof is None else f"<pre>{escape(run.proof.text())}</pre>"),
             section("Starts", _starts(run)),
             section("Skipped steps and rollbacks", _skips(run)),
             section("Checkpoints", _checkpoints(run)),
@@ -64,7 +63,8 @@ def run_page(run: RecordedRun) -> str:
 
 
 def _main_charts(run: RecordedRun) -> Iterator[str]:
-    losses = {tag: run.values(tag) for tag in _LOSSES if tag in run.tags}
+    tags = (LOSS, VALIDATION_LOSS, "validation/ema_loss")
+    losses = {tag: run.values(tag) for tag in tags if tag in run.tags}
     if losses:
         yield line_chart("loss", losses)
     if (tag := speed_tag(run)) is not None:
@@ -117,8 +117,13 @@ def _memory(run: RecordedRun) -> str:
 
 
 def _precision(run: RecordedRun) -> str:
-    audited = {} if run.audit is None else {unit.name: unit for unit in run.audit.units}
-    rows = [(unit.name, _unit_cells(unit, audited.get(unit.name))) for unit in run.units]
+    observed = {unit.name: unit.as_planned for unit in run.audit.units} if run.audit is not None else {}
+    words = {True: "as planned", False: "differs", None: ""}
+    rows = []
+    for unit in run.units:
+        dtypes = (unit.storage_dtype, unit.compute_dtype, unit.reduce_dtype, unit.output_dtype or "unchanged")
+        cells = (f"{unit.parameters:,}", *dtypes, unit.reason, words[observed.get(unit.name)])
+        rows.append((unit.name, cells))
     lines = []
     for cells, group in groupby(rows, key=lambda row: row[1]):
         names = [name for name, _ in group]
@@ -129,18 +134,6 @@ def _precision(run: RecordedRun) -> str:
     )
     differences = [] if run.audit is None else run.audit.differences
     return paragraphs(differences) + table(head, lines)
-
-
-def _unit_cells(unit: RecordedUnit, audited: AuditedUnit | None) -> tuple[str, ...]:
-    observed = "" if audited is None else "as planned" if audited.as_planned else "differs"
-    dtypes = (unit.storage_dtype, unit.compute_dtype, unit.reduce_dtype, unit.output_dtype or "unchanged")
-    return (f"{unit.parameters:,}", *dtypes, unit.reason, observed)
-
-
-def _proof(run: RecordedRun) -> str:
-    if run.proof is None:
-        return ""
-    return f"<pre>{escape(run.proof.text())}</pre>"
 
 
 def _starts(run: RecordedRun) -> str:
@@ -177,12 +170,10 @@ def _steps(steps: Sequence[int]) -> str:
 
 
 def _checkpoints(run: RecordedRun) -> str:
-    def loss(value: float | None) -> str:
-        return "" if value is None else f"{value:.4f}"
-
-    rows = [
-        (str(saved.step), f"{saved.num_bytes / 1e6:,.1f} MB", loss(saved.validation_loss)) for saved in run.checkpoints
-    ]
+    rows = []
+    for saved in run.checkpoints:
+        loss = "" if saved.validation_loss is None else f"{saved.validation_loss:.4f}"
+        rows.append((str(saved.step), f"{saved.num_bytes / 1e6:,.1f} MB", loss))
     return table(("step", "size", "validation loss"), rows)
 
 

@@ -1,6 +1,4 @@
-"""Observers of a traced step: the current point of the step, and collectives of tensor, context, pipeline and expert
-parallelism.
-"""
+"""Observers of a traced step: the current point of the step, and collectives of model parallelism."""
 
 from __future__ import annotations
 
@@ -17,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from titan_launch.config.axes import MODEL_AXES, Axis
 from titan_launch.distributed.mesh import Mesh
 from titan_launch.metrics.memory import OP_DEVICE, is_in_backward
 from titan_launch.metrics.traffic import TrafficCount
@@ -155,14 +154,13 @@ class ExchangesCounted(TorchDispatchMode):
     """A dispatch mode that counts collectives, both functional ones and those of a process group."""
 
     def __init__(self, mesh: Mesh, count: TrafficCount):
-        """Add to `count` the traffic of this rank along the tensor, context, pipeline and expert axes.
+        """Add to `count` the traffic of this rank along the axes of model parallelism.
 
         The bytes are those of ring algorithms (see `plan.communication`). Collectives over other groups do not count.
         """
         super().__init__()
-        axes = {"tensor": mesh.tensor, "context": mesh.context, "pipeline": mesh.pipeline, "expert": mesh.expert}
-        self._axes: dict[str, tuple[str, int]] = {
-            axis.get_group().group_name: (name, axis.size()) for name, axis in axes.items() if axis
+        self._axes: dict[str, tuple[Axis, int]] = {
+            ranks.get_group().group_name: (axis, ranks.size()) for axis in MODEL_AXES if (ranks := mesh.along(axis))
         }
         self._count = count
 
@@ -184,10 +182,10 @@ class ExchangesCounted(TorchDispatchMode):
         axis, size = self._axes[group]
         name, index = _IN_PLACE.get(operation, (operation, 0))
         # A group of FSDP2 may have the same ranks as the axis.
-        if axis in ("context", "expert") and operation in _OF_FSDP:
+        if axis.is_within_shards and operation in _OF_FSDP:
             return
         sent = _num_bytes(args[index]) * _SENT_SHARE[name](size)
-        counted: dict[str, Any] = {axis: Exchange(1, round(sent))}
+        counted: dict[str, Any] = {axis.name: Exchange(1, round(sent))}
         self._count.add(Traffic(**counted))
 
 

@@ -105,15 +105,15 @@ class PipelineRecorder:
     def run(self, microbatches: list[Batch], loss: Loss, num_items: Tensor) -> None:
         """Run a step, and replace the content of `notes` by the notes of this step. Stages run only the microbatches of
         `_microbatches_to_run`. For the other microbatches, a stand-in runs."""
-        parallelism, original = self.config.parallelism, Accumulation(self.config.gradient_accumulation)
-        outer = self
+        parallelism, outer = self.config.parallelism, self
 
-        class Noted:
+        class Noted(Accumulation):
             def begin_microbatch(self, model: nn.Module, is_last: bool) -> None:
                 outer.notes.append(Step("begin_microbatch", outer.roots[model], int(is_last)))
-                original.begin_microbatch(model, is_last)
+                super().begin_microbatch(model, is_last)
 
-        step = PipelinedStep(self.pipeline, parallelism, Noted(), torch.device("cpu"))
+        accumulation = Noted(self.config.gradient_accumulation)
+        step = PipelinedStep(self.pipeline, parallelism, accumulation, torch.device("cpu"))
         for local in self.pipeline.local:
             discard_pending(local.module)
             local.module.zero_grad()

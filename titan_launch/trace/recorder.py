@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from titan_launch.config.axes import MODEL_AXES
 from titan_launch.config.job import JobConfig
 from titan_launch.config.rules.parallelism import SPLIT_BACKWARD_SCHEDULES
 from titan_launch.core.import_string import user_files
@@ -91,9 +92,9 @@ class _Recorder(Ledger):
         super().__init__()
         self.notes: list[Note] = []
         self.taking: tuple[str, str] | None = None
-        """Full name of the parameter whose gradient is being set, and the dtype of the gradient."""
+        """Full name of the parameter whose gradient was set last, and the dtype of the gradient."""
         self.reducing: tuple[str, int] | None = None
-        """Full name of the parameter whose gradient FSDP2 is about to reduce, and the bytes of an element."""
+        """Full name of the parameter whose gradient FSDP2 is about to reduce, and the bytes of an element, or None."""
         self.reduced: dict[str, int] = {}
         """See `Tape.reduced`."""
 
@@ -139,20 +140,20 @@ class _Recorder(Ledger):
 
 
 class _Exchanges(TrafficCount):
-    """A counter that notes each collective along the axes of tensor, context, pipeline and expert parallelism."""
+    """A counter that notes each collective along an axis of model parallelism."""
 
     def __init__(self, recorder: _Recorder):
         super().__init__()
         self._recorder = recorder
 
     def add(self, traffic: Traffic) -> None:
-        for axis in ("tensor", "context", "pipeline", "expert"):
-            exchange = getattr(traffic, axis)
+        for axis in MODEL_AXES:
+            exchange = traffic.along(axis)
             if exchange.calls and self._recorder.reducing is not None:
                 name, size = self._recorder.reducing
                 self._recorder.reduced[name] = exchange.sent_bytes // size
             elif exchange.calls:
-                self._recorder.notes.append(Sent(axis, exchange.sent_bytes))
+                self._recorder.notes.append(Sent(axis.name, exchange.sent_bytes))
 
 
 class TorchRecorder:
@@ -200,7 +201,7 @@ class TorchRecorder:
             if job.model.is_of_package:
                 return own
             # The kind of a block includes the kind of the block before it. If that block saves its output, this block
-            # saves no copy of it as its input.
+            # does not save the same tensor again as its input.
             return list(zip(own[:1] + own, own, strict=False))
 
         def shortened(rank: int) -> tuple[Blocks, ...]:
@@ -332,8 +333,8 @@ def _buffers(model: nn.Module, copied: Mapping[str, int], prefix: str) -> dict[s
 
 @contextmanager
 def _gradients_named(recorder: _Recorder, name_of: Mapping[int, str]) -> Iterator[None]:
-    """Until the end of the block, set `recorder.taking` when autograd sets a gradient, and `recorder.reducing` while
-    FSDP2 prepares a gradient for its reduction. `name_of`: full names of the model's parameters by their ids."""
+    """Within the block, update `recorder.taking` and `recorder.reducing` by hooks of autograd and FSDP2. `name_of`:
+    full name of each parameter of the model, by its `id()`."""
     watched: dict[int, Tensor] = {}  # keeps the parameters alive, so that ids stay unique
     with ExitStack() as stack:
 
@@ -372,8 +373,7 @@ def _divided_shapes(model: nn.Module, plan: ModelPlan, name_of: Mapping[int, str
     shapes = {}
     for parameter, own in divided_shapes(model):
         name = name_of[id(parameter)]
-        parts = plan.sharded_by[parent(name)].expert_parallel
-        shape = (own[0] * parts, *own[1:]) if parts > 1 else tuple(own)
+        shape = plan.sharded_by[parent(name)].whole(own)
         if shape != tuple(parameter.shape):
             shapes[name] = shape
     return shapes

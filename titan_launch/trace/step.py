@@ -19,7 +19,7 @@ from titan_launch.config.optimizers import GroupSizes, ShardSize
 from titan_launch.core.patches import replaced
 from titan_launch.data.sources import Batch
 from titan_launch.distributed.dtensor import local_tensor
-from titan_launch.distributed.mesh import build_mesh
+from titan_launch.distributed.mesh import Mesh, build_mesh
 from titan_launch.loss.build import build_loss
 from titan_launch.metrics.memory import LiveMemory, track
 from titan_launch.metrics.traffic import count_collectives
@@ -29,7 +29,7 @@ from titan_launch.optim.replica_shards import ReplicaShards, trained_by_unit
 from titan_launch.parallel.accumulation import Accumulation
 from titan_launch.parallel.activation_offload import HostCopies
 from titan_launch.parallel.batchnorm import RunningStatistics
-from titan_launch.parallel.context_parallel import SequencePart, sequence_part
+from titan_launch.parallel.context_parallel import part_of_batch, sequence_part
 from titan_launch.parallel.fsdp import discard_pending
 from titan_launch.parallel.pipeline import parts, pipeline_of
 from titan_launch.plan.communication import Traffic, traffic_of_microbatches, traffic_of_replicas
@@ -58,11 +58,10 @@ from titan_launch.trace.cuda_kernels import copies_from_host, kernels_replaced
 from titan_launch.trace.fake_group import fake_process_group, sends_held, silence
 from titan_launch.trace.observers import ExchangesCounted, StepPoints, modules_in_order
 from titan_launch.train.batches import make_microbatch, sample_format
-from titan_launch.train.build import build_replica_shards
 from titan_launch.train.explain import ModelFacts, explained_in_trace
 from titan_launch.train.kernel_choice import use_planned_kernels
 from titan_launch.train.measure import hold_frozen
-from titan_launch.train.model import AssembledModel, allocate_model, assemble_model
+from titan_launch.train.model import AssembledModel, allocate_model, assemble_model, build_replica_shards
 from titan_launch.train.pipeline_step import PipelinedStep
 from titan_launch.train.step import forward_backward
 
@@ -70,20 +69,17 @@ from titan_launch.train.step import forward_backward
 class Batches:
     """A maker of a rank's microbatches, which are all equal. It implements `SampleFormat` for traces and trials."""
 
-    def __init__(self, config: JobConfig, layout: Layout, part: SequencePart | None):
-        """`part`: the rank's tokens of every sequence; None without context parallelism. Raises ConfigError as
-        `sample_format` does."""
+    def __init__(self, config: JobConfig, mesh: Mesh):
+        """Raises ConfigError as `sample_format` does."""
         self._config = config
-        self._batch_size = layout.local_batch_size
+        self._batch_size = mesh.layout.local_batch_size
         self._shape, self.num_classes = sample_format(config)
-        self.sequence_part = part
+        self.sequence_part = sequence_part(mesh, config.parallelism)
 
     def make(self) -> Batch:
         """Return a microbatch on the default device."""
         whole = make_microbatch(self._config, self._shape, self._batch_size)
-        if self.sequence_part is None:
-            return whole
-        return Batch(self.sequence_part.of(whole.inputs, axis=1), self.sequence_part.of(whole.targets, axis=1))
+        return part_of_batch(whole, self.sequence_part)
 
     def meta_inputs(self) -> Tensor:
         """Return the inputs of one microbatch, on the meta device."""
@@ -152,7 +148,7 @@ def assembled_without_values(  # noqa: PLR0913 - six describe the rank
         device = find_device(config.planner.device or "") if kernels == "cuda" else None
         if device is not None and device.capability is not None:
             use_planned_kernels(config, built, plan, layout, device.capability)
-        batches = Batches(config, layout, sequence_part(mesh.context, config.parallelism))
+        batches = Batches(config, mesh)
         model = assemble_model(config, built, replace(plan, float8=()), mesh, batches)
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(kernels_replaced(kernels, config.kernels.attention, config.planner.expert_load, note))

@@ -27,18 +27,17 @@ from titan_launch.optim.ema import build_ema
 from titan_launch.optim.registry import replicas_of
 from titan_launch.parallel import expert_parallel
 from titan_launch.parallel.accumulation import Accumulation
-from titan_launch.parallel.context_parallel import sequence_part
 from titan_launch.parallel.pipeline import pipeline_of
 from titan_launch.plan.experts import equal_parts, received_rows
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.memory.ledger import MICROBATCHES
 from titan_launch.trace.fake_group import fake_process_group, silence
 from titan_launch.trace.step import Batches
-from titan_launch.train.build import build_model_optimizer, speed_up_on_cpu
+from titan_launch.train.build import speed_up_on_cpu
 from titan_launch.train.health.out_of_memory import is_out_of_memory
 from titan_launch.train.kernel_choice import use_kernels
 from titan_launch.train.mode_choice import plan_precision
-from titan_launch.train.model import allocate_model, assemble_model, build_job_model
+from titan_launch.train.model import allocate_model, assemble_model, build_job_model, build_model_optimizer
 from titan_launch.train.pipeline_step import PipelinedStep
 from titan_launch.train.step import forward_backward
 from titan_launch.train.trace_subprocess import OUT_OF_MEMORY
@@ -84,7 +83,7 @@ def run_trial(config: JobConfig, layout: Layout, rank: int, device: torch.device
         counts = partial(_equal_counts, config.planner.expert_load)
         stack.enter_context(replaced(expert_parallel, "exchanged_counts", counts))
         mesh = build_mesh(layout, device.type)
-        batches = Batches(config, layout, sequence_part(mesh.context, config.parallelism))
+        batches = Batches(config, mesh)
         built = build_job_model(config)
         plan = plan_precision(config, built)
         use_kernels(config, built, plan, layout, device, stack)

@@ -1,5 +1,5 @@
-"""The folder of `model.weights` during a run. It has the values with which the run begins, and the values of the
-parameters that checkpoints omit."""
+"""The folder of `model.weights` during a run, which has the initial values of the run, and the values of the parameters
+that checkpoints omit."""
 
 from __future__ import annotations
 
@@ -50,43 +50,37 @@ class RunBase:
 
     def begin_adapters(self, adapters: Sequence[Adapter], config: LoRAConfig) -> None:
         """Copy the values in the folder `lora.adapter` into the adapters; collective. Each rank reads the adapters of
-        its pipeline stage, and keeps its shards.
-
-        `adapters`: the adapters of the whole model. Raises ConfigError, on all ranks alike, if the folder cannot be
-        read, or if its adapters do not fit the job.
-        """
+        its pipeline stage, and keeps its shards. `adapters`: the adapters of the whole model. Raises ConfigError, on
+        all ranks alike, if the folder cannot be read, or if its adapters do not fit the job."""
         assert config.adapter is not None
         path = Path(config.adapter)
 
         def load() -> None:
-            folder = AdapterFolder(path)
-            if self._folder is not None:
-                folder.ignore_copies(self._folder)
-            pieces, targets = self._targets(adapters, folder)
-            folder.check(targets, pieces, config, None if self._fingerprint is None else self._fingerprint.digest)
-            if shared := [target.path for target in targets if folder.shares_a(target)]:
-                message = "adapters: in %s, several modules of this package share one A; each trains its own copy"
-                _log.info(message, listed(shared))
-            own = dict(self._model.named_parameters())
-            for target in targets:
-                if any(part.adapter.a in own for part in target.parts):
-                    for name, values in folder.read(target):
-                        copy_whole(own[name], values)
-
-        def load_or_explain() -> None:
             try:
-                load()
+                folder = AdapterFolder(path)
+                if self._folder is not None:
+                    folder.ignore_copies(self._folder)
+                pieces, targets = self._targets(adapters, folder)
+                folder.check(targets, pieces, config, None if self._fingerprint is None else self._fingerprint.digest)
+                if shared := [target.path for target in targets if folder.shares_a(target)]:
+                    message = "adapters: in %s, several modules of this package share one A; each trains its own copy"
+                    _log.info(message, listed(shared))
+                own = dict(self._model.named_parameters())
+                for target in targets:
+                    if any(part.adapter.a in own for part in target.parts):
+                        for name, values in folder.read(target):
+                            copy_whole(own[name], values)
             except WeightsError as error:
                 raise config_error(("lora", "adapter"), str(error), config.adapter) from None
 
-        on_all_ranks(load_or_explain)
+        on_all_ranks(load)
         _log.info("adapters: from %s", path)
 
     def _targets(
         self, adapters: Sequence[Adapter], folder: AdapterFolder
     ) -> tuple[Mapping[str, Piece], Sequence[Target]]:
-        """Return the place of each weight in files, and the targets of `peft`. Both have the names that the adapter
-        folder uses: those of this package, or those of `transformers`."""
+        """Return the place of each weight in files, and the modules that `peft` adapts. Their names are those in the
+        adapter folder: the names of this package, or of `transformers`."""
         adapted = {name for adapter in adapters for name in (adapter.a, adapter.b)}
         shapes = {
             full_name(module.path, tensor.name): tensor.shape
@@ -116,21 +110,17 @@ class RunBase:
         return Base(folder, self._fingerprint, len(names), num_bytes)
 
     def begin(self) -> None:
-        """Copy the weights into the model; collective. Each rank reads its own parts.
-
-        Raises ConfigError, on all ranks alike, if the folder cannot be read, or does not hold the model's tensors.
-        """
+        """Copy the weights into the model; collective. Each rank reads its own parts. Raises ConfigError, on all ranks
+        alike, if the folder cannot be read, or does not hold the model's tensors."""
         self._copy(None)
         self._omit(frozenset())
 
     def change_since(self, base: Base) -> str:
-        """Return a clause that says how the folder differs from the one in a manifest. Return "" if no rank finds a
+        """Return a clause that says how the folder differs from the folder of a manifest. Return "" if no rank finds a
         difference, or if the folder cannot be read. Collective."""
-
-        def change() -> str:
-            return "" if self._fingerprint is None else base.fingerprint.changed_to(self._fingerprint)
-
-        return next(filter(None, on_all_ranks(change)), "")
+        own = self._fingerprint
+        changes = on_all_ranks(lambda: "" if own is None else base.fingerprint.changed_to(own))
+        return next(filter(None, changes), "")
 
     def find(self, checkpoint: Path, base: Base, names: Collection[str]) -> Collection[str]:
         """Return the names in `names` for which the folder has values. See `checkpoint.state.BaseWeights`."""
@@ -152,7 +142,7 @@ class RunBase:
     def read(self, missing: Collection[str]) -> None:
         """Read the parameters `missing` from the folder. See `checkpoint.state.BaseWeights`."""
         if self._has_begun and self.omitted.issuperset(missing):
-            return  # a return to an earlier checkpoint of this run: parameters that are never trained have not changed
+            return  # after a rollback: parameters that are never trained have not changed
         read = {self._first_names[name] for name in missing}
         if read:
             self._copy(read)
@@ -173,8 +163,8 @@ class RunBase:
         _log.info(message, self._config.weights, source.model_type or source.name, format_bytes(loaded), seconds)
 
     def _omit(self, differing: Collection[str]) -> None:
-        """Let later checkpoints omit the parameters that are never trained, except for those in `differing`, whose
-        values are not those in the folder."""
+        """Let later checkpoints omit the parameters that are never trained. Exceptions are the parameters in
+        `differing`, whose values differ from those in the folder."""
         self._has_begun = True
         self.omitted = frozenset(name for name in self._held if self._first_names[name] not in differing)
         if self.omitted and self.record is not None:
@@ -183,8 +173,8 @@ class RunBase:
 
     @cached_property
     def _weights(self) -> Weights:
-        """The tensors in the folder, assigned to those of the model. Raises ConfigError if the folder cannot be read,
-        or does not hold the model's tensors."""
+        """The tensors in the folder, by the tensors of the model that they are for. Raises ConfigError if the folder
+        cannot be read, or does not hold the model's tensors."""
         return find_weights(self._config, self._inventory, getattr(self._model, "places_in_files", None), self._folder)
 
     @cached_property

@@ -38,11 +38,7 @@ from titan_launch.train.stream_batches import StreamBatches
 
 
 class TrainBatches:
-    """An endless iterator over this rank's microbatches, whose position in the data can be moved.
-
-    for microbatch in batches: ...
-    batches.move_to(position)
-    """
+    """An endless iterator over this rank's microbatches. `move_to` changes its position in the data."""
 
     def __init__(self, build: Callable[[int], Loader], position: int, num_ahead: int):
         """`build` returns a loader that begins at a position. The position is counted in samples over all ranks.
@@ -75,8 +71,8 @@ class TrainBatches:
 
 @dataclass(frozen=True)
 class ValidationBatches:
-    """Iterable over this rank's batches of the validation data, each with the name of its source. The name is "" if the
-    data is not a mixture."""
+    """An iterable over this rank's batches of the validation data. Each batch comes with the name of its source, which
+    is "" if the data is not a mixture."""
 
     loader: Loader
     names: Sequence[str]
@@ -102,7 +98,7 @@ class RunBatches:
 
 @dataclass(frozen=True)
 class RunData:
-    """The data sources of a run. A sample of tokens is a whole sequence, also with context parallelism."""
+    """The data sources of a run. A sample of text is a whole sequence of tokens, even with context parallelism."""
 
     train: SampleSource
     order: Order
@@ -112,7 +108,7 @@ class RunData:
     """None without validation."""
 
     validation_parts: Mapping[str, range]
-    """Indices in `validation` of the samples to validate on, by the name of their source; empty without validation."""
+    """Indices of the samples to validate on, in `validation`, by the name of their source. Empty without validation."""
 
     sequence_part: SequencePart | None
     """This rank's part of every sequence; None without context parallelism."""
@@ -124,7 +120,8 @@ class RunData:
 
     @property
     def sources(self) -> dict[str, SampleSource]:
-        """The data sources by section of the job file: `data`, `validation.data`, or `data.sources.0` in a mixture."""
+        """The data sources by section of the job file, such as `data`, `validation.data`, or `data.sources.0` in a
+        mixture."""
         sections = {"data": self.train} | ({} if self.validation is None else {"validation.data": self.validation})
         return {
             f"{section}.sources.{index}" if name else section: source
@@ -160,8 +157,8 @@ class RunData:
 
 
 def build_data(config: JobConfig, layout: Layout, part: SequencePart | None) -> RunData:
-    """Open the data to train on and to validate on. Raises ConfigError for data that cannot be read, and for data whose
-    samples do not fit the loss (`_check_answers`). `part`: see `RunData.sequence_part`."""
+    """Open the training data and the validation data. Raises ConfigError for data that cannot be read, or whose samples
+    do not fit the loss. `part`: see `RunData.sequence_part`."""
     tokenizer = build_tokenizer(config.tokenizer)
 
     def build(data: DataSource, key: KeyPath) -> SampleSource:
@@ -191,7 +188,7 @@ def with_steps(config: JobConfig, data: RunData, global_batch_size: int, progres
     """Return the job with `training.steps` computed from `training.epochs`, rounded up. A job without epochs is
     unchanged.
 
-    `progress`: progress of a resumed run. Its finished steps may have had another batch size than the later ones.
+    `progress`: progress of a resumed run. The steps after a resume may have another batch size than the finished steps.
     Raises ConfigError for a stream, which has no epochs, and for keys that do not fit the number of steps.
     """
     epochs, progress = config.training.epochs, progress or Progress()
@@ -220,19 +217,16 @@ def build_order(data: DataSource, source: SampleSource, seed: int, global_batch_
 
 
 def _check_answers(config: JobConfig, data: RunData) -> None:
-    """Raise ConfigError if the loss reads pairs of answers, or answers with a label, and a source has none, or if a
-    source has them and the loss does not read them."""
-    for (section, source), (kind, flag) in product(data.sources.items(), _FLAGS.items()):
+    """Raise ConfigError if the loss reads pairs of answers, or answers with a label, and a source has none. Also raise
+    it if a source has them, and the loss does not read them."""
+    flags = {PAIRS: "has_pairs", RATED: "has_ratings"}  # attributes of token files
+    for (section, source), (kind, flag) in product(data.sources.items(), flags.items()):
         wanted = config.loss.kind.data_kind == kind
         if getattr(source, flag, wanted) != wanted:
             key = tuple(int(part) if part.isdigit() else part for part in section.split("."))
             has, reads = ("has no", "needs") if wanted else ("has", "does not read")
             reason = f'{has} {ANSWERS[kind]}, which loss.name = "{config.loss.name}" {reads}; name other data'
             raise config_error((*key, "path"), reason, also=(("loss", "name"),))
-
-
-_FLAGS = {PAIRS: "has_pairs", RATED: "has_ratings"}
-"""The attribute of token files that is True if they have this kind of answers."""
 
 
 def build_train_batches(
@@ -319,8 +313,8 @@ def known_input_shape(config: JobConfig) -> tuple[int, ...] | None:
 
 
 def make_microbatch(config: JobConfig, shape: tuple[int, ...], num_samples: int) -> Batch:
-    """Return a batch of `num_samples` samples of zeros on the default device. Its shapes are those of batches from data
-    sources."""
+    """Return a batch of `num_samples` samples of zeros on the default device. Its tensors have the shapes of batches
+    from data sources. `shape`: shape of one input."""
     if config.data.unit == "images":
         return Batch(torch.zeros(num_samples, *shape), torch.zeros(num_samples, dtype=torch.int64))
     tokens = torch.zeros(num_samples, *shape, dtype=torch.int64)

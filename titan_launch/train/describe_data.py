@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import count, islice
 from typing import Any
 
@@ -26,15 +26,10 @@ from titan_launch.train.batches import RunData, build_data, with_steps
 _DRAWN_SAMPLES = 64
 """Largest number of samples from which the share of ignored targets is computed."""
 
-_CONFIG_KEYS = ("kind", "path", "split", "packing")
-"""Keys of a source that the report repeats."""
-
 
 def describe_data(config: JobConfig, layout: Layout, num_samples: int) -> dict[str, Any]:
     """Return the data of a job as a value that JSON can represent, with the first `num_samples` samples of the run.
-
-    Raises ConfigError as `build_data` and `with_steps` do.
-    """
+    Raises ConfigError as `build_data` and `with_steps` do."""
     data = build_data(config, layout, None)
     training = with_steps(config, data, layout.global_batch_size).training
     tokenizer, steps = data.tokenizer, training.total_steps
@@ -53,54 +48,38 @@ def describe_data(config: JobConfig, layout: Layout, num_samples: int) -> dict[s
             "vocab_size": tokenizer.vocab_size,
             "digest": tokenizer.digest,
         }
-    report["sources"] = _training_sources(config, data, steps * layout.global_batch_size, tokenizer)
-    report["warnings"] = list(_warnings(report["sources"], steps)) if training.epochs is None else []
+    report["sources"] = list(_sources("data", config.data, data.train, tokenizer))
+    for described, source in zip(report["sources"], single_sources(data.train).values(), strict=True):
+        consumed = steps * layout.global_batch_size
+        if isinstance(data.order, MixtureOrder):
+            described["share"], described["epochs"] = data.order.progress(consumed)[described["name"]]
+        elif not isinstance(source, StreamSource):
+            described["epochs"] = consumed / len(source)
+    # A stream has no epochs, so it gets no warning.
+    report["warnings"] = [
+        warning
+        for source in (report["sources"] if training.epochs is None else [])
+        if (warning := too_many_epochs(steps, source.get("epochs", 0), source.get("samples", 0), source["name"]))
+    ]
     if config.validation.data is not None and data.validation is not None:
-        report["sources"] += _validation_sources(config.validation.data, data, data.validation, tokenizer)
+        for described in _sources("validation.data", config.validation.data, data.validation, tokenizer):
+            used = len(data.validation_parts[described["name"]])
+            report["sources"].append({**described, "validated_samples": used})
     shown = min(num_samples, steps * layout.global_batch_size)
-    samples = _stream_samples(data.train, layout) if isinstance(data.train, StreamSource) else _samples(data)
+    samples = _samples(data, layout)
     report["samples"] = [{**place, **_contents(config, sample, tokenizer)} for place, sample in islice(samples, shown)]
     return report
 
 
-def _warnings(sources: Sequence[dict[str, Any]], steps: int) -> Iterator[str]:
-    """Yield a warning for each source of training data with too many epochs. A stream has no epochs."""
-    for source in sources:
-        warning = too_many_epochs(steps, source.get("epochs", 0), source.get("samples", 0), source["name"])
-        if warning is not None:
-            yield warning
-
-
-def _training_sources(config: JobConfig, data: RunData, consumed: int, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    found = []
-    sections = single_sections(config.data)
-    for name, source in single_sources(data.train).items():
-        described = {"section": "data", "name": name, **_source(sections[name], source, tokenizer)}
-        if isinstance(data.order, MixtureOrder):
-            described["share"], described["epochs"] = data.order.progress(consumed)[name]
-        elif not isinstance(source, StreamSource):
-            described["epochs"] = consumed / len(source)
-        found.append(described)
-    return found
-
-
-def _validation_sources(
-    section: DataSource, data: RunData, validation: SampleSource, tokenizer: Tokenizer
-) -> list[dict[str, Any]]:
-    sections = single_sections(section)
-    return [
-        {
-            "section": "validation.data",
-            "name": name,
-            **_source(sections[name], source, tokenizer),
-            "validated_samples": len(data.validation_parts[name]),
-        }
-        for name, source in single_sources(validation).items()
-    ]
+def _sources(section: str, config: DataSource, source: SampleSource, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
+    """Yield the description of each source of a section of the job file, `data` or `validation.data`."""
+    sections = single_sections(config)
+    for name, single in single_sources(source).items():
+        yield {"section": section, "name": name, **_source(sections[name], single, tokenizer)}
 
 
 def _source(section: DataSource, source: SampleSource, tokenizer: Tokenizer) -> dict[str, Any]:
-    keys = {key: getattr(section, key) for key in _CONFIG_KEYS if hasattr(section, key)}
+    keys = {key: getattr(section, key) for key in ("kind", "path", "split", "packing") if hasattr(section, key)}
     if isinstance(source, StreamSource):
         return {**keys, "contents": source.describe()}
     found = {**keys, "samples": len(source)}
@@ -121,7 +100,9 @@ def _source(section: DataSource, source: SampleSource, tokenizer: Tokenizer) -> 
 
 def _lengths(lengths: npt.NDArray[np.int64]) -> dict[str, Any]:
     """Return the extremes, the mean and percentiles of the lengths, and a histogram whose borders are powers of 2."""
-    found = np.percentile(lengths, (50, 90, 99), method="inverted_cdf").tolist()  # lengths that occur
+    found = np.percentile(
+        lengths, (50, 90, 99), method="inverted_cdf"
+    ).tolist()  # this method returns lengths that occur
     percentiles = dict(zip(("p50", "p90", "p99"), found, strict=True))
     counts = np.bincount(np.frexp(lengths)[1])  # 2^(e - 1) <= length < 2^e
     histogram = {
@@ -147,21 +128,21 @@ def _ignored_share(source: SampleSource) -> float:
     return ignored / max(1, total)
 
 
-def _samples(data: RunData) -> Iterator[tuple[dict[str, Any], Sample]]:
+def _samples(data: RunData, layout: Layout) -> Iterator[tuple[dict[str, Any], Sample]]:
     """Yield (place, sample) for the training samples in the order of the run. The place has the position in this order,
-    the name of the source, and the index in that source."""
+    the name of the source, and the index in that source.
+
+    For a stream, yield the samples that data-parallel rank 0 reads. The place then has the position and the rank.
+    """
+    if isinstance(data.train, StreamSource):
+        for position, sample in enumerate(data.train.open_part(0, layout.data_parallel)):
+            yield {"position": position, "data_parallel_rank": 0}, sample
+        return
     for position in count():
         index = data.order(position)
         name, index_of_source = _locate(data.train, index)
         sample = tuple(column[0] for column in read_batch(data.train, [index], [position]))
         yield {"position": position, "source": name, "index": index_of_source}, sample
-
-
-def _stream_samples(source: StreamSource, layout: Layout) -> Iterator[tuple[dict[str, Any], Sample]]:
-    """Yield (place, sample) for the training samples that the first data-parallel rank reads from a stream. The place
-    has the position and the rank."""
-    for position, sample in enumerate(source.open_part(0, layout.data_parallel)):
-        yield {"position": position, "data_parallel_rank": 0}, sample
 
 
 def _contents(config: JobConfig, sample: Sample, tokenizer: Tokenizer) -> dict[str, Any]:

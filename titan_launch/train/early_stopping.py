@@ -9,17 +9,13 @@ import torch
 
 from titan_launch.checkpoint.retention import best_steps, validation_losses
 from titan_launch.checkpoint.state import Progress, Values
-from titan_launch.config.sections.data import ValidationConfig
 from titan_launch.distributed.collectives import on_rank_0
 from titan_launch.metrics.tags import BEST_LOSS, WITHOUT_IMPROVEMENT
 
 
 class EarlyStopping:
-    """The lowest validation loss of a run, and the number of validations in a row without an improvement.
-
-    A part of the training state. All ranks have the same numbers and decide the same, because a validation all-reduces
-    its loss.
-    """
+    """The lowest validation loss of a run, and the number of validations in a row without an improvement. This object
+    is a part of the training state. All ranks decide the same, because a validation all-reduces its loss."""
 
     def __init__(self, patience: int, min_improvement: float, folder: Path, progress: Progress):
         """`patience`, `min_improvement`: keys of `[validation]`. `folder`: folder of the run's checkpoints. `progress`:
@@ -33,14 +29,16 @@ class EarlyStopping:
         """Step of the lowest loss; 0 before the first finite loss."""
 
         self._improved_loss = math.inf
-        """Loss of the last improvement. It is above the lowest loss if later losses were lower by too little."""
+        """Loss of the last validation that counts as an improvement. Later losses may be lower, but by less than
+        `validation.min_improvement`."""
 
         self._without_improvement = 0
         self._has_ended = False
 
     @property
     def has_ended(self) -> bool:
-        """True if the last validation has ended the run, unless the run was then resumed with a larger patience."""
+        """True if the last validation has ended the run. It is False again if the run is resumed with a larger
+        patience."""
         return self._has_ended and self._without_improvement >= self._patience
 
     @property
@@ -82,11 +80,12 @@ class EarlyStopping:
         }
 
     def load_state_dict(self, state: Values) -> None:
-        """Load saved numbers. Collective. Raises ValueError for impossible numbers.
+        """Load saved numbers. Collective. Raises ValueError for invalid numbers.
 
         In two cases the checkpoint has no numbers of this run: it was saved without `validation.patience`, or it
-        belongs to another run and this run's folder has no checkpoints. Then the lowest loss is that of the checkpoints
-        in this run's folder, up to the current step. The number of validations without an improvement is then 0.
+        belongs to another run and this run's folder has no checkpoints. In both cases, the number of validations
+        without an improvement is 0. The lowest loss is that of the checkpoints in this run's folder up to the current
+        step.
         """
         saved = on_rank_0(lambda: validation_losses(self._folder))
         if saved and state.keys() == self.state_dict().keys():
@@ -104,11 +103,3 @@ class EarlyStopping:
             raise ValueError(f"the state of early stopping is invalid: {lowest}")
         self._best_loss, self._best_step, self._improved_loss = best, step, improved
         self._without_improvement, self._has_ended = number, bool(has_ended)
-
-
-def build_early_stopping(config: ValidationConfig, folder: Path, progress: Progress) -> EarlyStopping | None:
-    """Return the early stopping of a run; None without `validation.patience`. The other arguments are those of
-    `EarlyStopping`."""
-    if config.patience is None:
-        return None
-    return EarlyStopping(config.patience, config.min_improvement, folder, progress)

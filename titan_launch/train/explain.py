@@ -1,8 +1,8 @@
 """Explanations of the errors that end a run or a trace.
 
-Each function `explain...` explains certain kinds of errors. It returns the error to raise in place of the original one.
-The new error names a key or says what to do. For an error of another kind, the function returns None. All errors are
-explained here, at the end of a run or trace. So the code that calls a model does not catch errors.
+Each function `explain...` explains certain kinds of errors. The function returns a new error, which names a key or says
+what to do, to raise in place of the original error. For an error of another kind, the function returns None. All errors
+are explained here, at the end of a run or trace. So the code that calls a model does not catch errors.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ModelFacts:
     model: nn.Module
     plan: ModelPlan
     refusals: Sequence[str] = ()
-    """The reasons, from PyTorch's warnings, why a backend has refused calls of attention."""
+    """PyTorch's reasons for refusing calls of attention, from its warnings."""
 
 
 def explain(error: BaseException, config: JobConfig, watchdog: Watchdog, run: Run | None) -> Exception | None:
@@ -49,7 +49,7 @@ def explain(error: BaseException, config: JobConfig, watchdog: Watchdog, run: Ru
     if isinstance(error, (UserError, RunError, Stopped)):
         return None
     found: Exception | None = None
-    if run is not None and watchdog.runs_model:  # errors of other code may contain the same words as a model's
+    if run is not None and watchdog.runs_model:  # errors of other code may have the same text as errors of a model
         found = None if run.observers.audit is None else run.observers.audit.explain(error)
         found = found or explain_model(error, ModelFacts(run.config, run.model, run.job.plan, run.refusals))
     if run is not None:
@@ -63,14 +63,14 @@ def explain_model(error: BaseException, facts: ModelFacts) -> ConfigError | None
     found = explain_forward(error)
     for module, plan in reversed([*parts(facts.model, facts.plan)]):
         found = found or explain_dtypes(error, module, plan, config.precision)
-    found = found or explain_shapes(error, config.model, config.parallelism.tensor_parallel_degree)
+    found = found or explain_shapes(error, config)
     return found or explain_refusal(error, config.kernels, facts.refusals)
 
 
 @contextmanager
 def explained_in_trace(facts: ModelFacts) -> Iterator[None]:
-    """In place of an error of the block that `explain_model` explains, raise the explanation. The block traces a
-    model."""
+    """If the block, which traces a model, raises an error that `explain_model` explains, raise the explanation
+    instead."""
     try:
         yield
     except Exception as error:
@@ -81,8 +81,8 @@ def explained_in_trace(facts: ModelFacts) -> Iterator[None]:
 
 
 def explain_full_disk(error: BaseException, config: JobConfig) -> RunError | None:
-    """Return the RunError for a disk without room for a file of the run folder; None for a different error. (If the
-    disk has no room for a report or a checkpoint, the run logs a warning, and training continues.)"""
+    """Return the RunError for a full disk that has no room for a file of the run folder; None for a different error.
+    (For a report or a checkpoint there is no such error: the run logs a warning, and training continues.)"""
     if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return None
     reason = f"{config.job.run_folder} cannot be written to: {os.strerror(error.errno)}"

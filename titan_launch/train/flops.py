@@ -1,13 +1,13 @@
 """The floating-point operations (FLOPs) of a job for one sample.
 
 Forward and backward run on the meta device, whose tensors have shapes and no values, and the operations that run are
-counted. So no FLOPs count for the gradient of a frozen parameter, and operations that activation checkpointing runs
-twice count twice, except in `flops_of_run`. Each multiplication and each addition of matrix products, convolutions and
-attention counts as one FLOP. Other operations do not count.
+counted. So the gradients of frozen parameters cost no FLOPs. Operations that activation checkpointing runs twice count
+twice, except in `flops_of_run`. Each multiplication and each addition of matrix products, convolutions and attention
+counts as one FLOP. Other operations do not count.
 
-The conventions are those of PaLM (arXiv:2204.02311, appendix B) and TorchTitan, so MFUs can be compared. Attention
-counts every pair of tokens, although causal attention needs only half of the pairs, and separate documents need even
-fewer. In a layer with a sliding window, each token counts as many pairs as the window has tokens. The backward of
+The conventions are those of PaLM (arXiv:2204.02311, appendix B) and TorchTitan, so MFUs can be compared. All pairs of
+tokens count in attention, although causal attention needs only half of the pairs, and separate documents need even
+fewer. In a layer with a sliding window, the pairs of each token are as many as the window has tokens. The backward of
 attention counts as two forwards.
 """
 
@@ -51,7 +51,7 @@ from titan_launch.train.step import forward_backward
 _log = logging.getLogger(__name__)
 
 _SAMPLES = 2
-"""Number of samples of the counted microbatch. More than one, because BatchNorm needs several values in training."""
+"""Number of samples of the counted microbatch. BatchNorm needs more than one sample in training."""
 
 
 def flops_of_run(config: JobConfig, built: BuiltModel, plan: ModelPlan, data: RunData) -> int | None:
@@ -73,7 +73,7 @@ def flops_of_run(config: JobConfig, built: BuiltModel, plan: ModelPlan, data: Ru
 
 @contextmanager
 def unknown_if_it_fails() -> Iterator[None]:
-    """Suppress and log an error in the block. It means that the model does not run on the meta device. If the model
+    """Suppress and log an error in the block, which means that the model does not run on the meta device. If the model
     does not run at all, the run itself, or the recording for a plan, raises an error."""
     try:
         yield
@@ -87,8 +87,8 @@ def unknown_if_it_fails() -> Iterator[None]:
 
 
 def flops_of_job(config: JobConfig) -> Flops:
-    """Return the FLOPs of one sample of a job without `auto`. Raises the errors of `count_flops`, and ConfigError as a
-    run does."""
+    """Return the FLOPs of one sample of a job without `auto`. Raises the errors of `count_flops`, and the ConfigErrors
+    of a run that starts."""
     built = build_job_model(config)
     return count_flops(config, built, plan_precision(config, built), *sample_format(config))
 
@@ -99,12 +99,12 @@ def count_flops(
     """Return the FLOPs of one sample, summed over all ranks that share the sample. The forward of the loss's second
     model counts too. Raises an error of any class if the model does not run without values.
 
-    If more than two blocks of a model of this package are of one kind, not all of them run. The model runs once with
-    the first block of each kind, and then once more for each kind, with a second block of this kind. The difference
-    counts for each further block of this kind.
+    If a model of this package has more than two blocks of one kind, not all of them run. The model first runs with one
+    block of each kind. Then it runs once more for each kind, with a second block of this kind. The difference counts
+    for each further block of this kind.
 
     `built`: the job's model on the meta device, which is changed in place. `input_shape`: shape of one input. Kernels,
-    parallelism and dtypes do not matter.
+    parallelism and dtypes do not change the result.
     """
     meta = torch.device("meta")
     config = config.model_copy(update={"compile": CompileConfig()})
@@ -136,8 +136,8 @@ def _blocks_by_kind(model: nn.Module, plan: ModelPlan) -> Iterator[list[str]]:
     """Yield a list of paths for each kind of outermost blocks, in order. Blocks of one kind run the same operations in
     forward and backward.
 
-    The kind of the first block depends on an assumption about the modules before it. A wrong assumption does no harm,
-    because the first block of each kind is counted by itself.
+    The kind of the first block is a guess, because it depends on the modules before the block. A wrong guess does no
+    harm, because the first block of each kind is counted by itself.
     """
     kinds: defaultdict[Hashable, list[str]] = defaultdict(list)
     for block, signature in zip(outermost(plan.inventory.blocks), block_signatures(plan), strict=True):
@@ -147,12 +147,12 @@ def _blocks_by_kind(model: nn.Module, plan: ModelPlan) -> Iterator[list[str]]:
 
 @contextmanager
 def _counted_kernels() -> Iterator[None]:
-    """Let attention and experts run as single operations until the end of the block, as on a GPU."""
+    """Let attention and experts run as single operations, as on a GPU, until the end of the block."""
     with ExitStack() as stack:
         stack.enter_context(loggers_silenced("titan_launch.loss.build"))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
-        stack.enter_context(generators_seeded(0))  # drawing random numbers here does not change those of the run
+        stack.enter_context(generators_seeded(0))  # the run's random numbers stay the same
         stack.enter_context(grouped_products_have_shapes())
         stack.enter_context(replaced(F, "scaled_dot_product_attention", _attention))
         stack.enter_context(replaced(attention, "causal_attention", lambda q, k, v, *_: _attention(q, k, v)))

@@ -1,5 +1,5 @@
-"""The call of a model, checks of its forward, and explanations of its errors. Each failed check is a ConfigError on
-`model.name`."""
+"""The call of a model, checks of its forward, and explanations of its errors. A failed check raises a ConfigError that
+names the key `model.name`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from titan_launch.models.lora import class_without_adapter
 
 def check_signature(model: nn.Module, unit: SampleUnit, has_own_loss: bool = False) -> None:
     """Raise ConfigError for a model without a forward, and for a forward that cannot be called with the inputs as the
-    only argument. With `has_own_loss`, the arguments are the inputs and `labels`. `unit` decides only the text of the
+    only argument. With `has_own_loss`, the arguments are the inputs and `labels`. `unit` only changes the text of the
     error."""
     contract = model_loss_contract(unit) if has_own_loss else logits_contract(unit)
     if not has_forward(model):
@@ -48,10 +48,7 @@ def check_signature(model: nn.Module, unit: SampleUnit, has_own_loss: bool = Fal
 
 def run_model(model: nn.Module, batch: Batch, loss: Loss) -> Any:
     """Run a model without pipeline stages, and return the outputs that `loss.sums` reads. `batch` is on the model's
-    device.
-
-    `explain_forward` explains errors. Call `loss.prepare` first.
-    """
+    device. Call `loss.prepare` first. `explain_forward` explains errors of this call."""
     with loss.given(batch.targets):
         arguments = document_arguments(model, batch.documents) | loss.arguments(model, batch.targets)
         return loss.select(model(batch.inputs, **arguments), batch.targets)
@@ -65,22 +62,37 @@ def explain_forward(error: BaseException) -> ConfigError | None:
     start = next(calls, None)
     if start is None or not isinstance(error, Exception):
         return None
-    # The inputs are read from the frame of the call. A reference elsewhere would keep them in memory for longer.
+    # The inputs are read from the frame of the call, because another reference would keep them in memory for longer.
     call = frames[start][0].f_locals
-    inputs, loss = call["batch"].inputs, call["loss"]
-    unit: SampleUnit = "images" if inputs.is_floating_point() else "tokens"
-    return _explanation(error, frames[start:], call["model"], inputs, loss.contract(unit))
+    model, inputs, loss = call["model"], call["batch"].inputs, call["loss"]
+    user_frames = [(frame, line) for frame, line in frames[start:] if is_user_file(frame.f_code.co_filename)]
+    if isinstance(error, ConfigError) or not user_frames:
+        return None
+    frame, line = user_frames[-1]
+    location = f"{frame.f_code.co_filename}:{line}"
+    if str(error) == "index out of range in self":
+        return _missing_row(frames[-2][0], model, location)
+    message = str(error).partition("\n")[0]
+    failure = f"fails at {location} ({type(error).__name__}: {message})"
+    if isinstance(error, RuntimeError) and re.search("same device|expected device", message):
+        attribute = next(_plain_tensors(model, inputs.device), None)
+        return None if attribute is None else forward_error(f"{failure}; {attribute}")
+    text = linecache.getline(frame.f_code.co_filename, line)
+    if _misuses_inputs(error, frame, text, inputs) or _misses_arguments(error, frame, text, model):
+        return forward_error(failure, loss.contract("images" if inputs.is_floating_point() else "tokens"))
+    return None
 
 
 def find_output_layer(model: nn.Module, seq_len: int) -> str | None:
-    """Return the path of the `nn.Linear` whose unchanged output is the logits of a model of token ids.
-
-    `model` is on the meta device and not wrapped. A copy of it runs one sequence. Return None if there is no such
-    layer, if it runs more than once, or if the model does not run on the meta device.
-    """
+    """Return the path of the output layer of a model of token ids: the `nn.Linear` whose unchanged output is the
+    logits. `model` is on the meta device and not wrapped. A copy of the model runs one sequence. Return None if there
+    is no such layer, if it runs more than once, or if the model does not run on the meta device."""
     copied, ran = copy.deepcopy(model), list[tuple[str, Tensor]]()
     for path, module in copied.named_modules():
-        if isinstance(module, nn.Linear) and (_is_plain(module) or hasattr(module, "adjust_logits")):
+        if not isinstance(module, nn.Linear):
+            continue
+        is_plain = class_without_adapter(module).forward is nn.Linear.forward and "forward" not in vars(module)
+        if is_plain or hasattr(module, "adjust_logits"):
             module.register_forward_hook(lambda _, args, output, path=path: ran.append((path, output)))
     tokens = torch.zeros(1, seq_len, dtype=torch.int64, device="meta")
     try:
@@ -92,15 +104,11 @@ def find_output_layer(model: nn.Module, seq_len: int) -> str | None:
     return found if [path for path, _ in ran].count(found or "") == 1 else None
 
 
-def _is_plain(module: nn.Linear) -> bool:
-    return class_without_adapter(module).forward is nn.Linear.forward and "forward" not in vars(module)
-
-
 def check_embeddings(model: nn.Module, vocab_size: int) -> None:
     """Make the first forward of a model raise ConfigError if an `nn.Embedding` of the token ids has fewer than
     `vocab_size` rows.
 
-    The check does not read the ids, so it does not wait for the device and works on tensors without values.
+    The check does not read the ids. So the host does not wait for the device, and the model may run on the meta device.
     """
     model_inputs: list[Any] = []
     handles: list[RemovableHandle] = []
@@ -126,41 +134,15 @@ def check_embeddings(model: nn.Module, vocab_size: int) -> None:
                 handles.append(module.register_forward_pre_hook(partial(compare, path), prepend=True))
 
 
-def _explanation(
-    error: Exception, frames: list[tuple[FrameType, int]], model: nn.Module, inputs: Tensor, contract: str
-) -> ConfigError | None:
-    """Return the ConfigError that replaces an error in a forward: wrong use of its arguments, an embedding with too few
-    rows, or a tensor on another device that is a plain attribute of a module. Return None for any other error."""
-    user_frames = [(frame, line) for frame, line in frames if is_user_file(frame.f_code.co_filename)]
-    if isinstance(error, ConfigError) or not user_frames:
-        return None
-    frame, line = user_frames[-1]
-    location = f"{frame.f_code.co_filename}:{line}"
-    if str(error) == "index out of range in self":
-        return _missing_row(frames[-2][0], model, location)
-    message = str(error).partition("\n")[0]
-    failure = f"fails at {location} ({type(error).__name__}: {message})"
-    if isinstance(error, RuntimeError) and _OTHER_DEVICE.search(message):
-        attribute = next(_plain_tensors(model, inputs.device), None)
-        return None if attribute is None else forward_error(f"{failure}; {attribute}")
-    text = linecache.getline(frame.f_code.co_filename, line)
-    if _misuses_inputs(error, frame, text, inputs) or _misses_arguments(error, frame, text, model):
-        return forward_error(failure, contract)
-    return None
-
-
-_OTHER_DEVICE = re.compile("same device|expected device")
-
-
 def _plain_tensors(model: nn.Module, device: torch.device) -> Iterator[str]:
-    """Yield a description of each plain attribute of a module that holds a tensor on another device, directly or in a
-    list, tuple or dict."""
+    """Yield a description of each plain attribute of a module that holds a tensor on another device. The tensor may
+    also be in a list, tuple or dict."""
     attributes = ((path, module, *item) for path, module in model.named_modules() for item in vars(module).items())
     for path, module, name, value in attributes:
         inside = list(value.values()) if isinstance(value, dict) else value
         values = inside if isinstance(inside, (list, tuple)) else [inside]
         other = next((each for each in values if isinstance(each, Tensor) and each.device != device), None)
-        if other is not None and name not in _TABLES:
+        if other is not None and name not in ("_parameters", "_buffers"):
             owner = f"{type(module).__name__} ({path or 'the model itself'})"
             yield (
                 f"{owner} holds a tensor on {other.device} in the plain attribute {name}, and the launcher moves only "
@@ -169,11 +151,8 @@ def _plain_tensors(model: nn.Module, device: torch.device) -> Iterator[str]:
             )
 
 
-_TABLES = {"_parameters", "_buffers"}
-
-
 def _misuses_inputs(error: Exception, frame: FrameType, text: str, inputs: Tensor) -> bool:
-    """Return True if the line that failed, `text`, uses the inputs as a dict, a tuple or an object."""
+    """Return True if the failed line of code, `text`, uses the inputs as a dict, a tuple or an object."""
 
     def is_inputs(value: Any) -> bool:  # also a copy of the inputs in another dtype
         is_alike = isinstance(value, Tensor) and value.shape == inputs.shape
@@ -183,17 +162,13 @@ def _misuses_inputs(error: Exception, frame: FrameType, text: str, inputs: Tenso
         return is_inputs(error.obj)
     by_name = re.search(r"\[\s*['\"]", text) is not None
     is_indexed = by_name and isinstance(error, (IndexError, TypeError, ValueError))
-    return (is_indexed or _UNPACKED.search(str(error)) is not None) and any(map(is_inputs, frame.f_locals.values()))
-
-
-_UNPACKED = re.compile("must be a mapping|values to unpack|dictionary update sequence")
+    is_unpacked = re.search("must be a mapping|values to unpack|dictionary update sequence", str(error)) is not None
+    return (is_indexed or is_unpacked) and any(map(is_inputs, frame.f_locals.values()))
 
 
 def _misses_arguments(error: Exception, frame: FrameType, text: str, model: nn.Module) -> bool:
-    """Return True if the line that failed, `text`, uses an argument of the model's forward that the call did not pass.
-
-    The forward declares such an argument as optional, or reads it from `**kwargs`.
-    """
+    """Return True if the failed line of code, `text`, uses an argument of the model's forward that the call did not
+    pass. Such an argument is optional, or is read from `**kwargs`."""
     code, names = frame.f_code, frame.f_code.co_varnames
     if code.co_name != "forward" or frame.f_locals.get(names[0]) is not model:
         return False
@@ -206,8 +181,8 @@ def _misses_arguments(error: Exception, frame: FrameType, text: str, model: nn.M
 
 
 def _missing_row(frame: FrameType, model: nn.Module, location: str) -> ConfigError | None:
-    """Return the error of an `nn.Embedding` for an index that none of its rows has; None if another module failed.
-    `frame`: frame of the failed module's forward."""
+    """Return the error for an `nn.Embedding` that has no row for an index; None if another module failed. `frame`:
+    frame of the failed module's forward."""
     module, indices = frame.f_locals.get("self"), frame.f_locals.get("input")
     if not isinstance(module, nn.Embedding) or not isinstance(indices, Tensor):
         return None

@@ -1,7 +1,5 @@
-"""The choice of a run's CUDA kernels, made once before anything is allocated, and logged.
-
-On a CPU the switch `cpu.switch` chooses the kernel of attention, unless `kernels.attention` names one.
-"""
+"""The choice of a run's CUDA kernels, made once before anything is allocated, and logged. On a CPU the switch
+`cpu.switch` chooses the kernel of attention, unless `kernels.attention` names one."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from titan_launch.config.job import JobConfig
@@ -44,7 +42,7 @@ BACKENDS = {
 """PyTorch's backends by the values of `kernels.attention`."""
 
 _SAFE_CUDNN = 91501
-"""The oldest version of cuDNN that may compute attention: 9.15.1, as `torch.backends.cudnn.version()` returns it."""
+"""The oldest version of cuDNN that may compute attention: 9.15.1, in the format of `torch.backends.cudnn.version()`."""
 
 
 def use_kernels(
@@ -53,7 +51,7 @@ def use_kernels(
     """Apply the section `[kernels]`, and log the chosen kernels. Return a list, which is empty at first. If the backend
     of `kernels.attention` later refuses a call, PyTorch's reasons are added to the list.
 
-    Closing `stack` ends the choice of attention kernels. The precision of matrix products stays set. Raise ConfigError
+    Closing `stack` undoes the choice of attention kernels, but not the precision of matrix products. Raises ConfigError
     if the device, or the shape of the model's attention, does not allow a setting. The devices of all ranks are alike,
     so all ranks raise the same error.
     """
@@ -75,9 +73,7 @@ def use_kernels(
         )
     set_precision(kernels)
     order = priority(torch.cuda.get_device_capability(device))
-    unsafe = unsafe_cudnn(torch.backends.cudnn.version())
-    if unsafe is not None:
-        order = without_cudnn(kernels.attention, order, unsafe)
+    order = without_unsafe_cudnn(kernels.attention, order, torch.backends.cudnn.version())
 
     def obstacle(dtype: str, pads_values: bool) -> Obstacle:
         return _check_on(device, built, layout, dtype, config.training.seq_len, pads_values)
@@ -88,8 +84,8 @@ def use_kernels(
     chosen = [name for name, *_ in found.values()]
     if kernels.attention != "auto":
         stack.enter_context(sdpa_kernel(BACKENDS[kernels.attention]))
-    else:  # PyTorch follows the order in every call, also for models whose attention is not known
-        # Faster backends than the chosen ones were refused, and could fail in the run.
+    else:  # PyTorch tries the backends in this order in every call, also in models whose attention is unknown
+        # Backends that are faster than the chosen ones have refused a call, and could fail in the run.
         tried = order[min(map(order.index, chosen), default=0) :]
         if built.attention is None:  # this model may pass masks, with which cuDNN's gradients can be NaN (issue 196678)
             tried = tuple(name for name in tried if name != "cudnn")
@@ -101,8 +97,8 @@ def use_planned_kernels(
     config: JobConfig, built: BuiltModel, plan: ModelPlan, layout: Layout, capability: tuple[int, int]
 ) -> None:
     """Decide for a plan whether attention pads its values, as `use_kernels` would on a GPU of this compute capability.
-    The function `plan.attention_kernels.takes` answers in place of PyTorch. If `takes` refuses the backend that
-    `kernels.attention` names, values are padded."""
+    `plan.attention_kernels.takes` decides which backends are usable, without calls of attention. If `takes` refuses the
+    backend that `kernels.attention` names, values are padded."""
 
     def obstacle(dtype: str, pads_values: bool) -> Obstacle:
         assert built.attention is not None
@@ -121,8 +117,8 @@ def _choose_attention(
     order: Sequence[str],
     obstacle: Callable[[str, bool], Obstacle],
 ) -> dict[str, list[str]]:
-    """Return the result of `choose` for each dtype of attention. If the chosen backends take values that have another
-    width than queries, let attention pass such values unpadded. With context parallelism, values are always padded.
+    """Return the result of `choose` for each dtype of attention. Values may have another width than queries. If the
+    chosen backends take such values, let attention pass them unpadded. With context parallelism, values are padded.
 
     `obstacle`: function of a dtype and of `ScoreOptions.pads_values` that returns an `Obstacle`. Raises ConfigError as
     `choose` does.
@@ -133,8 +129,11 @@ def _choose_attention(
         padded, unpadded = obstacle(dtype, True), obstacle(dtype, False)
         found[dtype] = choose(config.kernels.attention, order, _either(unpadded, padded))
         takes_unpadded.append(unpadded(found[dtype][0]) is None)
-    if found and all(takes_unpadded) and layout.context == 1:  # ring attention has not been tried with other widths
-        _leave_values_unpadded(built.module)
+    has_whole_sequences = layout.tokens_on_rank(config.training.seq_len) == config.training.seq_len
+    if found and all(takes_unpadded) and has_whole_sequences:  # ring attention has not been tried with other widths
+        for module in built.module.modules():
+            if isinstance(module, LatentAttention):
+                module.options = replace(module.options, pads_values=False)
     return found
 
 
@@ -146,7 +145,7 @@ def explain_refusal(error: BaseException, kernels: KernelsConfig, refusals: Sequ
     the error.
     """
     if kernels.attention == "auto" or not isinstance(error, RuntimeError) or _NO_KERNEL not in str(error):
-        return None  # "auto" includes math, which accepts every call
+        return None  # "auto" allows the backend "math", which accepts every call
     place = user_location(error)
     where = f" at {place}" if place else ""
     reason = f'cannot be used{where}: {_listed(refusals)}; set "auto", which finds a usable backend, or "math"'
@@ -166,22 +165,16 @@ def set_precision(kernels: KernelsConfig) -> None:
     )
 
 
-def unsafe_cudnn(version: int | None) -> str | None:
-    """Return the reason why a version of cuDNN must not compute attention; None if the version may be used.
-
-    `version`: as `torch.backends.cudnn.version()` returns it; None without cuDNN.
-    """
+def without_unsafe_cudnn(wanted: str, order: tuple[str, ...], version: int | None) -> tuple[str, ...]:
+    """Return `order` without cuDNN if this version of cuDNN must not compute attention. If `wanted` is "auto", log the
+    reason. Raises ConfigError if `wanted` is "cudnn". `version`: result of `torch.backends.cudnn.version()`; None
+    without cuDNN."""
     if version is None or version >= _SAFE_CUDNN:
-        return None
-    return (
+        return order
+    unsafe = (
         f"cuDNN {_dotted(version)} is older than {_dotted(_SAFE_CUDNN)}, and accesses memory wrongly where the length "
         "of a sequence is not a multiple of 128 (pytorch issue 169849)"
     )
-
-
-def without_cudnn(wanted: str, order: Sequence[str], unsafe: str) -> tuple[str, ...]:
-    """Return `order` without cuDNN. If `wanted` is "auto", log `unsafe`, the reason. Raise ConfigError if cuDNN is the
-    wanted backend."""
     if wanted == "cudnn":
         reason = f'cannot be used: {unsafe}; install cuDNN {_dotted(_SAFE_CUDNN)} or later, or set "auto"'
         raise config_error(("kernels", "attention"), reason, wanted)
@@ -196,8 +189,8 @@ def _dotted(version: int) -> str:
 
 
 def attention_dtypes(data: DataSource, built: BuiltModel, plan: ModelPlan) -> list[str]:
-    """Return the dtypes that the model's plain causal attention computes in. The list is empty if the attention of the
-    model is not known, or if the training data separates documents."""
+    """Return the dtypes in which the model's plain causal attention computes. The list is empty if the attention of the
+    model is unknown, or if the training data separates documents."""
     if built.attention is None or separates_documents(data):
         return []
     paths = [module.path for module in plan.inventory.modules if matches(built.attention.queries_from, module.path)]
@@ -209,10 +202,8 @@ Obstacle = Callable[[str], str | None]
 
 
 def choose(wanted: str, order: Sequence[str], obstacle: Obstacle) -> list[str]:
-    """Return the name of the backend to use, then a reason for each faster backend that cannot be used.
-
-    `order`: names of the backends, fastest first. Raise ConfigError if the wanted backend cannot be used.
-    """
+    """Return a list: the name of the backend to use, then a reason for each faster backend that cannot be used.
+    `order`: names of the backends, fastest first. Raises ConfigError if the wanted backend cannot be used."""
     if wanted != "auto":
         reason = obstacle(wanted)
         if reason is not None:
@@ -226,7 +217,7 @@ def choose(wanted: str, order: Sequence[str], obstacle: Obstacle) -> list[str]:
         if reason is None:
             return [name, *reasons]
         reasons.append(f"not {name}: {reason}")
-    raise AssertionError("math can always be used")
+    raise AssertionError('the backend "math" can always be used')
 
 
 def _either(first: Obstacle, second: Obstacle) -> Obstacle:
@@ -234,22 +225,14 @@ def _either(first: Obstacle, second: Obstacle) -> Obstacle:
     return lambda name: None if first(name) is None else second(name)
 
 
-def _leave_values_unpadded(model: nn.Module) -> None:
-    """Let plain attention pass values to the chosen kernel in their own width, without padding."""
-    for module in model.modules():
-        if isinstance(module, LatentAttention):
-            module.options = replace(module.options, pads_values=False)
-
-
 def _check_on(
     device: torch.device, built: BuiltModel, layout: Layout, dtype: str, seq_len: int, pads_values: bool
 ) -> Obstacle:
-    """Return a function that takes the name of a backend, and returns why the backend refuses the model's attention, or
-    None. The function makes one call of attention with the shapes of a rank, except for math, which takes every call.
-    `pads_values`: as in `ScoreOptions`."""
+    """Return an `Obstacle` for the model's attention. This function makes one call of attention with the shapes of a
+    rank. `pads_values`: as in `ScoreOptions`."""
     heads = built.attention
     assert heads is not None
-    tokens, (width, value_width) = seq_len // layout.context, heads.widths(pads_values)
+    tokens, (width, value_width) = layout.tokens_on_rank(seq_len), heads.widths(pads_values)
 
     def made(num_heads: int, width: int) -> Tensor:
         shape = (layout.local_batch_size, tokens, num_heads // layout.tensor, width)
@@ -262,13 +245,12 @@ def _check_on(
         has_groups = query.shape[1] != key.shape[1]
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=has_groups)
 
-    return lambda name: (
-        None if name == "math" else refusal(BACKENDS[name], call)
-    )  # math accepts every call, and a call would allocate all scores
+    # "math" accepts every call, and a call of it would allocate all scores.
+    return lambda name: None if name == "math" else refusal(BACKENDS[name], call)
 
 
 def refusal(backend: SDPBackend, call: Callable[[], object]) -> str | None:
-    """Make a call of attention with this backend alone. Return why PyTorch refuses the call, or None.
+    """Run `call`, a call of attention, with only this backend enabled. Return why PyTorch refuses the call, or None.
 
     PyTorch's own checks (`torch.backends.cuda.can_use_flash_attention` and others) write their reasons to standard
     error only.
@@ -285,14 +267,11 @@ def refusal(backend: SDPBackend, call: Callable[[], object]) -> str | None:
 _NO_KERNEL = "No available kernel"
 """Text of PyTorch's error if no enabled backend takes a call. Warnings before the error give the reasons."""
 
-_NO_REASONS = ("because:", "runtime disabled")
-"""Last words of the warnings that give no reason. Such a warning is a heading, or says that a backend is disabled."""
-
 
 @contextmanager
 def _refusals_collected() -> Iterator[list[str]]:
-    """Until the end of the block, collect the warnings that give reasons for refusing a backend, instead of showing
-    them. Other warnings are shown. Yield the list of the reasons."""
+    """Collect the warnings in which PyTorch says why it refuses a backend, until the end of the block. These warnings
+    are not shown. Yield the list of the reasons."""
     reasons: list[str] = []
     show = warnings.showwarning
 
@@ -301,10 +280,10 @@ def _refusals_collected() -> Iterator[list[str]]:
         text = text.strip().rstrip(".")
         if "sdp_utils" not in place:  # the source file of the checks
             show(message, *rest, **others)
-        elif not text.endswith(_NO_REASONS):
+        elif not text.endswith(("because:", "runtime disabled")):  # a heading, or a backend that is not enabled
             reasons.append(text)
 
-    warnings.showwarning = keep_reasons  # catch_warnings would show a warning again that was shown before
+    warnings.showwarning = keep_reasons  # catch_warnings would also show earlier warnings again
     try:
         yield reasons
     finally:

@@ -36,29 +36,24 @@ from titan_launch.train.step import validate
 
 
 @contextmanager
-def scheduled_garbage_collection(every_steps: int) -> Iterator[Callable[[int], None]]:
+def scheduled_garbage_collection(every_steps: int) -> Iterator[Callable[[int], object]]:
     """Disable automatic garbage collection during the block. Yield a function that takes the number of a step. If the
     number is a multiple of `every_steps`, the function collects the two younger generations.
 
     Automatic collection pauses each rank at a different moment, and every pause delays all ranks at the next
-    collective. Objects made during start-up are frozen, so later collections do not visit them. If the caller had
-    frozen objects before, all objects stay frozen after the block, because Python can only unfreeze all objects.
+    collective. Objects made during start-up are frozen, so later collections skip them. If the caller had frozen
+    objects before, all objects stay frozen after the block, because Python can only unfreeze all objects.
     """
     unfreezes = gc.get_freeze_count() == 0
     gc.collect()
     gc.freeze()
     gc.disable()
     try:
-        yield lambda step: _collect_young(step, every_steps)
+        yield lambda step: gc.collect(1) if step % every_steps == 0 else None
     finally:
         gc.enable()
         if unfreezes:
             gc.unfreeze()
-
-
-def _collect_young(step: int, every_steps: int) -> None:
-    if step % every_steps == 0:
-        gc.collect(1)
 
 
 _log = logging.getLogger(__name__)
@@ -74,27 +69,27 @@ class Due:
 
     validate: bool
     """Validate. With `validation.freq` above 0: due every `validation.freq` steps and after the last step. If a signal
-    ends the run earlier, no validation is due: the scheduler soon kills the run, and the checkpoint needs that time."""
+    ends the run earlier, no validation is due. The scheduler soon kills the run, and the checkpoint needs that time."""
 
     save: bool
-    """Save a checkpoint. With `checkpoint.enable`: due every `checkpoint.interval` steps or `interval_minutes`, after
-    the last step, and if a signal ends the run. Without `checkpoint.enable`, but with `checkpoint.save_last`: due after
-    the last step, and if a signal ends the run without a restart. See also `is_saved`."""
+    """Save a checkpoint. With `checkpoint.enable`: due every `checkpoint.interval` steps, every
+    `checkpoint.interval_minutes`, after the last step, and if a signal ends the run. Without `checkpoint.enable`, but
+    with `checkpoint.save_last`: due after the last step, and if a signal ends the run without a restart. See also
+    `is_saved`."""
 
     pool: bool
-    """Pool BatchNorm's running statistics over ranks. Due before a validation or a checkpoint: both need one model."""
+    """Pool BatchNorm's running statistics over ranks. Due before a validation or a checkpoint, because both need equal
+    statistics on all ranks."""
 
     restore_statistics: bool
     """Restore each rank's own running statistics after the save, for which `pool` has averaged them. Due if only time
-    or a signal makes the checkpoint due, and the step is not one of regular validation. Such a checkpoint must not
+    or a signal is the reason for the checkpoint, and the step has no regular validation. Such a checkpoint must not
     change later steps."""
 
 
 def due_after_step(config: JobConfig, step: int, first_step: int, stop_signal: int, save_is_due: bool) -> Due:
-    """Return the work that follows `step`. `stop_signal`, `save_is_due`: see StepCoordinator.
-
-    `first_step`: the first step of this process.
-    """
+    """Return the work that follows `step`. `first_step`: the first step of this process. `stop_signal`, `save_is_due`:
+    see `StepCoordinator`."""
     checkpoint, freq = config.checkpoint, config.validation.freq
     is_last = step == config.training.total_steps
     regular_validation = freq > 0 and (is_last or step % freq == 0)
@@ -123,41 +118,44 @@ def due_now(run: Run) -> Due:
 
 def is_saved(run: Run, due: Due) -> bool:
     """Return True if a checkpoint of the run's last finished step must be saved: because it is due, or because early
-    stopping needs a checkpoint of the validated step. Call this function after `report`."""
+    stopping needs it after a validation. Call this function after `report`."""
     return due.save or (due.validate and run.early_stopping is not None and run.early_stopping.needs_checkpoint)
 
 
 def fit(run: Run) -> None:
-    """Train until all steps are done or early stopping ends the run, reporting, validating and saving on the way."""
+    """Train until all steps are done, or until early stopping or a signal ends the run. Report, validate and save
+    checkpoints on the way."""
     last = run.config.training.total_steps
     if reason := nothing_to_do(run):
         _log.info("%s", reason)
         if run.checkpoints is not None:
-            run.checkpoints.finish()  # the last copy of the run may have failed
+            run.checkpoints.finish()  # copies the last checkpoint to `checkpoint.store`, if that has failed before
         return
     if clipping := describe_clipping(run.config.lr_scheduler, last):
         _log.info("%s", clipping)
     with scheduled_garbage_collection(run.config.training.gc_freq) as collect_garbage:
-        run.control.agree()  # a signal may have come while the run was built
+        run.control.agree()  # a signal may have arrived while the run was built
         while run.progress.step < last and not run.control.stop_signal and not has_ended_early(run):
-            result = train_one_step(run)
+            train_one_step(run)
             run.watchdog.enter("agreeing and reporting", run.progress.step)
             run.control.agree()
             due = due_now(run)
             if looks_for_skipped_steps(run, due) and act_on_skipped_steps(run):
                 continue  # the run has gone back to a checkpoint
-            scalars = report(run, result, due) if due.report else {}
+            scalars = report(run, due) if due.report else {}
             if is_saved(run, due):
                 save(run, compared_loss(scalars))
             elif run.checkpoints is not None:
                 run.checkpoints.poll()
-            if run.progress.step == last_warm_up_step(run):
+            # An audited first step is not compiled, so the second step is slow, too.
+            if run.progress.step == run.first_step + (run.config.compile.enable and run.observers.audit is not None):
                 end_warm_up(run)
             collect_garbage(run.progress.step)
     run.watchdog.enter("ending", run.progress.step, is_slow=True)
     if run.checkpoints is not None:
         with run.observers.meter.paused("checkpoint"):
-            run.checkpoints.finish(copies=run.control.stop_signal != RESTART_SIGNAL)  # the next start copies
+            # Before a restart, do not wait for copies to `checkpoint.store`, because the next start makes them.
+            run.checkpoints.finish(copies=run.control.stop_signal != RESTART_SIGNAL)
     if pauses := run.observers.meter.late_pauses():
         run.output.write(run.progress.step, pauses)
     run.output.clear_progress()
@@ -165,7 +163,7 @@ def fit(run: Run) -> None:
 
 
 def nothing_to_do(run: Run) -> str:
-    """Return a message that says why a run has no step to train, and which key to increase; "" if it has steps.
+    """Return a message that says why a run has no step left to train, and which key to increase; "" if there are steps.
     Collective if early stopping has ended the run."""
     step, last, key = run.progress.step, run.config.training.total_steps, format_key(run.config.training.length_key)
     if has_ended_early(run):
@@ -175,19 +173,15 @@ def nothing_to_do(run: Run) -> str:
 
 
 def looks_for_skipped_steps(run: Run, due: Due) -> bool:
-    """Return True if the host reads after this step which steps were skipped.
-
-    On a CPU it reads after every step. On CUDA it reads only before a report, because reading waits for the device.
-    """
+    """Return True if the host reads after this step which steps were skipped: on a CPU after every step, and on CUDA
+    only before a report, because reading waits for the device."""
     return due.report or run.ranks.device.type == "cpu"
 
 
 def ending(run: Run) -> str:
-    """Return a text that says how the run ended. Collective if early stopping has ended the run.
-
-    Raises Stopped if all ranks will restart for a new host, or if a signal ended the run after a step of this process
-    and no checkpoint is saved.
-    """
+    """Return a text that says how the run ended. Collective if early stopping has ended the run. Raises Stopped if all
+    ranks will restart for a new host. Also raises Stopped if a signal ended the run after a step of this process, and
+    no checkpoint is saved."""
     step, last, number = run.progress.step, run.config.training.total_steps, run.control.stop_signal
     if has_ended_early(run):
         return early_ending(run)
@@ -256,24 +250,15 @@ def train_one_step(run: Run, *more: Observer) -> StepResult:
 
 
 def unfreeze(run: Run) -> None:
-    """Begin to train the parameters that `training.unfreeze` has kept frozen until the run's last finished step."""
+    """Begin to train the parameters that `training.unfreeze` keeps frozen up to the run's last finished step."""
     num_unfrozen = run.unfreezing.apply(run.progress.step)
     if num_unfrozen:
         run.output.clear_progress()
         _log.info("step %d: %d more parameter tensors are trained from now on", run.progress.step + 1, num_unfrozen)
 
 
-def last_warm_up_step(run: Run) -> int:
-    """Return the last step that may take much longer than later steps.
-
-    This is the first step of this process. With `compile.enable` it is the second step if the first is audited, because
-    an audited step is not compiled.
-    """
-    return run.first_step + (run.config.compile.enable and run.observers.audit is not None)
-
-
 def end_warm_up(run: Run) -> None:
-    """Prepare for checkpoints and set the timeouts of regular steps, once all ranks have done the slow first steps."""
+    """Prepare for checkpoints and set the timeouts of regular steps. Call this function after the slow first steps."""
     if run.checkpoints is not None and run.config.checkpoint.enable:
         run.checkpoints.get_ready()
     set_timeouts(run.config.comm.timeout_seconds)
@@ -285,19 +270,22 @@ def current_lr_factor(run: Run, step: int) -> float:
     return lr_factor(run.config.lr_scheduler, step, run.config.training.total_steps)
 
 
-def report(run: Run, result: StepResult, due: Due) -> dict[str, float]:
+def report(run: Run, due: Due) -> dict[str, float]:
     """Write the metrics of the step, and of all steps since the last report, to all sinks. Return the metrics by tag.
     Collective.
 
-    Before the sinks are written, pool BatchNorm's running statistics and validate, if these are due. The host waits for
-    the device. A metric that is not combined over ranks has this rank's value.
+    Before that, pool BatchNorm's running statistics and validate, if these are due. The host waits for the device. A
+    metric that is not combined over ranks has this rank's value.
     """
     step = run.progress.step
     meter, measurements = run.observers.meter, run.observers.measurements
-    observed: dict[str, float | Tensor] = {}
+    layers = [module.path for module in run.job.plan.inventory.modules if is_mixture_of_experts(module)]
+    observed: dict[str, float | Tensor] = {**run.step.experts.take(layers)} if layers else {}
     for observer in run.observers:
         observed |= observer.take_metrics()
-    scalars = meter.report(expert_measurements(run) | observed | checkpoint_measurements(run) | values_of_run(run))
+    if run.checkpoints is not None and run.config.checkpoint.enable:
+        observed |= run.checkpoints.take_measurements()
+    scalars = meter.report(observed | values_of_run(run))
     warn_of_collapse(run, scalars)
     if run.memory_check is not None:
         is_measured = measurements.is_steady or run.ranks.device.type == "cpu"
@@ -326,7 +314,7 @@ def learning_rates(run: Run, step: int) -> dict[str, float]:
 
 
 def perplexities(run: Run, scalars: Mapping[str, float]) -> dict[str, float]:
-    """Return the exponentials of the losses of a language model, by tag. They are omitted for images, and for a
+    """Return the exponentials of the losses of a language model, by tag. Images have no perplexity, and neither has a
     training loss with label smoothing."""
     if run.config.data.unit != "tokens":
         return {}
@@ -349,12 +337,6 @@ def values_of_run(run: Run) -> dict[str, float]:
     return values
 
 
-def expert_measurements(run: Run) -> dict[str, Tensor]:
-    """Return this rank's part of the `experts/*` metrics by tag; empty if the model has no mixtures of experts."""
-    layers = [module.path for module in run.job.plan.inventory.modules if is_mixture_of_experts(module)]
-    return run.step.experts.take(layers) if layers else {}
-
-
 def warn_of_collapse(run: Run, scalars: Mapping[str, float]) -> None:
     """Warn once of each mixture of experts that has collapsed since the last report."""
     collapsed = run.step.experts.newly_collapsed(scalars)
@@ -363,20 +345,10 @@ def warn_of_collapse(run: Run, scalars: Mapping[str, float]) -> None:
         _log.warning("%s", describe_collapse(run.progress.step, collapsed))
 
 
-def checkpoint_measurements(run: Run) -> dict[str, float]:
-    """Return the metrics of checkpoints by tag: the time for which training has waited for saves since the last report,
-    and the number of failed saves of this process. Return an empty dict for a run that saves no checkpoint before its
-    last step."""
-    return run.checkpoints.take_measurements() if run.checkpoints and run.config.checkpoint.enable else {}
-
-
 def pool_statistics(run: Run, purpose: str, temporarily: bool) -> dict[str, float]:
     """Pool BatchNorm's running statistics over all ranks that have the same parameters. Collective. Return the
-    `batchnorm/*` metrics by tag; an empty dict without BatchNorm, or without other such ranks.
-
-    `purpose`: the pause of training to which the time counts. `temporarily`: True if `save` restores each rank's own
-    statistics.
-    """
+    `batchnorm/*` metrics by tag; an empty dict without BatchNorm, or without other such ranks. `purpose`: name of the
+    pause of training to which the time counts. `temporarily`: True if `save` restores each rank's own statistics."""
     with run.observers.meter.paused(purpose):
         divergence = run.step.statistics.pool(run.mesh.data_group, temporarily=temporarily)
         if run.mesh.pipeline_group is not None:
@@ -406,7 +378,7 @@ def validation_scalars(run: Run) -> dict[str, float]:
 
 
 def compared_loss(scalars: Mapping[str, float]) -> float | None:
-    """Return the loss of a validation that `checkpoint.keep_best` and `validation.patience` compare; None without a
+    """Return the validation loss that `checkpoint.keep_best` and `validation.patience` compare; None without a
     validation."""
     return scalars.get("validation/loss", scalars.get("validation/ema_loss"))
 
@@ -420,11 +392,8 @@ def validated(run: Run) -> dict[str, float]:
 
 def save(run: Run, validation_loss: float | None = None) -> None:
     """Begin a checkpoint of the last finished step, and restore running statistics that were pooled temporarily.
-    Collective. Call this function after `report`, which pools running statistics.
-
-    `validation_loss`: validation loss of the step; None without a validation. The time for which training waits does
-    not count as training time.
-    """
+    Collective. Call this function after `report`, which pools running statistics. `validation_loss`: validation loss of
+    the step; None without a validation. The time for which training waits does not count as training time."""
     assert run.checkpoints is not None
     run.output.clear_progress()
     run.watchdog.enter("saving a checkpoint", run.progress.step, is_slow=True)

@@ -56,7 +56,7 @@ def train(
 
 
 def _ignore_warnings() -> None:
-    """Ignore warnings of PyTorch on every rank, if the launcher intends the behavior or reports it itself."""
+    """Ignore the warnings of PyTorch about behavior that the launcher intends or reports itself."""
     for message in (
         r"FSDP2-wrapped module .* returned a view tensor",  # train.precision_audit names the modules
         r"Mismatch dtype between input and weight",  # the effect of a precision rule for fp32 norm weights

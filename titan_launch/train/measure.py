@@ -43,19 +43,19 @@ class Prediction:
 
     gib: float
     peak_point: str
-    """StepPoint of the peak, as text."""
+    """Point of the step at which memory peaks, as text (`StepPoint`)."""
 
 
 class MemoryCheck:
     """The predicted peak memory of a step, which is reported as a metric and compared once with the measured peak."""
 
     def __init__(self, config: JobConfig, layout: Layout, hardware: Hardware, stack: ExitStack):
-        """Predict from the recordings of an earlier plan or run. Without recordings, a run on GPUs starts a process
-        that records the job. Closing `stack` ends the process.
+        """Predict the peak from the recordings of an earlier plan or run. Without recordings, a run on GPUs starts a
+        process that records the job. Closing `stack` ends the process.
 
         On CPUs no process records the job, because it would slow down the run. The memory of compiled, float8 and
-        pipelined jobs is not predicted. (The prediction for a pipeline is for the rank with the highest peak, which may
-        be another rank.) On an untested release of PyTorch, nothing is predicted.
+        pipelined jobs is not predicted. (The plan of a pipeline predicts the highest peak of all ranks, and rank 0 may
+        have a lower one.) On an untested release of PyTorch, nothing is predicted.
         """
         self._prediction: Prediction | None = None
         self._trace: TraceProcess | None = None
@@ -93,9 +93,8 @@ class MemoryCheck:
 
     def scalars(self, measured_gib: float | None) -> dict[str, float]:
         """Return the predicted memory by tag; an empty dict if there is no prediction yet. This method never waits.
-
         `measured_gib`: measured peak memory in GiB, without validations and checkpoints; None if not measured. The
-        first measured peak is compared with the prediction. A large difference is logged as a warning."""
+        first measured peak is compared with the prediction, and a large difference is logged as a warning."""
         self._read_trace()
         if self._measured_gib is None:
             self._measured_gib = measured_gib
@@ -129,12 +128,12 @@ class MemoryCheck:
 
 
 STEADY_STEP = 3
-"""Step of this process, counted from 1, in which memory is measured on a CPU. The optimizer state is complete before
-this step."""
+"""Number of the step of this process (from 1) in which memory is measured on a CPU. The optimizer state is complete
+before this step."""
 
 
 def hold_frozen(memory: LiveMemory, loss: Loss) -> None:
-    """Record the shards of the loss's second model in `memory`, if the loss has a second model."""
+    """Record the shards of the loss's second model in `memory`, if there is one."""
     if loss.frozen is not None:
         memory.hold(loss.frozen.parameters(), Category.PARAMETERS)
         memory.hold(loss.frozen.buffers(), Category.BUFFERS)
@@ -146,8 +145,8 @@ class StepMeasurements(Observer):
     def __init__(
         self, config: JobConfig, train_step: TrainStep, timeline: Timeline, ema: WeightEMA | None, stack: ExitStack
     ):
-        """Start to count traffic (`comm.count_traffic`) and compile time. Closing `stack` removes all hooks. The memory
-        of a compiled model cannot be measured on a CPU."""
+        """Start to count traffic (`comm.count_traffic`) and compile time. Closing `stack` removes all hooks. On a CPU,
+        the memory of a compiled model cannot be measured."""
         self._profile_freq = config.comm.profile_freq
         self._ema = ema
         self._train_step = train_step
@@ -164,11 +163,9 @@ class StepMeasurements(Observer):
         self._compile_time = stack.enter_context(compile_time()) if is_compiled else None
         self._seen: dict[str, float] = {}
         self._watched = ExitStack()
-        """The measurement of the present step."""
+        """The measurement of the current step."""
 
-        self._first_step: int | None = None
-        """The first step of this process."""
-
+        self._first_step: int | None = None  # of this process
         self._steps = self._window_start = 0
         self._only_training = True
 
@@ -209,15 +206,13 @@ class StepMeasurements(Observer):
 
     @property
     def is_steady(self) -> bool:
-        """True if neither a validation nor a checkpoint has run since the last report, and the first step of this
-        process came before that report."""
+        """True if no validation or checkpoint has run since the last report. False if the first step of this process
+        has run since then."""
         return self._only_training and self._first_step is not None and self._window_start > self._first_step
 
     def end_window(self, step: int, only_training: bool) -> None:
         """Begin the measurements for the next report, after the report of `step`. Drop the traffic since the last
-        `take_metrics`.
-
-        `only_training`: True if neither a validation nor a checkpoint follows before the next step."""
+        `take_metrics`. `only_training`: True if neither a validation nor a checkpoint follows before the next step."""
         if self._traffic is not None:
             self._traffic.take()
         self._steps, self._window_start, self._only_training = 0, step + 1, only_training

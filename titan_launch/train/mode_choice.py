@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,7 @@ from titan_launch.distributed.collectives import on_all_ranks, on_rank_0
 from titan_launch.distributed.process_group import Ranks
 from titan_launch.models.build import BuiltModel, take_inventory
 from titan_launch.models.documents import check_documents
-from titan_launch.models.parallel_plans import check_context_plan, check_tensor_plan
+from titan_launch.models.parallel_plans import check_divisions
 from titan_launch.parallel.batchnorm import check_batch_norms
 from titan_launch.plan.batch_size import is_auto_batch, possible_batch_sizes, with_local_batch_size
 from titan_launch.plan.hardware import GIB, Hardware, hardware_of
@@ -43,30 +44,24 @@ from titan_launch.train.trace_subprocess import TraceProcess
 
 
 def inspect_model(config: JobConfig, built: BuiltModel) -> Inventory:
-    """Return the table of a model's modules.
-
-    Raises ConfigError for a forward with the wrong arguments. Also raises ConfigError if the classes of the model do
-    not support the job's packed documents, BatchNorm statistics, tensor parallelism or context parallelism.
-    """
+    """Return the table of a model's modules. Raises ConfigError for a forward with the wrong arguments. Also raises
+    ConfigError if the model does not support the job's packed documents, BatchNorm statistics, tensor parallelism or
+    context parallelism."""
     check_signature(built.module, config.data.unit, config.model.loss is not None)
     for key, value in keys_of_packed_documents(config):
         check_documents(built.module, config.training.seq_len, key, value)
     check_batch_norms(built.module, config.batchnorm)
-    check_tensor_plan(built.module, built.tensor_parallel, config.parallelism)
-    context, seq_len = config.parallelism.context_parallel_degree, config.training.seq_len
-    check_context_plan(built.module, built.context_parallel, context, seq_len, config.batchnorm)
+    check_divisions(built, config)
     output_layer = built.head[-1] if built.head else None
     if output_layer is None and config.loss.chunks > 1 and config.data.unit == "tokens":
-        output_layer = find_output_layer(built.module, seq_len)
+        output_layer = find_output_layer(built.module, config.training.seq_len)
     inventory = take_inventory(built.module, built.blocks, built.head, built.embeddings, built.pipeline_order)
     return replace(inventory, output_layer=output_layer, blocks_origin=built.blocks_origin)
 
 
 def plan_precision(config: JobConfig, built: BuiltModel) -> ModelPlan:
-    """Return the units and dtypes of a model on the meta device.
-
-    Raises ConfigError as `inspect_model` and `plan_job` do.
-    """
+    """Return the units and dtypes of a model on the meta device. Raises ConfigError as `inspect_model` and `plan_job`
+    do."""
     return plan_job(config, inspect_model(config, built))
 
 
@@ -77,11 +72,9 @@ Decision = tuple[Choice, str]
 
 
 def hardware_of_run(config: JobConfig, ranks: Ranks) -> Hardware:
-    """Return the planner's assumptions about the devices of this run; collective.
-
-    On GPUs, the memory limit is the memory of the smallest device. On CPUs, it is this rank's part of the memory of its
-    host, or the limit of this process (`ulimit`) if that is lower. Keys of `[planner]` may set another limit.
-    """
+    """Return the planner's assumptions about the devices of this run. Collective. On GPUs, the memory limit is the
+    memory of the smallest device. On CPUs, the memory limit is this rank's part of the host's memory, or the limit of
+    this process (`ulimit`) if that is lower. Keys of `[planner]` may set another limit."""
     if ranks.device.type != "cuda":
         return hardware_of(config, ranks.on_host, kernels="cpu")
     properties = torch.cuda.get_device_properties(ranks.device)
@@ -94,13 +87,15 @@ def resolve_batch_size(config: JobConfig, hardware: Hardware, ranks: Ranks) -> J
     """Return the job with a number in place of `training.local_batch_size = "auto"`. A job without this `auto` is
     unchanged. Collective.
 
-    Rank 0 chooses the largest microbatch that is planned to fit. Then each rank tries this microbatch in a trial, in a
-    process of its own. As long as a rank runs out of memory, all ranks try the next smaller one. With expert
+    Rank 0 chooses the largest microbatch that fits by the plan. Then each rank tries this microbatch in a trial, in a
+    process of its own. As long as a rank runs out of memory, all ranks try the next smaller microbatch. With expert
     parallelism there is no trial. Raises UserError on all ranks if no microbatch fits.
     """
     if not is_auto_batch(config):
         return config
-    size = on_rank_0(lambda: _largest_batch(config, hardware, ranks.world_size))
+    if ranks.is_rank_0:
+        _log.info("auto: planning the job with each possible microbatch size")
+    size = on_rank_0(lambda: int(_planned(config, hardware, ranks.world_size)["local_batch_size"]))
     if config.parallelism.expert_parallel_degree > 1:
         reason = "with expert parallelism, a trial gets no tokens from other ranks"
         _log.info("auto: microbatches of %d samples, without a trial: %s", size, reason)
@@ -121,10 +116,11 @@ def _is_enough(config: JobConfig, hardware: Hardware, ranks: Ranks) -> bool:
         return trial.has_enough_memory()
 
 
-def _largest_batch(config: JobConfig, hardware: Hardware, world_size: int) -> int:
-    _log.info("auto: planning the job with each possible microbatch size")
+def _planned(config: JobConfig, hardware: Hardware, world_size: int) -> dict[str, Any]:
+    """Return the values that the planner chooses for each `auto`, by key of the job."""
     with ExitStack() as stack:
-        return int(TraceProcess(config, world_size, hardware, stack).result()["resolved"]["local_batch_size"])
+        resolved: dict[str, Any] = TraceProcess(config, world_size, hardware, stack).result()["resolved"]
+    return resolved
 
 
 def resolve_auto_modes(
@@ -133,8 +129,8 @@ def resolve_auto_modes(
     """Return the job with modes in place of `auto`, and the reason for these modes. Collective.
 
     If the job has no `auto`, return the same job and None. A resumed run keeps the modes that it began with, if the job
-    still allows them. Otherwise rank 0 chooses the modes for all ranks. Raises UserError on all ranks if the job does
-    not fit into memory with any choice of modes. Nothing is written or allocated before this error.
+    still allows them. Otherwise rank 0 chooses the modes for all ranks. Raises UserError on all ranks if no choice of
+    modes fits into memory. Nothing is written or allocated before this error.
     """
     if not is_auto(config):
         return config, None
@@ -154,10 +150,7 @@ def _decide(config: JobConfig, layout: Layout, built: BuiltModel, hardware: Hard
 
 def _recorded(config: JobConfig, attempt: Attempt) -> Decision | None:
     """Return the modes that a resumed run began with. Return None if no run is resumed, or if the job no longer allows
-    these modes.
-
-    Modes sum gradients in different orders, so a change of modes would change the results.
-    """
+    these modes. Modes sum gradients in different orders, so a change of modes would change the results."""
     recorded = recorded_modes(config.job.run_folder, config, attempt)
     if recorded is None:
         return None
@@ -189,8 +182,7 @@ def _resolved(config: JobConfig, layout: Layout, built: BuiltModel, hardware: Ha
     if not is_tested_release():
         return _least_memory(config, layout, inspect_model(config, built))
     _log.info("auto: planning the job")
-    with ExitStack() as stack:
-        resolved = TraceProcess(config, layout.world_size, hardware, stack).result()["resolved"]
+    resolved = _planned(config, hardware, layout.world_size)
     accumulation = GradientAccumulationConfig.model_validate(resolved["gradient_accumulation"])
     checkpointing = ActivationCheckpointConfig.model_validate(resolved["activation_checkpoint"])
     return Choice(accumulation, checkpointing), str(resolved["reason"])

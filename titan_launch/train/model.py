@@ -1,5 +1,5 @@
 """Construction of a model for a run, a trial, a trace or a dry run: build on the meta device, wrap, allocate the
-shards."""
+shards, build the optimizer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from titan_launch.config.axes import CONTEXT
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import ConfigError, config_error, listed
 from titan_launch.distributed.collectives import on_all_ranks
@@ -23,14 +25,16 @@ from titan_launch.models.build import BuiltModel, build_model, values_of_width
 from titan_launch.models.factory import HostBuild
 from titan_launch.models.host_values import HostValues, attributes_digest, describe_tensors, digest_of
 from titan_launch.models.init import allocate, initialize
+from titan_launch.optim.registry import build_optimizer
+from titan_launch.optim.replica_shards import ReplicaShards
 from titan_launch.parallel.apply import parallelize
 from titan_launch.parallel.context_parallel import SequencePart, divide_buffers, ring_attention
 from titan_launch.parallel.pipeline import divide, pipeline_of
-from titan_launch.parallel.tensor_parallel import token_shards
 from titan_launch.plan.freezing import Freezing
 from titan_launch.plan.hardware import GIB, format_bytes, free_memory_gib
 from titan_launch.plan.job import plan_untrained
 from titan_launch.plan.mup import width_scales
+from titan_launch.plan.replica_shards import gradients_leave_early
 from titan_launch.plan.types import ModelPlan
 from titan_launch.train.forward import check_embeddings
 from titan_launch.train.mode_choice import inspect_model
@@ -39,11 +43,9 @@ _log = logging.getLogger(__name__)
 
 
 def build_job_model(config: JobConfig, host: HostBuild | None = None) -> BuiltModel:
-    """Build the model of a job on the meta device, with frozen parameters as `[training]` sets them.
-
-    `host`: see `build_model`. `requires_grad` is False only for parameters that are never trained. Raises ConfigError
-    as `build_model` does, and for globs of `[training]` that match no parameter.
-    """
+    """Build the model of a job on the meta device, with frozen parameters as `[training]` sets them. `host`: see
+    `build_model`. `requires_grad` is False only for parameters that are never trained. Raises ConfigError as
+    `build_model` does, and for globs of `[training]` that match no parameter."""
     built = build_model(config.model, config.training.seq_len, host, config.lora)
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in built.module.named_parameters(remove_duplicate=False):
@@ -62,8 +64,8 @@ def build_on_all_ranks(config: JobConfig, ranks: Ranks) -> BuiltModel:
     """Build a job's model on each rank; collective. A user's own factory may give the model initial values.
 
     One rank of each host calls the factory on the CPU and keeps the values. The other ranks call the factory on the
-    meta device. If the factory fails on the meta device, or makes a module that differs from the one made on the CPU,
-    these ranks also call it on the CPU, one after another, and drop the values.
+    meta device. If the factory fails there, or makes another module than on the CPU, these ranks also call it on the
+    CPU. They do so one after another, and drop the values.
 
     Raises ConfigError, on all ranks alike, as `build_model` does, and if a factory makes different modules on two
     ranks.
@@ -79,7 +81,9 @@ def build_on_all_ranks(config: JobConfig, ranks: Ranks) -> BuiltModel:
         built = build_job_model(config, HostBuild(config.training.seed, _free_bytes(), on_meta))
         if isinstance(built.initializer, HostValues) and not is_owner:
             built = replace(built, initializer=built.initializer.owned_by(owner))
-        return _Identity.of(built, owner, is_owner and compares_values)
+        tensors, values = _described(built, is_owner and compares_values)
+        digests = digest_of(tensors), attributes_digest(built.module)
+        return _Identity(owner, digests, digest_of(values) if values else "")
 
     def build_first() -> _Identity:
         if is_owner:
@@ -130,15 +134,9 @@ class _Identity:
     values: str = ""
     """Digest of the values; empty on ranks that do not compare them."""
 
-    @classmethod
-    def of(cls, built: BuiltModel, owner: int, with_values: bool) -> _Identity:
-        """Return the digests of a module."""
-        tensors, values = _described(built, with_values)
-        return cls(owner, (digest_of(tensors), attributes_digest(built.module)), digest_of(values) if values else "")
-
     def differs_from(self, first: _Identity) -> bool:
-        """Return True if this rank and rank 0 would not train the same model. Differences of attributes that are not
-        tensors do not count. `first`: the digests of rank 0."""
+        """Return True if this rank and rank 0 would train different models. Attributes that are not tensors are not
+        compared. `first`: the digests of rank 0."""
         assert self.digests is not None and first.digests is not None
         return self.digests[0] != first.digests[0] or (self.values or first.values) != first.values
 
@@ -199,20 +197,20 @@ class SampleFormat(Protocol):
 
 @dataclass(frozen=True)
 class AssembledModel:
-    """A model that is wrapped for this rank, with its plan and mesh."""
+    """A model that is wrapped for this rank, its plan and its mesh."""
 
     built: BuiltModel
     """The model, whose module was wrapped in place."""
 
     plan: ModelPlan
-    """The plan of the whole model, by which it was wrapped."""
+    """The plan of the whole model, according to which it was wrapped."""
 
     mesh: Mesh
     sequence_part: SequencePart | None
     """This rank's part of every sequence; None without context parallelism."""
 
     frozen: FrozenModel | None = None
-    """The second model of the loss, wrapped in the same way; None if the loss has no second model."""
+    """The teacher or reference model of the loss (its second model), also wrapped; None if the loss has none."""
 
     @property
     def module(self) -> nn.Module:
@@ -223,14 +221,13 @@ class AssembledModel:
 def assemble_model(
     config: JobConfig, built: BuiltModel, plan: ModelPlan, mesh: Mesh, samples: SampleFormat
 ) -> AssembledModel:
-    """Wrap a model on the meta device in place, as `plan` says. Also build and wrap the second model of the job's loss.
-    Collective.
+    """Wrap a model on the meta device in place, as `plan` says. Also build and wrap the loss's second model (see
+    `AssembledModel.frozen`). Collective.
 
     Runs, trials, traces and dry runs all assemble their models here. Nothing is allocated: see `allocate_model`.
 
-    Raises ConfigError for a model whose pipeline stages do not run one after another, or not on the meta device. Raises
-    ConfigError for a second model that cannot be built. The first forward of a model raises ConfigError if an embedding
-    of token ids has too few rows.
+    Raises ConfigError if the pipeline stages do not run one after another on the meta device, or if the second model
+    cannot be built. The first forward of the model raises ConfigError if an embedding of token ids has too few rows.
     """
     module = shard_model(config, built, plan, mesh)
     pipeline = pipeline_of(module)
@@ -259,7 +256,7 @@ def shard_model(config: JobConfig, built: BuiltModel, plan: ModelPlan, mesh: Mes
         parallelize(module, plan, mesh, config, built.tensor_parallel, group)
 
     if plan.stages:
-        divide(built.module, plan, mesh, token_shards(config.parallelism), wrap)
+        divide(built.module, plan, mesh, config.parallelism, wrap)
     else:
         wrap(built.module, plan)
     return built.module
@@ -273,19 +270,32 @@ def allocate_model(
     initial_values: bool = True,
     attention_device: torch.device | None = None,
 ) -> None:
-    """Allocate this rank's shards of the model and of its second model on `device`, and fill them unless
+    """Allocate this rank's shards of the model and of `model.frozen` on `device`, and fill them unless
     `initial_values` is False. With `training.enable_cpu_offload`, the shards of parameters are in host memory.
 
     With context parallelism, also cut the model's buffers that extend along the sequence to this rank's rows, and use
-    ring attention until `stack` is closed. `attention_device`: the device whose ring attention is used, by default
+    ring attention until `stack` is closed. `attention_device`: device for which ring attention is chosen; by default
     `device`. Raises ConfigError if PyTorch has no ring attention for that device.
     """
-    if model.mesh.context is not None:
-        stack.enter_context(ring_attention(model.mesh.context, config.parallelism, attention_device or device))
+    ranks = model.mesh.along(CONTEXT)
+    stack.enter_context(ring_attention(ranks, config.parallelism, attention_device or device))
     for built in (model.built, *([] if model.frozen is None else [model.frozen.built])):
         allocate(built.module, device, config.training.enable_cpu_offload)
         if initial_values:
             initialize(built.module, built.initializer, config.training.seed, device)
-    if model.sequence_part is not None:
-        axes = model.built.context_parallel or {}
-        divide_buffers(model.module, axes, model.sequence_part, config.training.seq_len)
+    divide_buffers(model.module, model.built.context_parallel, model.sequence_part, config.training.seq_len)
+
+
+def build_model_optimizer(config: JobConfig, model: AssembledModel) -> Optimizer:
+    """Return the optimizer of an allocated model."""
+    replicas = build_replica_shards(config, model)
+    head, seed = model.built.head, config.training.seed
+    return build_optimizer(model.module, config.optimizer, head, seed, replicas, width_scales(config))
+
+
+def build_replica_shards(config: JobConfig, model: AssembledModel) -> ReplicaShards | None:
+    """Return the exchange of gradients and parameters between replicas; None if the optimizer is not sharded over
+    replicas."""
+    if model.mesh.layout.optimizer_replicas == 1:
+        return None
+    return ReplicaShards(model.module, model.plan, model.mesh, gradients_leave_early(config.training))

@@ -1,15 +1,24 @@
-"""The list of everything that watches the steps of a run, in order."""
+"""The list of the objects that watch the steps of a run, in order."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 
+from torch import nn
+
+from titan_launch.config.job import JobConfig
+from titan_launch.core.errors import format_key
 from titan_launch.core.observer import Observer
+from titan_launch.distributed.process_group import Ranks
 from titan_launch.metrics.learned import Learned
 from titan_launch.metrics.meter import Meter
 from titan_launch.metrics.sinks.console import ConsoleSink
+from titan_launch.models.blocks import PassThrough
 from titan_launch.optim.ema import WeightEMA
+from titan_launch.plan.types import ModelPlan
+from titan_launch.plan.units.rule_assignment import matched_modules
 from titan_launch.train.measure import StepMeasurements
 from titan_launch.train.precision_audit import PrecisionAudit
 from titan_launch.train.profiling import StepProfiler
@@ -17,11 +26,11 @@ from titan_launch.train.profiling import StepProfiler
 
 @dataclass(frozen=True)
 class Observers:
-    """The observers of a run; None for those that the job does not have.
+    """The observers of a run. An observer that the job does not need is None.
 
     `before_step` and `before_update` are called from the first observer of this class to the last. `after_step` and
-    `abandon_step` are called from the last to the first. So an observer sees what the observers below it do. The guard
-    that decides whether to skip a step is not an observer, because it changes the step (`TrainStep`).
+    `abandon_step` are called from the last to the first. So an observer also measures the work of the observers below
+    it. The guard that decides whether to skip a step is not an observer, because it changes the step (`TrainStep`).
     """
 
     # The progress bar shows a step after all other observers have seen it.
@@ -50,3 +59,19 @@ class Observers:
 
     def __iter__(self) -> Iterator[Observer]:
         yield from (observer for observer in vars(self).values() if observer is not None)
+
+
+def build_learned(
+    config: JobConfig, plan: ModelPlan, model: nn.Module, ranks: Ranks, stack: ExitStack, replicas: int
+) -> Learned | None:
+    """Return the measurements of the modules that `metrics.modules` names; None if the key is empty. `replicas`: see
+    `Learned`. Raises ConfigError for a glob that matches no module."""
+    if not config.metrics.modules:
+        return None
+    paths = matched_modules(plan.inventory, config.metrics.modules, ("metrics", "modules"))
+    groups: dict[str, list[str]] = {}
+    for unit in plan.boundaries:
+        if unit.key is not None:
+            groups.setdefault(format_key(unit.key), []).extend(unit.modules)
+    modules = {path: module for path, module in model.named_modules() if not isinstance(module, PassThrough)}
+    return Learned(modules, paths, None if config.compile.enable else groups, ranks.device, stack, replicas)

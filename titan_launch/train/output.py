@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
+from pathlib import Path
 
 from titan_launch.checkpoint.state import Progress
 from titan_launch.config.job import JobConfig
@@ -16,15 +15,21 @@ from titan_launch.config.loading.provenance import toml_value
 from titan_launch.config.sections.section import Section
 from titan_launch.core.errors import format_key
 from titan_launch.distributed.collectives import on_rank_0
+from titan_launch.distributed.process_group import Ranks
 from titan_launch.metrics.sinks import Sink, SinkContext, open_sinks
 from titan_launch.metrics.sinks.console import ConsoleSink
 from titan_launch.metrics.sinks.interface import GuardedSink, RunDescription
 from titan_launch.metrics.tags import BEST_LOSS, WITHOUT_IMPROVEMENT
 from titan_launch.plan.report.unit_table import format_plan
 from titan_launch.plan.units.rule_assignment import is_batch_norm
+from titan_launch.train.health.flight_recorder import FOLDER as FLIGHT_RECORDER
+from titan_launch.train.health.watchdog import Watchdog
 from titan_launch.train.measure import MEASURED, PREDICTED
 from titan_launch.train.resolve_job import ResolvedJob
-from titan_launch.train.run_folder.folder import OpenRunFolder, run_id
+from titan_launch.train.run_folder.folder import OpenRunFolder, new_attempt_folder, prepare_run_folder, run_id
+from titan_launch.train.run_folder.logs import LogFile
+from titan_launch.train.run_folder.records import table_of
+from titan_launch.train.run_folder.resume import advice_without_folder
 
 
 @dataclass(frozen=True)
@@ -34,11 +39,11 @@ class RunOutput:
     folder: OpenRunFolder
     sinks: tuple[Sink, ...]
     console: ConsoleSink | None
-    """The sink that writes to the terminal. It is also one of `sinks`. None with `--quiet`, and on all ranks except
+    """The sink that writes to the terminal, which is also one of `sinks`. None with `--quiet`, and on all ranks except
     rank 0."""
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Write metrics of a step to all sinks. Raises RunError if the run folder is gone (`OpenRunFolder.check`)."""
+        """Write metrics of a step to all sinks. Raises RunError if the run folder was deleted or moved."""
         self.folder.check()
         for sink in self.sinks:
             sink.write(step, scalars)
@@ -49,29 +54,50 @@ class RunOutput:
             self.console.clear()
 
 
+def open_run_folder(
+    job: ResolvedJob, ranks: Ranks, log_file: LogFile | None, watchdog: Watchdog, stack: ExitStack
+) -> OpenRunFolder:
+    """Prepare the run folder and a log folder for this attempt, and return the run folder. Collective.
+
+    Rank 0 prepares the folders while the other ranks wait. Then each rank opens its log file, and lets its watchdog
+    write to the run folder. The run folder is locked until `stack` is closed.
+    """
+    folder = job.requested.job.run_folder
+
+    def prepare() -> Path:
+        prepare_run_folder(folder, job.requested, job.attempt, stack)
+        return new_attempt_folder(folder)
+
+    logs = on_rank_0(prepare)
+    if log_file is not None:
+        log_file.open(logs / f"rank_{ranks.rank}.log")
+    watchdog.set_run_folder(folder)
+    if ranks.device.type == "cuda":
+        (folder / FLIGHT_RECORDER).mkdir(exist_ok=True)  # NCCL writes its records to this folder
+    return stack.enter_context(OpenRunFolder(folder, advice_without_folder(job.requested)))
+
+
 def build_output(
     job: ResolvedJob, folder: OpenRunFolder, progress: Progress, console: ConsoleSink | None, stack: ExitStack
 ) -> RunOutput:
-    """Open the sinks, which write the reports, on rank 0, and write the description of the run to them. Collective.
-    Closing `stack` closes the sinks.
-
-    Raises ConfigError if a sink cannot be opened.
-    """
+    """Open the sinks on rank 0, and write the description of the run to them. Collective. Closing `stack` closes the
+    sinks. Raises ConfigError if a sink cannot be opened."""
     sinks: list[Sink] = []
     logged = set[str]()
 
     def add(name: str, sink: Sink, fatal: tuple[type[Exception], ...] = ()) -> None:
-        sinks.append(GuardedSink(name, sink, logged, fatal))
-        stack.push(partial(_close, sinks[-1]))
+        guarded = GuardedSink(name, sink, logged, fatal)
+        sinks.append(guarded)
+        stack.push(lambda kind, *_: guarded.close(failed=kind is not None))
 
     def open_all() -> None:
-        table = json.loads(dump_job(job.config))
-        context = SinkContext(job.config.job.name, folder.path, run_id(folder.path), progress.step, table)
+        name, table = job.config.job.name, table_of(job.config)
+        context = SinkContext(name, folder.path, run_id(folder.path), progress.step, table)
         for name, sink in open_sinks(job.config.metrics, context):
             add(name, sink)
 
     if console is not None:
-        add("console", console, fatal=(BrokenPipeError,))  # the reader of a pipe has ended, as in `| head`
+        add("console", console, fatal=(BrokenPipeError,))  # the other end of a pipe is closed, as after `| head`
     on_rank_0(open_all)
     output = RunOutput(folder, tuple(sinks), console)
     if not sinks:
@@ -89,10 +115,6 @@ def build_output(
     return output
 
 
-def _close(sink: Sink, kind: type[BaseException] | None, *_: object) -> None:
-    sink.close(failed=kind is not None)
-
-
 _NOT_SETTINGS = ("job", "metrics", "profiling", "planner", "comm")
 """Sections whose keys are not compared between runs, because they do not change the results."""
 
@@ -100,7 +122,7 @@ _LONGEST_SETTING = 100
 
 
 def settings_of(config: JobConfig) -> dict[str, int | float | str]:
-    """Return the values with which runs are compared, by key. A long value is cut, and a checksum follows."""
+    """Return the values by which runs are compared, by key. A long value is cut, and its checksum is appended."""
     return {key: value for key, value in _settings(config) if key.partition(".")[0] not in _NOT_SETTINGS}
 
 
@@ -115,13 +137,13 @@ def _settings(section: Section, prefix: str = "") -> Iterator[tuple[str, int | f
             continue
         value = table.get(name, "unset")
         text = toml_value(value)
-        if len(text) > _LONGEST_SETTING:  # two different values must not get equal texts
+        if len(text) > _LONGEST_SETTING:  # the checksum keeps the texts of different values different
             value = f"{text[: _LONGEST_SETTING - 13]} ... {zlib.crc32(text.encode()):08x}"
         yield f"{prefix}{name}", value if type(value) in (int, float, str) else text
 
 
 def _later_metrics(job: ResolvedJob) -> Iterator[str]:
-    """Yield the tags that the run reports, but perhaps not in its first report."""
+    """Yield the tags that may be missing in the first report of the run and appear in a later one."""
     config = job.config
     if config.validation.freq:
         kinds = ["loss", "accuracy", *(["perplexity"] if config.data.unit == "tokens" else [])]

@@ -28,7 +28,7 @@ from titan_launch.distributed.torch_private import (
 from titan_launch.loss.interface import Loss, means_of_step
 from titan_launch.metrics.timeline import UNCOUNTED, Parts
 from titan_launch.models.documents import document_arguments
-from titan_launch.parallel.accumulation import AccumulationStrategy
+from titan_launch.parallel.accumulation import Accumulation
 from titan_launch.parallel.pipeline import LocalStage, Pipeline
 
 
@@ -37,11 +37,11 @@ class StageFacts:
     """Facts and functions that all stages of a rank share."""
 
     pipeline: Pipeline
-    accumulation: AccumulationStrategy
+    accumulation: Accumulation
     device: torch.device
     splits_backward: bool
     given: Callable[[int], AbstractContextManager[None]]
-    """Function of a microbatch's index. It returns the context manager in which the microbatch's forward runs."""
+    """Function that takes the index of a microbatch, and returns the context manager in which its forward runs."""
 
     timeline: Parts
     """Counter of the time of forward, backward and communication."""
@@ -54,7 +54,10 @@ class ScheduledStage(PipelineStage):
         """`boundaries`: tensors with the shapes and dtypes of the inputs of all stages of the model, in order, and of
         the output of the last stage."""
         index = local.stage.index
-        stage_inputs, stage_outputs = (_with_gradient(tensor) for tensor in boundaries[index : index + 2])
+        stage_inputs, stage_outputs = (
+            tensor.detach().requires_grad_() if tensor.is_floating_point() else tensor
+            for tensor in boundaries[index : index + 2]
+        )
         super().__init__(
             HiddenModule(local.module),
             index,
@@ -118,17 +121,16 @@ class ScheduledStage(PipelineStage):
                 self.submod = hidden
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """Return the messages with which torch before 2.13 connects ranks, except messages to this rank itself.
-
-        With ZBV a rank has two consecutive stages, but gloo cannot connect a rank to itself."""
+        """Return the messages with which torch before 2.13 connects ranks, except messages to this rank itself. With
+        ZBV a rank has two consecutive stages, but gloo cannot connect a rank to itself."""
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
 
 
 class HiddenModule(nn.Module):
     """A wrapper that hides FSDP2 from the schedule.
 
-    Without the wrapper, the schedule would control FSDP2 in every gradient accumulation mode. It would all-gather a
-    whole stage at once. Only at the end of the step, it would reshard the stage and reduce its gradients.
+    Without the wrapper, the schedule would control FSDP2 in every gradient accumulation mode. The schedule would
+    all-gather a whole stage at once, and reshard it and reduce its gradients only at the end of the step.
     """
 
     def __init__(self, module: nn.Module):
@@ -145,24 +147,20 @@ def _joined(microbatches: Sequence[Batch]) -> Batch:
     return Batch._make(None if column[0] is None else torch.cat(column) for column in columns)
 
 
-def _with_gradient(tensor: Tensor) -> Tensor:
-    return tensor.detach().requires_grad_() if tensor.is_floating_point() else tensor
-
-
 class PipelinedStep:
     """The forward and backward of all microbatches of a step through a pipeline.
 
     The microbatches of the schedule are those of gradient accumulation. Each loss is already divided by the number of
-    items, so the schedule does not scale gradients. FSDP2's hooks reduce gradients when the gradient accumulation mode
-    demands it, independent of the schedule. If the schedule has a separate backward of weights, gradients are reduced
-    after the last of these backwards (`ScheduledStage.perform_reduce_grad`).
+    items, so the schedule does not scale gradients. The gradient accumulation mode decides when FSDP2's hooks reduce
+    gradients. If the schedule has a separate backward of weights, gradients are reduced after the last of these
+    backwards (`ScheduledStage.perform_reduce_grad`).
     """
 
     def __init__(
         self,
         pipeline: Pipeline,
         parallelism: ParallelismConfig,
-        accumulation: AccumulationStrategy,
+        accumulation: Accumulation,
         device: torch.device,
         timeline: Parts = UNCOUNTED,
     ):
@@ -182,7 +180,7 @@ class PipelinedStep:
         """Compute the gradients of all microbatches. Return this rank's part of the step's sums (`Loss.sums`): zeros if
         the last stage is on another rank. `num_items` returns the number of the step's items over all ranks.
 
-        Raises the errors of stages unchanged, and ConfigError as `schedule_for` does. After an error in the schedule,
+        Raises the errors of stages unchanged, and the ConfigError of `schedule_for`. After an error in the schedule,
         messages to other ranks may be pending, so a further call raises RunError.
         """
         if self._is_abandoned:
@@ -192,14 +190,19 @@ class PipelinedStep:
         batch = _joined([microbatch.to(self._device) for microbatch in microbatches])
         schedule = self.schedule_for(microbatches)
         self._step = _Losses(loss, batch.targets.tensor_split(len(microbatches)), num_items())
-        with self._abandoned_on_error(), _errors_as_raised():
-            own = self._pipeline.local
-            first = (batch.inputs,) if own[0].stage.index == 0 else ()
-            arguments: dict[str, Tensor] = document_arguments(own[0].module, batch.documents)
-            if self._pipeline.has_last:
-                arguments["target"] = batch.targets
-            self.timeline.begin("communication")  # between forwards and backwards, this rank waits for other stages
-            schedule.step(*first, return_outputs=False, **arguments)
+        own = self._pipeline.local
+        first = (batch.inputs,) if own[0].stage.index == 0 else ()
+        arguments: dict[str, Tensor] = document_arguments(own[0].module, batch.documents)
+        if self._pipeline.has_last:
+            arguments["target"] = batch.targets
+        self.timeline.begin("communication")  # between forwards and backwards, this rank waits for other stages
+        try:
+            with _errors_as_raised():
+                schedule.step(*first, return_outputs=False, **arguments)
+        except BaseException:
+            self._is_abandoned = True
+            self._schedules.clear()  # frees the tensors of the step
+            raise
         sums, self._step = self._step.sums, None
         return sum(sums, start=torch.zeros(loss.num_sums, device=self._device))
 
@@ -216,15 +219,6 @@ class PipelinedStep:
     def computes_loss(self) -> bool:
         """True if the last stage is on this rank."""
         return self._pipeline.has_last
-
-    @contextmanager
-    def _abandoned_on_error(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            self._is_abandoned = True
-            self._schedules.clear()  # frees the tensors of the step
-            raise
 
     def receive_buffers(self) -> Iterator[Tensor]:
         """Yield the tensors into which the stages have received activations and gradients. These tensors live until the
@@ -264,14 +258,16 @@ class _Losses:
         """Each microbatch's part of the step's sums, detached."""
 
     def given(self, index: int) -> AbstractContextManager[None]:
-        """Provide the targets of a microbatch to the output layer during its forward."""
+        """Return a context manager that provides the targets of a microbatch to the output layer."""
         return self._loss.given(self._targets[index])
 
     def compute(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return a microbatch's part of the step's loss, a scalar."""
         means = means_of_step(self._loss.sums(outputs, targets), self._num_items)
         self.sums.append(means.detach())
-        return means[0].clone()  # a split backward detaches the loss in place, which a view does not allow
+        return means[
+            0
+        ].clone()  # a copy, because a split backward detaches the loss in place, which a view does not allow
 
 
 @contextmanager
@@ -282,10 +278,7 @@ def _errors_as_raised() -> Iterator[None]:
         with loggers_silenced("torch.distributed.pipelining.schedules"):
             yield
     except RuntimeError as error:
-        raise _innermost(error) from None
-
-
-def _innermost(error: BaseException) -> BaseException:
-    while error.__cause__ is not None and str(error).lstrip().startswith(("[Stage", "Failed to run stage")):
-        error = error.__cause__
-    return error
+        original: BaseException = error
+        while original.__cause__ is not None and str(original).lstrip().startswith(("[Stage", "Failed to run stage")):
+            original = original.__cause__
+        raise original from None

@@ -26,13 +26,14 @@ from titan_launch.precision.audit import compare, merge_audits
 from titan_launch.precision.observation import Observations, look_at_storage, observe
 from titan_launch.train.output import RunOutput
 from titan_launch.train.resolve_job import ResolvedJob
-from titan_launch.train.run_folder.records import AUDIT_FILE, record_audit
+from titan_launch.train.run_folder.records import AUDIT_FILE, record_table
 
 _log = logging.getLogger(__name__)
 
 
 def is_audited(config: JobConfig) -> bool:
-    """Return True if `debug.audit_precision` enables the audit. By default it is on for custom and debug models."""
+    """Return the value of `debug.audit_precision`. By default the audit is on for a user's own models and for models of
+    the flavor "debug"."""
     by_default = not config.model.is_of_package or config.model.flavor == "debug"
     wanted = config.debug.audit_precision
     return by_default if wanted is None else wanted
@@ -45,8 +46,8 @@ class _Watched(NamedTuple):
     plan: ModelPlan
     observed: Observations
     other_choices: Callable[[], list[str]]
-    """Function from `choices_watched`. It returns a line for each mixture of experts that chose other experts in the
-    second forward, which activation checkpointing runs."""
+    """Function from `choices_watched` that returns a line for each mixture of experts that chose other experts in the
+    second forward of activation checkpointing."""
 
 
 class PrecisionAudit(Observer):
@@ -77,8 +78,9 @@ class PrecisionAudit(Observer):
         """Compare the observed dtypes and collectives of the step with the plan, and write the result to the run
         folder. Collective.
 
-        Raises UserError on all ranks if they differ, or if activation checkpointing chose other experts in its second
-        forward. On an untested release of PyTorch, log a warning instead.
+        Raises UserError on all ranks if the observations differ from the plan. Also raises UserError if a mixture of
+        experts chose other experts in the second forward of activation checkpointing. On an untested release of
+        PyTorch, log a warning instead.
         """
         if not self._watched:
             return
@@ -91,7 +93,7 @@ class PrecisionAudit(Observer):
         # All ranks get the same list, so they all stop if one rank has found a difference.
         differences = list(dict.fromkeys(chain.from_iterable(on_all_ranks(lambda: own))))
         folder = self._output.folder.path
-        on_rank_0(lambda: record_audit(folder, {"differences": differences, **audit.as_data()}))
+        on_rank_0(lambda: record_table(folder / AUDIT_FILE, {"differences": differences, **audit.as_data()}))
         for sink in self._output.sinks:
             sink.text("precision_audit", audit.as_markdown())
         _log_views(self._watched)
@@ -100,7 +102,7 @@ class PrecisionAudit(Observer):
                 f"{_ENDS} (all dtypes are in {folder / AUDIT_FILE}; usual causes are casts in the model's own forward "
                 "or hooks; debug.audit_precision = false disables the audit)"
             )
-            # After a UserError the run is not restarted: the audit would fail again.
+            # A UserError, because `launch` does not restart the run after this class: the audit would fail again.
             raise UserError("\n  ".join([reason, *differences]))
         if differences:  # on an untested release, differences do not end the run
             _log.warning(
@@ -117,12 +119,12 @@ class PrecisionAudit(Observer):
         self._watched.clear()
 
     def abandon_step(self, error: BaseException) -> None:
-        """Remove all hooks. Keep their observations, with which `explain` explains the error."""
+        """Remove all hooks. Keep their observations, because `explain` needs them."""
         self._hooks.close()
 
     def explain(self, error: BaseException) -> UserError | None:
-        """Return the UserError for experts that had another number of rows in the second forward of activation
-        checkpointing; None for a different error."""
+        """Return the UserError if a mixture of experts chose other experts in the second forward of activation
+        checkpointing, so that shapes differed. Return None for a different error."""
         if not isinstance(error, CheckpointError) or not (other_choices := _other_choices(self._watched)):
             return None
         return UserError("\n  ".join([_ENDS, *other_choices]))
@@ -134,7 +136,7 @@ def _other_choices(watched: Sequence[_Watched]) -> list[str]:
 
 
 def _log_views(watched: Sequence[_Watched]) -> None:
-    """Log the paths of the modules that return views, because FSDP2's warning names only a class. The model itself is
+    """Log the paths of the modules that return views, because FSDP2's warning names only a class. The root module is
     not listed."""
     paths = [
         path

@@ -24,8 +24,6 @@ FOLDER = "profiling"
 SIGNAL = getattr(signal, "SIGRTMIN", None)
 """Signal that makes a rank profile its next step; None on systems other than Linux."""
 
-_ROWS = 30
-
 
 class StepProfiler(Observer):
     """The profiles of one rank (`[profiling]`)."""
@@ -43,7 +41,7 @@ class StepProfiler(Observer):
         self._takes_snapshots = config.memory and ranks.device.type == "cuda"
         if self._takes_snapshots:
             record_memory_history()
-        with suppress(ValueError):  # raised outside of the main thread, as in a test
+        with suppress(ValueError):  # Python allows signal handlers only in the main thread; tests use others
             if SIGNAL is not None:
                 before = signal.signal(SIGNAL, self._on_signal)
                 stack.callback(signal.signal, SIGNAL, before)
@@ -52,8 +50,8 @@ class StepProfiler(Observer):
         self._was_signalled = True
 
     def before_step(self, step: WatchedStep) -> None:
-        """Profile the step if the signal has come, or if the step is in the job's window and this rank in
-        `profiling.ranks`."""
+        """Profile the step in two cases: SIGNAL has arrived, or this rank is in `profiling.ranks` and the step is one
+        of `profiling.num_steps` steps from `profiling.start_step` on."""
         first, config = self._config.start_step, self._config
         is_planned = first is not None and first <= step.number < first + config.num_steps
         is_planned &= self._ranks.rank in config.ranks
@@ -100,7 +98,7 @@ class StepProfiler(Observer):
             self._folder.mkdir(exist_ok=True)
             ended.export_chrome_trace(str(trace))
             order = f"self_{self._ranks.device.type}_time_total"
-            self._file(".txt").write_text(ended.key_averages().table(sort_by=order, row_limit=_ROWS))
+            self._file(".txt").write_text(ended.key_averages().table(sort_by=order, row_limit=30))
             if self._takes_snapshots:
                 write_memory_snapshot(str(self._file(".pickle")))
         except OSError as error:

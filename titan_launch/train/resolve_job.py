@@ -25,13 +25,13 @@ from titan_launch.train.run_folder.attempt import Attempt
 class ResolvedJob:
     """The job after all decisions, equal on all ranks. (On CPUs, `hardware` has the memory of this rank's host.)
 
-    It has two configurations. Build and train with `config`. Use `requested` for the run folder, its checkpoints and
-    comparisons with them, because a later start may have another number of ranks.
+    Build and train with `config`. Use `requested` for the run folder, its checkpoints and comparisons with them,
+    because a later start may have another number of ranks.
     """
 
     config: JobConfig
-    """The resolved job: the global batch size is set, modes replace `auto`, and `parallelism` is complete. When the
-    data is open, `training.steps` is also set."""
+    """The resolved job: the global batch size is set, modes replace `auto`, and `parallelism` is complete. After
+    `resolve_steps`, `training.steps` is also set."""
 
     requested: JobConfig
     """The same job with the user's `parallelism`, which resolves differently on another number of ranks."""
@@ -71,9 +71,8 @@ def resolve_job(config: JobConfig, ranks: Ranks, attempt: Attempt) -> tuple[Reso
 
 def resolve_steps(job: ResolvedJob, data: RunData, progress: Progress | None = None) -> ResolvedJob:
     """Return the job with `training.steps` computed from `training.epochs`. A job without epochs is unchanged. Call
-    this function when the data is open, and again with the progress of a run that may have resumed.
-
-    Raises ConfigError as `with_steps` does."""
+    this function when the data is open, and again with the progress after a resume. Raises ConfigError as `with_steps`
+    does."""
     config, requested = (
         with_steps(each, data, job.layout.global_batch_size, progress) for each in (job.config, job.requested)
     )

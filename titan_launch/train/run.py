@@ -14,13 +14,12 @@ from torch.optim import Optimizer
 from titan_launch.checkpoint.manager import CheckpointManager
 from titan_launch.checkpoint.state import Progress, TrainingState
 from titan_launch.config.job import JobConfig
-from titan_launch.config.sections.training import TrainingConfig
 from titan_launch.distributed.mesh import Mesh
 from titan_launch.distributed.process_group import Ranks
 from titan_launch.metrics.meter import Meter
 from titan_launch.metrics.timeline import Timeline
 from titan_launch.parallel.fsdp import Unfreezing
-from titan_launch.plan.hardware import GIB, Hardware, find_device
+from titan_launch.plan.hardware import GIB, find_device
 from titan_launch.plan.proof.certificate import Certificate
 from titan_launch.plan.proof.store import describe
 from titan_launch.plan.report.table import format_gib
@@ -70,7 +69,7 @@ class Run:
     """Records the current activity of this rank, for hang detection."""
 
     refusals: Sequence[str]
-    """The reasons for which a backend of attention has refused calls, as `use_kernels` collects them."""
+    """PyTorch's reasons for refusing calls of attention, as `use_kernels` collects them."""
 
     @property
     def config(self) -> JobConfig:
@@ -82,27 +81,19 @@ _log = logging.getLogger(__name__)
 
 
 def build_meter(job: ResolvedJob, ranks: Ranks, timeline: Timeline, flops: int | None) -> Meter:
-    """Return the meter of this rank, with the FLOPs of a step per device and the device's peak FLOP/s, if they are
-    known.
-
-    `flops`: FLOPs of one sample; None if unknown.
-    """
+    """Return the meter of this rank. `flops`: FLOPs of one sample; None if unknown. The reference of MFU is
+    `metrics.peak_tflops_per_device`, or by default the bfloat16 peak of a known GPU."""
+    peak_tflops = job.config.metrics.peak_tflops_per_device
+    if peak_tflops is None and ranks.device.type == "cuda":
+        known = find_device(torch.cuda.get_device_name(ranks.device))
+        peak_tflops = None if known is None else known.peak_bf16_tflops
     return Meter(
         timeline=timeline,
         world_size=ranks.world_size,
         unit=job.config.data.unit,
         flops_per_step_per_device=None if flops is None else flops * job.layout.global_batch_size / ranks.world_size,
-        peak_flops=peak_flops(job.config, ranks.device),
+        peak_flops=None if peak_tflops is None else peak_tflops * 1e12,
     )
-
-
-def peak_flops(config: JobConfig, device: torch.device) -> float | None:
-    """Return the peak FLOP/s, the reference of MFU: the configured value, else the bfloat16 peak of a known GPU, else
-    None."""
-    if config.metrics.peak_tflops_per_device is not None:
-        return config.metrics.peak_tflops_per_device * 1e12
-    known = find_device(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-    return None if known is None else known.peak_bf16_tflops * 1e12
 
 
 def log_job(job: ResolvedJob, locate_key: KeyLocator) -> None:
@@ -121,30 +112,22 @@ def log_run(
     folder: Path,
     certificate: Certificate | None,
 ) -> None:
-    """Log the device, the predicted memory, the data, the proof of the layout and the run folder."""
+    """Log the device, the predicted memory, the data, the proof of the layout and the run folder. Unknown values are
+    omitted."""
+    training, memory_gib = job.config.training, job.hardware.memory_gib
+    predicted = None if memory_check is None else memory_check.scalars(None).get(PREDICTED)
+    limit = "" if memory_gib is None else f", {memory_gib:.4g} GiB per rank"
+    peak = "" if predicted is None else f", predicted peak memory {format_gib(predicted * GIB)} GiB"
     lines = [
-        ("device", f"{device.type}{_memory(job.hardware, memory_check)}"),
-        *data.describe(job.config.training.total_steps * job.layout.global_batch_size),
-        *_steps_of_epochs(job.config.training, data),
+        ("device", f"{device.type}{limit}{peak}"),
+        *data.describe(training.total_steps * job.layout.global_batch_size),
+    ]
+    if training.epochs is not None:
+        epochs = f"{training.epochs:g} epoch{'s' * (training.epochs != 1)}"
+        lines.append(("steps", f"{training.total_steps:,}: {epochs} of {data.order.num_samples:,} samples"))
+    lines += [
         ("proof", describe(certificate)),
         ("folder", f"{folder} ({UNITS_FILE} has the table of the {len(job.plan.units)} FSDP2 units)"),
     ]
     for line in format_lines(lines).split("\n"):
         _log.info("%s", line)
-
-
-def _steps_of_epochs(training: TrainingConfig, data: RunData) -> list[tuple[str, str]]:
-    """Return a log line (name, text) with the number of steps that the job's epochs have; none for a job without
-    epochs."""
-    if training.epochs is None:
-        return []
-    epochs = f"{training.epochs:g} epoch{'s' * (training.epochs != 1)}"
-    return [("steps", f"{training.total_steps:,}: {epochs} of {data.order.num_samples:,} samples")]
-
-
-def _memory(hardware: Hardware, memory_check: MemoryCheck | None) -> str:
-    """Return a text with the memory per rank and the predicted peak memory. Unknown values are omitted."""
-    predicted = None if memory_check is None else memory_check.scalars(None).get(PREDICTED)
-    peak = "" if predicted is None else f", predicted peak memory {format_gib(predicted * GIB)} GiB"
-    limit = "" if hardware.memory_gib is None else f", {hardware.memory_gib:.4g} GiB per rank"
-    return limit + peak

@@ -12,22 +12,26 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from titan_launch.config.job import JobConfig
 from titan_launch.core.observer import Observer, StepResult
 from titan_launch.data.loader import copied_ahead
 from titan_launch.data.sources import Batch
 from titan_launch.distributed.mesh import Mesh
+from titan_launch.loss.build import build_loss
 from titan_launch.loss.interface import Z_LOSS, Loss, means_of_step
 from titan_launch.metrics.timeline import OTHER, UNCOUNTED, Parts
 from titan_launch.models.documents import document_arguments
 from titan_launch.optim.clip import clip_grad_norm
 from titan_launch.optim.registry import replicas_of, step_unless
-from titan_launch.parallel.accumulation import AccumulationStrategy
+from titan_launch.parallel.accumulation import Accumulation
 from titan_launch.parallel.batchnorm import RunningStatistics
 from titan_launch.parallel.expert_balance import ExpertBalance
+from titan_launch.parallel.float8 import scale_update
 from titan_launch.parallel.fsdp import discard_pending, in_evaluation_mode
 from titan_launch.parallel.pipeline import pipeline_of, run_forward
 from titan_launch.train.forward import run_model
 from titan_launch.train.health.step_guard import StepGuard
+from titan_launch.train.model import AssembledModel
 
 if TYPE_CHECKING:
     from titan_launch.train.pipeline_step import PipelinedStep
@@ -39,13 +43,13 @@ class Update:
 
     optimizer: Optimizer
     guard: StepGuard
-    """It decides whether to skip the update."""
+    """Object that decides whether to skip the update."""
 
     max_norm: float
-    """Norm to which the gradient is clipped. 0 disables clipping."""
+    """Largest norm of the gradient after clipping. 0 disables clipping."""
 
     after: Callable[[], None] | None = None
-    """A function that runs after every change of parameters; see `TrainStep.parameters_changed`."""
+    """A function to call after every change of parameters (see `TrainStep.parameters_changed`)."""
 
 
 class MicrobatchesInTurn:
@@ -54,9 +58,7 @@ class MicrobatchesInTurn:
 
     computes_loss = True
 
-    def __init__(
-        self, model: nn.Module, accumulation: AccumulationStrategy, device: torch.device, timeline: Parts = UNCOUNTED
-    ):
+    def __init__(self, model: nn.Module, accumulation: Accumulation, device: torch.device, timeline: Parts = UNCOUNTED):
         """`timeline` counts the time of forward and backward."""
         self.timeline = timeline
         self._model = model
@@ -65,9 +67,8 @@ class MicrobatchesInTurn:
 
     def __call__(self, microbatches: list[Batch], loss: Loss, num_items: Callable[[], Tensor]) -> Tensor:
         """Compute the gradients of all microbatches. Return this rank's part of the step's sums (`Loss.sums`).
-
-        `num_items` returns the number of the step's items over all ranks. It is called after each forward.
-        """
+        `num_items` returns the number of the step's items over all ranks. This method calls `num_items` after each
+        forward."""
         sums = torch.zeros(loss.num_sums, device=self._device)
         if loss.prepares_steps:
             self.timeline.group("before the microbatches")
@@ -87,7 +88,7 @@ class MicrobatchesInTurn:
 
 class TrainStep:
     """One optimizer step: count the items of the loss, run forward and backward for all microbatches, clip gradients,
-    decide whether to skip the update, update."""
+    decide whether to skip the update, and update."""
 
     def __init__(
         self,
@@ -110,7 +111,7 @@ class TrainStep:
         self.loss = loss
         self._timeline = gradients.timeline
         self.statistics = RunningStatistics(model)
-        """BatchNorm's running statistics, and the copy of them that a step can restore."""
+        """BatchNorm's running statistics, and a copy from before the step, which an abandoned step restores."""
 
         self.experts = ExpertBalance(model, mesh.data_group, device)
         """The loads and the selection biases of mixtures of experts."""
@@ -125,9 +126,9 @@ class TrainStep:
         are counted over all ranks before the first loss. Every microbatch's loss is a sum divided by that count, and
         FSDP2 only sums gradients.
 
-        `observers` look at the step when all gradients are complete, before anything changes. After an error or an
-        interrupt before the update, gradients and loads of experts are dropped, and running statistics are restored.
-        Without pipeline stages, the step can be tried again if all ranks have abandoned it.
+        The method `before_update` of all `observers` is called when the gradients are complete, before clipping. After
+        an error or an interrupt before the update, gradients and loads of experts are dropped, and running statistics
+        are restored. Without pipeline stages, all ranks together can then try the step again.
         """
         self.statistics.save()
         try:
@@ -138,8 +139,8 @@ class TrainStep:
                 self._timeline.begin("communication")
                 self._replicas.reduce_gradients()
             self._timeline.begin(OTHER)
-            # Ranks that share matrices (tensor parallelism) compute the same loss, so each takes an equal part of it.
-            total, *others = (sums / self._mesh.layout.tensor).unbind()
+            # Ranks with the same tokens compute the same loss, so each rank takes an equal part of the loss.
+            total, *others = (sums / self._mesh.layout.token_copies).unbind()
             parts = dict(zip(self.loss.tags, others, strict=False))
             loss_sum = total - parts[Z_LOSS] if Z_LOSS in parts else total
             for observer in observers:
@@ -148,11 +149,15 @@ class TrainStep:
             self._timeline.begin("optimizer")
             replicas = None if self._replicas is None else self._replicas.group
             grad_norm = clip_grad_norm(self._parameters, self._update.max_norm, self._mesh.pipeline_group, replicas)
-            grad_norm = grad_norm.to(self.device, non_blocking=True)  # CPU offload keeps the norm on the host
+            grad_norm = grad_norm.to(self.device, non_blocking=True)  # with CPU offload, the norm is on the host
             self._timeline.begin(OTHER)
             is_skipped = self.guard.check(loss_sum, grad_norm)
         except BaseException:
-            self._abandon()
+            discard_pending(self.model)
+            if self._replicas is not None:
+                self._replicas.discard()
+            self.statistics.restore()
+            self.experts.reset()
             raise
 
         try:
@@ -165,38 +170,26 @@ class TrainStep:
             self.statistics.restore_if(is_skipped)
             self.experts.end_step(is_skipped)
             self.parameters_changed()
-        finally:  # after an interrupt the next step must not add to these gradients and loads
+        finally:  # also after an interrupt: the next step must not add to these gradients and loads
             self.optimizer.zero_grad()
             self.experts.reset()
 
         has_loss = self.gradients.computes_loss
         items_local = counts.items_local if has_loss else torch.zeros_like(counts.items_local)
-        items_local = items_local / self._mesh.layout.tensor
+        items_local = items_local / self._mesh.layout.token_copies
         num_items, num_targets = counts.total()
         return StepResult(loss_sum, parts, items_local, num_items, num_targets, grad_norm, is_skipped)
 
     def parameters_changed(self) -> None:
-        """Update the values that depend on parameters, such as float8 scales. The host does not wait for the device.
-
-        A step calls this method after its update. Call the method after any other change of parameters.
-        """
+        """Update the values that depend on parameters, such as float8 scales. The host does not wait for the device. A
+        step calls this method after its update. Call the method after any other change of parameters."""
         if self._update.after is not None:
             self._update.after()
-
-    def _abandon(self) -> None:
-        """Drop the step after an error."""
-        discard_pending(self.model)
-        if self._replicas is not None:
-            self._replicas.discard()
-        self.statistics.restore()
-        self.experts.reset()
 
 
 class _Counts:
     """The numbers of items and of valid targets of a step (`Loss.counts`): this rank's, and the sums over all ranks.
-
-    The sum is an asynchronous all-reduce. Without pipeline stages it overlaps with the first forward.
-    """
+    The sum is an asynchronous all-reduce, which overlaps with the first forward if there are no pipeline stages."""
 
     def __init__(
         self, loss: Loss, microbatches: Iterable[Batch], device: torch.device, group: dist.ProcessGroup | None
@@ -208,8 +201,7 @@ class _Counts:
         self._sum = dist.all_reduce(self._total, group=group, async_op=True)
 
     def total(self) -> Tensor:
-        """Return the sums over all ranks on the device: items and valid targets. The host does not wait for them on
-        CUDA."""
+        """Return the sums over all ranks on the device: items and valid targets. On CUDA the host does not wait."""
         if self._sum is not None:
             self._sum.wait()
             self._sum = None
@@ -230,10 +222,10 @@ def forward_backward(
 ) -> Tensor:
     """Run forward and backward over one microbatch. Return its part of the step's sums (`Loss.sums`), detached.
 
-    `num_items` returns the number of the step's items over all ranks. It is called after the forward. `timeline` counts
-    the time of forward and backward.
+    `num_items` returns the number of the step's items over all ranks, and is called after the forward. `timeline`
+    counts the time of forward and backward.
 
-    The function frees inputs, outputs and loss when it returns, before the next microbatch allocates its own.
+    When this function returns, inputs, outputs and loss are freed, before the next microbatch allocates its own.
     """
     microbatch = microbatch.to(device)
     timeline.begin("forward")
@@ -255,8 +247,8 @@ def validate(
 
     `batches`: pairs of a source's name and a batch. The name is "" if the data is not a mixture. Named sources also
     have metrics of their own. Every rank must have the same names and the same number of batches, because each forward
-    all-gathers parameters. Without items the metrics are NaN. The accuracy is NaN for a model that returns its loss
-    alone. In a pipeline only the ranks with the last stage contribute.
+    all-gathers parameters. Without items the metrics are NaN. The accuracy is NaN for a model that returns only its
+    loss. In a pipeline only the ranks with the last stage compute losses.
     """
     totals: dict[str, Tensor] = {}
     pipeline = pipeline_of(model)
@@ -291,3 +283,28 @@ def _validation_means(sums: Tensor, suffix: str, accuracy_of_items: bool) -> dic
     mean = loss_sum / items if items else math.nan
     accuracy = correct / predictions if predictions else math.nan
     return {f"validation/loss{suffix}": mean, f"validation/accuracy{suffix}": accuracy}
+
+
+def build_step(
+    config: JobConfig,
+    model: AssembledModel,
+    optimizer: Optimizer,
+    device: torch.device,
+    num_classes: int,
+    timeline: Parts,
+) -> TrainStep:
+    """Return the training step. `num_classes`: number of classes of the data; for tokens, the vocabulary size.
+    `timeline` counts the parts of the step's time."""
+    accumulation = Accumulation(config.gradient_accumulation, replicas_of(optimizer))
+    pipeline = pipeline_of(model.module)
+    gradients: MicrobatchesInTurn | PipelinedStep
+    if pipeline is None:
+        gradients = MicrobatchesInTurn(model.module, accumulation, device, timeline)
+    else:
+        from titan_launch.train.pipeline_step import PipelinedStep  # importing PyTorch's schedules takes a second
+
+        gradients = PipelinedStep(pipeline, config.parallelism, accumulation, device, timeline)
+    loss = build_loss(model.module, model.plan, config, num_classes, frozen=model.frozen)
+    guard, after = StepGuard(config.debug, device), scale_update(model.module, config.float8)
+    update = Update(optimizer, guard, config.training.max_norm, after)
+    return TrainStep(model.module, gradients, loss, update, model.mesh, device)

@@ -13,7 +13,7 @@ from titan_launch.core.errors import RunError, config_error
 from titan_launch.core.json_files import parse_json
 from titan_launch.data.loader import StreamLoader, Workers
 from titan_launch.data.sources import Batch, StreamSource
-from titan_launch.parallel.context_parallel import SequencePart
+from titan_launch.parallel.context_parallel import SequencePart, part_of_batch
 from titan_launch.plan.layout import Layout
 
 _MOST_VALUES = 20_000_000
@@ -23,8 +23,8 @@ _MOST_VALUES = 20_000_000
 class StreamBatches(SizedPart):
     """An endless iterator over this rank's microbatches of a stream, and a part of the training state.
 
-    The state is that of torchdata's loader: plain data, saved as JSON for each data-parallel rank. It fits only the
-    same number of data-parallel ranks and of workers. Ranks with the same data (of tensor, context or pipeline
+    The state is that of torchdata's loader: plain data, saved as JSON for each data-parallel rank. A resume needs the
+    same numbers of data-parallel ranks and of workers. Ranks with the same data (of tensor, context or pipeline
     parallelism) have the same state.
     """
 
@@ -42,17 +42,14 @@ class StreamBatches(SizedPart):
     def __next__(self) -> Batch:
         if self._batches is None:
             self._batches = iter(self._loader)
-        batch = next(self._batches)
-        if self._part is None:
-            return batch
-        return Batch._make(None if tensor is None else self._part.of(tensor, axis=1) for tensor in batch)
+        return part_of_batch(next(self._batches), self._part)
 
     def close(self) -> None:
         """End the data workers."""
         self._loader.close()
 
     def state_dict(self) -> Values:
-        """Return the position after the last batch. Raises RunError if it is not plain data."""
+        """Return the position after the last batch. Raises RunError if the position is not plain data."""
         try:
             text = json.dumps(self._loader.state_dict(), allow_nan=False)
         except (TypeError, ValueError) as error:

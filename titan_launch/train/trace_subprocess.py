@@ -23,14 +23,14 @@ from titan_launch.loss.outputs import FORWARD
 from titan_launch.plan.hardware import Hardware, find_device
 
 OUT_OF_MEMORY = "out of memory"
-"""The first words of the error of a trial whose memory does not suffice."""
+"""The first words of the error of a trial that ran out of memory."""
 
 _RANK_VARIABLES = ("TORCHELASTIC_", "GROUP_", "ROLE_", "MASTER_", "RANK", "LOCAL_", "WORLD_SIZE")
 """Prefixes of the environment variables that torchrun sets for a rank."""
 
 
 class TraceProcess:
-    """A process that runs `titan-launch plan` beside the run, with low priority. Without a trial, the process has one
+    """A process that runs `titan-launch plan` beside the run, with low priority. Without a trial, the process uses one
     thread and no GPU."""
 
     def __init__(
@@ -42,11 +42,9 @@ class TraceProcess:
         trial: tuple[int, torch.device] | None = None,
         advises: bool = False,
     ):
-        """Start the process. Closing `stack` ends the process and removes its files.
-
-        `trial`: rank and device of a trial (`trace.trial`), which the process runs after the plan; None for no trial.
-        `advises`: True if the plan also names changes that save memory.
-        """
+        """Start the process. Closing `stack` ends the process and removes its files. `trial`: rank and device of a
+        trial (`trace.trial`), which the process runs after the plan; None for no trial. `advises`: True if the plan
+        also names changes that save memory."""
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="titan-launch-plan-", dir=rank_folder())))
         self._job = folder / "job.json"
         self._job.write_text(dump_job(with_hardware(config, hardware)))
@@ -62,9 +60,10 @@ class TraceProcess:
             stdout=self._output,
             stderr=self._errors,
             env=_environment(None if trial is None else trial[1]),
-            start_new_session=True,  # signals to the run's process group do not reach it
+            start_new_session=True,  # signals to the run's process group do not reach the planner
         )
-        stack.callback(self._end)
+        stack.callback(self._process.wait)
+        stack.callback(self._process.kill)  # is called first
 
     @property
     def is_running(self) -> bool:
@@ -72,21 +71,22 @@ class TraceProcess:
         return self._process.poll() is None
 
     def result(self) -> dict[str, Any]:
-        """Wait for the process, and return the plan as `plan --json` prints it.
-
-        Raises UserError for bad input, ConfigError for an error of the model's forward, and RunError if the process
-        failed.
-        """
+        """Wait for the process, and return the plan as `plan --json` prints it. Raises UserError for bad input,
+        ConfigError for an error of the model's forward, and RunError if the process failed."""
         status = self._process.wait()
         if status == 0:
             self._output.seek(0)
-            return _last_json_object(self._output.read())
+            lines = self._output.read().splitlines()
+            # Modules of the user may have printed other lines before the plan.
+            start = max(index for index, line in enumerate(lines) if line == "{")
+            plan: dict[str, Any] = json.loads("\n".join(lines[start:]))
+            return plan
         self._errors.seek(0)
         message = _error(self._errors.read())
         if status < 0 or not message:
             message = f"{message}\n{_describe_end(status)}".lstrip()
         if status == BAD_INPUT:  # the message is complete
-            message = message.replace(f"{self._job}: ", "")  # the user has no such file
+            message = message.replace(f"{self._job}: ", "")  # the user does not know this temporary file
             key, _, reason = message.partition(": ")
             if reason.startswith(FORWARD):
                 raise config_error(tuple(key.split(".")), reason)
@@ -106,10 +106,6 @@ class TraceProcess:
         self.result()
         return True
 
-    def _end(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
 
 def _describe_end(status: int) -> str:
     if status >= 0:
@@ -119,50 +115,34 @@ def _describe_end(status: int) -> str:
 
 
 def _error(text: str) -> str:
-    """Return the error message at the end of `text`. If `text` has none, or if the message belongs to a traceback,
-    return all of `text`. Lines before an error message say what was recorded."""
+    """Return the error message at the end of `text`, without the log lines before the message. If `text` has no
+    message, or if the message belongs to a traceback, return all of `text`."""
     _, prefix, error = f"\n{text}".partition("\nerror: ")
     return (error if prefix and not error.startswith(UNEXPECTED) else text).strip()
-
-
-def _last_json_object(text: str) -> dict[str, Any]:
-    """Return the JSON object at the end of `text`. Modules of the user may have printed other lines before."""
-    lines = text.splitlines()
-    start = max(index for index, line in enumerate(lines) if line == "{")
-    plan: dict[str, Any] = json.loads("\n".join(lines[start:]))
-    return plan
 
 
 def with_hardware(config: JobConfig, hardware: Hardware) -> JobConfig:
     """Return the job with the hardware of this run in its section `[planner]`, in `job.device` and in
     `metrics.peak_tflops_per_device`."""
     known = hardware.device if hardware.kernels == "cuda" and find_device(hardware.device or "") else None
-    planner = config.planner.model_copy(
-        update={
-            "device": known,
-            "memory_gib": hardware.memory_gib,
-            "intra_node_gb_per_s": hardware.intra_node_gb_per_s,
-            "inter_node_gb_per_s": hardware.inter_node_gb_per_s,
-            "overhead_gib": hardware.overhead_gib,
-            "fragmentation": hardware.fragmentation,
-            "margin_gib": hardware.margin_gib,
-        }
+    keys = (
+        *("memory_gib", "intra_node_gb_per_s", "inter_node_gb_per_s"),
+        *("overhead_gib", "fragmentation", "margin_gib"),
     )
-    return config.model_copy(
-        update={
-            "job": config.job.model_copy(update={"device": hardware.kernels}),
-            "metrics": config.metrics.model_copy(update={"peak_tflops_per_device": hardware.peak_tflops}),
-            "planner": planner,
-        }
-    )
+    planner = {"device": known, **{key: getattr(hardware, key) for key in keys}}
+    sections = {
+        "job": config.job.model_copy(update={"device": hardware.kernels}),
+        "metrics": config.metrics.model_copy(update={"peak_tflops_per_device": hardware.peak_tflops}),
+        "planner": config.planner.model_copy(update=planner),
+    }
+    return config.model_copy(update=sections)
 
 
 def _environment(device: torch.device | None) -> dict[str, str]:
     """Return the environment variables of the planner's process: those of this process without the variables of a rank.
-    Only the GPU of a trial is visible. `AGENT_PID` makes the planner end when this process ends. `device`: device of
-    the trial; None without a trial."""
+    Only the GPU of a trial is visible. `device`: device of the trial; None without a trial."""
     own = {name: value for name, value in os.environ.items() if not name.startswith(_RANK_VARIABLES)}
-    own[AGENT_PID] = str(os.getpid())
+    own[AGENT_PID] = str(os.getpid())  # makes the planner end when this process ends
     if device is None:
         return {**own, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]

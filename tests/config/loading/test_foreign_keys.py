@@ -21,6 +21,7 @@ DENIALS = {
     "parallelism.enable_async_tensor_parallel": "no key of tensor parallelism is asynchronous",
     "activation_checkpoint.early_stop": "no key ends the second forward of a block early",
     "activation_checkpoint.preserve_rng_state": "random states are always preserved",
+    "debug.moe_force_load_balance": "no key decides which experts a router chooses",
     "compile.mode": "compile has no mode; other sections do",
     "torch_compile_mode": "as compile.mode",
     "fp16": "no key scales the loss",

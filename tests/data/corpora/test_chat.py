@@ -412,7 +412,7 @@ def step_and_validation(config: dict[str, Any]) -> tuple[int, float]:
     with ExitStack() as stack:
         run = build_run(JobConfig.model_validate(config), this_rank(), stack)
         result = train_one_step(run)
-        report(run, result, due_now(run))
+        report(run, due_now(run))
         losses = []
         for question, answer in ANSWERS.items():
             before = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n".encode()

@@ -16,8 +16,8 @@ from tests.data.corpora.test_chat import load, write_folder
 from tests.sampling import rest_is_slow
 from titan_launch.config.sections.data import ChatData, TokensData
 from titan_launch.core.files import CACHE_VARIABLE
+from titan_launch.data.chat_rendering import RecordError
 from titan_launch.data.corpora.chat import ChatCorpus
-from titan_launch.data.corpora.records import RecordError
 from titan_launch.data.prepare import prepare
 from titan_launch.data.preview import decode_sample
 from titan_launch.data.sources import build_source
@@ -237,7 +237,7 @@ ALTERNATION = {
 }
 SYSTEM = {"a system message", "a system message of white space", "modes as words"}
 TOOLS = {"a tool", "a tool with arguments as text", "a tool after a thought"}
-UNWRITTEN = "a chat with a call that the template does not write"
+UNWRITTEN = "a chat with a tool call that the template omits"
 ALL = set(CONVERSATIONS)
 
 REFUSED: dict[str, list[tuple[str, set[str]]]] = {

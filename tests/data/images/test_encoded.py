@@ -16,6 +16,7 @@ import torch
 
 from titan_launch.config.image_format import ImageFormat
 from titan_launch.config.sections.data import ImageData
+from titan_launch.core import fingerprint
 from titan_launch.core.errors import ConfigError, UserError
 from titan_launch.core.files import CACHE_VARIABLE
 from titan_launch.data.loader import Workers, build_validation_loader
@@ -245,6 +246,15 @@ WRITE = "write the class as a whole number from 0"
 )
 def test_shards_without_classes_are_refused(tmp_path: Path, members: Any, field: str | None, reason: str) -> None:
     assert problem(write_shard(tmp_path / "a.tar", members), label_field=field) == f"data.path: a.tar {reason}"
+
+
+def test_a_shard_that_cannot_be_opened_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    shard = write_shard(tmp_path / "a.tar", {"0.png": encoded(0), "0.cls": b"0"})
+    monkeypatch.setattr(fingerprint, "open_regular", refuse)  # a test that runs as root may open every file
+    assert f"{shard} cannot be read: Permission denied; correct the permissions" in problem(shard)
 
 
 def test_damaged_shards_are_refused_by_name(tmp_path: Path) -> None:

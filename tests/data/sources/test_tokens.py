@@ -9,7 +9,7 @@ from tests.train.jobs import TINY_JOB_FILE
 from titan_launch.config.sections.data import TextData
 from titan_launch.core.errors import ConfigError
 from titan_launch.data.corpora.interface import is_held_out
-from titan_launch.data.corpora.text import is_text
+from titan_launch.data.corpora.text_files import is_text
 from titan_launch.data.sources import build_source
 from titan_launch.data.sources.tokens import TokenSource
 from titan_launch.data.tokenizers import ByteTokenizer

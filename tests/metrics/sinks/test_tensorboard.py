@@ -112,7 +112,7 @@ def test_the_memory_limit_is_that_of_the_planner(events: EventAccumulator) -> No
 def answer(url: str, **question: Any) -> Any:
     """Return the answer of a server to a question, which is sent as JSON if there is one."""
     data = json.dumps(question).encode() if question else None
-    with urlopen(Request(url, data, {"Content-Type": "application/json"}), timeout=20) as response:
+    with urlopen(Request(url, data, {"Content-Type": "application/json"}), timeout=60) as response:
         return json.load(response)
 
 

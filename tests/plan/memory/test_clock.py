@@ -20,6 +20,7 @@ from titan_launch.plan.memory.replay_engine import ReplayEngine
 from titan_launch.plan.memory.tape import Work, with_blocks
 from titan_launch.plan.speeds import DataSheetSpeeds, Link
 from titan_launch.plan.step_time import step_time
+from titan_launch.plan.types import Policy, Unit
 
 SPEEDS = DataSheetSpeeds(
     source="a test",
@@ -30,7 +31,8 @@ SPEEDS = DataSheetSpeeds(
     across=Link(100e9, 0.0, 0.0),
 )
 PAIR, ALONE = Ring(2, 0), Ring(1, 0)
-RINGS = Rings(PAIR, PAIR, PAIR, PAIR, ALONE, PAIR, ALONE)
+UNIT = Unit("", (), Policy(None, None), None, "float32", "root")
+RINGS = Rings(PAIR, PAIR, PAIR, {"tensor": PAIR, "context": ALONE, "pipeline": PAIR, "expert": ALONE})
 COMPUTE = Work("convolution", "bfloat16", (100 * 10**12,))
 """One second, and the least time of an operation."""
 
@@ -44,13 +46,13 @@ def test_an_all_gather_runs_ahead_by_two_units_and_a_reduce_scatter_by_one() -> 
     clock = Clock(SPEEDS, RINGS)
     ends = []
     for _ in range(4):
-        ends.append(clock.all_gather(of_sending(0.5), of_experts=False))
+        ends.append(clock.all_gather(of_sending(0.5), UNIT))
         clock.wait(ends[-1])
         clock.copied_out()
         clock.work(COMPUTE)
     assert ends == pytest.approx([0.5, 1.0, 1.5, 2.0], abs=1e-3)  # the last begins with the copy of the second unit
     assert clock.seconds.total == pytest.approx(4.5, abs=1e-3)  # only the first one is waited for
-    begun = clock.reduce_scatter(of_sending(3), of_experts=False)
+    begun = clock.reduce_scatter(of_sending(3), UNIT)
     assert begun == pytest.approx(7.5, abs=1e-3) and clock.seconds.total == pytest.approx(4.5, abs=1e-3)
     clock.wait_for_all()
     assert clock.seconds.total == pytest.approx(7.5, abs=1e-3)
@@ -59,7 +61,7 @@ def test_an_all_gather_runs_ahead_by_two_units_and_a_reduce_scatter_by_one() -> 
 
 def test_computation_waits_for_tensor_parallelism_which_delays_other_collectives() -> None:
     clock = Clock(SPEEDS, RINGS)
-    end = clock.all_gather(of_sending(2), of_experts=False)
+    end = clock.all_gather(of_sending(2), UNIT)
     clock.exchange("tensor", round(100e9))
     assert clock.seconds.total == pytest.approx(1) and clock.seconds.exposed == pytest.approx(1)
     clock.wait_for_all()
@@ -70,7 +72,7 @@ def test_computation_waits_for_tensor_parallelism_which_delays_other_collectives
 
 def test_nothing_overlaps_on_cpus() -> None:
     clock = Clock(replace(SPEEDS, overlaps=False), RINGS)
-    clock.all_gather(of_sending(1), of_experts=False)
+    clock.all_gather(of_sending(1), UNIT)
     clock.work(COMPUTE)
     clock.all_reduce(of_sending(0.5))
     clock.exchange("pipeline", round(100e9))

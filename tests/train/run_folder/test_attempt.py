@@ -11,7 +11,7 @@ from tests.distributed import run_ranks
 from titan_launch.train.run_folder.attempt import (
     AgentProcess,
     Attempt,
-    launch_of,
+    Launch,
     next_attempt,
     parse_launch,
     this_attempt,
@@ -31,7 +31,8 @@ def test_an_attempt_is_the_same_on_all_ranks() -> None:
     assert {(agent.host, agent.folder) for agent in first.agents} == {
         (socket.gethostname(), "/tmp/torchelastic_a/none_b")
     }
-    assert parse_launch(launch_of(first, has_ended=False).to_json().encode()) == launch_of(first, has_ended=False)
+    launch = Launch(first.agents, first.slurm_job, has_ended=False)
+    assert parse_launch(launch.to_json().encode()) == launch
     assert run_ranks(this_attempt, 1, {}) == [Attempt()]
 
 
@@ -39,7 +40,7 @@ def test_an_agent_is_alive_until_its_process_ends_or_the_launch_has() -> None:
     pid = os.getpid()
     ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     agent = AgentProcess(socket.gethostname(), "folder", pid, ticks)
-    launch = launch_of(Attempt((agent,)), has_ended=False)
+    launch = Launch((agent,), None, has_ended=False)
     assert launch.agent_alive_here() == agent
     assert replace(launch, has_ended=True).agent_alive_here() is None
     for other in (replace(agent, started=ticks + 1), replace(agent, host="elsewhere"), replace(agent, started=None)):

@@ -249,7 +249,7 @@ def test_a_checkpoint_is_not_loaded_from_a_folder_that_is_moved_aside(tmp_path: 
     save_steps(tmp_path, 2)
     for key, path in (("load", tmp_path / "tiny/checkpoints/step-2"), ("initial_load_path", tmp_path / "tiny")):
         message = refusal(tmp_path, checkpoint={key: str(path)})
-        assert message.startswith(f"checkpoint.{key}: is in {tmp_path}/tiny, where this run would start anew; resume ")
+        assert message.startswith(f"checkpoint.{key}: is in the folder of an earlier run, {tmp_path}/tiny, which ")
 
 
 def test_a_damaged_record_of_what_could_be_resumed_is_an_error(tmp_path: Path) -> None:

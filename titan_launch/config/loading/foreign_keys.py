@@ -5,53 +5,25 @@ from __future__ import annotations
 
 import re
 
+from titan_launch.config.axes import AXES
 from titan_launch.core.errors import KeyPath
 
 _LORA = 'use "lora.targets", "lora.rank" and "lora.alpha"'
-_TARGETS = 'use "lora.targets", which also takes the names of `transformers`'
-_NO_QUANTIZED_BASE = (
-    'QLoRA is not supported; frozen parameters are stored in 16 bits with "precision.frozen_storage_dtype" = "bfloat16"'
-)
-_NO_DORA = "DoRA is not supported; remove this key"
-_WEIGHTS = 'use "model.weights" with the folder of the model'
 _NO_STAGE_LAYERS = 'use "parallelism.pipeline_parallel_split_points": the first module of every stage but the first'
 _TOKENIZER = 'use "tokenizer.path" with "tokenizer.kind" = "huggingface"'
 _DATASET = 'use "data.path", with "data.kind" = "huggingface" for a data set of the Hugging Face Hub'
-_MIXTURE = 'use a table [[data.sources]] for each source of a mixture, with "data.sources.weight"'
-_PACKING = 'use "data.packing" = "documents"'
-_NO_PADDING = 'not needed; every sample has "training.seq_len" tokens'
-_TEMPLATE = 'use "data.template" with "data.kind" = "chat"'
-_TRAIN_ON = 'use "data.train_on" with "data.kind" = "chat"; "all" trains on all tokens'
-_LAST_TURN = 'use "data.train_on" = "last" with "data.kind" = "chat"'
-_PART = 'use "data.validation_percent", with "data.split" = "train" and "validation.data.split" = "validation"'
-_PREFERENCES = (
-    'use "loss.name" = "dpo", or another loss of pairs, with "data.kind" = "preferences", or "loss.name" = "kto" with '
-    '"data.kind" = "unpaired_preferences"; for fine-tuning, use "data.kind" = "chat"'
-)
 _PROFILE = 'use "profiling.start_step", the first step of a profile, and "profiling.num_steps"'
 _PROFILE_FOLDER = "not needed; profiles are in profiling/ of the run folder"
-_SINKS = 'use "metrics.sinks" = ["wandb"] or "metrics.sinks" = ["mlflow"], and "metrics.enable_tensorboard"'
 _WANDB = 'use "metrics.sinks" = ["wandb"]; environment variables such as WANDB_PROJECT set the rest'
-_MLFLOW = 'use "metrics.sinks" = ["mlflow"]; environment variables such as MLFLOW_TRACKING_URI set the rest'
-_NO_DEEPSPEED = 'DeepSpeed is not supported; FSDP2 shards over "parallelism.data_parallel_shard_degree" ranks'
 _ACCUMULATION = (
     'set "training.global_batch_size" instead: local_batch_size times data-parallel ranks times accumulation steps'
 )
-_BF16 = 'use "precision.param_dtype" = "bfloat16"'
-_FP16 = 'float16 needs loss scaling, which is not supported; use "precision.param_dtype" = "bfloat16"'
-_DTYPE = 'use "precision.param_dtype" for the computation, and "precision.storage_dtype" for stored parameters'
 _BETAS = 'use "optimizer.beta1" and "optimizer.beta2"'
 _MODE = 'use "activation_checkpoint.mode"; "none" disables activation checkpointing'
-_ATTENTION = 'use "kernels.attention"; "auto", the default, chooses the first kernel that can be used'
-_LOSS_IN_CHUNKS = 'use "loss.chunks" for a loss without the logits of a microbatch'
 _NO_COMPILE_MODE = "not supported; inductor always runs in its default mode; remove this key"
 _NO_EARLY_STEP = "not supported, since clipping needs all gradients before the update"
 _NO_ANOMALY = "anomaly detection is not supported; remove this key"
 _MODEL_ONLY = 'every checkpoint can be resumed; "titan-launch export" writes the model alone'
-_NO_UPLOAD = 'uploads are not supported; "titan-launch export" writes a folder that can be uploaded'
-_VALIDATION = 'use "validation.freq", in optimizer steps, with data in [validation.data]'
-_RANKS = "the number of processes is not part of the job; use the option --nproc-per-node of `launch`"
-_HOSTS = "the number of hosts is not part of the job; use the option --nnodes of `launch`"
 _FOLDER = 'use "job.dump_folder"; checkpoints are in checkpoints/ of the run folder'
 
 TORCHTITAN_KEYS: dict[str, str] = {
@@ -117,6 +89,8 @@ TORCHTITAN_KEYS: dict[str, str] = {
     "float8.precompute_float8_dynamic_scale_for_fsdp": 'not needed; "float8.all_gather" always precomputes the scales',
     "float8.recipe_name": "float8.recipe",
     "debug.detect_anomaly": _NO_ANOMALY,
+    "debug.moe_force_load_balance": "not supported; remove this key",
+    "debug.seed": "training.seed",
     "debug.deterministic_warn_only": '"debug.deterministic" makes nondeterministic kernels an error, not a warning',
     "validation.enable": 'use "validation.freq"; 0 disables validation',
     "validation.dataset": _DATASET.replace("data.", "validation.data."),
@@ -137,179 +111,167 @@ TORCHTITAN_KEYS: dict[str, str] = {
 """Remedies for TorchTitan's keys and sections that have another name in this job file, or that do not exist here. A key
 that has the same name in another section here needs no entry: the error for unknown keys finds it."""
 
-_SHORT_AXES = {
-    "tp": "tensor_parallel",
-    "cp": "context_parallel",
-    "pp": "pipeline_parallel",
-    "ep": "expert_parallel",
-    "dp_shard": "data_parallel_shard",
-    "dp_replicate": "data_parallel_replicate",
-}
-
-COMMON_NAMES: dict[str, str] = {
+_NAMES: dict[str, str] = {
     # The model.
-    **dict.fromkeys(("base_model", "model_name_or_path", "model_name", "pretrained_model_name_or_path"), _WEIGHTS),
-    **dict.fromkeys(("attn_implementation", "flash_attention", "flash_attn", "sdp_attention"), _ATTENTION),
-    **dict.fromkeys(("torch_dtype", "dtype"), _DTYPE),
-    "tokenizer_name": _TOKENIZER,
-    "tokenizer_name_or_path": _TOKENIZER,
+    'use "model.weights" with the folder of the model': (
+        "base_model model_name_or_path model_name pretrained_model_name_or_path"
+    ),
+    'use "kernels.attention"; "auto", the default, chooses the first kernel that can be used': (
+        "attn_implementation flash_attention flash_attn sdp_attention"
+    ),
+    'use "precision.param_dtype" for the computation, and "precision.storage_dtype" for stored parameters': (
+        "torch_dtype dtype"
+    ),
+    _TOKENIZER: "tokenizer_name tokenizer_name_or_path",
     # Adapters and frozen parameters.
-    **dict.fromkeys(("lora", "peft", "use_peft", "finetuning_type"), _LORA),
-    "adapter": f'{_LORA}; "lora.adapter" names a folder of adapters to start from',
-    "adapter_name_or_path": "lora.adapter",
-    "lora_model_dir": "lora.adapter",
-    **dict.fromkeys(("r", "lora_r", "lora_rank"), "lora.rank"),
-    "lora_alpha": "lora.alpha",
-    "lora_dropout": "lora.dropout",
-    **dict.fromkeys(("lora_target_modules", "target_modules", "lora_target", "lora_attn_modules"), _TARGETS),
-    "lora_target_linear": 'use "lora.targets" = ["all-linear"]',
-    "rank_pattern": 'use a table [[lora.rules]] with "lora.rules.match" and "lora.rules.rank"',
-    "alpha_pattern": 'use a table [[lora.rules]] with "lora.rules.match" and "lora.rules.alpha"',
-    **dict.fromkeys(("use_rslora", "peft_use_rslora"), "lora.rank_stabilized"),
-    **dict.fromkeys(("use_dora", "peft_use_dora"), _NO_DORA),
-    **dict.fromkeys(("modules_to_save", "lora_modules_to_save", "unfrozen_parameters"), "training.trainable"),
-    **dict.fromkeys(
-        (
-            *("base_dtype", "load_in_4bit", "load_in_8bit", "quantize_base", "quantization_bit"),
-            *("bnb_4bit_quant_type", "bnb_4bit_compute_dtype", "quantization_config"),
-        ),
-        _NO_QUANTIZED_BASE,
+    _LORA: "lora peft use_peft finetuning_type",
+    'use "lora.targets", "lora.rank" and "lora.alpha"; "lora.adapter" names a folder of adapters to start from': (
+        "adapter"
+    ),
+    "lora.adapter": "adapter_name_or_path lora_model_dir",
+    "lora.rank": "r lora_r lora_rank",
+    "lora.alpha": "lora_alpha",
+    "lora.dropout": "lora_dropout",
+    'use "lora.targets", which also takes the names of `transformers`': (
+        "lora_target_modules target_modules lora_target lora_attn_modules"
+    ),
+    'use "lora.targets" = ["all-linear"]': "lora_target_linear",
+    'use a table [[lora.rules]] with "lora.rules.match" and "lora.rules.rank"': "rank_pattern",
+    'use a table [[lora.rules]] with "lora.rules.match" and "lora.rules.alpha"': "alpha_pattern",
+    "lora.rank_stabilized": "use_rslora peft_use_rslora",
+    "DoRA is not supported; remove this key": "use_dora peft_use_dora",
+    "training.trainable": "modules_to_save lora_modules_to_save unfrozen_parameters",
+    'QLoRA is not supported; use "precision.frozen_storage_dtype" = "bfloat16" for frozen parameters in 16 bits': (
+        "base_dtype load_in_4bit load_in_8bit quantize_base quantization_bit "
+        "bnb_4bit_quant_type bnb_4bit_compute_dtype quantization_config"
     ),
     # Data.
-    "dataset": _DATASET,
-    "dataset_name": _DATASET,
-    "dataset_config_name": "data.subset",
-    "dataset_split": "data.hf_split",
-    "dataset_text_field": 'use "data.field" with "data.kind" = "jsonl", or "data.column" with other kinds',
-    **dict.fromkeys(("datasets", "dataset_mixer", "interleave_probs"), _MIXTURE),
-    **dict.fromkeys(("packing", "packed", "sample_packing", "neat_packing"), _PACKING),
-    **dict.fromkeys(("pad_to_sequence_len", "group_by_length"), _NO_PADDING),
-    **dict.fromkeys(("chat_template", "template"), _TEMPLATE),
-    **dict.fromkeys(("train_on_inputs", "train_on_prompt", "roles_to_train", "assistant_only_loss"), _TRAIN_ON),
-    **dict.fromkeys(("completion_only_loss", "mask_history"), _LAST_TURN),
-    **dict.fromkeys(("val_set_size", "val_size"), _PART),
-    "dataloader_num_workers": "data.num_workers",
-    **dict.fromkeys(
-        ("max_length", "max_seq_length", "max_seq_len", "sequence_len", "cutoff_len", "model_max_length"),
-        "training.seq_len",
+    _DATASET: "dataset dataset_name",
+    "data.subset": "dataset_config_name",
+    "data.hf_split": "dataset_split",
+    'use "data.field" with "data.kind" = "jsonl", or "data.column" with other kinds': "dataset_text_field",
+    'use a table [[data.sources]] for each source of a mixture, with "data.sources.weight"': (
+        "datasets dataset_mixer interleave_probs"
     ),
+    'use "data.packing" = "documents"': "packing packed sample_packing neat_packing",
+    'not needed; every sample has "training.seq_len" tokens': "pad_to_sequence_len group_by_length",
+    'use "data.template" with "data.kind" = "chat"': "chat_template template",
+    'use "data.train_on" with "data.kind" = "chat"; "all" trains on all tokens': (
+        "train_on_inputs train_on_prompt roles_to_train assistant_only_loss"
+    ),
+    'use "data.train_on" = "last" with "data.kind" = "chat"': "completion_only_loss mask_history",
+    'use "data.validation_percent", with "data.split" = "train" and "validation.data.split" = "validation"': (
+        "val_set_size val_size"
+    ),
+    "data.num_workers": "dataloader_num_workers",
+    "training.seq_len": "max_length max_seq_length max_seq_len sequence_len cutoff_len model_max_length",
     # Batches, steps and the optimizer.
-    **dict.fromkeys(("seed", "data_seed"), "training.seed"),
-    **dict.fromkeys(
-        ("batch_size", "micro_batch_size", "per_device_train_batch_size", "train_micro_batch_size_per_gpu"),
-        "training.local_batch_size",
+    "training.seed": "seed data_seed",
+    "training.local_batch_size": (
+        "batch_size micro_batch_size per_device_train_batch_size train_micro_batch_size_per_gpu"
     ),
-    **dict.fromkeys(("per_device_eval_batch_size", "eval_batch_size"), "validation.local_batch_size"),
-    "gradient_accumulation_steps": _ACCUMULATION,
-    "accumulate_grad_batches": _ACCUMULATION,
-    **dict.fromkeys(("num_train_epochs", "num_epochs", "epochs", "max_epochs"), "training.epochs"),
-    "max_steps": "training.steps",
-    "limit_train_batches": "training.steps",
-    "fast_dev_run": 'use "training.steps", with a small number',
-    "learning_rate": "optimizer.lr",
-    "betas": _BETAS,
-    "adam_beta1": "optimizer.beta1",
-    "adam_beta2": "optimizer.beta2",
-    "adam_epsilon": "optimizer.eps",
-    "optim": "optimizer.name",
-    "optimizer_in_bwd": _NO_EARLY_STEP,
-    "lr_scheduler_type": "lr_scheduler.kind",
-    "warmup_ratio": 'use "lr_scheduler.warmup_steps", in steps',
-    "num_warmup_steps": "lr_scheduler.warmup_steps",
-    **dict.fromkeys(
-        ("min_lr", "min_lr_ratio", "cosine_min_lr_ratio"),
-        'use "lr_scheduler.min_lr_factor", a fraction of "optimizer.lr"',
-    ),
-    **dict.fromkeys(
-        ("grad_clip", "clip_grad", "clip_grad_norm", "max_grad_norm", "gradient_clip_val", "gradient_clipping"),
-        "training.max_norm",
-    ),
+    "validation.local_batch_size": "per_device_eval_batch_size eval_batch_size",
+    _ACCUMULATION: "gradient_accumulation_steps accumulate_grad_batches",
+    "training.epochs": "num_train_epochs num_epochs epochs max_epochs",
+    "training.steps": "max_steps limit_train_batches",
+    'use "training.steps", with a small number': "fast_dev_run",
+    "optimizer.lr": "learning_rate",
+    _BETAS: "betas",
+    "optimizer.beta1": "adam_beta1",
+    "optimizer.beta2": "adam_beta2",
+    "optimizer.eps": "adam_epsilon",
+    "optimizer.name": "optim",
+    _NO_EARLY_STEP: "optimizer_in_bwd",
+    "lr_scheduler.kind": "lr_scheduler_type",
+    'use "lr_scheduler.warmup_steps", in steps': "warmup_ratio",
+    "lr_scheduler.warmup_steps": "num_warmup_steps",
+    'use "lr_scheduler.min_lr_factor", a fraction of "optimizer.lr"': "min_lr min_lr_ratio cosine_min_lr_ratio",
+    "training.max_norm": "grad_clip clip_grad clip_grad_norm max_grad_norm gradient_clip_val gradient_clipping",
     # The loss.
-    **dict.fromkeys(
-        ("beta", "dpo_beta", "pref_beta"), 'use "loss.dpo.beta", the strength of the reference model in DPO'
-    ),
-    "ref_model": "loss.dpo.reference",
-    "simpo_gamma": "loss.simpo.gamma",
-    "orpo_alpha": "loss.orpo.weight",
-    **dict.fromkeys(("rl", "stage", "pref_loss"), _PREFERENCES),
-    "label_smoothing_factor": "loss.label_smoothing",
-    **dict.fromkeys(("use_liger_kernel", "enable_liger_kernel"), _LOSS_IN_CHUNKS),
-    "neftune_noise_alpha": "NEFTune is not supported; remove this key",
+    'use "loss.dpo.beta", the strength of the reference model in DPO': "beta dpo_beta pref_beta",
+    "loss.dpo.reference": "ref_model",
+    "loss.simpo.gamma": "simpo_gamma",
+    "loss.orpo.weight": "orpo_alpha",
+    (
+        'use "loss.name" = "dpo", or another loss of pairs, with "data.kind" = "preferences", or "loss.name" = '
+        '"kto" with "data.kind" = "unpaired_preferences"; for fine-tuning, use "data.kind" = "chat"'
+    ): "rl stage pref_loss",
+    "loss.label_smoothing": "label_smoothing_factor",
+    'use "loss.chunks" for a loss without the logits of a microbatch': "use_liger_kernel enable_liger_kernel",
+    "NEFTune is not supported; remove this key": "neftune_noise_alpha",
     # Precision, compilation, memory.
-    "bf16": _BF16,
-    "mixed_precision": _BF16,
-    "fp16": _FP16,
-    "tf32": 'use "kernels.float32_precision" = "tf32"',
-    "torch_compile": "compile.enable",
-    **dict.fromkeys(("dynamo_backend", "torch_compile_backend"), "compile.backend"),
-    "torch_compile_mode": _NO_COMPILE_MODE,
-    **dict.fromkeys(
-        (
-            *("gradient_checkpointing", "gradient_checkpointing_kwargs", "use_gradient_checkpointing"),
-            *("disable_gradient_checkpointing", "activation_checkpointing", "enable_activation_checkpointing"),
-        ),
-        _MODE,
+    'use "precision.param_dtype" = "bfloat16"': "bf16 mixed_precision",
+    'float16 needs loss scaling, which is not supported; use "precision.param_dtype" = "bfloat16"': "fp16",
+    'use "kernels.float32_precision" = "tf32"': "tf32",
+    "compile.enable": "torch_compile",
+    "compile.backend": "dynamo_backend torch_compile_backend",
+    _NO_COMPILE_MODE: "torch_compile_mode",
+    _MODE: (
+        "gradient_checkpointing gradient_checkpointing_kwargs use_gradient_checkpointing "
+        "disable_gradient_checkpointing activation_checkpointing enable_activation_checkpointing"
     ),
-    "activation_offloading": "activation_checkpoint.offload",
-    "enable_activation_offloading": "activation_checkpoint.offload",
-    **dict.fromkeys(("cpu_offload", "fsdp_cpu_offload"), "training.enable_cpu_offload"),
+    "activation_checkpoint.offload": "activation_offloading enable_activation_offloading",
+    "training.enable_cpu_offload": "cpu_offload fsdp_cpu_offload",
     # Ranks.
-    "fsdp": "parallelism.data_parallel_shard_degree",
-    "fsdp_config": "parallelism.data_parallel_shard_degree",
-    "strategy": 'use "parallelism.data_parallel_shard_degree" and the other degrees of [parallelism]',
-    **{
-        f"{name}{end}": f"parallelism.{axis}_degree"
-        for short, axis in _SHORT_AXES.items()
-        for name, end in ((short, ""), (short, "_size"), (short, "_degree"), (axis, "_size"))
-    },
-    "sync_batchnorm": 'use "batchnorm.statistics" = "synchronized"',
-    "deepspeed": _NO_DEEPSPEED,
-    "zero_stage": _NO_DEEPSPEED,
-    "ddp_timeout": "comm.timeout_seconds",
-    "accelerator": "job.device",
-    "devices": _RANKS,
-    "num_processes": _RANKS,
-    "num_nodes": _HOSTS,
-    "num_machines": _HOSTS,
-    "machine_rank": "the number of this host is not part of the job; use the option --node-rank of `launch`",
-    "main_process_ip": "the address of rank 0 is not part of the job; use the option --master-addr of `launch`",
+    "parallelism.data_parallel_shard_degree": "fsdp fsdp_config",
+    'use "parallelism.data_parallel_shard_degree" and the other degrees of [parallelism]': "strategy",
+    'use "batchnorm.statistics" = "synchronized"': "sync_batchnorm",
+    'DeepSpeed is not supported; FSDP2 shards over "parallelism.data_parallel_shard_degree" ranks': (
+        "deepspeed zero_stage"
+    ),
+    "comm.timeout_seconds": "ddp_timeout",
+    "job.device": "accelerator",
+    "the number of processes is not part of the job; use the option --nproc-per-node of `launch`": (
+        "devices num_processes"
+    ),
+    "the number of hosts is not part of the job; use the option --nnodes of `launch`": "num_nodes num_machines",
+    "the number of this host is not part of the job; use the option --node-rank of `launch`": "machine_rank",
+    "the address of rank 0 is not part of the job; use the option --master-addr of `launch`": "main_process_ip",
     # Checkpoints.
-    **dict.fromkeys(
-        ("save_steps", "save_freq", "save_interval", "save_strategy", "saves_per_epoch", "every_n_train_steps"),
-        "checkpoint.interval",
-    ),
-    "enable_checkpointing": "checkpoint.enable",
-    "save_total_limit": "checkpoint.keep_latest",
-    "save_top_k": "checkpoint.keep_best",
-    "load_best_model_at_end": 'use "validation.patience" and "checkpoint.keep_best"; the best checkpoint is the result',
-    "metric_for_best_model": 'use "checkpoint.keep_best", which compares the validation loss',
-    "save_only_model": _MODEL_ONLY,
-    **dict.fromkeys(("push_to_hub", "hub_model_id"), _NO_UPLOAD),
-    **dict.fromkeys(("resume_from_checkpoint", "ckpt_path"), "checkpoint.load"),
-    "output_dir": _FOLDER,
-    "default_root_dir": _FOLDER,
-    "overwrite_output_dir": 'use "checkpoint.load" = "none"; an earlier run is moved aside',
+    "checkpoint.interval": "save_steps save_freq save_interval save_strategy saves_per_epoch every_n_train_steps",
+    "checkpoint.enable": "enable_checkpointing",
+    "checkpoint.keep_latest": "save_total_limit",
+    "checkpoint.keep_best": "save_top_k",
+    'use "validation.patience" and "checkpoint.keep_best"; the best checkpoint is the result': "load_best_model_at_end",
+    'use "checkpoint.keep_best", which compares the validation loss': "metric_for_best_model",
+    _MODEL_ONLY: "save_only_model",
+    'uploads are not supported; "titan-launch export" writes a folder that can be uploaded': "push_to_hub hub_model_id",
+    "checkpoint.load": "resume_from_checkpoint ckpt_path",
+    _FOLDER: "output_dir default_root_dir",
+    'use "checkpoint.load" = "none"; an earlier run is moved aside': "overwrite_output_dir",
     # Reports and validation.
-    "run_name": "job.name",
-    **dict.fromkeys(("logging_steps", "log_interval", "log_every_n_steps"), "metrics.log_freq"),
-    **dict.fromkeys(("report_to", "logger", "metric_logger"), _SINKS),
-    **dict.fromkeys(("wandb", "use_wandb", "wandb_project", "wandb_entity", "wandb_name", "wandb_run_name"), _WANDB),
-    **dict.fromkeys(("mlflow", "use_mlflow", "mlflow_tracking_uri", "mlflow_experiment_name"), _MLFLOW),
-    "logging_dir": 'use "job.dump_folder"; TensorBoard files are in tb/ of the run folder',
-    "plot_loss": 'not needed; "titan-launch report" plots the loss of a run',
-    "profiler": _PROFILE,
-    "detect_anomaly": _NO_ANOMALY,
-    "full_determinism": "debug.deterministic",
-    **dict.fromkeys(
-        ("eval_steps", "eval_interval", "eval_freq", "val_check_interval", "run_val_every_n_steps"), "validation.freq"
+    "job.name": "run_name",
+    "metrics.log_freq": "logging_steps log_interval log_every_n_steps",
+    'use "metrics.sinks" = ["wandb"] or "metrics.sinks" = ["mlflow"], and "metrics.enable_tensorboard"': (
+        "report_to logger metric_logger"
     ),
-    **dict.fromkeys(
-        ("eval_strategy", "evaluation_strategy", "do_eval", "evals_per_epoch", "check_val_every_n_epoch"), _VALIDATION
+    _WANDB: "wandb use_wandb wandb_project wandb_entity wandb_name wandb_run_name",
+    'use "metrics.sinks" = ["mlflow"]; environment variables such as MLFLOW_TRACKING_URI set the rest': (
+        "mlflow use_mlflow mlflow_tracking_uri mlflow_experiment_name"
     ),
-    "early_stopping": 'use "validation.patience", a number of validations',
-    "early_stopping_patience": "validation.patience",
-    "early_stopping_threshold": "validation.min_improvement",
-    "limit_val_batches": 'use "validation.max_samples", in samples',
+    'use "job.dump_folder"; TensorBoard files are in tb/ of the run folder': "logging_dir",
+    'not needed; "titan-launch report" plots the loss of a run': "plot_loss",
+    _PROFILE: "profiler",
+    _NO_ANOMALY: "detect_anomaly",
+    "debug.deterministic": "full_determinism",
+    "validation.freq": "eval_steps eval_interval eval_freq val_check_interval run_val_every_n_steps",
+    'use "validation.freq", in optimizer steps, with data in [validation.data]': (
+        "eval_strategy evaluation_strategy do_eval evals_per_epoch check_val_every_n_epoch"
+    ),
+    'use "validation.patience", a number of validations': "early_stopping",
+    "validation.patience": "early_stopping_patience",
+    "validation.min_improvement": "early_stopping_threshold",
+    'use "validation.max_samples", in samples': "limit_val_batches",
+}
+"""The names of keys in tools other than TorchTitan, separated by spaces, by the remedy for these keys."""
+
+COMMON_NAMES: dict[str, str] = {
+    **{name: remedy for remedy, names in _NAMES.items() for name in names.split()},
+    **{
+        f"{name}{end}": ".".join(axis.key)
+        for axis in AXES.values()
+        for name, end in ((axis.short, ""), (axis.short, "_size"), (axis.short, "_degree"), (axis.setting, "_size"))
+    },
 }
 """Remedies for keys of tools other than TorchTitan, by the name of the key. A remedy applies in every section."""
 

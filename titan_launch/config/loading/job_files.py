@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 import tomli
 
-from titan_launch.config.loading.carried import carried_configs
+import titan_launch
 from titan_launch.config.loading.limits import MOST_BYTES, MOST_DEPTH, MOST_FILES, outside_of_limits
 from titan_launch.config.loading.provenance import report, toml_value
 from titan_launch.core.errors import KeyPath, UserError, did_you_mean, format_key, nearest
@@ -114,7 +114,7 @@ class _Reader:
             self.problems.append(f"{place}: extends: must be the path of a file, or an array of paths")
             return []
         folder = os.path.dirname(file.path)
-        paths = [name if _is_plain(name) else _join(folder, name) for name in names]
+        paths = [name if _is_plain(name) else os.path.normpath(os.path.join(folder, name)) for name in names]
         return [
             (path, f"{place}: extends = {shortened(toml_value(name))}") for path, name in zip(paths, names, strict=True)
         ]
@@ -126,6 +126,20 @@ _SUFFIXES = (".toml", ".json")
 def _is_plain(name: str) -> bool:
     """Return True if a text is the name of a job file in the package, or looks like a name instead of a path."""
     return not name.endswith(_SUFFIXES) and (os.sep not in name or name in carried_configs())
+
+
+_NEEDS_CHECKOUT = ("custom_model",)
+"""Names of job files in the package that cannot be used, because they need files that only the repository has."""
+
+
+@cache
+def carried_configs() -> dict[str, Path]:
+    """Return the path of each job file in the package, by its name without suffix, such as `llama_bn` or
+    `precision/fp32`."""
+    folder = Path(titan_launch.__file__).parent / "configs"
+    found = {path.relative_to(folder).with_suffix("").as_posix(): path for path in folder.rglob("*.toml")}
+    names = sorted(found.keys() - {*_NEEDS_CHECKOUT}, key=lambda name: ("/" in name, name))
+    return {name: found[name] for name in names}
 
 
 def _named(path: str) -> str:
@@ -140,10 +154,6 @@ def _named(path: str) -> str:
         shown = shortened(path, _MAX_PATH_LENGTH)
         raise _FileError(f"{shown}: no such file, and no config of this package (there are {names}){hint}")
     return str(known[path])
-
-
-def _join(folder: str, name: str) -> str:
-    return os.path.normpath(os.path.join(folder, name))
 
 
 def _is_json(path: str) -> bool:
@@ -171,8 +181,8 @@ _MAX_PATH_LENGTH = 300
 
 
 def _similar_file(path: str) -> str:
-    """Return a hint for a missing file: the file in the same folder with the most similar name, or that the folder is
-    missing; "" without a hint."""
+    """Return a hint for a missing file: the most similar name in its folder, or that the folder is missing. Return ""
+    if there is no hint."""
     folder = os.path.dirname(path)
     try:
         entries = os.listdir(folder or ".")

@@ -69,15 +69,15 @@ def dump_job(config: JobConfig) -> str:
 def _merge_all(
     path: str | None, overrides: Sequence[str], aliases: Mapping[str, str] | None
 ) -> tuple[Draft, list[Problem]]:
-    """Return the merged files and overrides of a job, and three kinds of problems: overrides that cannot be applied,
+    """Return the merged files and overrides of a job, and their problems. These are overrides that cannot be applied,
     URLs that cannot be copied, and problems of the model's folder (see `_model_of_folder`).
 
-    Objects are copied only for URLs that the job itself names, and only if the job fits the schema. Else, raises
-    UserError."""
+    If the job has URLs, and its keys or values are wrong, raises UserError before anything is copied.
+    """
     given, files = parse_overrides(overrides, aliases), read_job(path) if path else []
     draft, problems = _merge(files, given)
     if has_copies(draft.table):
-        # An override may fit only the arguments in the model's folder, which is not yet read.
+        # Overrides of `model.args` may change values from the model's folder, which is not yet read.
         wrong = [problem for problem in problems if problem.key[:2] != ("model", "args")] + _parse(draft.table)[1]
         if wrong:
             raise UserError(draft.provenance(path or "the command line").describe(wrong))
@@ -126,14 +126,12 @@ def _model_of_folder(model: Any) -> FolderFile | None:
     Return None if the job names no such folder, or needs no keys from it. Raises ConfigError for a wrong folder."""
     if not isinstance(model, dict):
         return None
-    if model.get("name") == HUGGINGFACE:
-        return _class_of_folder(model)
-    return _model_of_weights(model)
+    return _class_of_folder(model) if model.get("name") == HUGGINGFACE else _model_of_weights(model)
 
 
 _WITHOUT_EFFECT = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache")
-"""Keys of a `config.json` that are not passed to a class of `transformers`: the launcher chooses the dtypes and the
-cache, and the other keys do not change the model."""
+"""Keys of a `config.json` that are not passed to a class of `transformers`. The launcher chooses the dtypes and the
+cache. The other keys do not change the model."""
 
 _OVERRIDES = {"architectures": (), "num_labels": ("id2label", "label2id")}
 """Keys that a job may set in `[model.args]` although `config.json` does not have them, each with the keys of
@@ -194,7 +192,9 @@ def _model_of_weights(model: Mapping[str, Any]) -> FolderFile | None:
         reason = f"its {CONFIG_FILE} names the factory {folder.name}, and {FOLDERS_CHOOSE_NO_CODE}; set model.name"
         raise config_error(("model", "weights"), reason, weights, also=(("model",),))
     if name not in (None, folder.name):
-        raise config_error(("model", "name"), f"{weights} holds the weights of {folder.name}", name, also=(("model",),))
+        remedy = f'set "{folder.name}", or name another folder in model.weights'
+        reason = f"{weights} holds the weights of {folder.name}; {remedy}"
+        raise config_error(("model", "name"), reason, name, also=(("model",),))
     table = {"name": folder.name, "flavor": folder.flavor, "args": dict(folder.args)}
     return FolderFile(str(Path(weights, CONFIG_FILE)), {"model": table})
 
@@ -205,24 +205,21 @@ def _parse(table: dict[str, Any]) -> tuple[JobConfig, list[Problem]]:
     In the configuration, each wrong key has its default value, so that the rules can check the other keys. With more
     than `MOST_PROBLEMS` problems, all keys have their default values.
     """
+    # With all sections and kinds, the validator of JobConfig validates every section.
+    complete = _with_kinds({name: {} for name in JobConfig.model_fields} | table, ())
     try:
-        return JobConfig.model_validate(_complete(table)), []
+        return JobConfig.model_validate(complete), []
     except ValidationError as error:
         from titan_launch.config.loading.validation_errors import translate
 
         problems = translate(error, JobConfig)
         if error.error_count() > MOST_PROBLEMS:
             return JobConfig(), problems
-    rest = _without(table, problems)
+    rest = deepcopy(table)
+    for problem in problems:
+        _remove(rest, problem.key)
     config, more = _parse(rest) if rest != table else (JobConfig(), [])
     return config, problems + more
-
-
-def _complete(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a job's table, with an empty table for each missing section and a `kind` in each table that needs one. So
-    the validator of `JobConfig` validates all sections."""
-    complete: dict[str, Any] = _with_kinds({name: {} for name in JobConfig.model_fields} | dict(table), ())
-    return complete
 
 
 def _with_kinds(value: Any, key: KeyPath) -> Any:
@@ -235,14 +232,6 @@ def _with_kinds(value: Any, key: KeyPath) -> Any:
     kinds = kinds_of(key)
     tag = {"kind": kinds.kind_of(value)} if kinds else {}
     return tag | {name: _with_kinds(inner, (*key, name)) for name, inner in value.items()}
-
-
-def _without(table: Mapping[str, Any], problems: Iterable[Problem]) -> dict[str, Any]:
-    """Return a copy of a table without the keys that have problems."""
-    rest = deepcopy(dict(table))
-    for problem in problems:
-        _remove(rest, problem.key)
-    return rest
 
 
 def _remove(table: dict[str, Any], key: KeyPath) -> None:
@@ -264,17 +253,8 @@ def _remove(table: dict[str, Any], key: KeyPath) -> None:
 
 
 def _check_rules(config: JobConfig, rules: Iterable[Rule], known: Iterable[Problem]) -> list[Problem]:
-    """Return the problems that the rules find, except those that may be consequences of the problems in `known`."""
-    wrong = [key for problem in known for key in _keys_of(problem)]
-    found = [problem for rule in rules for problem in rule(config)]
-    return [p for p in found if not any(_overlap(a, b) for a in _keys_of(p) for b in wrong)]
-
-
-def _keys_of(problem: Problem) -> tuple[KeyPath, ...]:
-    return (problem.key, *problem.also)
-
-
-def _overlap(one: KeyPath, other: KeyPath) -> bool:
-    """Return True if the keys are equal, or if one of them is a table that contains the other."""
-    length = min(len(one), len(other))
-    return one[:length] == other[:length]
+    """Return the problems that the rules find, except those that may be consequences of the problems in `known`. A
+    problem is omitted if one of its keys equals, contains, or is inside of a key of a known problem."""
+    wrong = [key for problem in known for key in (problem.key, *problem.also)]
+    found = [(problem, (problem.key, *problem.also)) for rule in rules for problem in rule(config)]
+    return [p for p, keys in found if not any(a[: len(b)] == b[: len(a)] for a in keys for b in wrong)]

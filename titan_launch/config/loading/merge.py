@@ -105,8 +105,8 @@ def parse_value(text: str) -> Any:
     """Return the value that `text` is in TOML. Text that is not TOML is returned as a string, so most strings need no
     quotes.
 
-    Raises ValueError if a table or an array is not valid TOML, if a value is nested too deeply, or if a number has too
-    many digits.
+    Raises ValueError for a table or an array that is not valid TOML, for a value that is nested too deeply, and for a
+    number with too many digits.
     """
     try:
         table = tomli.loads(f"value = {text}")
@@ -166,17 +166,13 @@ class Draft:
                 self._put(container, name, override.value, key, override)
 
     def _merge(self, table: dict[str, Any], new: Mapping[str, Any], key: KeyPath, source: Source) -> None:
-        self._drop_keys_of_old_kind(table, new, key)
-        self._drop_alternatives(table, new, key, source)
-        for name, value in new.items():
-            self._put(table, name, value, (*key, name), source)
-
-    def _drop_keys_of_old_kind(self, table: dict[str, Any], new: Mapping[str, Any], key: KeyPath) -> None:
-        """If `new` changes the kind of a table, remove the keys that the new kind does not have, or that have another
-        meaning in the new kind."""
+        # If `new` changes the kind of the table, remove the keys that the new kind has not, or with another meaning.
         if kinds := kinds_of(key):
             for name in kinds.dropped_keys(table, new):
                 self._forget((*key, name), table.pop(name))
+        self._drop_alternatives(table, new, key, source)
+        for name, value in new.items():
+            self._put(table, name, value, (*key, name), source)
 
     def _drop_alternatives(self, table: dict[str, Any], new: Mapping[str, Any], key: KeyPath, source: Source) -> None:
         """If `new` sets one of two alternative keys, and an earlier file has set the other key, remove the other key.

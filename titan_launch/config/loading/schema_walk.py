@@ -141,18 +141,15 @@ class Kinds:
         return {key for keys in all_keys for key in keys if not all(key in others for others in all_keys)}
 
 
-def _tag(variant: type[Section]) -> str:
-    (tag,) = get_args(variant.model_fields["kind"].annotation)
-    return str(tag)
-
-
 _DATA, _MIXED = Kinds(DATA_KINDS), Kinds(MIXED_KINDS)
 TAGGED: Mapping[KeyPath, Kinds] = {
     ("data",): _DATA,
     ("data", "sources"): _MIXED,
     ("validation", "data"): _DATA,
     ("validation", "data", "sources"): _MIXED,
-    ("lr_scheduler",): Kinds({_tag(section): section for section in alternatives(SchedulerConfig)}),
+    ("lr_scheduler",): Kinds(
+        {choices(section.model_fields["kind"].annotation)[0]: section for section in alternatives(SchedulerConfig)}
+    ),
 }
 """The tables with a `kind`. An array of such tables has the path of the array."""
 

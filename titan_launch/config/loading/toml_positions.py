@@ -17,10 +17,7 @@ _EQUALS = re.compile(r"[ \t]*=[ \t]*")
 _HEADER_OPEN, _HEADER_CLOSE = re.compile(r"\[\[?[ \t]*"), re.compile(r"[ \t]*\]\]?")
 _SCALAR = re.compile(r"[^,\]}#\n]+")
 # The order matters: three quotes would also match as an empty string. `(?!")`: a string may end with quotes.
-_STRING = re.compile(
-    r'''"""(?:\\.|[^\\])*?"""(?!")|\'\'\'.*?\'\'\'(?!')|"(?:\\.|[^"\\\n])*"|'[^'\n]*\'''',
-    re.DOTALL,
-)
+_STRING = re.compile(r'''"""(?:\\.|[^\\])*?"""(?!")|\'\'\'.*?\'\'\'(?!')|"(?:\\.|[^"\\\n])*"|'[^'\n]*\'''', re.DOTALL)
 
 
 def key_lines(text: str) -> dict[KeyPath, int]:

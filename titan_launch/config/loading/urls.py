@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from titan_launch.core.errors import ConfigError, KeyPath, Problem, RunError, config_error, format_key
+from titan_launch.core.errors import ConfigError, KeyPath, Problem, RunError, config_error, format_key, scalars
 from titan_launch.core.object_store import CREDENTIALS, StoreError, has_credentials, is_url, local_copy
 
 _DATA: tuple[KeyPath, ...] = (("data",), ("data", "sources"), ("validation", "data"), ("validation", "data", "sources"))
@@ -45,8 +45,8 @@ def has_copies(table: Mapping[str, Any]) -> bool:
 
 
 def with_local_copies(table: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
-    """Return a job's table with the path of a local copy in place of each URL of `READ`, and a problem for each URL
-    that cannot be copied or that a run cannot write to. Such a URL stays. If a run cannot write to a URL, nothing is
+    """Return (table, problems). In the returned table, the path of a local copy replaces each URL of `READ`. A URL that
+    cannot be copied, or that a run cannot write to, stays and has a problem. If a run cannot write to a URL, nothing is
     copied.
 
     Raises UserError if the cache cannot be written, and ConfigError, without the value, for a URL with credentials.
@@ -86,17 +86,11 @@ def local_sections(record: Mapping[str, Any], names: Iterable[str]) -> dict[str,
     return {**record, **sections}
 
 
-def _urls(value: Any, key: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
-    """Yield the keys of `READ`, `WRITTEN` and `STORE` whose values are URLs, each with its URL. A value may be an array
-    of URLs."""
-    if isinstance(value, dict):
-        for name, item in value.items():
-            yield from _urls(item, (*key, name))
-    elif isinstance(value, list):
-        for index, item in enumerate(value):
-            yield from _urls(item, (*key, index))
-    elif isinstance(value, str) and is_url(value) and _name(key) in _KNOWN:
-        yield key, value
+def _urls(table: Mapping[str, Any]) -> Iterator[tuple[KeyPath, str]]:
+    """Yield (key, URL) for each URL of a key of `READ`, `WRITTEN` or `STORE`. A value may be an array of URLs."""
+    for key, value in scalars(table):
+        if isinstance(value, str) and is_url(value) and _name(key) in _KNOWN:
+            yield key, value
 
 
 def _name(key: KeyPath) -> KeyPath:

@@ -5,7 +5,7 @@ This module is imported only after a validation has failed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
@@ -34,20 +34,16 @@ def translate(error: ValidationError, section: type[Section], table: KeyPath = (
         if problem.key in found:
             problem = _in_no_member(found[problem.key], problem)
         found[problem.key] = problem
-    return [problem for key, problem in found.items() if not (key in in_unions and _has_deeper(key, found))]
+    # If an item inside of a value has a problem, the value itself has the right type.
+    around = {key[:length] for key in found for length in range(len(key))}
+    return [problem for key, problem in found.items() if key not in in_unions & around]
 
 
 def _in_no_member(one: Problem, other: Problem) -> Problem:
-    """Combine the problems of two members of a union into one problem: "must be a string or an array". The remedies are
-    dropped, because those of different members contradict each other."""
+    """Merge the problems of two members of a union into one: "must be a string or an array". The result has no remedy,
+    because the members' remedies contradict each other."""
     reasons = [problem.reason.partition(";")[0] for problem in (one, other)]
     return Problem(one.key, f"{reasons[0]} or {reasons[1].removeprefix('must be ')}", one.value)
-
-
-def _has_deeper(key: KeyPath, found: Mapping[KeyPath, Problem]) -> bool:
-    """Return True if a key or an item inside of `key` also has a problem. The value of `key` then has the right type,
-    and only the inner problem is reported."""
-    return any(len(other) > len(key) and other[: len(key)] == key for other in found)
 
 
 def _translate(details: ErrorDetails, key: KeyPath, owner: type[Section] | None) -> Problem:
@@ -72,8 +68,12 @@ def _reason(details: ErrorDetails, key: KeyPath) -> str:
         case "model_type" | "model_attributes_type" | "dict_type" | "union_tag_not_found":
             foreign = None if isinstance(value, list) else foreign_key(key)
             return f"must be a table{f'; {foreign[0]}' if foreign else _brackets_hint(key, value)}"
+        case "string_too_short":
+            return "must not be empty; write a text, or remove this key"
+        case "tuple_type" if isinstance(value, dict):
+            return f"must be an array of tables; write [[{format_key(key)}]], not [{format_key(key)}]"
         case "tuple_type":
-            return f"must be an array{_array_hint(key, value)}"
+            return f"must be an array; write [{shortened(toml_value(value))}]"
         case kind if kind in _TYPES:
             noun, hint = _TYPES[kind]
             return f"must be {noun}{hint(value)}"
@@ -85,9 +85,8 @@ def _reason(details: ErrorDetails, key: KeyPath) -> str:
 
 def _one_of(choices: list[str], value: Any) -> str:
     known = ", ".join(f'"{choice}"' for choice in choices)
-    near = (
-        nearest(value, choices, similarity=0.7) if isinstance(value, str) else None
-    )  # 0.6 would suggest "cpu" for "gpu"
+    similarity = 0.7  # 0.6 would suggest "cpu" for "gpu"
+    near = nearest(value, choices, similarity) if isinstance(value, str) else None
     hint = f'; did you mean "{near}"?' if near else ""
     if value in _HALF and "bfloat16" in choices:
         hint = "; float16 needs loss scaling, which is not supported; use bfloat16"
@@ -135,12 +134,6 @@ def _brackets_hint(key: KeyPath, value: Any) -> str:
     return f"; write the header [{name}] and the keys below it"
 
 
-def _array_hint(key: KeyPath, value: Any) -> str:
-    if isinstance(value, dict):
-        return f" of tables; write [[{format_key(key)}]], not [{format_key(key)}]"
-    return f"; write [{shortened(toml_value(value))}]"
-
-
 def _no_hint(value: Any) -> str:
     return ""
 
@@ -178,38 +171,32 @@ def explain_unknown_key(key: KeyPath, value: Any, owner: type[Section] | None) -
     """Return the problem of an unknown key, with the likeliest remedy. Without a remedy, the problem lists the known
     keys. `owner`: the section that contains the key; None if there is none."""
     is_table = isinstance(value, dict) or (isinstance(value, list) and any(isinstance(item, dict) for item in value))
-    noun = "section" if is_table and len(key) == 1 else "key"
+    what = "unknown section" if is_table and len(key) == 1 else "unknown key"
     for remedy, meant in _remedies(key, owner):
-        return Problem(key, f"unknown {noun}; {remedy}", UNSET if is_table else value, also=tuple(meant))
-    known = f"; {_list_keys(key[:-1], owner)}"
-    return Problem(key, f"unknown {noun}{known}", UNSET if is_table else value, said_once=known)
+        return Problem(key, f"{what}; {remedy}", UNSET if is_table else value, also=tuple(meant))
+    of_table = f"{format_key(key[:-1])} has" if key[:-1] else "the sections are"
+    known = f"; {of_table} {', '.join(owner.model_fields if owner else ())}"
+    return Problem(key, f"{what}{known}", UNSET if is_table else value, said_once=known)
 
 
 def _remedies(key: KeyPath, owner: type[Section] | None) -> Iterator[tuple[str, Sequence[KeyPath]]]:
     """Yield (remedy, keys) for an unknown key, the likeliest remedy first. `keys`: the keys that the user may have
     meant."""
     name, parent = str(key[-1]), key[:-1]
-    if kinds := _kinds_with(name, parent):
-        yield f"only kind = {_any_of(kinds)} has this key", [(*parent, "kind")]
-    if parent == _ARGS and (models := _models_with(name)):
-        yield f"it is an argument of {_any_of(models)}", [("model", "name")]
+    variants = kinds.variants if (kinds := kinds_of(parent)) else {}
+    if having := [f'"{kind}"' for kind, section in variants.items() if name in section.model_fields]:
+        yield f"only kind = {' or '.join(having)} has this key", [(*parent, "kind")]
+    models = [f'"{model}"' for model, row in ARCHITECTURES.items() if name in row.args.model_fields]
+    if parent == _ARGS and models:
+        yield f"it is an argument of {' or '.join(models)}", [("model", "name")]
     if foreign := foreign_key(key):
         yield foreign
     if found := _tables_with(name):
-        yield f"it belongs in {_any_of(found)}", [(*table, name) for table in found.values()]
+        yield f"it belongs in {' or '.join(found)}", [(*table, name) for table in found.values()]
     if near := nearest(name, owner.model_fields if owner else (), _SIMILARITY):
         yield f'did you mean "{format_key((*parent, near))}"?', [(*parent, near)]
     if far := _nearest_anywhere(name):
         yield f'did you mean "{format_key(far)}"?', [far]
-
-
-def _models_with(argument: str) -> list[str]:
-    return [f'"{name}"' for name, architecture in ARCHITECTURES.items() if argument in architecture.args.model_fields]
-
-
-def _kinds_with(name: str, table: KeyPath) -> list[str]:
-    kinds = kinds_of(table)
-    return [f'"{kind}"' for kind, section in kinds.variants.items() if name in section.model_fields] if kinds else []
 
 
 def key_without_its_section(name: str) -> str | None:
@@ -217,7 +204,7 @@ def key_without_its_section(name: str) -> str | None:
     if foreign := foreign_key((name,)):
         return foreign[0]
     keys = [f'"--{format_key((*table, name))}"' for table in _tables_with(name).values()]
-    return f"did you mean {_any_of(keys)}?" if keys else None
+    return f"did you mean {' or '.join(keys)}?" if keys else None
 
 
 def _tables_with(name: str) -> dict[str, KeyPath]:
@@ -228,11 +215,9 @@ def _tables_with(name: str) -> dict[str, KeyPath]:
 
 
 def _nearest_anywhere(name: str) -> KeyPath | None:
-    """Return the path of the key, among those of all tables, whose name is most similar to `name`.
-
-    Return None if no key is similar enough, or if several tables have the most similar key. Keys in arrays of tables
-    are not searched, because they have no fixed path.
-    """
+    """Return the path of the key, among those of all tables, whose name is most similar to `name`. Return None if no
+    key is similar enough, or if several tables have the most similar key. Keys in arrays of tables are not searched,
+    because they have no fixed path."""
     keys: dict[str, list[KeyPath]] = {}
     for table in _all_tables():
         for field in table.section.model_fields if table.header[1] != "[" else ():
@@ -250,12 +235,3 @@ def _all_tables() -> Iterator[TableSchema]:
     yield from tables(JobConfig)
     for architecture in ARCHITECTURES.values():
         yield TableSchema("[model.args]", _ARGS, architecture.args)
-
-
-def _list_keys(table: KeyPath, owner: type[Section] | None) -> str:
-    known = ", ".join(owner.model_fields if owner else ())
-    return f"{format_key(table)} has {known}" if table else f"the sections are {known}"
-
-
-def _any_of(names: Iterable[str]) -> str:
-    return " or ".join(names)

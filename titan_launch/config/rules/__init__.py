@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 
 from titan_launch.config.job import JobConfig
 from titan_launch.config.rules.checkpoint import CHECKPOINT_RULES
-from titan_launch.config.rules.compile import COMPILE_RULES
 from titan_launch.config.rules.data import DATA_RULES
 from titan_launch.config.rules.images import IMAGE_RULES
 from titan_launch.config.rules.loss import LOSS_RULES
@@ -46,7 +45,6 @@ RULES: tuple[Rule, ...] = (
     *PRECISION_RULES,
     profile_is_in_the_run,
     *CHECKPOINT_RULES,
-    *COMPILE_RULES,
     *OPTIMIZER_RULES,
     *PIPELINE_RULES,
     *PARALLELISM_RULES,

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Iterator
 from operator import itemgetter
+from typing import TypeVar
 
 from titan_launch.config.job import JobConfig
 from titan_launch.config.paths import first_names, names_a_file
@@ -31,12 +32,13 @@ from titan_launch.config.sections.data import (
 )
 from titan_launch.config.sections.tokenizer import TOKENIZER_FILE, special_token, vocabulary_size
 from titan_launch.core.errors import UNSET, ConfigError, KeyPath, Problem, format_key
-from titan_launch.models.architectures import unit_taken, vocabulary_taken
+from titan_launch.models.architectures import known_args, unit_taken, vocabulary_taken
 
 _SMALLEST_SHARE = 1 << 16
 """Reciprocal of the smallest share: a weight that is not 0 must be at least 1/65,536 of the sum of all weights. The
 order of a mixture needs a table with at least (sum of all weights / smallest weight) positions."""
 
+Kind = TypeVar("Kind", bound=DataSource)
 _Split = CorpusData | ImageData
 _NAME: KeyPath = ("model", "name")
 
@@ -66,8 +68,8 @@ def all_data_has_one_unit(config: JobConfig) -> Iterator[Problem]:
 
 
 def mixtures_are_complete(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem for a mixture without sources, for each source whose name cannot be the name of a metric, and
-    for each source with the name of an earlier source."""
+    """Report a problem for a mixture without sources. Also report each source whose name cannot be part of a metric, or
+    is that of an earlier source."""
     for key, data in _tables(config):
         if not isinstance(data, MixtureData):
             continue
@@ -87,8 +89,8 @@ def mixtures_are_complete(config: JobConfig) -> Iterator[Problem]:
 
 
 def mixture_weights_are_usable(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem for each weight of a mixture that has no effect, is not valid, or is too small, and if all
-    weights are 0 at once."""
+    """Report a problem for each weight of a mixture that has no effect, is not valid, or is too small. Also report if
+    all weights are 0 at once."""
     for key, data in _tables(config):
         if not isinstance(data, MixtureData):
             continue
@@ -146,26 +148,19 @@ def vocabulary_is_large_enough(config: JobConfig) -> Iterator[Problem]:
 
 def files_exist(config: JobConfig) -> Iterator[Problem]:
     """Report a problem for each entry of a `path` to texts that matches no file."""
-    for source, data in sources_of(config):
-        if isinstance(data, FilesData):
-            entries = [data.path] if isinstance(data.path, str) else data.path
-            for index, entry in enumerate(entries):
-                key = (*source, "path") if isinstance(data.path, str) else (*source, "path", index)
-                if not names_a_file(entry, data.suffixes):
-                    yield Problem(key, _why_no_file(entry, data.suffixes), entry, also=((*source, "kind"),))
+    for source, data in sources_with(config, FilesData):
+        for key, entry in entries_of(source, data):
+            if not names_a_file(entry, data.suffixes):
+                yield Problem(key, _why_no_file(entry, data.suffixes), entry, also=((*source, "kind"),))
 
 
 def text_is_no_records(config: JobConfig) -> Iterator[Problem]:
     """Report a problem for each entry of a `path` to text that has files with records, such as JSON lines. In a folder,
     this rule checks at most 10,000 files; a run checks all files."""
-    for source, data in sources_of(config):
-        if not isinstance(data, TextData):
-            continue
-        entries = [data.path] if isinstance(data.path, str) else data.path
-        for index, entry in enumerate(entries):
+    for source, data in sources_with(config, TextData):
+        for key, entry in entries_of(source, data):
             names = first_names(entry, _MOST_FILES) if os.path.isdir(entry) else [entry]
             if reason := misread_as_text(entry, names):
-                key = (*source, "path") if isinstance(data.path, str) else (*source, "path", index)
                 yield Problem(key, reason, entry, also=((*source, "kind"),))
 
 
@@ -177,9 +172,7 @@ rules."""
 def token_files_exist(config: JobConfig) -> Iterator[Problem]:
     """Report a problem for each `path` to token files that names no folder or file, and for a `dtype` if `path` is a
     folder."""
-    for source, data in sources_of(config):
-        if not isinstance(data, TokensData):
-            continue
+    for source, data in sources_with(config, TokensData):
         also = ((*source, "kind"),)
         if os.path.isdir(data.path):
             if data.dtype is not None:
@@ -192,8 +185,8 @@ def token_files_exist(config: JobConfig) -> Iterator[Problem]:
 
 def streams_are_only_read_in_order(config: JobConfig) -> Iterator[Problem]:
     """Report a problem for each key that a table with `streaming` does not support."""
-    for key, data in sources_of(config):
-        if isinstance(data, HuggingFaceData) and data.streaming:
+    for key, data in sources_with(config, HuggingFaceData):
+        if data.streaming:
             yield from stream_problems(data, key)
             if data.packing != "concat":
                 reason = 'needs the lengths of all documents, but a stream has none; set "concat", or remove streaming'
@@ -281,6 +274,19 @@ def sources_of(config: JobConfig) -> Iterator[tuple[KeyPath, DataSource]]:
             yield key, data
 
 
+def sources_with(config: JobConfig, kind: type[Kind]) -> Iterator[tuple[KeyPath, Kind]]:
+    """Yield the pairs of `sources_of` whose table is an instance of the class `kind`."""
+    yield from ((key, data) for key, data in sources_of(config) if isinstance(data, kind))
+
+
+def entries_of(source: KeyPath, data: FilesData) -> Iterator[tuple[KeyPath, str]]:
+    """Yield (key, entry) for each entry of the `path` of a data source."""
+    if isinstance(data.path, str):
+        yield (*source, "path"), data.path
+    else:
+        yield from (((*source, "path", index), entry) for index, entry in enumerate(data.path))
+
+
 def pairs_of(config: JobConfig) -> Iterator[tuple[tuple[KeyPath, DataSource], tuple[KeyPath, DataSource]]]:
     """Yield each pair of a source of training data and a source of validation data. Yield nothing if the run does not
     validate."""
@@ -290,7 +296,6 @@ def pairs_of(config: JobConfig) -> Iterator[tuple[tuple[KeyPath, DataSource], tu
 
 
 def _why_no_weight(source: MixtureEntry, is_training: bool) -> str | None:
-    """Return the reason why the weight of a source cannot be used; None if it can be used."""
     if not is_training:
         return None if source.weight == 1 else "validation reads all samples, so weights do not count; remove this key"
     if not isinstance(source.weight, tuple):
@@ -309,13 +314,27 @@ def as_written(value: object) -> object:
 
 
 def keys_of_packed_documents(config: JobConfig) -> Iterator[tuple[KeyPath, str]]:
-    """Yield (key, value) for each data source whose samples have separate documents: the key `packing`, the key
-    `samples` of a factory, or the `kind` of data that are never packed otherwise."""
+    """Yield (key, value) for each data source whose documents are separated. The key is `packing`, `samples` for a
+    factory, or `kind` for data that is always packed like this."""
     for source, data in sources_of(config):
         if separates_documents(data):
             keys = (name for name in ("packing", "samples") if name in type(data).model_fields)
             name = next(keys, "kind")
             yield (*source, name), getattr(data, name)
+
+
+def beyond_causal_attention(config: JobConfig) -> Iterator[tuple[str, tuple[KeyPath, ...]]]:
+    """Yield (setting, keys on which the setting depends) for settings that plain causal attention does not support.
+    These are at most one model argument, and each data source whose documents are separated."""
+    args, seq_len = known_args(config.model), config.training.seq_len
+    option = args.beyond_causal_attention(seq_len) if args is not None else None
+    if option is not None:
+        yield (
+            f"model.args.{option}",
+            (("model", "name"), ("model", "flavor"), ("model", "args"), ("training", "seq_len")),
+        )
+    for key, value in keys_of_packed_documents(config):
+        yield f'{format_key(key)} = "{value}"', (key,)
 
 
 def _kinds_of(unit: SampleUnit) -> str:
@@ -333,8 +352,8 @@ def _why_no_file(entry: str, suffixes: tuple[str, ...]) -> str:
 
 
 def _vocabulary(config: JobConfig, source: KeyPath, data: DataSource) -> tuple[int, str, KeyPath]:
-    """Return (size, name, key): the vocabulary size of a data source, the name that messages give to the table or the
-    tokenizer that sets the size, and the key that sets it."""
+    """Return (size, name, key): the vocabulary size of a data source, the name of what sets the size, and its key. The
+    name is that of a table or a tokenizer, for messages."""
     own = data.own_vocabulary()
     if own is not None:
         return own, f"[{format_key(source)}]", (*source, "vocab_size")

@@ -11,7 +11,7 @@ from dataclasses import replace
 from titan_launch.config.image_format import DIGITS, misfits
 from titan_launch.config.job import JobConfig
 from titan_launch.config.paths import SKLEARN_DIGITS, LinkError, class_folders, images_named, tar_shards
-from titan_launch.config.rules.data import as_written, pairs_of, sources_of
+from titan_launch.config.rules.data import as_written, pairs_of, sources_with
 from titan_launch.config.sections.data import ImageData, MixtureData
 from titan_launch.core.errors import Problem, format_key, listed
 from titan_launch.core.terminal import shortened
@@ -20,9 +20,7 @@ from titan_launch.models.architectures import images_taken, known_args
 
 def image_files_exist(config: JobConfig) -> Iterator[Problem]:
     """Report a problem for each `path` to images that names no images or cannot be read."""
-    for source, data in sources_of(config):
-        if not isinstance(data, ImageData):
-            continue
+    for source, data in sources_with(config, ImageData):
         try:
             reason = _why_no_images(data.path)
         except OSError as error:
@@ -33,9 +31,7 @@ def image_files_exist(config: JobConfig) -> Iterator[Problem]:
 
 def image_keys_have_an_effect(config: JobConfig) -> Iterator[Problem]:
     """Report a problem for each key of images that contradicts another key, or has no effect."""
-    for source, data in sources_of(config):
-        if not isinstance(data, ImageData):
-            continue
+    for source, data in sources_with(config, ImageData):
         reasons = {
             "augment": _why_not_augment(data, is_training=source[0] == "data"),
             "padding": data.padding and "crop" not in data.augment and 'has an effect only with augment = ["crop"]',
@@ -52,8 +48,8 @@ def image_keys_have_an_effect(config: JobConfig) -> Iterator[Problem]:
 def class_folders_are_the_same(config: JobConfig) -> Iterator[Problem]:
     """Report a problem for each folder of images whose class folders differ from those of the previous folder of
     images. The same label would then mean different classes."""
-    used = [(key, data) for key, data in sources_of(config) if key[0] == "data" or config.validation.freq]
-    images = [(key, data, _classes_of(data)) for key, data in used if isinstance(data, ImageData)]
+    used = ((key, data) for key, data in sources_with(config, ImageData) if key[0] == "data" or config.validation.freq)
+    images = [(key, data, _classes_of(data)) for key, data in used]
     for (first, _, theirs), (key, data, ours) in itertools.pairwise(filter(operator.itemgetter(2), images)):
         if ours != theirs:
             differences = (("lacks", theirs - ours), ("also has", ours - theirs))
@@ -71,8 +67,8 @@ def digits_suit_the_model(config: JobConfig) -> Iterator[Problem]:
     """Report a problem for each difference between the images of `sklearn-digits` and the images that the model takes.
     (A run checks other images, and images with a `transform`, when it reads them.)"""
     taken = images_taken(config.model) if known_args(config.model) or not config.model.is_of_package else None
-    for source, data in sources_of(config):
-        if taken is not None and isinstance(data, ImageData) and data.path == SKLEARN_DIGITS and not data.transform:
+    for source, data in sources_with(config, ImageData):
+        if taken is not None and data.path == SKLEARN_DIGITS and not data.transform:
             side = data.crop or data.resize or DIGITS.height
             for reason in misfits(replace(DIGITS, height=side, width=side), taken):
                 yield Problem((*source, "path"), reason, data.path, also=(("model",), (*source, "kind")))
@@ -104,7 +100,6 @@ IMAGE_RULES = (
 
 
 def _why_not_augment(data: ImageData, is_training: bool) -> str | None:
-    """Return the reason why `augment` cannot be used as it is set; None if it can."""
     if not is_training:
         return "applies only to training data; remove the key"
     if len(set(data.augment)) < len(data.augment) or {"crop", "resized_crop"} <= set(data.augment):

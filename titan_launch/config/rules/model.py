@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.model import HUGGINGFACE
 from titan_launch.config.sections.section import is_import_string
-from titan_launch.core.errors import KeyPath, Problem, format_key
+from titan_launch.core.errors import KeyPath, Problem, format_key, scalars
 from titan_launch.models.architectures import (
     ALL_IN_ARGS,
     ARCHITECTURES,
@@ -45,25 +45,13 @@ def flavor_exists(config: JobConfig) -> Iterator[Problem]:
         yield Problem(_FLAVOR, unknown_flavor(name, flavor), flavor, also=(_NAME,))
 
 
-def other_models_have_no_flavor(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem if `model.flavor` is set with a factory or `huggingface`, which have no size table. (The default
-    value is accepted, because the `config.json` of a run contains every key.)"""
-    if not config.model.is_of_package:
-        reason = f"{config.model.name} has no flavors; remove this key, and set arguments in [model.args]"
-        for _, flavor in config.model.changed("flavor"):
-            yield Problem(_FLAVOR, reason, flavor, also=(_NAME,))
-
-
 def huggingface_has_a_config(config: JobConfig) -> Iterator[Problem]:
-    """With `model.name = "huggingface"`, report a problem if `model.args` has no `model_type` (usually from the
-    `config.json` in `model.path`), for each refused argument, and if transformers lacks the class. With any other
-    name, report a problem if `model.path` is set."""
+    """For `model.name = "huggingface"`, report a problem if `model.args` has no `model_type`, for each refused
+    argument, and if `transformers` lacks the class. (Usually, the `config.json` in `model.path` has `model_type`.)"""
     model, key = config.model, ("model", "path")
     if model.name != HUGGINGFACE:
-        if model.path is not None:
-            reason = f'applies only to model.name = "{HUGGINGFACE}"; remove this key, or set that name'
-            yield Problem(key, reason, model.path, also=(_NAME,))
-    elif "model_type" not in model.args:
+        return
+    if "model_type" not in model.args:
         if model.path is None:
             reason = f'"{HUGGINGFACE}" needs model.path, the folder with the config.json of the class'
             yield Problem(_NAME, reason, model.name, also=(key, _ARGS))
@@ -121,7 +109,7 @@ def factory_args_can_be_recorded(config: JobConfig) -> Iterator[Problem]:
     """Report a problem for each model argument that JSON cannot represent, because the run folder stores the
     configuration as `config.json`."""
     values = (bool, int, float, str, *((type(None),) if config.model.name == HUGGINGFACE else ()))
-    for key, value in _leaves(config.model.args, _ARGS):
+    for key, value in scalars(config.model.args, _ARGS):
         if isinstance(value, float) and not math.isfinite(value):
             yield Problem(key, "must be a finite number, because the run stores its configuration as JSON", value)
         elif not isinstance(value, values):
@@ -131,7 +119,7 @@ def factory_args_can_be_recorded(config: JobConfig) -> Iterator[Problem]:
 
 
 def weights_are_of_the_model(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem if the folder `model.weights` cannot be read or holds a different model, and for each model
+    """Report a problem if the folder `model.weights` cannot be read or holds a different model. Also report each model
     argument that differs from the folder's, except `num_labels` and a larger `vocab_size`. (A missing folder is not a
     problem here, because a run that resumes may not need the folder. A new run reports a missing folder when it reads
     the weights.)"""
@@ -146,7 +134,7 @@ def weights_are_of_the_model(config: JobConfig) -> Iterator[Problem]:
     try:
         folder = read_folder_config(model.weights)
         if folder.name != model.name:
-            reason = f"holds the weights of {folder.name}, not of {model.name}"
+            reason = f"holds the weights of {folder.name}, not of {model.name}; name another folder, or set model.name"
             yield Problem(key, reason, model.weights, also=(_NAME,))
             return
         for argument, own, theirs in differences(model.name, args, folder):
@@ -159,9 +147,9 @@ def weights_are_of_the_model(config: JobConfig) -> Iterator[Problem]:
 
 def adapter_is_of_the_job(config: JobConfig) -> Iterator[Problem]:
     """Report a problem if the folder `lora.adapter` is missing, has a key that is not supported, or differs from
-    `[lora]` in rank, scale or, if the job does not set it, dropout. (If the run folder exists, the folder is not
-    checked, because a run that resumes does not need it. When a new run starts, the tensors in the folder, and the
-    ranks and scales of single modules, are compared with the targets.)"""
+    `[lora]` in rank or scale. If the job does not set `lora.dropout`, the dropout must be equal, too. (If the run
+    folder exists, the folder is not checked, because a run that resumes does not need it. When a new run starts, the
+    tensors in the folder, and the ranks and scales of single modules, are compared with the targets.)"""
     lora, key = config.lora, ("lora", "adapter")
     if lora.adapter is None or not lora.targets or config.job.run_folder.exists():
         return
@@ -216,7 +204,6 @@ def settings_of_frozen_parameters_have_an_effect(config: JobConfig) -> Iterator[
 MODEL_RULES = (
     model_exists,
     flavor_exists,
-    other_models_have_no_flavor,
     huggingface_has_a_config,
     model_args_are_valid,
     model_args_have_an_effect,
@@ -243,16 +230,6 @@ def args_problem(config: JobConfig, fields: tuple[str, ...], reason: str, also: 
 
 
 def _value_at(table: Any, path: tuple[str, ...]) -> Any:
-    """Return the value at `path` in nested tables; None if there is none."""
     for name in path:
         table = table.get(name) if isinstance(table, dict) else None
     return table
-
-
-def _leaves(value: Any, key: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
-    """Yield the scalar values in a free-form table, with their paths."""
-    if isinstance(value, (dict, list)):
-        for name, inner in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _leaves(inner, (*key, name))
-    else:
-        yield key, value

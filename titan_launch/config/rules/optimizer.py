@@ -7,24 +7,17 @@ from collections.abc import Iterator
 from titan_launch.config.job import JobConfig
 from titan_launch.config.optimizers import ALGORITHMS
 from titan_launch.config.rules.tables import changed_keys
-from titan_launch.config.sections.training import OptimizerConfig
 from titan_launch.core.errors import KeyPath, Problem, format_key
 from titan_launch.models.architectures import ARCHITECTURES, known_args
 
 _NAME: KeyPath = ("optimizer", "name")
 _GROUPS: KeyPath = ("optimizer", "param_groups")
-_MOMENTUM: KeyPath = ("optimizer", "sgd", "momentum")
-_STATE_DTYPE: KeyPath = ("optimizer", "state_dtype")
-_ROUNDING: KeyPath = ("optimizer", "rounding")
-_MASTERS: KeyPath = ("optimizer", "master_weights")
-_STORAGE: KeyPath = ("precision", "storage_dtype")
-_RULES: KeyPath = ("precision", "rules")
 
 
 def settings_are_of_a_used_algorithm(config: JobConfig) -> Iterator[Problem]:
     """Report a problem for each setting of an algorithm that updates no parameter of the job. (Default values are
     accepted, because the `config.json` of a run contains every key.)"""
-    read = {setting for name in _algorithms(config.optimizer) for setting in ALGORITHMS[name].settings}
+    read = {setting for name in config.optimizer.algorithms() for setting in ALGORITHMS[name].settings}
     for algorithm, row in ALGORITHMS.items():
         reason = (
             f"is a setting of {algorithm}, which updates no parameter of this job; remove this key, set "
@@ -34,47 +27,6 @@ def settings_are_of_a_used_algorithm(config: JobConfig) -> Iterator[Problem]:
             for key, value in changed_keys(config, f"optimizer.{setting}") if setting not in read else ():
                 yield Problem(key, reason, value, also=(_NAME, _GROUPS))
         read |= {*row.settings}
-
-
-def state_dtype_has_a_state(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem if `state_dtype` is set but the optimizer has no state tensors (SGD without momentum)."""
-    optimizer = config.optimizer
-    if optimizer.state_dtype and not any(ALGORITHMS[name].state(optimizer) for name in _algorithms(optimizer)):
-        reason = (
-            f"is the dtype of the momentum, but {format_key(_MOMENTUM)} is 0; remove this key, or set momentum above 0"
-        )
-        yield Problem(_STATE_DTYPE, reason, optimizer.state_dtype, also=(_MOMENTUM, _NAME, _GROUPS))
-
-
-def masters_are_of_bfloat16(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem if `master_weights` is true but no trained parameter is stored in bfloat16."""
-    if config.optimizer.master_weights and not _stores_bfloat16(config):
-        reason = (
-            "keeps float32 copies of bfloat16 parameters, but no parameter is stored in bfloat16; "
-            'set precision.storage_dtype = "bfloat16", or remove this key'
-        )
-        yield Problem(_MASTERS, reason, True, also=(_STORAGE, _RULES))
-
-
-def stochastic_rounding_is_of_bfloat16(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem if rounding is stochastic but neither the moments nor the updated parameters are bfloat16. (With
-    master weights, the optimizer updates float32 copies of the parameters.)"""
-    optimizer = config.optimizer
-    if optimizer.rounding != "stochastic" or optimizer.state_dtype == "bfloat16":
-        return
-    also = (_STATE_DTYPE, _MASTERS, _STORAGE, _RULES)
-    if not _stores_bfloat16(config):
-        reason = (
-            "rounds to bfloat16, but neither parameters nor moments are bfloat16; set precision.storage_dtype or "
-            'optimizer.state_dtype = "bfloat16", or set optimizer.rounding = "nearest"'
-        )
-        yield Problem(_ROUNDING, reason, optimizer.rounding, also=also)
-    elif optimizer.master_weights and optimizer.state_dtype is not None:
-        reason = (
-            "rounds to bfloat16, but optimizer.master_weights = true updates float32 copies, and optimizer.state_dtype "
-            f'keeps the moments in {optimizer.state_dtype}; set "nearest", or remove one of these two keys'
-        )
-        yield Problem(_ROUNDING, reason, optimizer.rounding, also=also)
 
 
 def implementation_is_pytorchs(config: JobConfig) -> Iterator[Problem]:
@@ -113,34 +65,20 @@ def width_is_scaled(config: JobConfig) -> Iterator[Problem]:
         reason = f"is neither a divisor nor a multiple of the model's width, {width}; set one"
         yield Problem(key, reason, base, also=(("model", "args", "dim"), ("model", "flavor")))
     for what in args.beyond_mup():
-        yield Problem(key, f"muP has no rule for {what}", base, also=(("model", "name"), ("model", "args")))
+        reason = f"muP has no rule for {what}{'' if ';' in what else '; remove this key'}"
+        yield Problem(key, reason, base, also=(("model", "name"), ("model", "args")))
     if config.lora.targets:
         reason = "muP has no rule for adapters; remove lora.targets, or this key"
         yield Problem(key, reason, base, also=(("lora", "targets"),))
-    if others := sorted(_algorithms(config.optimizer) - {"AdamW"}):
+    if others := sorted(config.optimizer.algorithms() - {"AdamW"}):
         reason = f'muP has no rule for {others[0]}; set optimizer.name = "AdamW", also in parameter groups'
         yield Problem(key, reason, base, also=(_NAME, _GROUPS))
 
 
 OPTIMIZER_RULES = (
     settings_are_of_a_used_algorithm,
-    state_dtype_has_a_state,
-    masters_are_of_bfloat16,
-    stochastic_rounding_is_of_bfloat16,
     implementation_is_pytorchs,
     average_is_updated_in_the_run,
     width_is_scaled,
 )
 """The rules of this file."""
-
-
-def _algorithms(optimizer: OptimizerConfig) -> set[str]:
-    """Return the names of the algorithms that may update parameters of the job."""
-    named = {optimizer.name, *(group.algorithm for group in optimizer.param_groups if group.algorithm)}
-    for_others = ALGORITHMS[optimizer.name].for_others
-    return named if for_others is None else named | {for_others}
-
-
-def _stores_bfloat16(config: JobConfig) -> bool:
-    """Return True if any trained parameter may be stored in bfloat16."""
-    return "bfloat16" in (config.precision.storage_dtype, *(rule.storage_dtype for rule in config.precision.rules))

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 from titan_launch.config.job import JobConfig
 from titan_launch.config.paths import images_named
-from titan_launch.config.rules.data import sources_of
+from titan_launch.config.rules.data import entries_of, sources_of
 from titan_launch.config.sections.data import FilesData, ImageData
 from titan_launch.config.sections.run import SINKS_WITH_PACKAGE
 from titan_launch.core.errors import KeyPath, Problem
-from titan_launch.core.object_store import is_url, module_of
+from titan_launch.core.object_store import module_of
 from titan_launch.core.packages import is_installed, not_installed
 
 Needed = tuple[str, KeyPath, object]
@@ -47,7 +47,7 @@ def _needed(config: JobConfig) -> Iterator[Needed]:
         yield "torchao", ("float8", "enable"), True
     if config.lora.adapter is not None:
         yield "safetensors", ("lora", "adapter"), config.lora.adapter
-    if (store := config.checkpoint.store) is not None and is_url(store):
+    if (store := config.checkpoint.store) is not None:
         yield module_of(store), ("checkpoint", "store"), store
     if (second := config.loss.frozen_model()) is not None:
         yield "safetensors", second.key, second.folder
@@ -57,5 +57,5 @@ def _needed(config: JobConfig) -> Iterator[Needed]:
         if isinstance(data, ImageData) and (module := _IMAGES[images_named(data.path)]):
             yield module, (*source, "path"), data.path
         if isinstance(data, FilesData) and not is_installed("compression.zstd"):  # part of Python 3.14
-            entries = [data.path] if isinstance(data.path, str) else data.path
-            yield from (("backports.zstd", (*source, "path"), entry) for entry in entries if entry.endswith(".zst"))
+            entries = (entry for _, entry in entries_of(source, data) if entry.endswith(".zst"))
+            yield from (("backports.zstd", (*source, "path"), entry) for entry in entries)

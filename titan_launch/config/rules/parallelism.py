@@ -6,19 +6,16 @@ from collections.abc import Iterator
 from itertools import count
 from math import gcd
 
+from titan_launch.config.axes import CONTEXT, EXPERT, PIPELINE, SHARD, TENSOR
 from titan_launch.config.job import JobConfig
-from titan_launch.config.rules.compile import beyond_causal_attention
+from titan_launch.config.rules.data import beyond_causal_attention
 from titan_launch.config.sections.parallelism import ParallelismConfig
 from titan_launch.config.sections.training import GradientAccumulationConfig
 from titan_launch.core.errors import KeyPath, Problem, nearest_multiples
 from titan_launch.core.torch_release import SPLITS_BACKWARD_OF_EXPERTS
 from titan_launch.models.architectures import ARCHITECTURES, known_args
 
-_TENSOR: KeyPath = ("parallelism", "tensor_parallel_degree")
 _SEQUENCE: KeyPath = ("parallelism", "sequence_parallel")
-_CONTEXT: KeyPath = ("parallelism", "context_parallel_degree")
-_EXPERT: KeyPath = ("parallelism", "expert_parallel_degree")
-_SHARD: KeyPath = ("parallelism", "data_parallel_shard_degree")
 _BALANCE: KeyPath = ("parallelism", "context_parallel_load_balance")
 _SEQ_LEN: KeyPath = ("training", "seq_len")
 _MODEL: tuple[KeyPath, ...] = (("model", "name"), ("model", "flavor"), ("model", "args"))
@@ -35,7 +32,7 @@ def matrices_can_be_divided(config: JobConfig) -> Iterator[Problem]:
     if misfits:
         remedy = f"set {_divisors(gcd(*sizes.values()))}"
         reason = f"must divide {', '.join(misfits)}, since each rank has a part of every matrix; {remedy}"
-        yield Problem(_TENSOR, reason, degree, also=_MODEL)
+        yield Problem(TENSOR.key, reason, degree, also=_MODEL)
 
 
 def models_can_be_divided(config: JobConfig) -> Iterator[Problem]:
@@ -44,8 +41,8 @@ def models_can_be_divided(config: JobConfig) -> Iterator[Problem]:
         return
     args, parallelism = ARCHITECTURES[config.model.name].args, config.parallelism
     for key, degree, is_supported in (
-        (_TENSOR, parallelism.tensor_parallel_degree, args.supports_tensor_parallel),
-        (_CONTEXT, parallelism.context_parallel_degree, args.supports_context_parallel),
+        (TENSOR.key, parallelism.tensor_parallel_degree, args.supports_tensor_parallel),
+        (CONTEXT.key, parallelism.context_parallel_degree, args.supports_context_parallel),
     ):
         if degree > 1 and not is_supported:
             reason = (
@@ -61,7 +58,7 @@ def ring_attention_is_causal(config: JobConfig) -> Iterator[Problem]:
     degree = config.parallelism.context_parallel_degree
     for what, also in beyond_causal_attention(config) if degree > 1 else ():
         reason = f"is not supported with {what}: ring attention supports only plain causal attention; set 1"
-        yield Problem(_CONTEXT, reason, degree, also)
+        yield Problem(CONTEXT.key, reason, degree, also)
 
 
 def only_sequences_are_divided(config: JobConfig) -> Iterator[Problem]:
@@ -76,14 +73,14 @@ def only_sequences_are_divided(config: JobConfig) -> Iterator[Problem]:
     parallelism, architecture = config.parallelism, ARCHITECTURES.get(config.model.name)
     problems: list[tuple[KeyPath, int | bool, str]] = []
     if parallelism.context_parallel_degree > 1 and architecture is None:
-        problems.append((_CONTEXT, parallelism.context_parallel_degree, "1"))
+        problems.append((CONTEXT.key, parallelism.context_parallel_degree, "1"))
     can_divide = architecture is None or architecture.args.supports_tensor_parallel
     if parallelism.tensor_parallel_degree > 1 and parallelism.sequence_parallel and can_divide:
         problems.append((_SEQUENCE, True, "false"))
     for key, value, remedy in problems:
         what = f'data.kind = "{config.data.kind}" gives {config.data.unit}'
         reason = f"divides sequences of tokens, but {what}; set {remedy}"
-        yield Problem(key, reason, value, also=(("data", "kind"), _TENSOR, *_MODEL))
+        yield Problem(key, reason, value, also=(("data", "kind"), TENSOR.key, *_MODEL))
 
 
 def sequences_can_be_divided(config: JobConfig) -> Iterator[Problem]:
@@ -91,7 +88,7 @@ def sequences_can_be_divided(config: JobConfig) -> Iterator[Problem]:
     parallelism, seq_len = config.parallelism, config.training.seq_len
     context, tensor = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
     parts = 2 * context if parallelism.context_parallel_load_balance else context
-    also: tuple[KeyPath, ...] = (_CONTEXT, _BALANCE, _TENSOR, _SEQUENCE)
+    also: tuple[KeyPath, ...] = (CONTEXT.key, _BALANCE, TENSOR.key, _SEQUENCE)
     if config.data.unit != "tokens":
         return
     if context > 1 and seq_len % parts:
@@ -116,14 +113,14 @@ def batch_norm_sees_whole_sequences(config: JobConfig) -> Iterator[Problem]:
         return
     if parallelism.tensor_parallel_degree > 1 and parallelism.sequence_parallel:
         reason = f"the BatchNorms (model.args.{setting}) would compute statistics from a part of the tokens; set false"
-        yield Problem(_SEQUENCE, reason, True, also=(_TENSOR, *_MODEL))
+        yield Problem(_SEQUENCE, reason, True, also=(TENSOR.key, *_MODEL))
     if parallelism.context_parallel_degree > 1 and config.batchnorm.statistics == "local":
         reason = (
             f"the BatchNorms (model.args.{setting}) would compute statistics from a part of the tokens; set "
             'batchnorm.statistics = "synchronized", or set context_parallel_degree = 1'
         )
         key: KeyPath = ("batchnorm", "statistics")
-        yield Problem(_CONTEXT, reason, parallelism.context_parallel_degree, also=(key, *_MODEL))
+        yield Problem(CONTEXT.key, reason, parallelism.context_parallel_degree, also=(key, *_MODEL))
 
 
 def experts_can_be_divided(config: JobConfig) -> Iterator[Problem]:
@@ -138,11 +135,11 @@ def experts_can_be_divided(config: JobConfig) -> Iterator[Problem]:
         number = args.num_experts()
         reason = NO_EXPERTS if number is None else misfit_of_experts(degree, number, "the experts of a layer")
         if reason is not None:
-            yield Problem(_EXPERT, reason, degree, also=_MODEL)
+            yield Problem(EXPERT.key, reason, degree, also=_MODEL)
     if shard != -1:
         reason = misfit_of_expert_ranks(degree, shard, parallelism.context_parallel_degree)
         if reason is not None:
-            yield Problem(_EXPERT, reason, degree, also=(_SHARD, _CONTEXT))
+            yield Problem(EXPERT.key, reason, degree, also=(SHARD.key, CONTEXT.key))
 
 
 NO_EXPERTS = "divides experts over ranks, but the model has no experts; set 1"
@@ -193,7 +190,6 @@ def _nearest_divisors(number: int, of: int) -> str:
     return " or ".join(map(str, (max(below), *list(above)[:1])))
 
 
-_PIPELINE: KeyPath = ("parallelism", "pipeline_parallel_degree")
 _SCHEDULE: KeyPath = ("parallelism", "pipeline_parallel_schedule")
 _PER_RANK: KeyPath = ("parallelism", "pipeline_parallel_stages_per_rank")
 _SPLIT: KeyPath = ("parallelism", "pipeline_parallel_split_points")
@@ -290,7 +286,7 @@ def split_points_make_the_stages(config: JobConfig) -> Iterator[Problem]:
             f"({parallelism.pipeline_parallel_degree} ranks x {stages_per_rank(parallelism)} per rank); "
             f"name {stages - 1} modules, or none for an even division"
         )
-        yield Problem(_SPLIT, reason, list(points), also=(_PIPELINE, _PER_RANK, _SCHEDULE))
+        yield Problem(_SPLIT, reason, list(points), also=(PIPELINE.key, _PER_RANK, _SCHEDULE))
 
 
 def layers_suffice_for_the_stages(config: JobConfig) -> Iterator[Problem]:
@@ -303,14 +299,14 @@ def layers_suffice_for_the_stages(config: JobConfig) -> Iterator[Problem]:
     also: tuple[KeyPath, ...] = (_SCHEDULE, _PER_RANK, ("model", "flavor"), ("model", "args"))
     is_even = not config.parallelism.pipeline_parallel_split_points
     if layers is not None and layers < num_stages(config.parallelism) and is_even:
-        yield Problem(_PIPELINE, too_few_layers(config.parallelism, layers), degree, also=also)
+        yield Problem(PIPELINE.key, too_few_layers(config.parallelism, layers), degree, also=also)
     if tied_by is not None:
         reason = (
             f"puts the embedding and the output layer, which share one weight ({tied_by}), on different stages; "
             f"set model.args.{tied_by} = false, or set pipeline_parallel_degree = 1 "
             "(FSDP2 and tensor parallelism support tied weights)"
         )
-        yield Problem(_PIPELINE, reason, degree, also=also)
+        yield Problem(PIPELINE.key, reason, degree, also=also)
 
 
 def microbatches_suit_the_schedule(config: JobConfig) -> Iterator[Problem]:
@@ -329,7 +325,7 @@ def microbatches_suit_the_schedule(config: JobConfig) -> Iterator[Problem]:
         num_microbatches = batch // samples_each
     reason = misfit_of_microbatches(parallelism, num_microbatches, samples_each)
     if reason is not None:
-        yield Problem(_BATCH, reason, batch, also=(_SCHEDULE, _PIPELINE))
+        yield Problem(_BATCH, reason, batch, also=(_SCHEDULE, PIPELINE.key))
 
 
 def split_backward_is_reduced_once(config: JobConfig) -> Iterator[Problem]:

@@ -1,13 +1,16 @@
-"""Rules across sections for precision rules and gradient accumulation."""
+"""Rules across sections for precision rules, attention kernels and gradient accumulation."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 
 from titan_launch.config.job import JobConfig
+from titan_launch.config.rules.data import beyond_causal_attention
 from titan_launch.config.rules.parallelism import SPLIT_BACKWARD_RULES
 from titan_launch.config.sections.precision import PrecisionRule
 from titan_launch.core.errors import KeyPath, Problem, format_key
+from titan_launch.models.architectures import known_args
 
 
 def precision_rules_have_a_target(config: JobConfig) -> Iterator[Problem]:
@@ -44,14 +47,14 @@ def deferred_gradients_accumulate_in_float32(config: JobConfig) -> Iterator[Prob
         "over 4 microbatches and 6e-3 over 64 (float32: 2e-9 and 2e-8; measured); "
         'set "float32", or gradient_accumulation.mode = "immediate"'
     )
-    for key, dtype in _reduce_dtypes(config):
+    for key, dtype in _with_rules(config, ("precision", "reduce_dtype"), "reduce_dtype"):
         if dtype == "bfloat16":
             yield Problem(key, reason, dtype, also=(("gradient_accumulation", "mode"),))
 
 
 def deferred_all_reduces_exist(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem if the mode defers only the all-reduces between replicas, but FSDP2 runs no such all-reduces:
-    the model has only one replica, or the optimizer is sharded over the replicas."""
+    """Report a problem if the mode defers only the all-reduces between replicas, but FSDP2 runs none. This is so if the
+    model has only one replica, or if the optimizer is sharded over the replicas."""
     degree = ("parallelism", "data_parallel_replicate_degree")
     mode = config.gradient_accumulation.mode
     if mode == "auto" or not config.gradient_accumulation.row.needs_all_reduces:
@@ -78,13 +81,25 @@ def parameters_can_stay_unsharded(config: JobConfig) -> Iterator[Problem]:
     if config.loss.kind.frees_parameters:
         reason = f'is not supported with loss.name = "{config.loss.name}", which frees the parameters; set false'
         yield Problem(key, reason, True, also=(("loss", "name"),))
-    for other, reshard in _reshard_after_forward(config):
+    reshards = ("parallelism", "fsdp_reshard_after_forward")
+    for other, reshard in _with_rules(config, reshards, "reshard_after_forward"):
         if reshard in ("always", True):
             reason = (
                 "reshards parameters that gradient_accumulation.keep_params_unsharded = true keeps unsharded; "
                 "remove one of the two keys"
             )
             yield Problem(other, reason, reshard, also=(key,))
+
+
+def attention_backend_is_used(config: JobConfig) -> Iterator[Problem]:
+    """Report a problem if `kernels.attention` names a kernel of `scaled_dot_product_attention`, but the job's attention
+    runs as FlexAttention."""
+    backend = config.kernels.attention
+    if backend == "auto" or known_args(config.model) is None:
+        return
+    for what, also in islice(beyond_causal_attention(config), 1):
+        reason = f'is a kernel for plain causal attention, which {what} is not; set "auto"'
+        yield Problem(("kernels", "attention"), reason, backend, also)
 
 
 ACCUMULATION_RULES = (
@@ -98,22 +113,18 @@ ACCUMULATION_RULES = (
 PRECISION_RULES = (
     precision_rules_have_a_target,
     precision_rules_can_be_reached,
+    attention_backend_is_used,
     *ACCUMULATION_RULES,
 )
-"""Rules for precision and gradient accumulation."""
+"""Rules for precision, kernels and gradient accumulation."""
 
 
 def _target(rule: PrecisionRule) -> tuple[str | None, str | tuple[str, ...] | None]:
     return rule.type, rule.match
 
 
-def _reduce_dtypes(config: JobConfig) -> Iterator[tuple[KeyPath, str | None]]:
-    yield ("precision", "reduce_dtype"), config.precision.reduce_dtype
+def _with_rules(config: JobConfig, key: tuple[str, str], of_rule: str) -> Iterator[tuple[KeyPath, object]]:
+    """Yield (key, value) for a key of the job, and for the key `of_rule` of each precision rule."""
+    yield key, getattr(getattr(config, key[0]), key[1])
     for index, rule in enumerate(config.precision.rules):
-        yield ("precision", "rules", index, "reduce_dtype"), rule.reduce_dtype
-
-
-def _reshard_after_forward(config: JobConfig) -> Iterator[tuple[KeyPath, str | bool | None]]:
-    yield ("parallelism", "fsdp_reshard_after_forward"), config.parallelism.fsdp_reshard_after_forward
-    for index, rule in enumerate(config.precision.rules):
-        yield ("precision", "rules", index, "reshard_after_forward"), rule.reshard_after_forward
+        yield ("precision", "rules", index, of_rule), getattr(rule, of_rule)

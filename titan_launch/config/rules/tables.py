@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 
 from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.provenance import toml_value
+from titan_launch.config.optimizers import ALGORITHMS
 from titan_launch.config.rules.checkpoint import LOAD_KEYWORDS
 from titan_launch.config.rules.parallelism import splits_backward
+from titan_launch.config.sections.model import HUGGINGFACE
 from titan_launch.config.sections.section import Section
 from titan_launch.core.errors import KeyPath, Problem
 
@@ -139,12 +141,26 @@ class Contradiction(NamedTuple):
     """The reason why the value of `key` is wrong, and what to write instead. Other keys are in braces: in the message,
     `{compile.enable}` becomes `compile.enable = false`."""
 
+    also: tuple[str, ...] = ()
+    """Further keys on which the problem depends. The message does not show their values."""
+
 
 CONTRADICTIONS = (
     Contradiction(
         "model.weights",
         lambda job: job.model.weights is not None and job.checkpoint.initial_load_path is not None,
         "names the initial weights, and so does {checkpoint.initial_load_path}; remove one of the two keys",
+    ),
+    Contradiction(
+        "model.flavor",
+        lambda job: not job.model.is_of_package and any(job.model.changed("flavor")),
+        "is not used with {model.name}, which has no size table; remove this key, and set arguments in [model.args]",
+    ),
+    Contradiction(
+        "model.path",
+        lambda job: job.model.path is not None and job.model.name != HUGGINGFACE,
+        f'applies only to model.name = "{HUGGINGFACE}", but the job has {{model.name}}; set that name, or remove this '
+        "key",
     ),
     Contradiction(
         "training.local_batch_size",
@@ -261,6 +277,46 @@ CONTRADICTIONS = (
     ),
     Contradiction(
         "optimizer.state_dtype",
+        lambda job: (
+            job.optimizer.state_dtype is not None
+            and not any(ALGORITHMS[name].state(job.optimizer) for name in job.optimizer.algorithms())
+        ),
+        "is the dtype of the momentum, but the job has {optimizer.sgd.momentum}; remove this key, or set momentum "
+        "above 0",
+        also=("optimizer.name", "optimizer.param_groups"),
+    ),
+    Contradiction(
+        "optimizer.master_weights",
+        lambda job: job.optimizer.master_weights and not _stores_bfloat16(job),
+        "keeps float32 copies of bfloat16 parameters, but the job has {precision.storage_dtype}, and no rule with "
+        'bfloat16; set precision.storage_dtype = "bfloat16", or remove this key',
+        also=("precision.rules",),
+    ),
+    Contradiction(
+        "optimizer.rounding",
+        lambda job: (
+            job.optimizer.rounding == "stochastic"
+            and job.optimizer.state_dtype != "bfloat16"
+            and not _stores_bfloat16(job)
+        ),
+        "rounds to bfloat16, but the job has {precision.storage_dtype}, and stores neither parameters nor moments in "
+        'bfloat16; set precision.storage_dtype or optimizer.state_dtype = "bfloat16", or set "nearest"',
+        also=("optimizer.state_dtype", "optimizer.master_weights", "precision.rules"),
+    ),
+    Contradiction(
+        "optimizer.rounding",
+        lambda job: (
+            job.optimizer.rounding == "stochastic"
+            and job.optimizer.state_dtype not in (None, "bfloat16")
+            and job.optimizer.master_weights
+            and _stores_bfloat16(job)
+        ),
+        "rounds to bfloat16, but {optimizer.master_weights} updates float32 copies, and {optimizer.state_dtype} keeps "
+        'the moments in another dtype; set "nearest", or remove one of these two keys',
+        also=("precision.storage_dtype", "precision.rules"),
+    ),
+    Contradiction(
+        "optimizer.state_dtype",
         lambda job: job.optimizer.state_dtype == "int8" and job.parallelism.tensor_parallel_degree > 1,
         "is not supported with {parallelism.tensor_parallel_degree}: tensor parallelism divides the rows of some "
         'matrices, whose elements share scales; set "bfloat16", or tensor_parallel_degree = 1',
@@ -274,6 +330,12 @@ CONTRADICTIONS = (
         "checkpoint.save_last",
         lambda job: job.checkpoint.enable and not job.checkpoint.save_last,
         "the last step is always saved with {checkpoint.enable}; set true, or checkpoint.enable = false",
+    ),
+    Contradiction(
+        "checkpoint.store",
+        lambda job: job.checkpoint.store is not None and not (job.checkpoint.enable or job.checkpoint.save_last),
+        "has no effect with {checkpoint.enable} and {checkpoint.save_last}, which save no checkpoint; set "
+        "checkpoint.enable = true, or remove this key",
     ),
     Contradiction(
         "checkpoint.keep_best",
@@ -327,6 +389,16 @@ CONTRADICTIONS = (
         'requires {validation.data}; add [validation.data], for example with path and split = "validation"',
     ),
     Contradiction(
+        "validation.patience",
+        lambda job: (
+            job.validation.patience is not None
+            and not (job.validation.freq and job.checkpoint.enable and job.checkpoint.keep_best)
+        ),
+        "ends the run with its best checkpoint as the result, which needs validations and checkpoints, but the job has "
+        "{validation.freq}, {checkpoint.enable} and {checkpoint.keep_best}; set freq above 0, enable = true, and "
+        "keep_best above 0",
+    ),
+    Contradiction(
         "comm.init_timeout_seconds",
         lambda job: job.comm.init_timeout_seconds < job.comm.timeout_seconds,
         "must not be below {comm.timeout_seconds}, because the first step takes the longest",
@@ -361,7 +433,7 @@ def contradictions(config: JobConfig) -> Iterator[Problem]:
     for row in CONTRADICTIONS:
         if row.when(config):
             reason = IN_BRACES.sub(lambda key: _shown(config, key[1]), row.reason)
-            others = tuple(_path(key) for key in IN_BRACES.findall(row.reason))
+            others = tuple(_path(key) for key in (*IN_BRACES.findall(row.reason), *row.also))
             yield Problem(_path(row.key), reason, attrgetter(row.key)(config), also=others)
 
 
@@ -420,6 +492,11 @@ def _shown(config: JobConfig, key: str) -> str:
 
 def _path(key: str) -> KeyPath:
     return tuple(key.split("."))
+
+
+def _stores_bfloat16(job: JobConfig) -> bool:
+    """Return True if any trained parameter may be stored in bfloat16."""
+    return "bfloat16" in (job.precision.storage_dtype, *(rule.storage_dtype for rule in job.precision.rules))
 
 
 def _compiles_blocks(job: JobConfig) -> bool:

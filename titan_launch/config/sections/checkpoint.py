@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from titan_launch.config.sections.section import Array, Section
+from titan_launch.core.object_store import is_url
 
 AsyncMode = Literal["disabled", "thread", "process"]
+
+
+def _store_url(text: str) -> str:
+    if is_url(text):
+        return text
+    raise ValueError("must be the URL of a folder in an object store: s3://BUCKET/FOLDER or gs://BUCKET/FOLDER")
 
 
 class CheckpointConfig(Section):
@@ -31,9 +38,9 @@ class CheckpointConfig(Section):
     async_mode: AsyncMode = "disabled"
     """Write checkpoints in a separate thread or process. `disabled`: training waits until the checkpoint is complete.
     `thread`: training waits only until the training state is copied to host memory; a thread writes the copy.
-    `process`: as `thread`, but a separate process writes the copy. It shares only the memory of the copy with the
-    training process. One checkpoint is written at a time. At its end, the run waits until the last checkpoint is
-    complete. With `enable = false` this key has no effect."""
+    `process`: as `thread`, but a separate process writes the copy. The two processes share only the memory of the copy.
+    One checkpoint is written at a time. At its end, the run waits until the last checkpoint is complete. With `enable =
+    false` this key has no effect."""
 
     keep_latest: Annotated[int, Field(ge=0)] = 10
     """Number of newest checkpoints to keep. Older ones are deleted after a newer one is complete. 0 keeps all."""
@@ -60,7 +67,7 @@ class CheckpointConfig(Section):
     checkpoint is loaded. With `enable = true`, ranks that `launch` or torchrun restarts resume from the latest
     checkpoint of this run, if there is one, whatever this key says."""
 
-    store: str | None = None
+    store: Annotated[str, AfterValidator(_store_url)] | None = None
     """URL of a folder in an object store, such as `s3://bucket/runs`. Each complete checkpoint is also copied to
     `STORE/NAME/step-N/`, where `NAME` is `job.name`. Training does not wait for a copy, but the end of the run does. If
     a checkpoint is complete while an older one is being copied, the newest checkpoint is copied next. Older ones that
@@ -83,6 +90,6 @@ class CheckpointConfig(Section):
     parts."""
 
     accept_changes: bool = False
-    """Resume even if the experiment has changed: its configuration differs from the one in the run folder, or the
-    training data, the tokenizer, the initial weights or the second model of the loss have changed since the checkpoint.
-    A checkpoint of a different model can never be resumed."""
+    """Resume even if the experiment has changed since the checkpoint. The experiment is its configuration, and the
+    content of the training data, the tokenizer, the initial weights and the second model of the loss. A checkpoint of a
+    different model can never be resumed."""

@@ -14,14 +14,14 @@ from pydantic import AfterValidator, Discriminator, Field, GetCoreSchemaHandler,
 from pydantic_core import CoreSchema
 
 from titan_launch.config.paths import (
-    COMPRESSED,
     PYTHON_STDLIB,
     SKLEARN_DIGITS,
     count_ends,
     describe_ends,
     glob_of_sort,
+    uncompressed,
 )
-from titan_launch.config.sections.section import Array, Section, Table
+from titan_launch.config.sections.section import Array, Positive, Section, Table
 from titan_launch.core.errors import KeyPath, Problem, toml_string
 
 if TYPE_CHECKING:
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 
 SampleUnit = Literal["tokens", "images"]
-
 
 IGNORED_TARGET = -100
 """Target at padding positions. Positions with this target count neither in the loss nor in the number of tokens. The
@@ -60,8 +59,7 @@ class DataSource(Section):
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Return the schema of this class. For the type of a key (`DataSource`, `MixtureEntry`), return that of the
-        union of all kinds."""
+        """Return the schema of this class. For a class in `KINDS`, return the schema of the union of its kinds."""
         if cls not in KINDS:
             return handler(source)
         tagged = tuple(Annotated[kind, Tag(tag)] for tag, kind in KINDS[cls].items())
@@ -79,8 +77,8 @@ def data_kind(kind: str) -> str:
 
 
 def _tag(table: Any) -> Any:
-    """Return the key of `DATA_KINDS` for a table of a job file, or for a section. A `kind` that is not a string is
-    returned as it is; None if there is no `kind`."""
+    """Return the key of `DATA_KINDS` for a table of a job file, or for a section. If `kind` is not a string, return its
+    value; None if there is no `kind`."""
     kind = table.get("kind") if isinstance(table, Mapping) else getattr(table, "kind", None)
     return data_kind(kind) if isinstance(kind, str) else kind
 
@@ -109,7 +107,6 @@ class CorpusData(TokenizedData):
     """Percentage of the documents that belong to the validation split."""
 
     path: str | Array[str]
-    """The data, relative to the working directory."""
 
 
 class FilesData(CorpusData):
@@ -118,15 +115,11 @@ class FilesData(CorpusData):
     suffixes: ClassVar[tuple[str, ...]] = ("",)
     """Suffixes of the files that are read in a folder. `.gz` or `.zst` may follow the suffix."""
 
-    path: str | Array[str]
-    """A file, a folder, a glob (`**` crosses folders), or an array of these, relative to the working directory."""
-
 
 class TextData(FilesData):
     """Text files. Each file is one document."""
 
     kind: Literal["text"] = "text"
-    """Kind of data source. It decides which other keys are valid."""
 
     path: str | Array[str] = PYTHON_STDLIB
     """A file, a folder (all files below it), a glob (`**` crosses folders), or an array of these, relative to the
@@ -160,7 +153,6 @@ class JsonlData(LinesData):
     """JSON lines: files with one JSON object per line. Each line is one document."""
 
     kind: Literal["jsonl"]
-    """Kind of data source. It decides which other keys are valid."""
 
     field: str = "text"
     """Key of the text in each line's object. Dots select keys of inner objects: `meta.text`."""
@@ -181,7 +173,6 @@ class ChatData(LinesData):
     `input` and `output`. This kind needs `pip install 'titan-launch[chat]'`."""
 
     kind: Literal["chat"]
-    """Kind of data source. It decides which other keys are valid."""
 
     packing: Literal["concat", "documents"] = "documents"
     """Division of the chats into samples. `documents`: a sample has whole chats and, at its end, as little padding as
@@ -220,7 +211,6 @@ class PreferenceData(ChatData):
     A pair is two documents of one sample, so `training.seq_len` must have room for both."""
 
     kind: Literal["preferences"]  # type: ignore[assignment]
-    """Kind of data source. It decides which other keys are valid."""
 
     packing: ClassVar[Literal["documents"]] = "documents"  # type: ignore[misc] # removes the key
 
@@ -232,8 +222,8 @@ class PreferenceData(ChatData):
     truncation: Literal["skip", "stop", "right", "left"] = "skip"
     """Use of a pair whose two chats do not fit into `training.seq_len` together. `skip`: the pair is not used, and the
     log reports the number of such pairs. `stop`: the run ends with an error that names the pair. `right`, `left`: each
-    chat is cut to at most half of `training.seq_len`, plus one token. (n tokens take n - 1 positions.) Tokens are
-    removed at the end of a chat (`right`) or at its beginning (`left`)."""
+    chat is cut to at most half of `training.seq_len`, plus one token, because the last token of a chat is only a
+    target. Tokens are removed at the end of the chat (`right`) or at its beginning (`left`)."""
 
 
 class UnpairedPreferenceData(ChatData):
@@ -242,7 +232,6 @@ class UnpairedPreferenceData(ChatData):
     template turns each chat into text. This kind needs `pip install 'titan-launch[chat]'`."""
 
     kind: Literal["unpaired_preferences"]  # type: ignore[assignment]
-    """Kind of data source. It decides which other keys are valid."""
 
     packing: ClassVar[Literal["documents"]] = "documents"  # type: ignore[misc] # removes the key
 
@@ -261,7 +250,6 @@ class ClassificationData(LinesData):
     target is its label, after the last token of the text."""
 
     kind: Literal["classification"]
-    """Kind of data source. It decides which other keys are valid."""
 
     packing: ClassVar[Literal["documents"]] = "documents"  # type: ignore[misc] # removes the key
 
@@ -288,7 +276,6 @@ class ParquetData(FilesData, RecordsData):
     suffixes: ClassVar[tuple[str, ...]] = (".parquet",)
 
     kind: Literal["parquet"]
-    """Kind of data source. It decides which other keys are valid."""
 
     path: str | Array[str]
     """A file, a folder (all files below it that end in `.parquet`), a glob (`**` crosses folders), or an array of
@@ -303,10 +290,9 @@ class HuggingFaceData(RecordsData):
     'titan-launch[datasets]'`."""
 
     kind: Literal["huggingface"]
-    """Kind of data source. It decides which other keys are valid."""
 
     path: str
-    """A folder that `save_to_disk` wrote, a folder of data files (Parquet, JSON lines, CSV, text), or the name of a
+    """A folder that `save_to_disk` wrote, or a folder of data files (Parquet, JSON lines, CSV, text). Or the name of a
     data set of the Hugging Face Hub, such as `roneneldan/TinyStories`, which is downloaded."""
 
     column: str = "text"
@@ -327,13 +313,12 @@ class TokensData(TokenizedData):
     """Files of tokens that `titan-launch prepare` or another program wrote. The files are mapped into memory."""
 
     kind: Literal["tokens"]
-    """Kind of data source. It decides which other keys are valid."""
 
     path: str
-    """Folder of token files that `titan-launch prepare` wrote, relative to the working directory. Or files of another
+    """Folder of token files that `titan-launch prepare` wrote, relative to the working directory. Or a file of another
     program: a `.bin` of Megatron-LM with its `.idx` beside it (the suffix may be omitted), a file of llm.c, an `.npy`
-    file of NumPy, a flat file of numbers as in nanoGPT, or a glob of such files. `[tokenizer]` must be the tokenizer
-    that made the tokens."""
+    file of NumPy, or a flat file of numbers as in nanoGPT. A glob of such files is also possible. `[tokenizer]` must be
+    the tokenizer that made the tokens."""
 
     dtype: Literal["uint16", "uint32"] | None = None
     """Dtype of the numbers in a flat file. Files in all other formats contain their dtype."""
@@ -344,7 +329,6 @@ class SyntheticData(DataSource):
     one, or noise."""
 
     kind: Literal["synthetic"]
-    """Kind of data source. It decides which other keys are valid."""
 
     num_samples: Annotated[int, Field(ge=1)] = 10_000
     """Sequences per epoch."""
@@ -364,9 +348,6 @@ class SyntheticData(DataSource):
         return self.vocab_size
 
 
-Positive = Annotated[float, Field(gt=0)]
-
-
 Augmentation = Literal["flip", "crop", "resized_crop"]
 
 
@@ -376,15 +357,14 @@ class ImageData(DataSource):
     unit: ClassVar[SampleUnit] = "images"
 
     kind: Literal["images"]
-    """Kind of data source. It decides which other keys are valid."""
 
     path: str = SKLEARN_DIGITS
-    """The images, relative to the working directory. A folder: each folder in it is a class, and the classes are
-    numbered by name; all image files below a class folder belong to the class. A `.tar` file, a glob, or braces
+    """The images, relative to the working directory. A folder: each folder in it is a class, and all image files below
+    it belong to this class. The classes are numbered in the order of their names. A `.tar` file, a glob, or braces
     (`train-{000..099}.tar`): WebDataset shards with members KEY.jpg (or another image format) and KEY.cls. An `.npz`
     file: `images` of shape (N, height, width) or (N, channels, height, width), uint8 or floating point, and `labels` of
-    shape (N), whole numbers from 0. `sklearn-digits`: 1,797 handwritten digits of 8x8 pixels from scikit-learn.
-    The digits, folders and shards need `pip install 'titan-launch[images]'`."""
+    shape (N), whole numbers from 0. `sklearn-digits`: 1,797 handwritten digits of 8x8 pixels from scikit-learn. The
+    digits, folders and shards need `pip install 'titan-launch[images]'`."""
 
     label_field: str | None = None
     """Only for WebDataset shards: field of `KEY.json` that contains the class. Default: the class is in `KEY.cls`."""
@@ -400,13 +380,13 @@ class ImageData(DataSource):
     """Length in pixels to which the shorter side of an image is scaled. The aspect ratio stays. Default: no scaling."""
 
     crop: Annotated[int, Field(ge=1)] | None = None
-    """Height and width of a sample in pixels: the center of an image after `resize` or, in training, a random part if
-    `augment` has `crop` or `resized_crop`. Default: the whole image."""
+    """Height and width of a sample in pixels. The sample is the center of an image after `resize`. In training, it is a
+    random part if `augment` has `crop` or `resized_crop`. Default: the whole image."""
 
     augment: Array[Augmentation] = ()
     """Random changes of training images, which differ in every epoch. `flip`: mirror an image left to right, with a
     probability of 1/2. `crop`: cut at a random place, after a border of `padding` pixels was added. `resized_crop`:
-    scale a random part to `crop` x `crop` pixels; the part has 8 % to 100 % of the image's area and an aspect ratio of
+    scale a random part to `crop` x `crop` pixels. The part has 8 % to 100 % of the image's area and an aspect ratio of
     3/4 to 4/3."""
 
     padding: Annotated[int, Field(ge=0)] = 0
@@ -440,24 +420,27 @@ class FactoryData(DataSource):
 
     samples: Literal["tokens", "documents", "images"] = "tokens"
     """Form of the samples. `tokens`: pairs of `training.seq_len` tokens and their targets. `documents`: the same, with
-    the number of each token's document as a third tensor. `images`: pairs of an image and its class."""
+    the document number of each token as a third tensor. `images`: pairs of an image and its class."""
 
     args: Table = Field(default_factory=dict)
     """Keyword arguments of the function or class."""
 
     @property
     def unit(self) -> SampleUnit:  # type: ignore[override]
-        """Unit of the samples."""
+        """`images` or `tokens`, as `samples` says."""
         return "images" if self.samples == "images" else "tokens"
 
 
 def stream_problems(data: DataSource, key: KeyPath) -> Iterator[Problem]:
     """Yield a problem for each key that a stream does not support. `data`: the stream. `key`: path of its table."""
     if key != ("data",):
-        reason = "is a stream, which can only be [data] itself, without other sources; use data with an index"
+        reason = (
+            "is a stream, which can be neither validation data nor one of several sources; use data with an index "
+            "(see docs/how_to/data.md)"
+        )
         yield Problem((*key, "kind"), reason, data.kind)
     if data.shuffle:
-        reason = "a stream is read in its own order; set shuffle = false, and shuffle the data before"
+        reason = "a stream is read in its own order; set shuffle = false, and shuffle the data in advance"
         yield Problem((*key, "shuffle"), reason, True, also=((*key, "kind"),))
     if data.num_workers > 1:
         reason = "a stream is read by at most one worker process per rank; set 0 or 1"
@@ -498,7 +481,6 @@ class MixtureData(DataSource):
     with a `shuffle` of its own. A table with `sources` has this kind by default."""
 
     kind: Literal["mixture"]
-    """Kind of data source. It decides which other keys are valid."""
 
     shuffle: ClassVar[bool] = True  # type: ignore[misc] # removes the key: every source has it
 
@@ -563,8 +545,8 @@ def single_sources(data: DataSource) -> dict[str, DataSource]:
 
 
 _RECORDS = (".jsonl", ".ndjson", ".parquet")
-"""Suffixes of files that contain records, so that reading them as text is a mistake. (A `.json` file may be a
-document.)"""
+"""Suffixes of files that contain records. Reading such a file as text is a mistake. `.json` is not one of them, because
+a `.json` file may be one document."""
 
 
 def misread_as_text(path: str, names: Iterable[str]) -> str | None:
@@ -572,10 +554,10 @@ def misread_as_text(path: str, names: Iterable[str]) -> str | None:
     be read as text, because the format of the records would become part of the text. `names`: names of the entry's
     files, or of the first of them."""
     ends = count_ends(names)
-    records = Counter({end: number for end, number in ends.items() if _without_compression(end) in _RECORDS})
+    records = Counter({end: number for end, number in ends.items() if uncompressed(end) in _RECORDS})
     if not records:
         return None
-    found = {_without_compression(end) for end in records}
+    found = set(map(uncompressed, records))
     sections = {kind: section for kind, section in DATA_KINDS.items() if issubclass(section, FilesData)}
     *kinds, last = (toml_string(kind) for kind, section in sections.items() if found & {*section.suffixes})
     remedy = f"set kind = {', '.join(kinds)}{' or ' if kinds else ''}{last}"
@@ -590,15 +572,11 @@ def misread_as_text(path: str, names: Iterable[str]) -> str | None:
     )
 
 
-def _without_compression(end: str) -> str:
-    return next((end.removesuffix(compressed) for compressed in COMPRESSED if end.endswith(compressed)), end)
-
-
 def separates_documents(data: DataSource) -> bool:
-    """Return True if samples have document numbers, which separate attention and positions of documents."""
-    sources = single_sources(data).values()
-    packed = ("documents" in (getattr(source, "packing", None), getattr(source, "samples", None)) for source in sources)
-    return any(packed)
+    """Return True if samples have a document number for each token. The numbers keep attention and positions of
+    documents apart."""
+    values = ((getattr(s, "packing", None), getattr(s, "samples", None)) for s in single_sources(data).values())
+    return any("documents" in pair for pair in values)
 
 
 class ValidationConfig(Section):
@@ -613,14 +591,14 @@ class ValidationConfig(Section):
     """Samples per batch on each data-parallel rank."""
 
     max_samples: Annotated[int, Field(ge=1)] | None = None
-    """Number of samples to validate on: the first of the data, the same each time. With a mixture, this is the number
-    for each source. Default: all samples."""
+    """Number of samples to validate on: the first samples of the data, the same each time. With a mixture, this is the
+    number for each source. Default: all samples."""
 
     patience: Annotated[int, Field(ge=1)] | None = None
     """Early stopping: the run ends when its validation loss has not improved for this many validations in a row. The
     result of the run is then the checkpoint with the lowest loss, which `export`, `generate` and `evaluate` use. A
     checkpoint is saved after each validation with the lowest loss so far. This key requires `checkpoint.enable = true`
-    and a `checkpoint.keep_best` of at least 1, which compares the same loss. Unset: the run ends after
+    and a `checkpoint.keep_best` of at least 1, which ranks checkpoints by this loss. Unset: the run ends after
     `training.steps`."""
 
     min_improvement: Annotated[float, Field(ge=0)] = 0.0

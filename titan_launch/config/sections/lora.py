@@ -28,18 +28,18 @@ class LoRARule(Section):
 
 class LoRAConfig(Section):
     """Low-rank adapters (LoRA, arXiv:2106.09685). All other parameters are frozen, unless `training.trainable` or
-    `training.unfreeze` names them. A module with an adapter multiplies by W + scale * B A instead of its weight W,
-    where A has `rank` rows and B has `rank` columns. At the start B A is 0, so the model computes the same as without
+    `training.unfreeze` names them. A module with an adapter multiplies by W + scale * B A instead of its weight W. A
+    has `rank` rows, and B has `rank` columns. At the start B A is 0, so the model computes the same as without
     adapters."""
 
     targets: Array[str] = ()
     """The modules that get adapters: linear layers, embeddings, and the experts of a mixture of experts. An entry is a
     glob of module paths, such as `["layers.*.attention.w*"]`: `*` matches within one segment, `**` crosses dots. An
-    entry may also be a name as in `peft`, such as `["q_proj", "v_proj"]`: if it matches no whole path, it matches the
-    ends of module paths, either of this package's or of `transformers`. `["all-linear"]`: the linear layers and the
-    experts of the blocks, but no routers. `plan` and a run print the paths of the modules with adapters. If an entry
-    also matches other kinds of modules, these get no adapter. The adapter of a module is its child `lora`. Empty: no
-    adapters."""
+    entry that matches no whole path is a name as in `peft`, such as `["q_proj", "v_proj"]`. Such a name matches the
+    ends of module paths, as this package or `transformers` names the modules. `["all-linear"]`: the linear layers and
+    the experts of the blocks, but no routers. `plan` and a run print the paths of the modules with adapters. If an
+    entry also matches other kinds of modules, these get no adapter. The adapter of a module is its child `lora`. Empty:
+    no adapters."""
 
     rank: Annotated[int, Field(ge=1)] = 16
     """Rows of A, and columns of B. At most the smaller side of each target's weight."""

@@ -91,9 +91,9 @@ class SimPOConfig(Section):
 
 class ORPOConfig(Section):
     """Odds-ratio preference optimization (ORPO, arXiv:2403.07691), without a reference model: fine-tuning and
-    preferences in one run. The loss of a pair is the mean cross-entropy of the chosen answer's tokens + `weight` x -log
-    sigmoid(log-odds of the chosen answer - log-odds of the rejected answer). The log-odds of an answer with the
-    probability p are ln(p / (1 - p)), where ln p is the mean log-probability of its tokens."""
+    preferences in one run. The loss of a pair is c + `weight` x -log sigmoid(log-odds of the chosen answer - log-odds
+    of the rejected answer), where c is the mean cross-entropy of the chosen answer's tokens. The log-odds of an answer
+    with the probability p are ln(p / (1 - p)), where ln p is the mean log-probability of its tokens."""
 
     weight: Annotated[float, Field(gt=0)] = 0.1
     """Weight of the preference, called λ in the paper."""
@@ -120,18 +120,18 @@ class DistillationConfig(Section):
 
 
 class LossConfig(Section):
-    """The training loss. It is summed in fp32. Validation reports the cross-entropy without label smoothing and z-loss,
-    so that jobs can be compared. With a loss of answers, a function of your own or `model.loss`, validation reports
-    that loss."""
+    """The training loss. It is summed in fp32. With `cross_entropy` and `distillation`, validation reports the
+    cross-entropy without label smoothing and z-loss, so that jobs can be compared. With any other loss, and with
+    `model.loss`, validation reports this loss."""
 
     name: str = "cross_entropy"
     """The loss. `cross_entropy`: the mean cross-entropy of all targets that are not ignored. `dpo`, `ipo`, `simpo` and
     `orpo` are losses of pairs, with data of pairs (`data.kind = "preferences"`): the model learns to prefer one answer
     to another. `kto` learns from single answers with a label (`data.kind = "unpaired_preferences"`). `reward` is a loss
-    of pairs for a reward model (`model.args.num_labels = 1`, `data.train_on = "end"`, arXiv:2203.02155): -log
-    sigmoid(reward of the chosen answer - reward of the rejected answer). `distillation`: the KL divergence from the
-    probabilities of a teacher, mixed with the cross-entropy. `package.module:function`: a function of your own, which
-    is called with logits and targets and returns the sum of the loss; see docs/how_to/losses.md."""
+    of pairs for a reward model (arXiv:2203.02155): -log sigmoid(reward of the chosen answer - reward of the rejected
+    answer). It needs `model.args.num_labels = 1` and `data.train_on = "end"`. `distillation`: the KL divergence from
+    the probabilities of a teacher, mixed with the cross-entropy. `package.module:function`: a function of your own,
+    which is called with logits and targets and returns the sum of the loss; see docs/how_to/losses.md."""
 
     dpo: DPOConfig | None = None
     """Settings of `dpo`, which needs this table."""
@@ -156,10 +156,10 @@ class LossConfig(Section):
     returns logits, which need memory for all tokens of a microbatch and all classes, in the compute dtype and in fp32.
     With more chunks, logits exist for one chunk at a time, in forward and in backward. The price is that backward
     computes the matrix product of the output layer a second time. Losses and gradients differ only by rounding. The
-    output layer must be an `nn.Linear` without an adapter or float8, whose output the model returns unchanged, and
-    which is not part of a checkpointed or compiled module. Otherwise the model still returns logits, and only their
-    fp32 copies exist for one chunk at a time; a log line reports this. For vocabularies of 100,000 and more, 8 to 32
-    are good numbers."""
+    output layer must be an `nn.Linear` without an adapter or float8, outside of checkpointed and compiled modules. The
+    model must return the output of this layer unchanged. Otherwise the model still returns logits, and only their fp32
+    copies exist for one chunk at a time; a log line reports this. For vocabularies of 100,000 and more, 8 to 32 are
+    good numbers."""
 
     z_loss: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the z-loss (PaLM, arXiv:2204.02311), which keeps logits from drifting. The z-loss is (ln Z)², where Z

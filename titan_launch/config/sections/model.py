@@ -16,9 +16,9 @@ class ModelConfig(Section):
     """The module to train."""
 
     name: str = "llama3"
-    """The model: one of this package (the reference lists them below `[model]`), `package.module:factory` for a
-    callable of your own that returns an `nn.Module`, or `huggingface` for a class of the library `transformers`. With
-    `weights` it may be omitted: the folder names its model."""
+    """The model: the name of one of this package (the reference lists them below `[model]`), or `huggingface` for a
+    class of the library `transformers`. `package.module:factory` is a callable of your own that returns an `nn.Module`.
+    With `weights`, this key may be omitted: the folder names its model."""
 
     path: str | None = None
     """With `name = "huggingface"`: the folder with the `config.json` of the class, relative to the working directory;
@@ -27,7 +27,8 @@ class ModelConfig(Section):
 
     flavor: str = "debug"
     """Size of the model: a row of its size table (the reference shows the table after the model's arguments), or `none`
-    if `[model.args]` has all arguments. Not used with a factory or `huggingface`. With `weights` it may be omitted."""
+    if `[model.args]` has all arguments. Not used with a factory or `huggingface`. With `weights`, this key may be
+    omitted."""
 
     args: Table = Field(default_factory=dict)
     """Arguments of the model. They override the values of the flavor. With a factory: its keyword arguments. With
@@ -36,10 +37,9 @@ class ModelConfig(Section):
     blocks: Array[str] | None = None
     """Globs of module paths. Each matching module becomes one FSDP2 unit (a `fully_shard` call). `*` matches within one
     segment of a module path, `**` crosses dots. Default: the blocks of the model. With a factory or `huggingface`, the
-    default is the first of these that the model has: the entries of the outermost `nn.ModuleList`s (only entries with a
-    matrix, so no norms), the repeated modules in `nn.Sequential`s, the instances of the most repeated class. The
-    modules of the last two kinds must hold more than half of the parameters outside of embeddings. A run logs the
-    choice."""
+    default is the first of three groups that the model has: 1. The entries of the outermost `nn.ModuleList`s that have
+    a matrix (so no norms). 2. The repeated modules in `nn.Sequential`s. 3. The instances of the most repeated class.
+    The modules of 2 and 3 must hold more than half of the parameters outside of embeddings. A run logs the choice."""
 
     weights: str | None = None
     """Folder with the initial values of the parameters: a Hugging Face folder (`config.json` and `*.safetensors`), or a

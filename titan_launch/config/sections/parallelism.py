@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
+from titan_launch.config.axes import Axis
 from titan_launch.config.sections.section import Array, Section
 
 Degree = Annotated[int, Field(ge=1)]
@@ -92,6 +93,11 @@ class ParallelismConfig(Section):
     `["layers.3", "layers.6"]`. Default: the model is divided between layers, so that the numbers of matrix elements of
     the stages are as equal as possible."""
 
+    def degree(self, axis: Axis) -> int:
+        """Return the degree of an axis; -1 for `data_parallel_shard_degree = -1`."""
+        degree: int = getattr(self, axis.key[1])
+        return degree
+
 
 class ActivationCheckpointConfig(Section):
     """Activation checkpointing: backward computes activations of the blocks a second time, so that forward need not
@@ -115,15 +121,15 @@ class ActivationCheckpointConfig(Section):
     contains another, only the outer module counts. Default: the blocks."""
 
     memory_budget: Annotated[float, Field(gt=0, le=1)] = 0.5
-    """For `mode = "memory_budget"`: fraction of its activations that each compiled graph may save for backward. 1 saves
-    all; near 0, only the graph's inputs are saved. The compiler chooses the cheapest operations to repeat in
-    backward."""
+    """For `mode = "memory_budget"`: fraction of its activations that each compiled graph may save for backward. With 1,
+    all activations are saved. Near 0, only the inputs of the graph are saved. The compiler chooses the cheapest
+    operations to repeat in backward."""
 
     offload: bool = False
-    """Activation offloading: while the GPU computes, copy the tensors that each block saves for backward to pinned host
-    memory, and copy them back before backward uses them. This works with every `mode`. With `full`, the tensors are the
-    inputs of the blocks; with `none`, all activations of the blocks. Losses and gradients stay the same, bit for
-    bit."""
+    """Activation offloading: copy the tensors that each block saves for backward to pinned host memory, and copy them
+    back before backward uses them. The GPU computes during the copies. This works with every `mode`. With `full`, the
+    tensors are the inputs of the blocks; with `none`, all activations of the blocks. Losses and gradients stay the
+    same, bit for bit."""
 
 
 Component = Literal["model", "loss"]
@@ -148,7 +154,7 @@ class CompileConfig(Section):
     """Components to compile: `model` (the blocks of the model) and `loss`. The compiled loss makes no fp32 copies of
     the logits. With `loss.chunks`, the loss of each chunk is compiled; the products of the output layer are not."""
 
-    cache_folder: str | None = None
+    cache_folder: Annotated[str, Field(min_length=1)] | None = None
     """Folder in which inductor stores compiled kernels, and from which later starts load them. The folder should be on
     a file system that all hosts share and that outlasts the job. Unset: the folder in the environment variable
     `TORCHINDUCTOR_CACHE_DIR`, or else a temporary folder of the host."""

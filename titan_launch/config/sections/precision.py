@@ -8,8 +8,8 @@ from titan_launch.config.sections.section import Array, FloatDtype, Section
 
 
 class PrecisionRule(Section):
-    """An exception to `[precision]` for the modules that match `type`, `match`, or both if both are set. It also
-    applies to the modules inside of them that no rule matches."""
+    """An exception to `[precision]` for the modules that match `type`, `match`, or both if both are set. The exception
+    also applies to modules inside of these modules, unless another rule matches them."""
 
     type: str | None = None
     """Class name of the modules. Subclasses of the class match, too. Leading underscores are ignored: `BatchNorm`
@@ -65,9 +65,9 @@ class PrecisionConfig(Section):
     set)."""
 
     frozen_storage_dtype: FloatDtype | None = None
-    """Storage dtype of parameters that are never trained (see `training.frozen`). They get no updates that bfloat16
-    could round away, so `bfloat16` can halve their memory. The `storage_dtype` of a precision rule takes precedence.
-    Unset: `storage_dtype`."""
+    """Storage dtype of parameters that are never trained (see `training.frozen`). Such parameters get no updates that
+    bfloat16 could round away, so `bfloat16` can halve their memory. The `storage_dtype` of a precision rule takes
+    precedence. Unset: `storage_dtype`."""
 
     param_dtype: FloatDtype = "bfloat16"
     """Dtype of all-gathered parameters, and therefore of the computation. Exception: in a bfloat16 module, a BatchNorm
@@ -85,8 +85,8 @@ class PrecisionConfig(Section):
     """FSDP2 units of the modules that rules match, and of trained modules in frozen blocks, such as adapters.
     `in_place`: the modules stay in the units of their blocks, so a rule adds no collective. A unit then has parameters
     of several dtypes, which needs torch 2.15. `own_unit`: the modules get units of their own. `auto`: in place, except
-    for rules that FSDP2 does not support in place. Most of them are rules with `unit_per` or `reshard_after_forward`,
-    and rules whose modules differ from their block in storage dtype, in reduce dtype, or in the step at which they are
+    for rules that FSDP2 does not support in place. Most of these rules set `unit_per` or `reshard_after_forward`. In
+    the others, the modules differ from their block in storage dtype, in reduce dtype, or in the step at which they are
     unfrozen. Before torch 2.15, `auto` is the same as `own_unit`."""
 
     rules: Array[PrecisionRule] = ()

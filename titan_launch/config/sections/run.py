@@ -3,18 +3,20 @@ and its predictions."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from titan_launch.config.sections.section import Array, Section, Table, is_import_string
+from titan_launch.config.sections.section import Array, Positive, Section, Table, is_import_string
 from titan_launch.core.errors import did_you_mean
+
+_FILE_NAME = "^[A-Za-z0-9][A-Za-z0-9._-]*$"
 
 
 def _file_name(name: str) -> str:
-    is_plain = name.isascii() and name.replace(".", "").replace("_", "").replace("-", "").isalnum()
-    if is_plain and name[0].isalnum():
+    if re.fullmatch(_FILE_NAME, name):
         return name
     raise ValueError("must consist of letters, digits, `.`, `_` and `-`, and start with a letter or a digit")
 
@@ -22,11 +24,7 @@ def _file_name(name: str) -> str:
 class GeneralConfig(Section):
     """Name, folder and device of the run."""
 
-    name: Annotated[
-        str,
-        AfterValidator(_file_name),
-        Field(json_schema_extra={"pattern": "^[A-Za-z0-9][A-Za-z0-9._-]*$"}),
-    ] = "job"
+    name: Annotated[str, AfterValidator(_file_name), Field(json_schema_extra={"pattern": _FILE_NAME})] = "job"
     """Name of the run, and of its folder in `dump_folder`. It consists of letters, digits, `.`, `_` and `-`, and starts
     with a letter or a digit."""
 
@@ -88,15 +86,15 @@ class MetricsConfig(Section):
 
 class ProfilingConfig(Section):
     """Profiles of steps by `torch.profiler`. Each of `ranks` writes `profiling/step-N_rank-R.json.gz` in the run
-    folder, where N is the last step of the profile: a Chrome trace with the phases of the step (open it in Perfetto or
-    chrome://tracing), and a table of the top operations beside it. Profiled steps take longer. A rank that gets the
-    signal RTMIN (`kill -s RTMIN PID`) also profiles its next step."""
+    folder, where N is the last step of the profile. This file is a Chrome trace with the phases of the step, for
+    Perfetto or chrome://tracing. A table of the top operations is beside it. Profiled steps take longer. A rank that
+    gets the signal RTMIN (`kill -s RTMIN PID`) also profiles its next step."""
 
     start_step: Annotated[int, Field(ge=1)] | None = None
     """First step of the profile, counted from 1. Unset: no profile, except by the signal."""
 
     num_steps: Annotated[int, Field(ge=1)] = 1
-    """Number of consecutive steps in the profile. They are in one trace."""
+    """Number of consecutive steps in the profile. One trace has all of them."""
 
     ranks: Array[int] = (0,)
     """Ranks that write a profile."""
@@ -122,7 +120,7 @@ class DebugConfig(Section):
 
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """Action if the loss or the gradient norm of a step is not finite on at least one rank. The update is then skipped
-    on all ranks. `stop` ends the run with an error that names the step; on CUDA the run ends at the next report, and
+    on all ranks. `stop` ends the run with an error that names the step. On CUDA, the run ends at the next report, and
     all steps until then are skipped. `skip` continues the run."""
 
     spike_sigma: Annotated[float, Field(gt=0)] | None = None
@@ -150,12 +148,13 @@ class ProveConfig(Section):
     `certificate`."""
 
     args: Table = Field(default_factory=dict)
-    """Arguments of the twin's model, which replace those in `[model.args]`: smaller sizes of a model of your own, or of
-    a class of `transformers` whose sizes are not known. A model of this package does not need this table."""
+    """Arguments of the twin's model, which replace those in `[model.args]` by smaller sizes. Needed for a model of your
+    own, and for a class of `transformers` whose sizes are not known. A model of this package does not need this
+    table."""
 
     vocab_size: Annotated[int, Field(ge=2)] | None = None
     """Number of different tokens of the twin's data. A number above 64 counts as 64. The twin's embedding must have as
-    many rows. Default: 64, or less if the model's argument `vocab_size` is smaller."""
+    many rows as this number. Default: 64, or less if the model's argument `vocab_size` is smaller."""
 
     certificate: str | None = None
     """File that `prove --out` wrote, relative to the working directory. `launch --require-proof` and the header of a
@@ -187,7 +186,7 @@ class CommConfig(Section):
     of `timeout_seconds`. 0 disables hang detection."""
 
     flight_recorder_size: Annotated[int, Field(ge=0)] = 2000
-    """Number of collectives that PyTorch's flight recorder keeps on each rank. They are written to
+    """Number of collectives that PyTorch's flight recorder keeps on each rank. These records are written to
     `flight_recorder/rank_N` if a collective times out or a rank hangs. 0 disables the flight recorder."""
 
     count_traffic: bool = False
@@ -200,9 +199,6 @@ class CommConfig(Section):
     longer. CUDA only. 0 disables profiling."""
 
 
-_Positive = Annotated[float, Field(gt=0)]
-
-
 class PlannerConfig(Section):
     """Assumptions about the hardware, for predictions of memory and time. `plan`, `mode = "auto"` and the predicted
     memory of a run use them. `plan` prints all of them."""
@@ -213,20 +209,20 @@ class PlannerConfig(Section):
     the GPU of the machine; in `plan`, none. Without a device, `plan` gives no verdicts unless `memory_gib` is set or
     the job is for CPUs."""
 
-    memory_gib: _Positive | None = None
+    memory_gib: Positive | None = None
     """Memory limit of one device, in GiB, as torch reports it. Default: the memory of the device. On a CPU (`job.device
-    = "cpu"`, no `planner.device`): the machine's memory divided by the ranks on the machine, or the process's limit
-    (`ulimit`) if it is lower."""
+    = "cpu"`, no `planner.device`): the machine's memory divided by the ranks on the machine. If the process has a lower
+    limit (`ulimit`), that limit."""
 
     margin_gib: Annotated[float, Field(ge=0)] | None = None
     """Memory, in GiB, that must stay free below the limit. A choice of modes that leaves less memory free does not have
     the verdict `fits`, and `auto` does not take it. Default: 5 % of the limit, and on a GPU at least 0.5."""
 
-    intra_node_gb_per_s: _Positive | None = None
+    intra_node_gb_per_s: Positive | None = None
     """Bandwidth of one GPU to other GPUs on its node, in GB/s (1e9 bytes, one direction). Default: the bandwidth of the
     device."""
 
-    inter_node_gb_per_s: _Positive | None = None
+    inter_node_gb_per_s: Positive | None = None
     """Bandwidth of one GPU to other nodes, in GB/s (1e9 bytes, one direction): a 400 Gb/s adapter for each GPU is 50.
     Default: the usual bandwidth for the device."""
 
@@ -245,10 +241,10 @@ class PlannerConfig(Section):
     Default: 0.38 if neither `speeds` is set nor the device is in the table."""
 
     expert_load: Annotated[float, Field(ge=1)] = 1.0
-    """Assumed imbalance with expert parallelism: the rows that the rank with the most rows receives for its experts,
-    divided by the mean of the ranks. 1 is a uniform load. Values above `parallelism.expert_parallel_degree` count as
-    this degree, with which one rank computes all rows. Memory, traffic and time are predicted for the rank with the
-    most rows."""
+    """Assumed imbalance with expert parallelism: the largest number of rows (tokens) that a rank receives for its
+    experts, divided by the mean over the ranks. 1 is a uniform load. Values above `parallelism.expert_parallel_degree`
+    count as this degree, with which one rank computes all rows. Memory, traffic and time are predicted for the rank
+    with the most rows."""
 
     overhead_gib: Annotated[float, Field(ge=0)] | None = None
     """Memory outside of tensors, in GiB: the CUDA context and NCCL. Default: 2 on a GPU; on a CPU 0.5 for the

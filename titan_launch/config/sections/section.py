@@ -58,6 +58,8 @@ def is_import_string(text: str) -> bool:
 
 FloatDtype = Literal["float32", "bfloat16"]
 
+Positive = Annotated[float, Field(gt=0)]
+
 DTYPE_BYTES = {
     "float32": 4,
     "bfloat16": 2,

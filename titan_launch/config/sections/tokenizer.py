@@ -152,8 +152,8 @@ def _parse(file: Path, state: tuple[int, ...]) -> dict[str, int]:
 
 
 def _vocabulary(found: Any) -> dict[str, int]:
-    """Return the id of each token in "model.vocab". Raises ValueError if `found`, the value of this key, is neither an
-    object with valid ids nor an array of pairs of a token and its score."""
+    """Return the id of each token in "model.vocab". `found`: the value of this key. Raises ValueError if it is neither
+    an object with valid ids nor an array of pairs (token, score)."""
     if isinstance(found, list):  # Unigram: [token, score] by id
         for index, pair in enumerate(found):
             if not (isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str)):

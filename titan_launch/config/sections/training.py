@@ -20,9 +20,9 @@ class Unfreeze(Section):
     """Glob for parameter names, as in `layers.*.attention.**`."""
 
     after_step: Annotated[int, Field(ge=1)]
-    """Number of steps during which these parameters are frozen. The next step trains them. Their modules have FSDP2
-    units of their own. Memory is planned as if they were trained from the start. Their optimizer state is created when
-    they are first trained."""
+    """Number of steps at the start of a run in which these parameters are frozen. All later steps train them. Their
+    modules have FSDP2 units of their own. Memory is planned as if they were trained from the start. Their optimizer
+    state is created when they are first trained."""
 
 
 class TrainingConfig(Section):
@@ -32,11 +32,11 @@ class TrainingConfig(Section):
     """Tokens per sequence. Not used with images."""
 
     local_batch_size: Annotated[int, Field(ge=1)] | Literal["auto"] = 4
-    """Samples (sequences or images) per microbatch on each data-parallel rank. `auto`: the largest number that divides
-    the samples per step of a rank and whose predicted memory fits, with the modes that the job sets or that an `auto`
-    of another key may choose. `auto` requires `global_batch_size`, so that the number does not change the training. A
-    run logs the number. Before training, the run tries three steps in a separate process (not with expert parallelism).
-    If these steps run out of memory, the run tries the next smaller number."""
+    """Samples (sequences or images) per microbatch on each data-parallel rank. `auto`: the largest number whose
+    predicted memory fits, and which divides the samples per step of a rank. Other keys with the value `auto`, such as
+    `activation_checkpoint.mode`, are chosen together with it. `auto` requires `global_batch_size`, so that the number
+    does not change the training. A run logs the number. Before training, the run tries three steps in a separate
+    process (not with expert parallelism). If these steps run out of memory, the run tries the next smaller number."""
 
     global_batch_size: Annotated[int, Field(ge=1)] | None = None
     """Samples per optimizer step, over all ranks and microbatches. The number of microbatches per step is
@@ -49,9 +49,9 @@ class TrainingConfig(Section):
     epochs: Annotated[float, Field(gt=0, le=1e9)] | None = None
     """Epochs of the whole run, in place of `steps`: passes over the training data, such as 3 or 0.5. When a run has
     opened its data, it computes `steps` as `epochs` x samples / `global_batch_size`, rounded up. With a mixture, an
-    epoch has as many samples as all sources together. A stream has no epochs. A file sets either `steps` or `epochs`.
-    If a file that extends it, or an override, sets the other key, that key replaces the first one. The `config.json` of
-    a run has both keys; its `steps` is the computed number."""
+    epoch has as many samples as all sources together. A stream has no epochs. A job file sets either `steps` or
+    `epochs`. If a later file or an override sets the other key, the later key replaces the earlier one. The
+    `config.json` of a run has both keys; its `steps` is the computed number."""
 
     max_norm: Annotated[float, Field(ge=0)] = 1.0
     """Maximum gradient norm over all parameters. A larger gradient is scaled down to this norm. 0 disables clipping;
@@ -270,6 +270,12 @@ class OptimizerConfig(Section):
     """Settings for some of the parameters. The first group that matches a parameter applies. A group that matches no
     parameter is an error."""
 
+    def algorithms(self) -> set[str]:
+        """Return the names of the algorithms that may update parameters of the job."""
+        named = {self.name, *(group.algorithm for group in self.param_groups if group.algorithm)}
+        for_others = ALGORITHMS[self.name].for_others
+        return named if for_others is None else named | {for_others}
+
 
 class _Schedule(Section):
     """The keys that all schedules have."""
@@ -327,13 +333,14 @@ SchedulerConfig = Annotated[WarmupStableDecay | Cosine | Linear | Constant, Fiel
 
 class MupConfig(Section):
     """Maximal update parametrization (muP, arXiv:2203.03466): learning rates that are tuned on a narrow model also suit
-    a wide one. muP supports AdamW and models of the decoder families whose output layer has a weight of its own. Models
-    of different widths must have the same head width, and numbers of heads and a `hidden_dim` that grow with `dim`."""
+    a wide one. muP supports AdamW, and models of the decoder families without tied embeddings. Models of different
+    widths must have the same head width, and numbers of heads and a `hidden_dim` that grow with `dim`."""
 
     base_width: Annotated[int, Field(ge=1)] | None = None
     """Width (`dim`) of the base model, on which the keys of `[optimizer]` were tuned, and which has the family's usual
     initial values. Initial values, learning rate and weight decay of each parameter follow from `model.args.dim` /
-    `base_width`; `titan-launch plan --verbose` shows them. Unset: they do not depend on the width."""
+    `base_width`; `titan-launch plan --verbose` shows them. Unset: initial values, learning rate and weight decay do not
+    depend on the width."""
 
 
 class EMAConfig(Section):

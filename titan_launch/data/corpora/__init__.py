@@ -1,12 +1,11 @@
 """The classes of corpora, by the `kind` of their section."""
 
 from titan_launch.data.corpora.chat import ChatCorpus, PreferenceCorpus, UnpairedPreferenceCorpus
-from titan_launch.data.corpora.classification import ClassificationCorpus
 from titan_launch.data.corpora.huggingface import HuggingFaceCorpus
 from titan_launch.data.corpora.interface import Corpus
-from titan_launch.data.corpora.jsonl import JsonlCorpus
+from titan_launch.data.corpora.jsonl import ClassificationCorpus, JsonlCorpus
 from titan_launch.data.corpora.parquet import ParquetCorpus
-from titan_launch.data.corpora.text import TextCorpus
+from titan_launch.data.corpora.text_files import TextCorpus
 
 CORPORA: dict[str, type[Corpus]] = {
     "text": TextCorpus,

@@ -14,12 +14,11 @@ import numpy.typing as npt
 
 from titan_launch.config.sections.data import ChatData, PreferenceData, UnpairedPreferenceData
 from titan_launch.core.errors import KeyPath, listed
-from titan_launch.data.chat_rendering import Message, Span
-from titan_launch.data.corpora.chat_template import ChatTemplate, template_of
-from titan_launch.data.corpora.classification import scored
+from titan_launch.data.chat_rendering import Message, RecordError, Span
+from titan_launch.data.corpora.chat_template import ChatTemplate, load_template
 from titan_launch.data.corpora.interface import Document
-from titan_launch.data.corpora.jsonl import TokenizedLinesCorpus
-from titan_launch.data.corpora.records import RecordError, utf8
+from titan_launch.data.corpora.jsonl import TokenizedLinesCorpus, scored
+from titan_launch.data.corpora.records import utf8
 from titan_launch.data.token_files import Encoded, Tokens, token_dtype
 from titan_launch.data.tokenizers import Offsets, Tokenizer
 
@@ -36,16 +35,14 @@ class ChatCorpus(TokenizedLinesCorpus):
     def __init__(self, config: ChatData, tokenizer: Tokenizer, key: KeyPath, seq_len: int):
         """Load the template. Raises ConfigError on the key `template`."""
         super().__init__(config, tokenizer, key, seq_len)
-        self.template: ChatTemplate = template_of(config, tokenizer, (*key, "template"))
+        self.template: ChatTemplate = load_template(config, tokenizer, (*key, "template"))
 
     @property
     def identity(self) -> Sequence[object]:
         """The text of the template, its variables, and the length of a sample, which also decide the tokens."""
-        return [self.template.text, str(self.template.variables), self.seq_len]
+        return [self.template.renderer.text, str(self.template.renderer.variables), self.seq_len]
 
     def document(self, record: dict[str, Any], file: tuple[str, int]) -> Document:
-        """Return the tokens of a chat. Raises the errors of `ChatTemplate.render`, and RecordError for a chat that
-        cannot be used."""
         messages = chat_messages(record)
         chat = self.tokenized(messages, record)
         longest, rule = self.seq_len + 1, self.config.truncation
@@ -57,7 +54,7 @@ class ChatCorpus(TokenizedLinesCorpus):
         return Document(json.dumps(messages, sort_keys=True).encode(), self.truncated(chat, longest), file)
 
     def tokenized(self, messages: Sequence[Message], record: Mapping[str, Any]) -> Encoded:
-        """Return all tokens of a chat. Raises the errors of `rendered`. `record`: the line, which may have `tools`."""
+        """Return all tokens of a chat. `record`: the line, which may have `tools`. Raises the errors of `rendered`."""
         return self.rendered(messages, record, self.config.train_on)
 
     def rendered(
@@ -71,7 +68,7 @@ class ChatCorpus(TokenizedLinesCorpus):
         if not isinstance(tools, list | None):
             raise RecordError('without an array in "tools"')
         text, spans = self.template.render(messages, tools, train_on)
-        utf8(text)  # raises
+        utf8(text)  # raises RecordError
         tokens, offsets = self.tokenizer.encode_chat(text)
         return Encoded(np.array(tokens, token_dtype(self.tokenizer.vocab_size)), _within(offsets, spans))
 
@@ -96,23 +93,19 @@ class PreferenceCorpus(ChatCorpus):
     has_pairs = True
 
     def tokenized(self, messages: Sequence[Message], record: Mapping[str, Any]) -> Encoded:
-        """Return all tokens of a chat. With `train_on = "end"`, its only target is a placeholder after its last token.
-        Raises the errors of `rendered`."""
+        """Return all tokens of a chat. With `train_on = "end"`, the only target is a placeholder after the last
+        token."""
         if self.config.train_on != "end":
             return super().tokenized(messages, record)
         tokens = self.rendered(messages, record, "all").tokens
         return scored(tokens, 0, len(tokens), "")
 
     def truncated(self, chat: Encoded, longest: int) -> Encoded:
-        """Return at most `longest` tokens of a chat. Raises RecordError if no target is left, which cannot happen with
-        `train_on = "end"`."""
         if self.config.train_on != "end":
             return super().truncated(chat, longest)
         return scored(chat.tokens[:-1], 0, longest - 1, self.config.truncation)
 
     def document(self, record: dict[str, Any], file: tuple[str, int]) -> Document:
-        """Return the tokens of a pair. Raises the errors of `ChatTemplate.render`, and RecordError for a pair that
-        cannot be used."""
         pair = preference_messages(record)
         chosen, rejected = (self.tokenized(messages, record) for messages in pair)
         rule, longest = self.config.truncation, self.seq_len + 1
@@ -133,16 +126,15 @@ class PreferenceCorpus(ChatCorpus):
 
 
 class UnpairedPreferenceCorpus(ChatCorpus):
-    """One chat with a label per line. The label is the last token of the document, and only a target: 1 for a desirable
-    answer, and 0 for an undesirable one."""
+    """One chat with a label per line. The label is the last token of the document, and never an input: 1 for a
+    desirable answer, and 0 for an undesirable one."""
 
     config: UnpairedPreferenceData
     remedy = "name files with one chat and its label per line"
     has_ratings = True
 
     def tokenized(self, messages: Sequence[Message], record: Mapping[str, Any]) -> Encoded:
-        """Return all tokens of a chat, and its label. Raises RecordError for a chat without a label, and the errors of
-        `rendered`."""
+        """Return all tokens of a chat, and its label. Also raises RecordError for a chat without a label."""
         label = record.get("label")
         if not isinstance(label, bool):
             detail = f"its value is {label!r:.80}" if "label" in record else "true: a desirable answer"
@@ -151,7 +143,7 @@ class UnpairedPreferenceCorpus(ChatCorpus):
         return _with_label(chat, np.array([label], chat.tokens.dtype))
 
     def truncated(self, chat: Encoded, longest: int) -> Encoded:
-        """Return at most `longest` tokens of a chat, the label included. Raises RecordError if no token of the answer
+        """Return at most `longest` tokens of a chat, including the label. Raises RecordError if no token of the answer
         is left."""
         assert chat.targets is not None
         kept = super().truncated(Encoded(chat.tokens[:-1], chat.targets[:-1]), longest - 1)
@@ -170,15 +162,15 @@ ANSWERS = ("chosen", "rejected")
 def preference_messages(record: Mapping[str, Any]) -> list[list[Message]]:
     """Return the messages of the chosen and of the rejected chat of a line. Raises RecordError for any other line.
 
-    - `{"chosen": [messages], "rejected": [messages]}`: whole chats; a `prompt` beside them is ignored, because they
-      contain it
+    - `{"chosen": [messages], "rejected": [messages]}`: whole chats; a `prompt` beside them is ignored, because the
+      chats contain the prompt
     - `{"prompt": ..., "chosen": ..., "rejected": ...}`: texts, or arrays of messages; the answers follow the prompt
 
     A string `system` becomes the first message.
     """
     if missing := [key for key in ANSWERS if key not in record]:
         known = '"chosen" and "rejected", and "prompt" unless both are whole chats'
-        detail = f"its keys are {listed(list(record), most=8)}; a pair has {known}"
+        detail = f"its keys are {listed(list(record), most=8)}; a line needs {known}"
         raise RecordError(f'without "{missing[0]}"', detail)
     answers = {key: _as_message(record[key], "assistant") for key in ANSWERS}
     chats = [_messages(answers, key) for key in ANSWERS]
@@ -188,9 +180,7 @@ def preference_messages(record: Mapping[str, Any]) -> list[list[Message]]:
             raise RecordError("without a prompt", detail)
         prompt = _messages({"prompt": _as_message(record["prompt"], "user")}, "prompt")
         chats = [[*prompt, *chat] for chat in chats]
-    system = record.get("system")
-    first = [{"role": "system", "content": system}] if isinstance(system, str) and system else []
-    return [[*first, *chat] for chat in chats]
+    return [[*_system(record), *chat] for chat in chats]
 
 
 def chat_messages(record: Mapping[str, Any]) -> list[Message]:
@@ -216,8 +206,13 @@ def chat_messages(record: Mapping[str, Any]) -> list[Message]:
     else:
         known = '"messages", "conversations", "prompt" with "response", or "instruction" with "output"'
         raise RecordError("not a chat", f"its keys are {listed(list(record), most=8)}; a chat has {known}")
-    system = record.get("system")
-    return [{"role": "system", "content": system}, *messages] if isinstance(system, str) and system else messages
+    return [*_system(record), *messages]
+
+
+def _system(record: Mapping[str, Any]) -> list[Message]:
+    """Return a list with the system message of a line; an empty list if the line has no string `system`."""
+    text = record.get("system")
+    return [{"role": "system", "content": text}] if isinstance(text, str) and text else []
 
 
 def chat_keys(record: Mapping[str, Any]) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
 from functools import cached_property
@@ -18,25 +18,27 @@ from titan_launch.core.errors import UNSET, KeyPath, config_error
 from titan_launch.core.files import MIB, read_regular
 from titan_launch.core.limited_process import CallError, LimitedObject, Limits
 from titan_launch.core.packages import install, not_installed
-from titan_launch.data.chat_rendering import Message, RefusedChat, Renderer, Span
-from titan_launch.data.corpora.records import RecordError
+from titan_launch.data.chat_rendering import Message, Renderer, Span
 from titan_launch.data.tokenizers import Tokenizer
 
-_CHATML = (
-    "{%- for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
-    "{%- if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
-    "{%- else %}{{ message['content'] + '<|im_end|>' }}{%- endif %}{{ '\\n' }}{%- endfor %}"
-    "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{%- endif %}"
-)
-
-TEMPLATES = {"chatml": _CHATML}
+TEMPLATES = {
+    "chatml": (
+        "{%- for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
+        "{%- if message['role'] == 'assistant' %}"
+        "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
+        "{%- else %}{{ message['content'] + '<|im_end|>' }}{%- endif %}{{ '\\n' }}{%- endfor %}"
+        "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{%- endif %}"
+    )
+}
 """Templates of this package, by the name that the key `template` gives."""
+
+_KNOWN = " or ".join(f'"{name}"' for name in TEMPLATES)
 
 _OLDEST_JINJA = (3, 1, 6)
 """Oldest release of jinja2 that may be used. Templates can leave the sandbox of earlier releases (CVE-2025-27516)."""
 
 _MOST_BYTES = MIB
-"""Limit of the bytes of a file with a template. Published templates have up to 50 kB."""
+"""Limit of the size of a template file in bytes. Published templates have up to 50 kB."""
 
 _SECONDS_PER_MESSAGE = 0.01
 """Seconds of CPU time that are allowed for each message of a chat. For each answer, the chat is rendered several
@@ -45,8 +47,8 @@ times."""
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """The template that a key of the job file names. Templates of other people run in the helper process, with
-    limits."""
+    """The template that a key of the job file names. A template from outside of this package runs in the helper
+    process (`core/limited_process.py`), with limits on memory and CPU time."""
 
     renderer: Renderer
     key: KeyPath
@@ -56,58 +58,34 @@ class ChatTemplate:
     is_trusted: bool
     """True for a template and special tokens of this package, which need no limits."""
 
-    @property
-    def text(self) -> str:
-        """The text of the template."""
-        return self.renderer.text
-
-    @property
-    def variables(self) -> Mapping[str, Any]:
-        """The variables of the template."""
-        return self.renderer.variables
-
     def render(
         self, messages: Sequence[Message], tools: Any, train_on: Literal["assistant", "last", "all"]
     ) -> tuple[str, list[Span]]:
-        """Return the text of a chat, and its parts that are targets (see `Renderer.render`). Raises RecordError for a
-        chat that the renderer refuses, and ConfigError if the template fails otherwise, or needs too much memory or
-        time."""
-        text, spans = self._rendered("render", messages, tools, train_on)
+        """Return the text of a chat, and its parts that are targets (see `Renderer.render`). Raises the errors of
+        `call`."""
+        text, spans = self.call("render", messages, tools, train_on, num_messages=len(messages))
         return text, spans
 
     def prompt(self, messages: Sequence[Message], allows_special: bool = False) -> str:
         """Return the text of a chat up to the answer that a model is to generate (see `Renderer.prompt`). Raises the
-        errors of `render`."""
-        return str(self._rendered("prompt", messages, allows_special))
+        errors of `call`."""
+        return str(self.call("prompt", messages, allows_special, num_messages=len(messages)))
 
-    def end_of_answer(self) -> str:
-        """Return the text that ends an answer (see `Renderer.end_of_answer`). Raises ConfigError."""
-        return str(self.call("end_of_answer"))
-
-    def _rendered(self, method: str, messages: Sequence[Message], *arguments: Any) -> Any:
-        try:
-            return self.call(method, messages, *arguments, seconds=_SECONDS_PER_MESSAGE * len(messages))
-        except RefusedChat as error:
-            raise RecordError(error.reason, error.detail, error.key) from None
-
-    def call(self, method: str, *arguments: Any, seconds: float = 0.0) -> Any:
-        """Return the result of a method of the renderer. Raises RefusedChat if the renderer refuses the chat, and
-        ConfigError on the key of the template if the call fails for another reason or exceeds a limit.
-
-        `seconds`: CPU time in seconds that the call may take in addition to its other limits.
-        """
+    def call(self, method: str, *arguments: Any, num_messages: int = 0) -> Any:
+        """Return the result of a method of the renderer. Raises RecordError if the renderer refuses the chat, and
+        ConfigError on the key of the template if the call fails for another reason or exceeds a limit. `num_messages`:
+        number of messages of the chat. Each message allows the call more CPU time."""
         if self.is_trusted:
             return getattr(self.renderer, method)(*arguments)
         try:
-            return self._limited.call(method, *arguments, seconds=seconds)
+            return self._limited.call(method, *arguments, seconds=_SECONDS_PER_MESSAGE * num_messages)
         except CallError as error:
-            known = " or ".join(f'"{name}"' for name in TEMPLATES)
             reason = f"names a template that {error}" if error.is_stopped else f"cannot be used: {error}"
             value = UNSET if self.value is None else self.value
-            raise config_error(self.key, f"{reason}; set {known}, or another Jinja file", value) from None
+            raise config_error(self.key, f"{reason}; set {_KNOWN}, or another Jinja file", value) from None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the fields. Another process has a helper of its own."""
+        """Return the fields. `_limited` is not among them, because it belongs to the helper of this process."""
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
     @cached_property
@@ -117,31 +95,15 @@ class ChatTemplate:
         return LimitedObject(limits, Renderer, *renderer.__getstate__().values())
 
 
-def template_of(
+def load_template(
     config: ChatData, tokenizer: Tokenizer, key: KeyPath, further_folder: Path | None = None
 ) -> ChatTemplate:
-    """Return the template of chats, with the variables and the date that `config` sets. See `load_template` for the
-    other arguments and the errors."""
+    """Return the template of chats, with the variables and the date that `config` sets. Without the key `template`, the
+    template is in the tokenizer's folder or, if that folder has none, in `further_folder`. `key`: path of the key
+    `template`. Raises ConfigError on `key`."""
     today = date.fromisoformat(config.date)
     dated = {"date_string": today.strftime("%d %b %Y")} if dict(config.changed("date")) else {}
-    return load_template(config.template, dated | config.template_args, today, tokenizer, key, further_folder)
-
-
-def load_template(
-    template: str | None,
-    variables: Mapping[str, Any],
-    today: date,
-    tokenizer: Tokenizer,
-    key: KeyPath,
-    further_folder: Path | None = None,
-) -> ChatTemplate:
-    """Return the template with its variables. Raises ConfigError on `key`.
-
-    `template`: a name in TEMPLATES, or a file. None: the template in the tokenizer's folder or, if that folder has no
-    template, the one in `further_folder`. `variables`: variables of the template besides the special tokens. `today`:
-    the date of `strftime_now`. `key`: path of the key `template`.
-    """
-    folder = tokenizer.folder
+    folder, template = tokenizer.folder, config.template
     if template is None:
         text = _of_folders([found for found in (folder, further_folder) if found is not None], key)
     else:
@@ -149,7 +111,7 @@ def load_template(
     settings = {} if folder is None else read_settings(folder / SETTINGS_FILE, key, UNSET)
     tokens = {name: _content(value) for name, value in settings.items() if name.endswith("_token")}
     special = {name: token for name, token in tokens.items() if token}
-    renderer = Renderer(text, {**special, **variables}, today, tokenizer.special_tokens)
+    renderer = Renderer(text, {**special, **dated, **config.template_args}, today, tokenizer.special_tokens)
     _check_jinja(key)
     loaded = ChatTemplate(renderer, key, template, is_trusted=folder is None and template in TEMPLATES)
     if error := loaded.call("syntax_error"):
@@ -180,8 +142,7 @@ def _read(path: Path, key: KeyPath, value: str | None) -> str:
         return read_regular(path, _MOST_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        known = " or ".join(f'"{name}"' for name in TEMPLATES)
-        raise config_error(key, f"cannot read {path}: {reason}; set {known}, or a Jinja file", value) from None
+        raise config_error(key, f"cannot read {path}: {reason}; set {_KNOWN}, or a Jinja file", value) from None
 
 
 def _content(value: Any) -> str:

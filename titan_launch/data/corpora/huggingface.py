@@ -24,12 +24,11 @@ class HuggingFaceCorpus(ColumnCorpus):
 
     @cached_property
     def files(self) -> list[File]:
-        """The Arrow files, which `datasets` maps into memory. Raises ConfigError for data that cannot be loaded."""
+        """The Arrow files, which `datasets` maps into memory."""
         paths = [Path(file["filename"]) for file in self._dataset.cache_files]
         return [File(path.name, path, file_state(path)) for path in paths]
 
     def parts(self) -> list[Part]:
-        """Return the parts. Each part is a range of rows of the split."""
         files, num_rows = tuple(self.files), len(self._dataset)
         num_bytes = sum(file.size for file in files)
         step = max(1, num_rows * self.part_bytes // max(1, num_bytes))
@@ -37,7 +36,6 @@ class HuggingFaceCorpus(ColumnCorpus):
         return [Part(files, num_bytes // len(starts), start, min(start + step, num_rows)) for start in starts]
 
     def documents(self, part: Part) -> Iterator[Document | Skipped]:
-        """Yield the documents of a part. Raises ConfigError for a row that stops the run."""
         rows = self._dataset.select(range(part.start, part.stop or 0))
         name = f"{self.config.subset or 'default'}/{self.config.hf_split}"
         file = (name, sum(file.size for file in self.files))
@@ -57,7 +55,7 @@ def load_rows(config: HuggingFaceData, key: KeyPath, streaming: bool = False) ->
         import datasets  # optional, and slow to import
     except ImportError:
         raise config_error((*key, "kind"), not_installed("datasets"), config.kind) from None
-    datasets.disable_progress_bars()  # each rank would print one
+    datasets.disable_progress_bars()  # otherwise each rank prints a progress bar
     folder = Path(config.path)
     try:
         if any((folder / name).is_file() for name in ("state.json", "dataset_dict.json")):
@@ -85,7 +83,6 @@ def _saved(config: HuggingFaceData, key: KeyPath, found: Any) -> Any:
 
 
 def _why(config: HuggingFaceData, error: Exception) -> str:
-    """Return the reason why `datasets` cannot load the data, with a remedy."""
     message = " ".join(str(error).split()).rstrip(".")
     if Path(config.path).exists():
         return f"cannot be loaded: {message}; correct the folder, subset or hf_split"

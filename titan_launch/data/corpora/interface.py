@@ -78,10 +78,6 @@ class Skipped:
     """Name of the file or of the record, such as `a.jsonl, line 3`."""
 
 
-_PARTS = 256
-"""Approximate number of parts of a corpus of 256 MiB to 256 GiB."""
-
-
 class Corpus(ABC):
     """Documents in files. Instances are sent to worker processes."""
 
@@ -127,7 +123,7 @@ class Corpus(ABC):
         With small parts, processes end at nearly the same time, and an interrupted preparation loses little. But each
         part becomes a shard of several files, so the number of parts must not be large.
         """
-        return min(max(sum(file.size for file in self.files) // _PARTS, 1 << 20), 1 << 30)
+        return min(max(sum(file.size for file in self.files) // 256, 1 << 20), 1 << 30)
 
     @abstractmethod
     def parts(self) -> list[Part]:
@@ -147,8 +143,7 @@ class Corpus(ABC):
         return self.unreadable(file, f"{error.strerror or error}; correct the permissions, or name other files")
 
     def encode(self, contents: Sequence[Any]) -> list[Encoded]:
-        """Return the tokens of documents, one Encoded for each of `contents`. `contents`: values of
-        `Document.content`."""
+        """Return an Encoded for each of `contents`, which are values of `Document.content`."""
         return [Encoded(tokens) for tokens in self.tokenizer.encode_documents(contents)]
 
 

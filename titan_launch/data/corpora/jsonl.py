@@ -7,14 +7,17 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO
 
-from titan_launch.config.sections.data import JsonlData, LinesData
-from titan_launch.core.errors import listed
+import numpy as np
+
+from titan_launch.config.sections.data import ClassificationData, JsonlData, LinesData
+from titan_launch.core.errors import did_you_mean, listed
 from titan_launch.core.files import MIB
 from titan_launch.core.json_files import JsonError, parse_record
+from titan_launch.data.chat_rendering import RecordError
 from titan_launch.data.corpora.interface import Document, File, Part, Skipped
-from titan_launch.data.corpora.records import RecordCorpus, RecordError
+from titan_launch.data.corpora.records import RecordCorpus
 from titan_launch.data.corpora.text_files import LEAST_RECORD, FileCorpus, is_compressed, most_of_records
-from titan_launch.data.token_files import Encoded
+from titan_launch.data.token_files import Encoded, Tokens
 
 MOST_LINE = 32 * MIB
 """Limit of the bytes of a line. The parsed values of a line may take 20 times as much memory."""
@@ -24,7 +27,7 @@ _MOST_CONTAINERS = 2_000_000
 
 
 class LinesCorpus(FileCorpus, RecordCorpus):
-    """The lines of the files that `path` names, as documents. Blank lines do not count."""
+    """The lines of the files that `path` names, as documents. Blank lines are not documents."""
 
     config: LinesData
     unit = "line"
@@ -39,17 +42,18 @@ class LinesCorpus(FileCorpus, RecordCorpus):
         ranges of bytes. A line belongs to the range in which it begins."""
         parts: list[Part] = []
         small: list[File] = []
+        step = self.part_bytes
         for file in self.files:
-            if file.size <= self.part_bytes or is_compressed(file):
+            if file.size <= step or is_compressed(file):
                 small.append(file)
                 continue
-            parts += [*self.grouped(small), *self._ranges(file)]
+            starts = range(0, file.size, step)
+            ranges = (Part((file,), min(step, file.size - start), start, start + step) for start in starts)
+            parts += [*self.grouped(small), *ranges]
             small = []
         return parts + self.grouped(small)
 
     def documents(self, part: Part) -> Iterator[Document | Skipped]:
-        """Yield the documents of a part, and its skipped lines. Raises ConfigError for a line that stops the run, and
-        for a file that cannot be read."""
         for file in part.files:
             lines_before: int | None = None
             for number, line in enumerate(self.lines(file, part), start=1):
@@ -61,11 +65,6 @@ class LinesCorpus(FileCorpus, RecordCorpus):
                     if lines_before is None:
                         lines_before = self._lines_before(file, part.start)
                     yield self.failed(error, f"{file.name}, line {lines_before + number}")
-
-    def _ranges(self, file: File) -> list[Part]:
-        step = self.part_bytes
-        starts = range(0, file.size, step)
-        return [Part((file,), min(step, file.size - start), start, start + step) for start in starts]
 
     def lines(self, file: File, part: Part) -> Iterator[bytes]:
         """Yield the lines of a file that begin in the range of a part. If a line is longer than MOST_LINE, yield only
@@ -99,15 +98,12 @@ class LinesCorpus(FileCorpus, RecordCorpus):
 
 _NO_END = 1 << 62
 
-_SKIPPED_BYTES = MIB
-"""Number of bytes that are read at a time when the rest of a line is skipped."""
-
 
 def _skip_line(stream: BinaryIO, limit: int) -> int:
     """Read a stream to the end of the current line, but at most about `limit` bytes. Return the number of bytes
     read."""
     size = 0
-    while size < limit and (found := stream.readline(_SKIPPED_BYTES)):
+    while size < limit and (found := stream.readline(MIB)):
         size += len(found)
         if found.endswith(b"\n"):
             break
@@ -115,7 +111,7 @@ def _skip_line(stream: BinaryIO, limit: int) -> int:
 
 
 class TokenizedLinesCorpus(LinesCorpus):
-    """Lines whose documents are tokens from the start, because only some of these count as targets."""
+    """Lines that `document` tokenizes itself, because only some of the tokens count as targets."""
 
     has_targets = True
 
@@ -130,13 +126,56 @@ class JsonlCorpus(LinesCorpus):
     config: JsonlData
 
     def document(self, record: dict[str, Any], file: tuple[str, int]) -> Document:
-        """Return the document of a line's object. Raises RecordError if the field is missing, or is not a string of
-        valid Unicode."""
         return self.text_document(value_of(record, self.config.field, "field"), file, "field")
 
 
+class ClassificationCorpus(TokenizedLinesCorpus):
+    """One text with its label per line. The only target of a document is its label, after its last token."""
+
+    config: ClassificationData
+    remedy = "name files with one text and its label per line"
+
+    @property
+    def identity(self) -> list[object]:
+        """The length of a sample, which also decides the tokens."""
+        return [self.seq_len]
+
+    def document(self, record: dict[str, Any], file: tuple[str, int]) -> Document:
+        label = self._label(value_of(record, self.config.label, "label"))
+        content = self.text_document(value_of(record, self.config.text, "text"), file, "text").content
+        (tokens,) = self.tokenizer.encode_documents([content])
+        tokens, rule = tokens[:-1], self.config.truncation  # without the token that ends a document
+        if len(tokens) > self.seq_len and rule in ("skip", "stop"):
+            reason = f"longer than training.seq_len = {self.seq_len:,} tokens"
+            raise RecordError(reason, f"it has {len(tokens):,}", "truncation", on_error=rule)
+        if not len(tokens):
+            raise RecordError("without a text", key="text")
+        return Document(content, scored(tokens, label, self.seq_len, rule), file)
+
+    def _label(self, value: object) -> int:
+        """Return the number of a label. Raises RecordError."""
+        labels = self.config.labels
+        if isinstance(value, str) and value in labels:
+            return labels.index(value)
+        if type(value) is int and 0 <= value < len(labels):
+            return value
+        hint = did_you_mean(value, labels) if isinstance(value, str) else ""
+        detail = f"it is {value!r:.80}{hint}; the labels are {listed(labels, most=8)}, or their numbers from 0"
+        raise RecordError("without a known label", detail, "label")
+
+
+def scored(tokens: Tokens, label: int, longest: int, truncation: str) -> Encoded:
+    """Return a document whose only target is `label`, after its last token. `longest`: limit of its number of tokens,
+    without the label. `truncation`: "left" keeps the last tokens of a longer document, any other value the first
+    ones."""
+    kept = tokens[-longest:] if truncation == "left" else tokens[:longest]
+    targets = np.zeros(len(kept) + 1, np.bool_)
+    targets[-1] = True
+    return Encoded(np.append(kept, np.array([label], kept.dtype)), targets)
+
+
 def value_of(record: dict[str, Any], field: str, key: str) -> Any:
-    """Return the value of a field. A dot in `field` leads into an inner object: `meta.text`. `key`: the key of the
+    """Return the value of a field, such as `meta.text`: the field `text` in the object `meta`. `key`: the key of the
     section that names the field, for errors. Raises RecordError if the field is missing."""
     found: Any = record
     for name in field.split("."):
@@ -156,7 +195,9 @@ def parse_line(line: bytes) -> dict[str, Any]:
     try:
         record = parse_record(line)
     except JsonError as error:
-        if not _is_utf8(line):
+        try:
+            line.decode()
+        except UnicodeDecodeError:
             raise RecordError("not UTF-8 text") from None
         detail = str(error).replace(" at line 1, column", " at column")
         raise RecordError("not valid JSON", f"{detail}{_of_array(line)}") from None
@@ -167,17 +208,5 @@ def parse_line(line: bytes) -> dict[str, Any]:
 
 def _of_array(line: bytes) -> str:
     """Return a remedy if `line` begins an array of objects, because the whole file may be one array; "" otherwise."""
-    return (
-        "; the file may be one JSON array: jq -c '.[]' FILE writes each object as a line" if _ARRAY.match(line) else ""
-    )
-
-
-_ARRAY = re.compile(rb"\s*\[\s*({|$)")
-
-
-def _is_utf8(line: bytes) -> bool:
-    try:
-        line.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
+    remedy = "; the file may be one JSON array: jq -c '.[]' FILE writes each object as a line"
+    return remedy if re.match(rb"\s*\[\s*({|$)", line) else ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, BinaryIO
@@ -20,7 +19,7 @@ _MOST_DICTIONARY = 32 * MIB
 """Limit of the bytes of the dictionary of a column. Writers usually limit dictionaries to 1 MiB."""
 
 _AT_ONCE = 32 * MIB
-"""Limit of the bytes of the rows that are read at a time. Each row counts as the size of the whole dictionary."""
+"""Limit of the bytes of the rows that are read at a time, if each row is as large as the whole dictionary."""
 
 
 class ParquetCorpus(FileCorpus, ColumnCorpus):
@@ -30,13 +29,27 @@ class ParquetCorpus(FileCorpus, ColumnCorpus):
     remedy = "name files with rows of text"
 
     def parts(self) -> list[Part]:
-        """Return the parts. Each part is a range of row groups of one file. Raises ConfigError for a file that cannot
-        be read."""
-        return list(itertools.chain.from_iterable(map(self._ranges, self.files)))
+        """Return the parts. Each part is a range of row groups of one file, with about `part_bytes` bytes of the
+        column. Raises ConfigError for a file that cannot be read."""
+        parts = list[Part]()
+        for file in self.files:
+            start, size, of_all, limit = 0, 0, 0, most_of_records(file)
+            with self._table(file) as (table, _):
+                last, column = table.num_row_groups - 1, table.schema_arrow.names.index(self.config.column)
+                for group in range(table.num_row_groups):
+                    # With damaged metadata, this read raises an exception. The next line would crash the process.
+                    next(table.iter_batches(1, [group], [self.config.column], use_threads=False), None)
+                    in_group = table.metadata.row_group(group).column(column).total_uncompressed_size
+                    of_all += in_group
+                    if in_group < 0 or of_all > limit:
+                        raise self.expanded(file, limit)
+                    size += in_group
+                    if size >= self.part_bytes or group == last:
+                        parts.append(Part((file,), size, start, group + 1))
+                        start, size = group + 1, 0
+        return parts
 
     def documents(self, part: Part) -> Iterator[Document | Skipped]:
-        """Yield the documents of a part, and its skipped rows. Raises ConfigError for a row that stops the run, and for
-        a file that cannot be read or has too much content."""
         (file,) = part.files
         limit, counted = most_of_records(file), 0
         with self._table(file) as (table, stream):
@@ -83,27 +96,7 @@ class ParquetCorpus(FileCorpus, ColumnCorpus):
                     yield table, stream
             except ConfigError:
                 raise
-            except Exception as error:  # pyarrow raises many types for damaged files
+            except Exception as error:  # pyarrow raises many types of errors for damaged files
                 found = one_line(str(error).partition("\n")[0] or type(error).__name__)
                 reason = f"it is not a valid Parquet file ({found:.300}); copy or write it again"
                 raise self.unreadable(file, reason) from None
-
-    def _ranges(self, file: File) -> list[Part]:
-        """Return the parts of one file: ranges of row groups, each with about `part_bytes` bytes of the column. Raises
-        ConfigError."""
-        parts, start, size, of_all = list[Part](), 0, 0, 0
-        limit = most_of_records(file)
-        with self._table(file) as (table, _):
-            last, column = table.num_row_groups - 1, table.schema_arrow.names.index(self.config.column)
-            for group in range(table.num_row_groups):
-                # With damaged metadata, this read raises an exception. The next line would crash the process.
-                next(table.iter_batches(1, [group], [self.config.column], use_threads=False), None)
-                in_group = table.metadata.row_group(group).column(column).total_uncompressed_size
-                of_all += in_group
-                if in_group < 0 or of_all > limit:
-                    raise self.expanded(file, limit)
-                size += in_group
-                if size >= self.part_bytes or group == last:
-                    parts.append(Part((file,), size, start, group + 1))
-                    start, size = group + 1, 0
-        return parts

@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 from titan_launch.config.sections.data import HuggingFaceData, ParquetData, RecordsData
 from titan_launch.core.errors import config_error, did_you_mean, format_key, listed
 from titan_launch.core.terminal import one_line
+from titan_launch.data.chat_rendering import RecordError
 from titan_launch.data.corpora.interface import Corpus, Document, Skipped
 
 BATCH_ROWS = 1000
 """Largest number of rows that are read at a time."""
 
 _SHOWN = 500
-"""Limit of the characters that an error quotes from a record, or from the names of columns."""
-
-
-class RecordError(Exception):
-    """Error for a record that cannot be used."""
-
-    def __init__(self, reason: str, detail: str = "", key: str = "path", on_error: Literal["stop", "skip", ""] = ""):
-        """`reason`: text that follows "is" in the error, such as `not valid JSON`; skipped records are counted by
-        reason. `detail`: further text for the error. `key`: key of the section that may be wrong. `on_error`: the value
-        of `key`, if `key` decides what happens to the record; "" if the key `on_error` decides it."""
-        self.reason, self.detail, self.key, self.on_error = reason, detail, key, on_error
-        super().__init__(reason)
+"""Limit of the characters that an error quotes from the names of columns."""
 
 
 class RecordCorpus(Corpus):
@@ -45,14 +35,12 @@ class RecordCorpus(Corpus):
         return Document(content, content, file)
 
     def failed(self, error: RecordError, where: str) -> Skipped:
-        """Return a Skipped for the record that caused `error`. Raises ConfigError if `error.on_error` or, if that is
-        "", the key `on_error` is "stop". `where`: name of the record."""
+        """Return a Skipped for the record that caused `error`. Raises ConfigError if `error.on_error` is "stop", or if
+        it is "" and the key `on_error` is "stop". `where`: name of the record."""
         if (error.on_error or self.config.on_error) == "skip":
             return Skipped(error.reason, where)
-        detail = f" ({one_line(error.detail[:_SHOWN])})" if error.detail else ""
-        where = one_line(where)
         skip = f'{format_key((*self.key, error.key if error.on_error else "on_error"))} = "skip"'
-        reason = f"{where} is {error.reason}{detail}; correct this {self.unit}, or set {skip}"
+        reason = f"{one_line(where)} is {error}; correct this {self.unit}, or set {skip}"
         raise config_error((*self.key, error.key), reason, getattr(self.config, error.key))
 
 
@@ -83,11 +71,8 @@ class ColumnCorpus(RecordCorpus):
     def check_column(self, schema: Any, where: str) -> None:
         """Raise ConfigError if a `pyarrow.Schema` does not have the column with the text, or if the column is not text.
         `where`: name of the data."""
-        key, column, types = (
-            (*self.key, "column"),
-            self.config.column,
-            dict(zip(schema.names, schema.types, strict=True)),
-        )
+        key, column = (*self.key, "column"), self.config.column
+        types = dict(zip(schema.names, schema.types, strict=True))
         if column not in types:
             columns = one_line(f"its columns are {listed(list(types), most=12)}{did_you_mean(column, types)}")
             raise config_error(key, f"is not a column of {one_line(where)}; {columns:.{_SHOWN}}", column)
@@ -101,13 +86,17 @@ class ColumnCorpus(RecordCorpus):
         self, batches: Iterable[Any], file: tuple[str, int], where: str, first_row: int
     ) -> Iterator[Document | Skipped]:
         """Yield the documents of record batches or tables, and the skipped rows. `file`: `Document.file` of the
-        documents. `where`: name of the data, for errors. `first_row`: number of the first row within `where`. Raises
+        documents. `where`: name of the data, for errors. `first_row`: index of the first row in this data. Raises
         ConfigError for a row that stops the run."""
         row = first_row
         for batch in batches:
-            for content in _bytes_of(batch.column(self.config.column)):
+            # Arrow does not check that text is UTF-8, so it is decoded here. A null value is None.
+            for content in batch.column(self.config.column).cast("large_binary").to_pylist():
                 try:
-                    yield self.text_document(_decoded(content), file, "column")
+                    text = None if content is None else content.decode()
+                    yield self.text_document(text, file, "column")
+                except UnicodeDecodeError:
+                    yield self.failed(RecordError("not UTF-8 text", key="column"), f"row {row} of {where}")
                 except RecordError as error:
                     yield self.failed(error, f"row {row} of {where}")
                 row += 1
@@ -115,17 +104,3 @@ class ColumnCorpus(RecordCorpus):
 
 def _is_text(kind: Any) -> bool:
     return str(kind) in ("string", "large_string")
-
-
-def _bytes_of(column: Any) -> Sequence[bytes | None]:
-    """Return the values of a column of text as bytes, because Arrow does not check that they are UTF-8. A null value is
-    None."""
-    values: Sequence[bytes | None] = column.cast("large_binary").to_pylist()
-    return values
-
-
-def _decoded(content: bytes | None) -> str | None:
-    try:
-        return None if content is None else content.decode()
-    except UnicodeDecodeError:
-        raise RecordError("not UTF-8 text", key="column") from None

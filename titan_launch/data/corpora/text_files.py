@@ -1,13 +1,15 @@
-"""Corpora of files: the files that `path` names, which may be compressed."""
+"""Corpora of files that `path` names, which may be compressed. In a corpus of text, each file is a document."""
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
+from pathlib import Path
 from typing import Any, BinaryIO
 
 from titan_launch.config.paths import COMPRESSED, LinkError, describe_ends, expand_paths, files_left_out
@@ -15,7 +17,7 @@ from titan_launch.config.sections.data import FilesData, TextData, misread_as_te
 from titan_launch.core.errors import ConfigError, config_error
 from titan_launch.core.files import MIB, file_state, open_regular
 from titan_launch.core.packages import not_installed
-from titan_launch.data.corpora.interface import Corpus, File, Part
+from titan_launch.data.corpora.interface import Corpus, Document, File, Part, Skipped
 
 MOST_DOCUMENT = 256 * MIB
 """A decompressed document may have at most ten times the bytes of its file, plus this number of bytes."""
@@ -25,8 +27,8 @@ MOST_RECORDS = 64 * MIB
 bytes."""
 
 LEAST_RECORD = 256
-"""Least number of bytes with which a line or row counts toward this limit (`most_of_records`). Otherwise a file could
-have any number of empty lines."""
+"""A line or row with fewer bytes counts as this number of bytes toward the limit of `most_of_records`. Otherwise a file
+could have any number of empty lines."""
 
 
 class FileCorpus(Corpus):
@@ -36,32 +38,31 @@ class FileCorpus(Corpus):
 
     @cached_property
     def files(self) -> list[File]:
-        """All files. Raises ConfigError if an entry of `path` matches no file, if records would be read as text, if a
-        link leads out of a folder, or if folders are nested too deeply."""
+        """All files. Raises ConfigError if an entry of `path` matches no file, or if records would be read as text.
+        Also raises ConfigError for a link that leads out of a folder, and for folders that are nested too deeply."""
+        found: list[tuple[str, Path]] = []
+        problem: str | None = None
         try:
             found = expand_paths(self.config.path, self.config.suffixes)
         except RecursionError:
-            reason = "has folders that are nested too deeply; name other files"
-            raise config_error((*self.key, "path"), reason, self.config.path) from None
+            problem = "has folders that are nested too deeply; name other files"
         except FileNotFoundError as error:
-            reason = f'no file is found at "{error.args[0]}"'
-            raise config_error((*self.key, "path"), reason, self.config.path) from None
+            problem = f'no file is found at "{error.args[0]}"'
         except LinkError as error:
-            raise config_error((*self.key, "path"), f"{error}, or name the target", self.config.path) from None
+            problem = f"{error}, or name the target"
         entries = (self.config.path,) if isinstance(self.config.path, str) else self.config.path
         for entry in entries if isinstance(self.config, TextData) else ():
             below = [name for name, path in found if path.is_relative_to(entry)] if os.path.isdir(entry) else [entry]
-            if misread := misread_as_text(entry, below):
-                raise config_error((*self.key, "path"), misread, self.config.path)
+            problem = problem or misread_as_text(entry, below)
+        if problem is not None:
+            raise config_error((*self.key, "path"), problem, self.config.path)
         return [File(name, path, file_state(path)) for name, path in found]
 
     @property
     def left_out(self) -> str:
-        """Text with the number of unread files in the folders of `path`, by suffix; "" if there are none."""
         return describe_ends(files_left_out(self.config.path, self.config.suffixes))
 
     def parts(self) -> list[Part]:
-        """Return the parts. Each part is a group of files."""
         return self.grouped(self.files)
 
     def grouped(self, files: Sequence[File]) -> list[Part]:
@@ -118,6 +119,35 @@ def is_compressed(file: File) -> bool:
 
 
 def most_of_records(file: File) -> int:
-    """Return how many bytes the lines or rows of a compressed file may have after decompression. Each line or row
-    counts as at least LEAST_RECORD bytes."""
+    """Return the limit of the bytes that the lines or rows of a compressed file have after decompression."""
     return 100 * file.size + MOST_RECORDS
+
+
+class TextCorpus(FileCorpus):
+    """The files that `path` names, as documents. Files that are not text are skipped."""
+
+    remedy = "convert files to UTF-8 without NUL bytes, or name text files"
+
+    def documents(self, part: Part) -> Iterator[Document | Skipped]:
+        for file in part.files:
+            with self.opened(file) as stream:
+                limit = 10 * file.size + MOST_DOCUMENT
+                content = stream.read(limit + 1 if is_compressed(file) else -1)
+            if is_compressed(file) and len(content) > limit:
+                raise self.expanded(file, limit)
+            if is_text(content):
+                yield Document(file.name, content, (file.name, file.size))
+            else:
+                yield Skipped("not UTF-8 text", file.name)
+
+
+def is_text(data: bytes) -> bool:
+    """Return True if the content of a file is valid UTF-8 without NUL bytes."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    try:
+        for start in range(0, len(data), MIB):  # decoding in chunks saves memory
+            decoder.decode(data[start : start + MIB])
+        decoder.decode(b"", final=True)
+    except UnicodeDecodeError:
+        return False
+    return b"\0" not in data

@@ -30,18 +30,10 @@ if TYPE_CHECKING:
 Pixels = npt.NDArray[np.uint8] | npt.NDArray[np.floating]
 Labels = npt.NDArray[np.int64]
 
-_DIGITS_FILE = "datasets/data/digits.csv.gz"
-"""File in the package `sklearn`. Each line has the 64 pixels of an image, and the label of the image."""
-
-_DIGITS_MAXIMUM = 16
-
 MOST_CLASSES = 1 << 20
 """Limit of the number of classes. The classifier of a model has a row of weights for each class."""
 
 _HEADER_READERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-
-_MOST_HEADER = 10_000
-"""Limit of the bytes of an array's header, as in NumPy."""
 
 _MOST_EXPANDED = 256 * MIB
 """A compressed array, which is decompressed into memory, may have at most ten times the bytes of its file, plus this
@@ -49,7 +41,7 @@ number of bytes."""
 
 
 class ArrayImages:
-    """Images `[N, channels, height, width]` and labels `[N]`."""
+    """Images `[N, channels, height, width]` and labels `[N]`: an implementation of `data.sources.images.Images`."""
 
     def __init__(self, path: str, images: Pixels, labels: Labels):
         self.labels = labels
@@ -62,27 +54,22 @@ class ArrayImages:
         return self._images.shape
 
     def as_file(self, chosen: npt.NDArray[np.int64]) -> tuple[str, int]:
-        """Return (name, size in bytes) of a file that stands for the chosen images in a fingerprint. The name is the
-        dtype and the shape of an image. The size includes the labels."""
+        """See `Images.as_file`. The name is the dtype and the shape of an image. The size includes the labels."""
         images, labels = self._images, self.labels
         image_bytes = images.dtype.itemsize * int(np.prod(images.shape[1:]))
         return f"{images.dtype} {images.shape[1:]}", len(chosen) * (image_bytes + labels.itemsize)
 
     def hashes(self) -> npt.NDArray[np.uint32]:
-        """Return a hash of each image's index. The hash decides to which split the image belongs."""
         return index_hashes(len(self.labels))
 
     def name(self, index: int) -> str:
-        """Return the name of an image for messages."""
         return f"image {index} of {self._path}"
 
     def content(self, index: int) -> bytes:
-        """Return the stored bytes of an image."""
         return self._images[index].tobytes()
 
     def pixels(self, index: int, resize: int | None) -> Tensor:
-        """Return an image `[channels, height, width]`, uint8 or float32. `resize` is not used. Raises UserError for a
-        pixel that is not finite."""
+        """See `Images.pixels`. `resize` has no effect. Raises UserError for a pixel that is not finite."""
         import torch  # imported here, because `init` and `check` only count images
 
         stored = self._images[index]
@@ -100,19 +87,18 @@ def index_hashes(number: int) -> npt.NDArray[np.uint32]:
 
 
 def open_digits(path_key: KeyPath) -> ArrayImages:
-    """Return the digits of scikit-learn. Raises ConfigError if scikit-learn is not installed.
-
-    The file of the digits is read directly, because an import of `sklearn.datasets` takes 1.6 s.
-    """
+    """Return the digits of scikit-learn. Raises ConfigError if scikit-learn is not installed."""
     package = find_spec("sklearn")
     try:
         if package is None or package.origin is None:
             raise FileNotFoundError
-        packed = read_regular(Path(package.origin).parent / _DIGITS_FILE)
+        # An import of `sklearn.datasets` would take 1.6 s.
+        packed = read_regular(Path(package.origin).parent / "datasets/data/digits.csv.gz")
     except OSError:
         raise config_error(path_key, not_installed("sklearn"), SKLEARN_DIGITS) from None
+    # Each line has 64 pixels from 0 to 16, and a label.
     table = np.loadtxt(gzip.decompress(packed).decode().splitlines(), delimiter=",")
-    images = (table[:, :-1].reshape(-1, 1, 8, 8) / _DIGITS_MAXIMUM).astype(np.float32)
+    images = (table[:, :-1].reshape(-1, 1, 8, 8) / 16).astype(np.float32)
     return ArrayImages(SKLEARN_DIGITS, images, table[:, -1].astype(np.int64))
 
 
@@ -130,7 +116,7 @@ def open_npz(path: str, path_key: KeyPath) -> ArrayImages:
         raise config_error(path_key, reason, path) from None
     except ArrayFileError as error:
         raise config_error(path_key, f"{error}; write {remedy}", path) from None
-    except Exception:  # zipfile and NumPy raise many types for damaged files and other formats
+    except Exception:  # zipfile and NumPy raise many types of errors for damaged files and other formats
         reason = f"is not a valid .npz file of plain arrays; write {remedy}"
         raise config_error(path_key, reason, path) from None
     problem = next(_problems(arrays, remedy), None)
@@ -194,7 +180,7 @@ def _read_header(stream: Any) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
     version = np.lib.format.read_magic(stream)
     width = 2 if version == (1, 0) else 4
     length = stream.read(width)
-    if int.from_bytes(length, "little") > _MOST_HEADER:
+    if int.from_bytes(length, "little") > 10_000:  # NumPy's own limit
         raise ValueError("a long header")
     header = length + stream.read(int.from_bytes(length, "little"))
     with warnings.catch_warnings():

@@ -12,6 +12,7 @@ import os
 import tarfile
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,9 +35,6 @@ from titan_launch.data.images.pillow import MOST_BYTES, PixelFormatError, opened
 from titan_launch.data.images.pixel_formats import CHANNELS, decode
 
 _INDEX_VERSION = 2
-_SAMPLE_BYTES = 1 << 20
-"""Size of a sample in bytes. To detect changed shards, up to 64 samples of their content are read."""
-
 _INDEX_FILE = "index.npz"
 
 _MOST_LABEL = MIB
@@ -46,7 +44,7 @@ _MOST_EXTENSION = 1 << 16
 """Limit of the bytes of a tar member that only has the name or other records of the next member."""
 
 _MOST_GLOBAL = 1 << 10
-"""Limit of the bytes of a tar member with records for all later members. tarfile copies the records to each of them."""
+"""Limit of the bytes of a tar member with records for all later members. tarfile copies the records to each member."""
 
 
 @dataclass
@@ -94,16 +92,14 @@ class _Listing:
     def _note(self) -> str:
         if not self.skipped:
             return ""
-        files = (
-            "1 file that is not an image"
-            if len(self.skipped) == 1
-            else f"{len(self.skipped):,} files that are not images"
-        )
+        number = len(self.skipped)
+        files = "1 file that is not an image" if number == 1 else f"{number:,} files that are not images"
         return f"; skipped {files}, first: {one_line(self.skipped[0])}"
 
 
 class EncodedImages:
-    """Images that Pillow decodes. Each read opens the file again, so processes share no open files."""
+    """Images that Pillow decodes: an implementation of `data.sources.images.Images`. Each read opens the file again, so
+    processes share no open files."""
 
     def __init__(self, root: Path, index: Path, channels: int):
         """`root`: the folder to which the names in the index are relative. `index`: the file of the index. `channels`:
@@ -115,19 +111,16 @@ class EncodedImages:
         self._arrays = arrays
 
     def as_file(self, chosen: npt.NDArray[np.int64]) -> tuple[str, int]:
-        """Return (name, size in bytes) of a file that stands for the chosen images in a fingerprint. The name is a
-        digest of the hashes, sizes and classes of the images."""
+        """See `Images.as_file`. The name is a digest of the hashes, sizes and classes of the images."""
         digest = hashlib.blake2b(digest_size=16)
         for column in ("hashes", "sizes", "labels"):
             digest.update(self._arrays[column][chosen].tobytes())
         return digest.hexdigest(), int(self._arrays["sizes"][chosen].sum())
 
     def hashes(self) -> npt.NDArray[np.uint32]:
-        """Return a hash of each image: in a folder, the hash of the image's path; in shards, the hash of its index."""
         return self._arrays["hashes"]
 
     def name(self, index: int) -> str:
-        """Return the name of an image for messages."""
         path = self._path(index)
         offset = int(self._arrays["offsets"][index])
         if not offset:
@@ -194,27 +187,19 @@ def open_folder(path: str, channels: int, path_key: KeyPath) -> EncodedImages:
     if not classes:
         reason = "contains no class folders; put the images of each class into a folder of its own"
         raise config_error(path_key, reason, path)
-    try:
+    with _errors_on(path_key, path):
         for name in classes:
             refuse_links_out([root / name], root)
         folders = [
             (str(below.relative_to(root)), *file_state(below)) for name in classes for below in _folders(root / name)
         ]
-    except LinkError as error:
-        raise config_error(path_key, str(error), path) from None
-    except OSError as error:
-        raise config_error(path_key, _why_unread(error), path) from None
 
     def build(folder: Path) -> None:
         listing, empty = _Listing(), []
-        try:
+        with _errors_on(path_key, path):
             for label, name in enumerate(classes):
                 if not _list_class(root, name, label, listing):
                     empty.append(one_line(name))
-        except LinkError as error:
-            raise config_error(path_key, str(error), path) from None
-        except OSError as error:
-            raise config_error(path_key, _why_unread(error), path) from None
         if empty:
             reason = (
                 f"{'this class folder contains' if len(empty) == 1 else 'these class folders contain'} no image: "
@@ -248,7 +233,7 @@ def open_shards(path: str, label_field: str | None, channels: int, path_key: Key
                 raise config_error(path_key, f"{one_line(name)} {error}", path) from None
             except OSError as error:
                 raise config_error(path_key, _why_unread(error, name), path) from None
-            except Exception as error:  # tarfile raises many types for damaged headers
+            except Exception as error:  # tarfile raises many types of errors for damaged headers
                 found = one_line(f"{error or type(error).__name__}")
                 reason = f"is truncated, or not an uncompressed tar file ({found:.200}); write or copy it again"
                 raise config_error(path_key, f"{one_line(name)} {reason}", path) from None
@@ -257,8 +242,9 @@ def open_shards(path: str, label_field: str | None, channels: int, path_key: Key
             raise config_error(path_key, f"contains no images ({found}); write KEY.jpg and KEY.cls", path)
         listing.save(folder)
 
-    states = [(name, *file_state(root / name)) for name in names]
-    sample = fingerprint_of_files([(name, root / name) for name in names], _SAMPLE_BYTES).content
+    with _errors_on(path_key, path):
+        states = [(name, *file_state(root / name)) for name in names]
+        sample = fingerprint_of_files([(name, root / name) for name in names]).content
     return _open(root, [label_field, states, sample], build, channels, path, path_key)
 
 
@@ -276,22 +262,32 @@ def _open(root: Path, identity: Any, build: Any, channels: int, path: str, path_
 
 
 def _folders(folder: Path) -> Iterator[Path]:
-    """Yield a folder and all folders below it, sorted by name. Hidden folders and links to folders are omitted. Raises
-    OSError."""
+    """Yield a folder and all folders below it, sorted by name. Hidden folders and links to folders are omitted."""
     rest = [folder]
     while rest:
         folder = rest.pop()
         yield folder
-        if folder.stat().st_nlink == 2:  # its name and its `.`, so on ext4 and XFS it contains no folders
+        if folder.stat().st_nlink == 2:  # on ext4 and XFS, each folder in it would be a further link
             continue
         with os.scandir(folder) as entries:
             below = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False) and entry.name[0] != "."]
         rest += (folder / name for name in sorted(below, reverse=True))
 
 
+@contextmanager
+def _errors_on(path_key: KeyPath, path: str) -> Iterator[None]:
+    """Replace a LinkError or an OSError in the block by a ConfigError on `path_key`. `path`: value of the key."""
+    try:
+        yield
+    except LinkError as error:
+        raise config_error(path_key, str(error), path) from None
+    except OSError as error:
+        raise config_error(path_key, _why_unread(error), path) from None
+
+
 def _why_unread(error: OSError, name: str = "") -> str:
-    """Return the reason, with a remedy, why a file or folder cannot be read. `name`: name of the file; "": the name in
-    the error."""
+    """Return the reason, with a remedy, why a file or folder cannot be read. `name`: its name; by default the name in
+    `error`."""
     found = one_line(name or str(error.filename))
     return f"{found} cannot be read: {error.strerror or error}; correct the permissions, or remove it"
 
@@ -324,8 +320,9 @@ class _Member(tarfile.TarInfo):
     """A member of a tar file. The file may come from other people, so its headers are checked."""
 
     def _proc_member(self, tar: tarfile.TarFile) -> tarfile.TarInfo:
-        """Read the rest of a header. Raises _ImagesError for a header of many bytes, because tarfile reads it whole
-        into memory, and for a negative size, with which some releases of tarfile loop forever."""
+        """Read the rest of a header. Raises _ImagesError for a header of many bytes, because tarfile reads the whole
+        header into memory. Also raises _ImagesError for a negative size, because some releases of tarfile then loop
+        forever."""
         is_global = self.type == tarfile.XGLTYPE
         is_extension = self.type in (*_EXTENSIONS, tarfile.XGLTYPE)
         if is_extension and self.size > (_MOST_GLOBAL if is_global else _MOST_EXTENSION):

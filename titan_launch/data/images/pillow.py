@@ -64,7 +64,7 @@ def opened_image(content: bytes) -> Iterator[Image]:
     other error in the block."""
     from PIL import Image  # optional
 
-    if not any(item[3] == _OWN_WARNINGS for item in warnings.filters):  # a damaged file may cause thousands
+    if not any(item[3] == _OWN_WARNINGS for item in warnings.filters):  # a damaged file may cause thousands of warnings
         warnings.filterwarnings("ignore", module=_OWN_WARNINGS.pattern)
     file = _Bounded(content)
     try:
@@ -79,7 +79,7 @@ def opened_image(content: bytes) -> Iterator[Image]:
         raise PixelFormatError(f"is not a valid image ({reason}); convert it to PNG or JPEG, or remove it") from None
     except Image.DecompressionBombError:
         raise _too_large(MOST_PIXELS) from None
-    except Exception as error:  # Pillow raises many types for damaged images
+    except Exception as error:  # Pillow raises many types of errors for damaged images
         reason = f"{type(error).__name__}: {one_line(str(error)):.200}" if str(error) else type(error).__name__
         raise PixelFormatError(f"is not a valid image ({reason}); replace or remove it") from None
 

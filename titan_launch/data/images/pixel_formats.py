@@ -25,7 +25,8 @@ READ_AS_UINT8 = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK")
 """Modes that Pillow converts to uint8: gray, palettes, colors, and CMYK by `R = (255 - C) (255 - K) / 255`."""
 
 READ_AS_FLOAT = ("I;16", "I;16B", "I;16L", "I;16N")
-"""Modes of 16-bit gray. A value v becomes the float32 nearest to v / 65535."""
+"""Modes of 16-bit gray, and the raw modes with the same names. A value v becomes the float32 nearest to v / 65535.
+Other raw modes of one 16-bit channel have another range or order of bits."""
 
 REFUSED = {
     "F": "has floating-point pixels, which have no known range",
@@ -38,15 +39,6 @@ REFUSED = {
     "YCbCr": "has YCbCr colors of unknown coefficients",
 }
 """Reasons to refuse images, by Pillow's mode."""
-
-_MAXIMUM = 65535
-"""Largest value of 16-bit gray."""
-
-_GRAY_16 = ("I;16", "I;16B", "I;16L", "I;16N")
-"""Raw modes of 16-bit gray. Other raw modes of one 16-bit channel have another range or order of bits."""
-
-_PNM_RANGE = 255
-"""Largest value of a PPM, PGM or PBM file that Pillow reads exactly as 8 bits."""
 
 _PHOTOMETRIC, _SAMPLE_FORMAT, _WHITE_IS_ZERO, _UNSIGNED = 262, 339, 0, 1
 """Two tags of TIFF, and one value of each tag."""
@@ -77,12 +69,12 @@ def decode(image: Image, channels: int) -> Tensor:
     check_decoded(image)
     if problem := _problem(image):
         raise PixelFormatError(problem)
-    is_gray_16 = _is_gray_16(image)  # unknown after `load`
+    is_gray_16 = _is_gray_16(image)  # `load` removes the raw mode
     image.load()
     upright = _turned(image)
     if is_gray_16:
         pixels = np.array(upright).astype(np.float32)
-        pixels /= np.float32(_MAXIMUM)
+        pixels /= np.float32(65535)
         gray = torch.from_numpy(pixels)
         colors = gray.expand(min(channels, 3), -1, -1)
         return colors if channels <= 3 else torch.cat([colors, torch.ones(()).expand(1, *gray.shape)])
@@ -112,7 +104,7 @@ def _problem(image: Image) -> str:
         return f"{reason} (mode {image.mode} of Pillow); {_EIGHT_BITS}"
     if image.mode in READ_AS_FLOAT or (image.format in ("PNG", "TIFF") and re.search(r";(12|16)", raw)):
         return f"has more than 8 bits per channel (stored as {raw}), which Pillow would cut off; {_EIGHT_BITS}"
-    if image.format == "PPM" and arguments and arguments[0] > _PNM_RANGE:
+    if image.format == "PPM" and arguments and arguments[0] > 255:  # the largest value of a pixel in the file
         return f"has pixels up to {arguments[0]:,}, which Pillow would reduce to 8 bits; {_EIGHT_BITS}"
     if image.format == "TIFF" and "X" in raw:
         return f"has further channels of unknown meaning (stored as {raw}); {_EIGHT_BITS}"
@@ -128,7 +120,7 @@ def _is_gray_16(image: Image) -> bool:
     Pillow 10.3."""
     if image.mode == "I" and image.format == "PPM":
         return True
-    return image.mode in (*READ_AS_FLOAT, "I") and _raw_mode(image)[0] in _GRAY_16
+    return image.mode in (*READ_AS_FLOAT, "I") and _raw_mode(image)[0] in READ_AS_FLOAT
 
 
 def _raw_mode(image: Any) -> tuple[str, tuple[Any, ...]]:
@@ -153,6 +145,6 @@ def _turned(image: Image) -> Image:
 
     try:
         change = _UPRIGHT.get(image.getexif().get(_ORIENTATION, 1))
-    except Exception:  # Pillow raises many types for damaged EXIF, which says nothing about the pixels
+    except Exception:  # Pillow raises many types of errors for damaged EXIF, which says nothing about the pixels
         change = None
     return image if change is None else image.transpose(Transpose[change])

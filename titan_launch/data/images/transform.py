@@ -22,23 +22,19 @@ from titan_launch.core.import_string import import_factory, user_traceback
 from titan_launch.core.patches import generators_seeded
 from titan_launch.data.order import random_words
 
-_UINT8_MAXIMUM = 255
-
 _AREA, _RATIO = (0.08, 1.0), (3 / 4, 4 / 3)
 """Ranges of `resized_crop`: fraction of the image's area, and width divided by height (arXiv:1409.4842)."""
 
 _ATTEMPTS = 10
 """Number of random parts that `resized_crop` draws until one lies inside of the image."""
 
-_UNIFORMS = 2 * _ATTEMPTS + 3
-"""Largest number of random numbers of one image: attempts, position of the crop, flip."""
-
 
 class Draw:
     """Random numbers of one image at one position in the stream."""
 
     def __init__(self, index: int, position: int):
-        self._words = iter(random_words(index, position, _UNIFORMS + 1).tolist())
+        count = 1 + 2 * _ATTEMPTS + 3  # the seed, two for each attempt, two for the position of the crop, the flip
+        self._words = iter(random_words(index, position, count).tolist())
         self.seed: int = next(self._words)
 
     def uniform(self, low: float = 0.0, high: float = 1.0) -> float:
@@ -145,7 +141,7 @@ class Transform:
             if len(values) not in (1, images.shape[-3]):
                 reason = f"must be one number, or one number for each of the {images.shape[-3]} channels of the images"
                 raise config_error((*self._key, name), reason, list(getattr(self._config, name)))
-        unit = _UINT8_MAXIMUM if images.dtype == torch.uint8 else 1
+        unit = 255 if images.dtype == torch.uint8 else 1
         inputs = images.to(torch.float32, copy=True)
         return inputs.sub_(self._mean * unit).div_(self._std * unit)  # in place: images may be large
 

@@ -16,6 +16,7 @@ from titan_launch.config.sections.data import (
     single_sources,
 )
 from titan_launch.core.errors import KeyPath
+from titan_launch.data.corpora import CORPORA
 from titan_launch.data.sources.factory import build_factory
 from titan_launch.data.sources.images import build_images
 from titan_launch.data.sources.interface import Batch, Sample, SampleSource, SourceContext, read_batch
@@ -44,13 +45,7 @@ def build_mixture(config: MixtureData, context: SourceContext) -> MixtureSource:
 
 
 SOURCES: dict[str, Callable[[Any, SourceContext], SampleSource]] = {
-    "text": build_corpus,
-    "jsonl": build_corpus,
-    "chat": build_corpus,
-    "preferences": build_corpus,
-    "unpaired_preferences": build_corpus,
-    "classification": build_corpus,
-    "parquet": build_corpus,
+    **dict.fromkeys(CORPORA, build_corpus),
     "huggingface": build_huggingface,
     "tokens": build_tokens,
     "synthetic": build_synthetic,

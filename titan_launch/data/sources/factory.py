@@ -25,7 +25,7 @@ from titan_launch.config.sections.data import IGNORED_TARGET, FactoryData, strea
 from titan_launch.core.errors import ConfigError, UserError, config_error
 from titan_launch.core.fingerprint import Fingerprint, fingerprint_of
 from titan_launch.core.import_string import import_factory, user_traceback
-from titan_launch.data.sources.interface import Sample, SampleSource, SourceContext
+from titan_launch.data.sources.interface import Sample, SampleSource, SourceContext, bytes_of
 from titan_launch.data.sources.stream import SampleReader, StreamSource
 
 
@@ -40,24 +40,23 @@ class FactorySource:
         return len(self._data)
 
     def describe(self) -> str:
-        """Return the amount of data as part of a log line."""
         return f"{len(self):,} samples of {self._description}"
 
     def fingerprint(self, seed: int) -> Fingerprint:
-        """Return the fingerprint of samples. If the object has a method `fingerprint`, return the fingerprint of the
-        text that this method returns."""
+        """Return the fingerprint of samples or, if the object has a method `fingerprint`, of the text that this method
+        returns."""
         if hasattr(self._data, "fingerprint"):
             content = str(self._data.fingerprint()).encode()
             return fingerprint_of([], len(self), lambda index: content, seed)
-        return fingerprint_of([], len(self), lambda index: _bytes_of(self[index]), seed)
+        return fingerprint_of([], len(self), lambda index: bytes_of(self[index]), seed)
 
     def __getitem__(self, index: int) -> Sample:
         """Return sample `index`. Raises UserError if `SampleCheck` refuses the sample."""
         return self._check(self._data[index], f"sample {index}")
 
     def read_batch(self, indices: Sequence[int], positions: Sequence[int] | None) -> Sample:
-        """Return the samples at `indices`, stacked along a new first axis. `positions` is not used. Raises UserError if
-        `SampleCheck` refuses a sample."""
+        """See `BatchSource.read_batch`. `positions` has no effect. Raises UserError if `SampleCheck` refuses a
+        sample."""
         if hasattr(self._data, "__getitems__"):
             found = self._data.__getitems__(list(indices))
             samples = [self._check(sample, f"sample {index}") for index, sample in zip(indices, found, strict=True)]
@@ -198,7 +197,3 @@ def _form(value: Any) -> str:
     if isinstance(value, tuple):
         return f"a tuple of {len(value)}"
     return f"a {type(value).__name__}"
-
-
-def _bytes_of(sample: Sample) -> bytes:
-    return b"".join(tensor.numpy().tobytes() for tensor in sample)

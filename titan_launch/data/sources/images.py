@@ -68,11 +68,9 @@ class ImageSource:
         return len(self._chosen)
 
     def describe(self) -> str:
-        """Return the amount of data as part of a log line."""
         return f"{len(self):,} images {tuple(self.shape)} of {self.num_classes:,} classes{self._images.note}"
 
     def details(self) -> Details:
-        """Return the shape of a sample, the stored bytes, the number of images of each class, and the skipped files."""
         counts = np.bincount(self._images.labels[self._chosen], minlength=self.num_classes).tolist()
         amounts = {
             "shape": " x ".join(map(str, self.shape)),
@@ -94,9 +92,7 @@ class ImageSource:
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         """Return a float32 image `[channels, height, width]` without augmentation, and its class, an int64 scalar.
-
-        Raises UserError if the image cannot be read, or if its shape differs from that of the first image.
-        """
+        Raises UserError if the image cannot be read, or if its shape differs from that of the first image."""
         if not 0 <= index < len(self):
             raise IndexError(index)
         images, labels = self.read_batch([index], None)

@@ -21,8 +21,8 @@ Sample = tuple[Tensor, ...]
 """A pair (input, target). Samples of several documents are triples (input, target, documents).
 
 A target of `IGNORED_TARGET` does not count. `documents`, int32 `[seq_len]`, has a number for each token. The numbers
-never fall along the sequence. Tokens with the same number are one document: they attend to each other only, and their
-positions count from 0. Padding has numbers of its own, and ignored targets.
+never decrease along the sequence. Tokens with the same number are one document: they attend to each other only, and
+their positions count from 0. Padding has numbers of its own, and ignored targets.
 """
 
 
@@ -32,7 +32,7 @@ class Batch(NamedTuple):
     inputs: Tensor
     targets: Tensor
     documents: Tensor | None = None
-    """The number of each token's document; None if each sample is one document."""
+    """Document number of each token (see `Sample`); None if each sample is one document."""
 
     def to(self, device: torch.device) -> Batch:
         """Return the batch on a device. If the batch is in pinned memory, the host does not wait for the copy."""
@@ -72,11 +72,11 @@ class AugmentedSource(Protocol):
 
 @runtime_checkable
 class BatchSource(Protocol):
-    """A source that reads whole batches, because this is faster than reading one sample after another."""
+    """A source that reads a whole batch faster than one sample after another."""
 
     def read_batch(self, indices: Sequence[int], positions: Sequence[int] | None, /) -> Sample:
-        """Return what the function `read_batch` of this module returns for this source. Integers may have a smaller
-        dtype: the loader converts them to int64."""
+        """Return the result of the function `read_batch` of this module for this source. Integers may have a smaller
+        dtype than int64; the loader converts them."""
 
 
 @dataclass(frozen=True)
@@ -115,13 +115,16 @@ def read_batch(source: SampleSource, indices: Sequence[int], positions: Sequence
     return tuple(map(torch.stack, zip(*samples, strict=True)))
 
 
+def bytes_of(sample: Sample) -> bytes:
+    """Return the content of a sample, for a fingerprint."""
+    return b"".join(tensor.numpy().tobytes() for tensor in sample)
+
+
 @dataclass(frozen=True)
 class SourceContext:
     """The parts of a job that a source needs besides its own section."""
 
     tokenizer: Tokenizer
-    """Tokenizer of text."""
-
     seq_len: int
     """Number of tokens in a sample."""
 

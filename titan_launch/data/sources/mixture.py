@@ -36,11 +36,9 @@ class MixtureSource:
 
     @property
     def num_classes(self) -> int:
-        """The largest `num_classes` of the sources."""
         return max(source.num_classes for source in self._sources)
 
     def describe(self) -> str:
-        """Return the amount of data as part of a log line."""
         return f"{len(self._sources)} sources, {len(self):,} samples"
 
     def fingerprint(self, seed: int) -> Fingerprint | None:
@@ -52,7 +50,6 @@ class MixtureSource:
         return tuple(column[0] for column in self.read_batch([index], None))
 
     def read_batch(self, indices: Sequence[int], positions: Sequence[int] | None) -> Sample:
-        """Return the samples at `indices`, as `__getitem__` returns each, stacked along a new first axis."""
         rows: dict[int, list[int]] = {}
         for row, index in enumerate(indices):
             rows.setdefault(bisect_right(self._starts, index) - 1, []).append(row)

@@ -10,11 +10,10 @@ import torch
 
 from titan_launch.config.sections.data import IGNORED_TARGET
 from titan_launch.core.fingerprint import Fingerprint
+from titan_launch.core.terminal import counted
 from titan_launch.data.packing import Packing
-from titan_launch.data.sources.interface import Details, Sample
+from titan_launch.data.sources.interface import Details, Sample, bytes_of
 from titan_launch.data.token_files import Header, TokenStream
-
-_FIRST_TOKENS = 100_000
 
 
 class PackedSource:
@@ -40,19 +39,16 @@ class PackedSource:
         return len(self.packing.ends)
 
     def describe(self) -> str:
-        """Return the amount of data as part of a log line."""
-        summary, size = self.packing.summary, f"{len(self):,} sample{'s' * (len(self) != 1)} of {self.packing.seq_len}"
+        summary, size = self.packing.summary, f"{counted(len(self), 'sample')} of {self.packing.seq_len}"
         cut = f"{summary.num_cut:,} of {summary.num_documents:,} documents cut"
         return f"{self._description}, {size}, {summary.padding:.2%} padding, {cut}{self._note}"
 
     def details(self) -> Details:
-        """Return the contents of the token files, the share of padding, and the number of documents that are cut."""
         summary = self.packing.summary
         return token_details(self._header, self.stream, padding=summary.padding, documents_cut=summary.num_cut)
 
     def fingerprint(self, seed: int) -> Fingerprint:
-        """Return the fingerprint of the packed samples, the tokenizer, and the files."""
-        return self.stream.fingerprint(len(self), self._content, seed)
+        return self.stream.fingerprint(len(self), lambda index: bytes_of(self[index]), seed)
 
     def __getitem__(self, index: int) -> Sample:
         """Return inputs and targets, int64 `[seq_len]`, and document numbers, int32 `[seq_len]`."""
@@ -83,16 +79,13 @@ class PackedSource:
                     targets[at : at + length][~counts] = IGNORED_TARGET
                 at += length
             piece += number
-        # Compared as unsigned numbers, because int32 ids from 2**31 on are negative. All pieces are checked at once:
-        # checking each piece would take a third of the time of this method.
+        # The ids are compared as unsigned numbers, because int32 ids from 2**31 on are negative. All pieces are checked
+        # together: a check of each piece would take a third of this method's time.
         used = targets.view(np.uint32)[targets != IGNORED_TARGET]
         if max(inputs.view(np.uint32).max(), used.max(initial=0)) >= stream.vocab_size:
             raise stream.outside_vocabulary(zip(starts, starts + lengths + 1, strict=True))
         shape = (len(indices), seq_len)
         return tuple(map(torch.from_numpy, (inputs.reshape(shape), targets.reshape(shape), documents)))
-
-    def _content(self, index: int) -> bytes:
-        return b"".join(column.numpy().tobytes() for column in self[index])
 
 
 def token_details(header: Header, stream: TokenStream, **amounts: Any) -> Details:
@@ -105,5 +98,5 @@ def token_details(header: Header, stream: TokenStream, **amounts: Any) -> Detail
         **amounts,
     }
     lengths = np.diff(stream.document_ends(), prepend=0)
-    first_tokens = stream.read(0, min(len(stream), _FIRST_TOKENS))
+    first_tokens = stream.read(0, min(len(stream), 100_000))
     return Details({name: value for name, value in found.items() if value is not None}, lengths, first_tokens)

@@ -17,9 +17,9 @@ import torch
 
 from titan_launch.config.sections.data import HuggingFaceData
 from titan_launch.core.errors import ConfigError, UserError, config_error, listed
+from titan_launch.data.chat_rendering import RecordError
 from titan_launch.data.corpora.huggingface import HuggingFaceCorpus, load_rows
 from titan_launch.data.corpora.interface import in_split
-from titan_launch.data.corpora.records import RecordError
 from titan_launch.data.sources.interface import Sample, SourceContext
 
 _log = logging.getLogger(__name__)
@@ -57,7 +57,6 @@ class StreamSource:
         return self._first
 
     def describe(self) -> str:
-        """Return a description of the stream as part of a log line."""
         return f"stream of {self._description}; its order depends on the number of data-parallel ranks"
 
     def fingerprint(self, seed: int) -> None:
@@ -73,10 +72,7 @@ class _Cursor:
         self._begin()
         self.epoch = 0
         self.count = 0
-        """Items read in this epoch."""
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
+        """Number of items read in this epoch."""
 
     def __next__(self) -> Any:
         try:
@@ -91,7 +87,7 @@ class _Cursor:
         return item
 
     def state_dict(self) -> State:
-        """Return the position, with the state of the iterable if it has one."""
+        """Return the position. It includes the state of the iterable, if the iterable has a `state_dict`."""
         stream = self._stream.state_dict() if hasattr(self._stream, "state_dict") else None
         return {"epoch": self.epoch, "count": self.count, "stream": stream}
 
@@ -117,27 +113,20 @@ class SampleReader:
     def __init__(self, open_stream: Callable[[], Any], check: Callable[[Any, str], Sample], part: int, parts: int):
         """`check(sample, where)` returns the sample, or raises an error with the text `where`."""
         self._cursor, self._check, self._part, self._parts = _Cursor(open_stream), check, part, parts
+        self.state_dict, self.load_state_dict = self._cursor.state_dict, self._cursor.load_state_dict
 
     def __iter__(self) -> SampleReader:
         return self
 
     def __next__(self) -> Sample:
         start = self._cursor.epoch
-        for sample in self._cursor:
+        while True:
+            sample = next(self._cursor)
             index = self._cursor.count - 1
             if index % self._parts == self._part:
                 return self._check(sample, f"sample {index} of the stream")
             if self._cursor.epoch > start + 1:
                 raise UserError(f"the stream of the training data has fewer samples than the {self._parts} ranks need")
-        raise AssertionError("a cursor is endless")
-
-    def state_dict(self) -> State:
-        """Return the position after the last sample."""
-        return self._cursor.state_dict()
-
-    def load_state_dict(self, state: State) -> None:
-        """Continue after a position."""
-        self._cursor.load_state_dict(state)
 
 
 class TextReader:
@@ -166,11 +155,9 @@ class TextReader:
         return window[:-1], window[1:]
 
     def state_dict(self) -> State:
-        """Return the position after the last sample."""
         return {"rows": self._cursor.state_dict(), "tokens": self._tokens.tolist()}
 
     def load_state_dict(self, state: State) -> None:
-        """Continue after a position."""
         self._cursor.load_state_dict(state["rows"])
         self._tokens = np.array(state["tokens"], np.int64)
 
@@ -178,7 +165,8 @@ class TextReader:
         """Return the tokens of the next usable row that belongs to the split. Raises ConfigError for a row that stops
         the run, and UserError if no row is usable."""
         corpus, start = self._corpus, self._cursor.epoch
-        for row in self._cursor:
+        while True:
+            row = next(self._cursor)
             if self._cursor.epoch > start + 1:
                 raise UserError("the stream of the training data has no usable rows for this rank")
             where = f"row {self._cursor.count - 1} of this rank"
@@ -190,7 +178,6 @@ class TextReader:
                 continue
             if in_split(document.name, corpus.config):
                 return corpus.encode([document.content])[0].tokens.astype(np.int64)
-        raise AssertionError("a cursor is endless")
 
 
 def build_text_stream(config: HuggingFaceData, context: SourceContext) -> StreamSource:

@@ -30,11 +30,9 @@ class SyntheticSource:
 
     @property
     def num_classes(self) -> int:
-        """Size of the vocabulary."""
         return self._config.vocab_size
 
     def describe(self) -> str:
-        """Return the amount of data as part of a log line."""
         return f"{len(self):,} random sequences of {self._seq_len} tokens, with a vocabulary of {self.num_classes:,}"
 
     def fingerprint(self, seed: int) -> None:

@@ -11,7 +11,7 @@ import torch
 from titan_launch.config.sections.data import IGNORED_TARGET, CorpusData, TokensData
 from titan_launch.core.errors import ConfigError, config_error
 from titan_launch.core.fingerprint import Fingerprint
-from titan_launch.core.terminal import one_line
+from titan_launch.core.terminal import counted, one_line
 from titan_launch.data.corpora import CORPORA
 from titan_launch.data.corpora.interface import Corpus
 from titan_launch.data.foreign_tokens import check_unknown_ids, open_foreign_tokens
@@ -44,20 +44,13 @@ class TokenSource:
         return max(0, len(self._stream) - 1) // self._seq_len
 
     def describe(self) -> str:
-        """Return the amount of data as part of a log line."""
-        return f"{self._description}, {_count(len(self), 'sample')} of {self._seq_len}{self._note}"
+        return f"{self._description}, {counted(len(self), 'sample')} of {self._seq_len}{self._note}"
 
     def details(self) -> Details:
-        """Return the contents of the token files."""
         return token_details(self._header, self._stream)
 
     def fingerprint(self, seed: int) -> Fingerprint:
-        """Return the fingerprint of the tokens, the tokenizer, and the files. Skipped files do not count."""
-
-        def content(index: int) -> bytes:
-            return self._window(index).astype(np.int64).tobytes()
-
-        return self._stream.fingerprint(len(self), content, seed)
+        return self._stream.fingerprint(len(self), lambda i: self._window(i).astype(np.int64).tobytes(), seed)
 
     def __getitem__(self, index: int) -> Sample:
         """Return inputs and targets, both int64 `[seq_len]`. The targets are the inputs shifted by one position."""
@@ -96,8 +89,8 @@ def build_corpus(config: CorpusData, context: SourceContext) -> TokenSource | Pa
     skipped = _skipped(corpus, header)
     if not header.num_documents:
         raise _without_documents(corpus, skipped)
-    documents = "" if corpus.unit == "file" else f", {_count(header.num_documents, 'document')}"
-    description = f"{_count(len(header.files), 'file')}{documents}"
+    documents = "" if corpus.unit == "file" else f", {counted(header.num_documents, 'document')}"
+    description = f"{counted(len(header.files), 'file')}{documents}"
     stream = _open(config, context, folder, header)
     left_out = corpus.left_out and f"not read: {corpus.left_out}"
     note = "".join(f"; {part}" for part in (skipped, left_out) if part)
@@ -111,7 +104,7 @@ def build_tokens(config: TokensData, context: SourceContext) -> TokenSource | Pa
     try:
         if not folder.is_dir():
             header, stream = open_foreign_tokens(config, context.tokenizer, context.key)
-            return _build(config, context, header, stream, _count(header.num_documents, "document"), "")
+            return _build(config, context, header, stream, counted(header.num_documents, "document"), "")
         header = read_header(folder)
     except TokenFilesError as error:
         raise config_error(key, one_line(str(error)), config.path) from None
@@ -131,7 +124,7 @@ def build_tokens(config: TokensData, context: SourceContext) -> TokenSource | Pa
         reason += "; prepare the text again"
         raise config_error(key, reason, config.path, also=(("tokenizer",),))
     stream = _open(config, context, folder, header)
-    return _build(config, context, header, stream, _count(header.num_documents, "document"), "")
+    return _build(config, context, header, stream, counted(header.num_documents, "document"), "")
 
 
 def _open(config: CorpusData | TokensData, context: SourceContext, folder: Path, header: Header) -> TokenStream:
@@ -151,7 +144,7 @@ def _build(
     description: str,
     note: str,
 ) -> TokenSource | PackedSource:
-    description = f"{description}, {_count(len(stream), 'token')}"
+    description = f"{description}, {counted(len(stream), 'token')}"
     if header.has_pairs or header.has_ratings:
         _check_whole(config, context, header, stream)
     source: TokenSource | PackedSource
@@ -204,9 +197,5 @@ def _without_documents(corpus: Corpus, skipped: str) -> ConfigError:
 def _skipped(corpus: Corpus, header: Header) -> str:
     """Return a clause about the files or documents that the corpus has skipped; "" if there are none."""
     reasons = ", ".join(f"{number:,} {one_line(reason)}" for reason, number in header.skipped.items())
-    number = _count(sum(header.skipped.values()), corpus.unit)
+    number = counted(sum(header.skipped.values()), corpus.unit)
     return reasons and f"skipped {number}: {reasons}; first: {one_line(header.first_skipped)}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun if number == 1 else f'{noun}s'}"

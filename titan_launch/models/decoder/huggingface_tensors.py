@@ -40,8 +40,8 @@ class Piece:
     """Number of experts along the first axis; None for a parameter that is not of experts."""
 
     rotary_width: int | None = None
-    """Width of a head, if the file has the rows of each head in another order; None for the same order. Rotary
-    embeddings rotate pairs of channels: 2i and 2i + 1 in this package, i and i + width / 2 in such a file."""
+    """Head width of a parameter whose output features have another order within each head in the file; else None. The
+    reason: rotary embeddings rotate channels 2i and 2i + 1 here, but i and i + width / 2 in such a file."""
 
     @property
     def has_tensor_per_expert(self) -> bool:
@@ -277,9 +277,9 @@ def pieces_of(
 def names_in_transformers(paths: Iterable[str]) -> dict[str, set[str]]:
     """Return the names that classes of `transformers` give to modules and parameters of a model, by their path here.
 
-    A class counts only if it has all paths of the model that any class has. For example, `layers.0.ffn_norm` has
-    different names in Gemma and in Llama, and other paths of the model exclude one of the two. Paths that no class has,
-    such as those of a user's own model, are omitted.
+    Paths that no class has, such as those of a user's own model, are omitted. Only classes that have all other paths
+    count. For example, `layers.0.ffn_norm` has different names in Gemma and in Llama, and other paths of the model
+    exclude one of the two.
     """
     patterns = {path: _pattern(path) for path in paths}
     known = {pattern for _, pattern in patterns.values() if any(names.name_of(pattern) for names in NAMES.values())}

@@ -219,7 +219,7 @@ class AdapterConfig(BaseModel):
                 yield f"its rank (r) is {rank}; set lora.rank = {rank}"
             else:
                 found = _by_value({name: ranks[path] for path in targets for name in targets[path].names})
-                yield f"its ranks are {found} (rank_pattern); set lora.rank and lora.rules"
+                yield f"its ranks are {found} (by rank_pattern); set lora.rank and lora.rules to match"
         if any(not math.isclose(scales[path], own) for path, wanted in targets.items() for own in wanted.scales):
             shown = {name: f"{scales[path]:.9g}" for path in targets for name in targets[path].names}
             if rank is not None and len(set(shown.values())) == 1:
@@ -229,8 +229,8 @@ class AdapterConfig(BaseModel):
                 flag = str(self.use_rslora).lower()
                 yield f"its scale differs: set lora.alpha = {alpha} and lora.rank_stabilized = {flag}"
             else:
-                reason = f"its scales are {_by_value(shown)} (rank_pattern, alpha_pattern)"
-                yield f"{reason}; set lora.alpha and lora.rules, which have the scale alpha / rank"
+                remedy = "set lora.alpha and lora.rules to match (alpha / rank; alpha / sqrt(rank) if rank_stabilized)"
+                yield f"its scales are {_by_value(shown)} (by rank_pattern and alpha_pattern); {remedy}"
         if self.lora_dropout != config.dropout and "dropout" not in config.model_fields_set:
             yield f"its lora_dropout is {self.lora_dropout}; set lora.dropout to this or another value"
 

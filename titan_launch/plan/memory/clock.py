@@ -1,9 +1,9 @@
 """The predicted time of a rank's step, with computation and collectives in the order of FSDP2. No torch.
 
-One stream computes. FSDP2's collectives run beside it, one after another. These rules decide what waits:
+One stream computes. FSDP2's collectives run in another stream, one after another. Both follow these rules:
 
-- An all-gather begins when the buffer of the second-to-last all-gather has been copied into parameters, because FSDP2
-  has at most two buffers.
+- FSDP2 has at most two all-gather buffers. So an all-gather begins when the buffer of the second-to-last all-gather has
+  been copied into the parameters.
 - A reduce-scatter begins when the gradients of its unit exist. Before that, computation waits for the previous
   reduce-scatter.
 - Computation waits for the collectives of tensor, context and expert parallelism.
@@ -15,8 +15,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from titan_launch.config.axes import AXES, CollectiveKind
 from titan_launch.plan.communication import Ring, Rings
-from titan_launch.plan.speeds import OF_AXIS, CollectiveKind, Speeds, Work
+from titan_launch.plan.speeds import Speeds, Work
+from titan_launch.plan.types import Unit
 
 
 class Seconds(NamedTuple):
@@ -33,15 +35,15 @@ class Seconds(NamedTuple):
     """Lower bound of `exposed` for any microbatch size and any gradient accumulation mode."""
 
     recorded: float = 0.0
-    """Part of `compute` that the model's own operations take. It includes neither the copies and hooks of FSDP2
-    nor the update."""
+    """Part of `compute` for the operations of the model, without the copies and hooks of FSDP2 and without the
+    optimizer's update."""
 
     least_recorded: float = 0.0
-    """Lower bound of `recorded` for the same number of samples in larger microbatches, which may be more efficient."""
+    """Lower bound of `recorded` for the same number of samples. It holds even if larger microbatches make operations
+    more efficient."""
 
     def with_recorded(self, recorded: float, least: float) -> Seconds:
-        """Return the times with `recorded` seconds for the model's own operations, and with `least` as their lower
-        bound."""
+        """Return the times with other values of `recorded` and `least_recorded`, and with totals that fit them."""
         more = recorded - self.recorded
         return self._replace(
             total=self.total + more, compute=self.compute + more, recorded=recorded, least_recorded=least
@@ -63,7 +65,9 @@ class Clock:
     def __init__(self, speeds: Speeds, rings: Rings):
         self._speeds, self._rings = speeds, rings
         self._per_operation, self._per_exchange = speeds.host_seconds("operation"), speeds.host_seconds("exchange")
-        self._now = self._end_of_links = self._end_of_host = 0.0
+        self._now = self._end_of_host = 0.0
+        self._end_of_links = 0.0
+        """Time at which all started work of FSDP2's streams ends."""
         self._compute = self._communication = self._exposed = self._least_exposed = 0.0
         self._recorded = self._least = 0.0
         self._copies = 0.0, 0.0
@@ -95,30 +99,29 @@ class Clock:
             self._spend(self._speeds.memory_seconds(num_bytes))
 
     def copy_reduced(self, num_bytes: int) -> None:
-        """Run a copy that reads and writes `num_bytes` in total, in FSDP2's stream for reductions. On a GPU,
-        computation does not wait for this copy."""
+        """Run a copy that reads and writes `num_bytes` in total, in FSDP2's stream for reductions. Only on CPUs,
+        computation waits for this copy."""
         if self._speeds.overlaps:
             self._queue(self._speeds.memory_seconds(num_bytes), self._now)
         else:
             self.copy(num_bytes)
 
     def hooks(self) -> None:
-        """Let the host run FSDP2's hooks of a unit, in forward and backward."""
+        """Add the host's time for FSDP2's hooks of a unit, in one forward and backward."""
         self._host(self._speeds.host_seconds("unit"))
 
     def stages(self, count: int) -> None:
-        """Let the host run the schedule of a pipeline. `count`: number of microbatches x number of stages on this
-        rank."""
+        """Add the host's time for the schedule of a pipeline. `count`: number of microbatches x number of stages on
+        this rank."""
         self._host(count * self._speeds.host_seconds("stage"))
 
     def parameters(self, count: int) -> None:
-        """Let the host clip the gradients of `count` parameters and update these parameters. (`copy` counts the time of
-        the reads and writes in device memory.)"""
+        """Add the host's time for clipping and updating `count` parameters, without the reads and writes of device
+        memory."""
         self._host(count * self._speeds.host_seconds("parameter"))
 
     def _host(self, seconds: float) -> float:
-        """Let the host work for a number of seconds. Return the seconds during which computation stops: 0 on a GPU, all
-        of them on CPUs."""
+        """Add time of the host. Return the seconds during which computation stops: 0 on a GPU, `seconds` on CPUs."""
         if self._speeds.overlaps:
             self._end_of_host += seconds
             return 0.0
@@ -130,53 +133,49 @@ class Clock:
         self._compute += seconds
 
     def exchange(self, axis: str, sent_bytes: int, of_gradients: bool = False) -> None:
-        """Run a collective along an axis that is not FSDP2's: `tensor`, `context`, `pipeline` or `expert`. Computation
-        waits for it, except for a send between pipeline stages on a GPU. `of_gradients`: True if the number of these
-        collectives depends on the gradient accumulation mode."""
-        ring: Ring = getattr(self._rings, axis)
-        kinds = OF_AXIS[axis]
-        seconds = sum(self._seconds(kind, ring, sent_bytes) for kind in kinds) / len(kinds)
-        if axis == "tensor":
+        """Run a collective along an axis of model parallelism. Computation waits for its end on CPUs, and if
+        `Axis.delays_computation` is True. `axis`: name of the axis. `of_gradients`: True if the gradient accumulation
+        mode decides the number of these collectives."""
+        ring, row = self._rings.along[axis], AXES[axis]
+        kinds = row.sends
+        seconds = sum(self._speeds.collective_seconds(kind, ring, sent_bytes) for kind in kinds) / len(kinds)
+        if row.has_host_work:
             self._host(self._per_exchange)
         self._communication += seconds
-        if axis == "pipeline" and self._speeds.overlaps:
+        if not row.delays_computation and self._speeds.overlaps:
             self._queue(seconds, self._now)
             return
         if self._end_of_links > self._now:  # FSDP2's pending collectives end later, because both use the links
             self._end_of_links += seconds
         self._now += seconds
-        if axis != "pipeline":
+        if row.delays_computation:
             self._exposed += seconds
             if not of_gradients:
                 self._least_exposed += self._speeds.least_collective_seconds(kinds, ring, sent_bytes)
 
-    def all_gather(self, buffer_bytes: int, of_experts: bool) -> float:
-        """Start an all-gather of a unit's parameters. Return the time of its end. `of_experts`: True if expert
-        parallelism has divided these parameters."""
-        ring = self._rings.expert_shards if of_experts else self._rings.shards
-        return self._start("all_gather", ring, buffer_bytes, self._copies[0])
+    def all_gather(self, buffer_bytes: int, unit: Unit) -> float:
+        """Start an all-gather of a unit's parameters, and return the time of its end."""
+        return self._start("all_gather", self._rings.shards_of(unit), buffer_bytes, self._copies[0])
 
     def copied_out(self) -> None:
-        """Note that a buffer has been copied into the parameters."""
+        """Note the time at which an all-gathered buffer has been copied into the parameters."""
         self._copies = self._copies[1], self._now
 
-    def reduce_scatter(self, buffer_bytes: int, of_experts: bool) -> float:
-        """Start a reduce-scatter of a unit's gradients. Return the time of its end. `of_experts`: as in
-        `all_gather`."""
-        ring = self._rings.expert_shards if of_experts else self._rings.shards
-        return self._start("reduce_scatter", ring, buffer_bytes, self._now)
+    def reduce_scatter(self, buffer_bytes: int, unit: Unit) -> float:
+        """Start a reduce-scatter of a unit's gradients, and return the time of its end."""
+        return self._start("reduce_scatter", self._rings.shards_of(unit), buffer_bytes, self._now)
 
     def all_reduce(self, buffer_bytes: int) -> float:
-        """Start an all-reduce between the replicas. Return the time of its end."""
+        """Start an all-reduce between the replicas, and return the time of its end."""
         return self._start("all_reduce", self._rings.replicas, buffer_bytes, self._now, passes=2)
 
     def exchange_replicas(self, kind: CollectiveKind, buffer_bytes: int) -> None:
-        """Exchange the gradients or parameters of an optimizer that is sharded over the replicas. Computation waits for
-        the end."""
+        """Run a collective between the replicas for an optimizer that is sharded over them. Computation waits for its
+        end."""
         self.wait(self._start(kind, self._rings.replicas, buffer_bytes, self._now))
 
     def wait(self, until: float) -> None:
-        """Let computation wait for a collective."""
+        """Let computation wait until a time, such as the end of a collective."""
         self._now = max(self._now, until)
 
     def wait_for_all(self) -> None:
@@ -184,7 +183,7 @@ class Clock:
         self.wait(max(self._end_of_links, self._end_of_host))
 
     def _start(self, kind: CollectiveKind, ring: Ring, buffer_bytes: int, earliest: float, passes: int = 1) -> float:
-        seconds = self._seconds(kind, ring, passes * float(buffer_bytes * ring.sent))
+        seconds = self._speeds.collective_seconds(kind, ring, passes * float(buffer_bytes * ring.sent))
         self._communication += seconds
         if self._speeds.overlaps:
             return self._queue(seconds, earliest)
@@ -192,10 +191,7 @@ class Clock:
         return self._now
 
     def _queue(self, seconds: float, earliest: float) -> float:
-        """Add work to FSDP2's streams beside computation. The new work begins when the earlier work of these streams
-        has ended, and not before `earliest`. Return the time of its end."""
+        """Add work to FSDP2's streams, and return the time of its end. The work begins when the earlier work of these
+        streams has ended, and not before `earliest`."""
         self._end_of_links = max(self._end_of_links, earliest) + seconds
         return self._end_of_links
-
-    def _seconds(self, kind: CollectiveKind, ring: Ring, sent_bytes: float) -> float:
-        return self._speeds.collective_seconds(kind, ring, sent_bytes)

@@ -1,27 +1,34 @@
 """Prediction of a deep model's memory, traffic and times from shallower models: the blocks to remove, and the plan
 without these blocks. No torch.
 
-Blocks are removed from the plan of the whole model. The shallow model is not planned itself, because its plan would
-differ from that of the deep model: rules may name the path of one block, and some decisions depend on the size of the
-model.
+Blocks are removed from the plan of the whole model. A shallower model of its own would have a different plan: rules may
+name the path of one block, and some decisions depend on the size of the model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Hashable, Sequence
+from dataclasses import dataclass
 
-from titan_launch.plan.types import ModelPlan, ModuleInfo, Unit, enclosing, is_within, outermost, parent
+from titan_launch.plan.types import (
+    ModelPlan,
+    ModuleInfo,
+    Unit,
+    enclosing,
+    is_within,
+    outermost,
+    parent,
+    without_modules,
+)
 
 _DEPTHS = (4, 5, 6)
-"""Numbers of periods of the repeated blocks in the shallower models: the shorter, the longer, and the one that checks
-the extrapolation. The first and the last periods remain, so that prefetched parameters and late gradients exist at both
-ends. If the number is odd, one more remains at the front."""
+"""Numbers of periods of the repeated blocks in the shallower models: the shorter one, the longer one, and the one that
+checks the extrapolation."""
 
 
 @dataclass(frozen=True)
 class Shortcut:
-    """Two shallower models. Memory, traffic and times of the whole model are extrapolated linearly from theirs."""
+    """Shallower models. Memory, traffic and times of the whole model are extrapolated linearly from two of them."""
 
     removed_from_shorter: tuple[str, ...]
     removed_from_longer: tuple[str, ...]
@@ -29,13 +36,11 @@ class Shortcut:
     """The prediction for the whole model is `shorter + factor * (longer - shorter)`."""
 
     removed_for_check: tuple[str, ...]
-    """Blocks that a third model lacks. Its memory is compared with an extrapolation from the two others at a factor of
-    2."""
+    """Blocks to remove for the third model of `_DEPTHS`. Its memory must agree with the extrapolation at factor 2."""
 
 
 def find_shortcut(plan: ModelPlan) -> Shortcut | None:
-    """Return shallower models, with fewer repetitions of equal blocks. Return None if the blocks do not repeat often
-    enough."""
+    """Return models with fewer repetitions of equal blocks; None if the blocks do not repeat often enough."""
     blocks, repeat = outermost(plan.inventory.blocks), longest_repeat(block_signatures(plan))
     if repeat.times <= _DEPTHS[1]:
         return None
@@ -50,32 +55,28 @@ def _inside(block: str, paths: Collection[str]) -> tuple[str, ...]:
 
 
 def block_signatures(plan: ModelPlan) -> list[Hashable]:
-    """Return a signature of each outer block. Blocks that compute and differentiate the same have equal signatures.
+    """Return a signature of each outer block. Blocks with the same forward and backward have equal signatures.
 
-    A signature consists of the path of the module around the block, the modules of the block with their tensors and
-    units, the checkpointed modules among them, the dtypes of the block before (for the first block, its own), and a
-    flag. The flag is True if a parameter before the block is trained, because only then does backward compute a
-    gradient of the block's inputs. Unknown embeddings count as trained.
+    A signature consists of: the path of the module around the block; the modules of the block with their tensors and
+    units; the checkpointed modules of the block; the dtypes of the block before (for the first block, its own); a flag
+    that is True if backward computes a gradient of the block's inputs.
     """
     inside: dict[str, list[ModuleInfo]] = {path: [] for path in outermost(plan.inventory.blocks)}
     for module in plan.inventory.modules:
         if block := enclosing(module.path, inside):
             inside[block].append(module)
     modules, embeddings = plan.inventory.by_path, plan.inventory.embeddings
-    # If the embedding is not known, assume that it is trained, so that the first block is like the others.
+    # Backward computes that gradient only if a parameter before the block is trained. An unknown embedding counts as
+    # trained, so that the first block is like the others.
     follows_trained = not embeddings or any(p.requires_grad for path in embeddings for p in modules[path].parameters)
     signatures: list[Hashable] = []
     blocks = [*inside]
     for before, (block, own) in zip(blocks[:1] + blocks, inside.items(), strict=False):
         context = plan.unit_of[before].policy, follows_trained
-        described = [_signature(plan, module, block) for module in own]
+        described = [(_relative(module, block), _unit_signature(plan.unit_of[module.path], block)) for module in own]
         signatures.append((parent(block), _inside(block, plan.checkpointed), *context, *described))
         follows_trained |= any(parameter.requires_grad for module in own for parameter in module.parameters)
     return signatures
-
-
-def _signature(plan: ModelPlan, module: ModuleInfo, block: str) -> Hashable:
-    return _relative(module, block), _unit_signature(plan.unit_of[module.path], block)
 
 
 def _relative(module: ModuleInfo, block: str) -> Hashable:
@@ -91,50 +92,22 @@ def _within(path: str | None, block: str) -> str | None:
 
 
 def _unit_signature(unit: Unit, block: str) -> Hashable:
-    """Return the signature of a unit: relative to the block if the unit lies in the block."""
-    inside = tuple(path.removeprefix(block) for path in unit.modules if is_within(path, block))
+    """Return the signature of a unit, with paths relative to the block if the unit lies in the block."""
+    inside = _inside(block, unit.modules)
     if len(inside) < len(unit.modules):
         return unit.name, inside
     return inside, unit.policy, unit.storage_dtype, unit.reshard_after_forward, unit.unshard_in_backward
 
 
 def without_blocks(plan: ModelPlan, removed: Collection[str]) -> ModelPlan:
-    """Return the plan without the `removed` blocks. Units and stages keep their `num_parameters`, which count the
-    removed blocks, too.
-
-    Raises ValueError if the first occurrence of a remaining shared module or parameter is in a removed block.
-    """
-    gone = frozenset(removed)
-
-    def stays(path: str) -> bool:
-        return not enclosing(path, gone)
-
-    inventory = plan.inventory
-    modules = tuple(module for module in inventory.modules if stays(module.path))
-    shared = {m.same_as for m in modules} | {p.tied_to for m in modules for p in m.parameters}
-    if not all(stays(path) for path in shared if path is not None):
+    """Return the result of `without_modules`. Raises ValueError if a removed block has the first occurrence of a shared
+    module or parameter."""
+    left = without_modules(plan, removed)
+    shared = {m.same_as or "" for m in left.inventory.modules}
+    shared |= {p.tied_to or "" for m in left.inventory.modules for p in m.parameters}
+    if any(enclosing(path, removed) for path in shared):
         raise ValueError("a removed block shares a module or a parameter with the remaining model")
-
-    def remaining(units: Iterable[Unit]) -> tuple[Unit, ...]:
-        left = (replace(unit, modules=tuple(filter(stays, unit.modules))) for unit in units)
-        return tuple(unit for unit in left if unit.modules)
-
-    return ModelPlan(
-        replace(
-            inventory,
-            modules=modules,
-            blocks=tuple(filter(stays, inventory.blocks)),
-            pipeline_order=tuple(filter(stays, inventory.pipeline_order)),
-        ),
-        remaining(plan.units),
-        {name: dtype for name, dtype in plan.buffer_dtypes.items() if stays(name)},
-        in_place=remaining(plan.in_place),
-        checkpointed=tuple(filter(stays, plan.checkpointed)),
-        compiled=tuple(filter(stays, plan.compiled)),
-        float8=tuple(filter(stays, plan.float8)),
-        stages=tuple(replace(stage, modules=tuple(filter(stays, stage.modules))) for stage in plan.stages),
-        loss_head=plan.loss_head,  # outside of all blocks
-    )
+    return left
 
 
 @dataclass(frozen=True)
@@ -153,10 +126,8 @@ class Repeat:
 
 def longest_repeat(sequence: Sequence[Hashable]) -> Repeat:
     """Return the longest repeated part: in `a b b b c` the three `b`, in `a b a b a b` the three `a b`. Of several
-    longest parts, return one with the shortest period.
-
-    If nothing repeats, return `Repeat(0, 1, 1)`; for an empty sequence, `Repeat(0, 1, 0)`.
-    """
+    longest parts, return one with the shortest period. If nothing repeats, return `Repeat(0, 1, 1)`; for an empty
+    sequence, `Repeat(0, 1, 0)`."""
     numbers: dict[Hashable, int] = {}
     sequence = [numbers.setdefault(entry, len(numbers)) for entry in sequence]  # entries may be slow to compare
     best = Repeat(0, 1, min(1, len(sequence)))
@@ -167,7 +138,7 @@ def longest_repeat(sequence: Sequence[Hashable]) -> Repeat:
             while end < len(sequence) and sequence[end] == sequence[end - period]:
                 end += 1
             found = Repeat(start, period, (end - start) // period)
-            if found.times > 1 and found.times * period > best.times * best.period * (1 if best.times > 1 else 0):
+            if found.times > 1 and found.times * period > best.times * best.period * (best.times > 1):
                 best = found
             start = max(end - period + 1, start + 1)
     return best
@@ -177,8 +148,8 @@ def shorten(length: int, repeat: Repeat, times: int) -> list[int]:
     """Return the remaining indices of a sequence of `length` whose repeated part is cut to `times` periods. If the part
     has no more than `times` periods, all indices remain.
 
-    Half of the remaining periods are the first ones, and half the last. If their number is odd, one more is at the
-    front. Of 80 equal blocks, 0, 1, 78, 79 remain for `times = 4`, and 0, 1, 2, 78, 79 for `times = 5`.
+    Half of the remaining periods are the first ones, and half the last, so that prefetched parameters and late
+    gradients exist at both ends. Of 80 equal blocks, 0, 1, 78, 79 remain for `times = 4`, and 0, 1, 2, 78, 79 for 5.
     """
     if times >= repeat.times:
         return list(range(length))

@@ -1,24 +1,23 @@
 """FSDP2's schedule of allocations, all-gathers, frees and reductions, unit by unit. No torch.
 
 This module is a transcription of `torch.distributed.fsdp._fully_shard` (torch 2.13 and 2.15: `_fsdp_state`,
-`_fsdp_param_group`, `_fsdp_collectives`), with sizes instead of tensors. Names are those of FSDP2, so that both can be
-read side by side. Lifetimes of tensors are also those of FSDP2. Comments mark tensors that a local variable in FSDP2
-keeps alive longer. The schedule is that of the installed release, or of the newest tested release if torch is not
-installed.
+`_fsdp_param_group`, `_fsdp_collectives`), with sizes instead of tensors. Names and lifetimes of tensors are those of
+FSDP2. Comments mark tensors that a local variable in FSDP2 keeps alive longer. The schedule is that of the installed
+release, or of the newest tested release if torch is not installed.
 
-The tape of the model (`plan.memory.tape`) says when the hooks here are called. The casts at the boundaries of units are
-on the tape itself.
+`plan.memory.replay` calls the hooks of this module in the order of the model's tape (`plan.memory.tape`). The tape
+itself contains the casts at the boundaries of units.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from enum import Enum, auto
 from math import prod
 from typing import NamedTuple
 
+from titan_launch.config.axes import TENSOR
 from titan_launch.config.sections.section import DTYPE_BYTES
 from titan_launch.config.sections.training import GradientAccumulationConfig
 from titan_launch.core.torch_release import (
@@ -38,8 +37,8 @@ from titan_launch.plan.types import TensorInfo, Unit, sharded_dim
 
 
 class Storage:
-    """Memory that the ledger counts as allocated as long as a reference to this object exists. (This relies on
-    CPython's reference counts, as the memory of a PyTorch tensor does.)"""
+    """Memory that the ledger counts as allocated as long as a reference to this object exists. (CPython's reference
+    counts free it, like the memory of a PyTorch tensor.)"""
 
     __slots__ = ("_category", "_ledger", "dtype", "num_bytes")
 
@@ -51,7 +50,7 @@ class Storage:
         dtype: str = "uint8",
         taken_from: Category | None = None,
     ):
-        """`taken_from`: the category under which the memory was allocated before; None for new memory."""
+        """`taken_from`: category under which the ledger already counts this memory; None for new memory."""
         self._ledger = ledger
         self.num_bytes = num_bytes
         self.dtype = dtype
@@ -66,7 +65,6 @@ class Storage:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return self.num_bytes // DTYPE_BYTES[self.dtype]
 
     def relabel(self, category: Category) -> None:
@@ -93,12 +91,11 @@ class Context:
         layout: Layout,
         accumulation: GradientAccumulationConfig,
         exchanged: Mapping[Unit, ExchangedUnit],
-        splits_backward: bool = False,
-        clock: Clock | None = None,
+        splits_backward: bool,
+        clock: Clock,
     ):
         """`exchanged`: sizes of the gradients that a sharded optimizer exchanges during the last backward.
-        `splits_backward`: True if the gradients of weights are computed in a separate backward (zero-bubble schedules).
-        `clock`: None if the speeds of the device are not known."""
+        `splits_backward`: True if a separate backward computes the gradients of weights (zero-bubble schedules)."""
         self.clock = clock
         self.ledger = ledger
         self.layout = layout
@@ -114,11 +111,12 @@ class Context:
         self.post_forward_order: list[ShardedUnit] = []
         self.iter_forward_root: ShardedUnit | None = None
         self.traffic: Counter[str] = Counter()
-        """Calls and bytes of collectives since `Replay` last took them, by field of `Traffic` or of its parts."""
+        """Calls and bytes of collectives since `Replay._take_traffic` last cleared the counts. The keys are names of
+        fields of `Traffic` and of its parts."""
         self._accumulation = accumulation
         self._exchanged = exchanged
         self._is_manual = splits_backward and FINALIZES_BACKWARD
-        """True if FSDP2 ends a backward only when `finalize_backward` is called. Otherwise, FSDP2 ends a backward when
+        """True if FSDP2 ends a backward only when `finalize_backward` is called; False if it ends a backward as soon as
         autograd does."""
         self._orders: dict[int, list[ShardedUnit]] = {}
         self._exchange: _Exchange | None = None
@@ -128,16 +126,15 @@ class Context:
         return Storage(self.ledger, numel * DTYPE_BYTES[dtype], category, dtype)
 
     def count(self, collective: str, num_bytes: int, unit: ShardedUnit) -> None:
-        """Count a collective of a unit: `all_gather`, `reduce_scatter` or `all_reduce`, with the bytes of its larger
-        buffer."""
+        """Count an `all_gather`, a `reduce_scatter` or an `all_reduce`. `num_bytes`: bytes of its larger buffer."""
         self.traffic[f"{collective}s"] += 1
         self.traffic[f"{collective}_bytes"] += num_bytes
-        if unit.unit.expert_parallel > 1 and collective != "all_reduce":
+        if unit.unit.is_divided and collective != "all_reduce":
             self.traffic[f"expert_{collective}_bytes"] += num_bytes
 
     def begin_microbatch(self, is_last: int) -> None:
-        """Set which collectives the next backward runs, as `parallel.accumulation` does. `is_last`: 1 for the last
-        microbatch, else 0."""
+        """Set which collectives the next backward runs, as `parallel.accumulation` sets them on the model. `is_last`: 1
+        for the last microbatch, else 0."""
         mode = self._accumulation.row
         for unit in self.units:
             unit.reduce_grads = bool(is_last) or mode.reduce_scatters_each
@@ -177,8 +174,7 @@ class Context:
         self._end_iteration()
 
     def _end_iteration(self) -> None:
-        if self.clock is not None:
-            self.clock.wait_for_all()
+        self.clock.wait_for_all()
         for unit in self.units:
             unit.finalize_backward()
         self.post_forward_order.clear()
@@ -212,7 +208,7 @@ class Context:
             unit.end_forward()
 
     def start_exchange(self, unit: ShardedUnit, sizes: ExchangedUnit) -> None:
-        """Start to exchange a unit's gradients between the replicas, as `optim.replica_shards.ReplicaShards` does."""
+        """Start the exchange of a unit's gradients between the replicas (`optim.replica_shards.ReplicaShards`)."""
         self.finish_exchange()
         sent = self.new(self.layout.optimizer_replicas * sizes.width, sizes.reduce_dtype, Category.REDUCE_SCATTER)
         unit.sharded_gradient = None
@@ -232,8 +228,6 @@ class Context:
 
 
 class _Exchange(NamedTuple):
-    """A started exchange of the gradients of a unit."""
-
     unit: ShardedUnit
     sizes: ExchangedUnit
     sent: Storage
@@ -241,62 +235,60 @@ class _Exchange(NamedTuple):
 
 
 class Parameter:
-    """A parameter of a unit: sharded, and unsharded after an all-gather. With expert parallelism, this rank's part of a
-    parameter of experts."""
+    """A parameter of a unit. For a parameter of experts, it is the part that expert parallelism leaves to this rank."""
 
-    def __init__(self, info: TensorInfo, policy: Unit, parts: int, shards: int):
-        """`info`: with the shape that tensor parallelism leaves to this rank. `policy`: the unit or the entry of
-        `ModelPlan.in_place` whose dtypes the parameter has. `parts`: number of ranks over which expert parallelism
-        divides the parameter. `shards`: number of ranks over which FSDP2 shards each part."""
-        shape = (info.shape[0] // parts, *info.shape[1:]) if info.shape else info.shape
+    def __init__(self, info: TensorInfo, policy: Unit, unit: Unit, layout: Layout):
+        """`info`: the parameter with the shape that tensor parallelism leaves to this rank. `policy`: the unit or the
+        entry of `ModelPlan.in_place` that sets the dtypes of the parameter. `unit`: the unit that shards it."""
+        shape, shards = unit.part(info.shape), layout.shards_of(unit)
         self.numel = prod(shape)
         self.is_trained = info.requires_grad
-        self.padded = padded_numel(info, shards, parts)
+        self.padded = padded_numel(info, unit, layout)
         self.is_sharded_inside = shards > 1 and sharded_dim(shape, shards, info.is_stacked) > 0
-        """True if FSDP2 shards another dim than the first one. It then copies the parameter and its gradient once
-        more."""
+        """True if FSDP2 shards a dim other than the first. FSDP2 then makes one more copy of the parameter and of its
+        gradient."""
         self.stored, self.computed = policy.storage_dtype, policy.compute_dtype
         self.is_cast = self.computed != self.stored
         self.padded_bytes = self.padded * DTYPE_BYTES[self.computed]
         self.sent_elements = 0
-        """Elements that this rank sends to reduce the gradient over the ranks of tensor parallelism
-        (`Tape.reduced`)."""
+        """Elements that this rank sends when tensor parallelism reduces the gradient (`Tape.reduced`)."""
 
 
 class ShardedUnit:
     """A `fully_shard` call: `FSDPState` with its `FSDPParamGroup`."""
 
     def __init__(self, context: Context, unit: Unit, parameters: Sequence[tuple[TensorInfo, Unit, bool]]):
-        """`parameters`: for each one, `info` and `policy` of `Parameter`, and the result of `Layout.is_ignored`."""
+        """`parameters`: for each parameter the arguments `info` and `policy` of `Parameter`, and the result of
+        `Layout.is_ignored`."""
         self.context = context
         self.unit = unit
         self.shards = context.layout.shards_of(unit)
-        parts = unit.expert_parallel
-        self.weights = [Parameter(info, policy, parts, self.shards) for info, policy, _ in parameters]
+        self.weights = [Parameter(info, policy, unit, context.layout) for info, policy, _ in parameters]
         pairs = zip(self.weights, parameters, strict=True)
         self.parameters = [weight for weight, (*_, is_ignored) in pairs if not is_ignored]
         """The parameters that FSDP2 manages."""
         self.shard_bytes = sum(p.padded // self.shards * DTYPE_BYTES[p.stored] for p in self.weights)
         """Bytes of the shards of all parameters on this rank."""
         self.prefetch: list[ShardedUnit] = []
-        """Units to all-gather ahead in backward, instead of the default: `set_modules_to_backward_prefetch`."""
+        """Units whose parameters are all-gathered early in backward (`set_modules_to_backward_prefetch`). Empty: FSDP2
+        prefetches the previous unit of the forward."""
         self.forward_prefetch: list[ShardedUnit] = []
-        """Units to all-gather ahead in forward: `set_modules_to_forward_prefetch`."""
+        """Units whose parameters are all-gathered early in forward (`set_modules_to_forward_prefetch`)."""
         self.reduce_grads = self.all_reduce_grads = self.reshard_after_backward = True
         self.exchanged: ExchangedUnit | None = None
-        """Sizes of the gradients that the replicas exchange during the last backward, as soon as FSDP2 has reduced
-        them. None: no exchange during this backward."""
+        """Sizes of the gradients that the replicas exchange as soon as FSDP2 has reduced them. None: this backward has
+        no exchange."""
         self.sharded_gradient: Storage | None = None
-        """Gradients of the local shards. After an exchange, those of this replica's chunks of the shards."""
+        """Gradients of the local shards. After an exchange, gradients of this replica's chunks of the shards."""
         self.state = self.group_state = State.IDLE
         self._prefetches_forward = False
         self.post_forward_indices: list[int] = []
         self.is_pending = False
         """FSDP2's `_post_backward_pending`."""
         self._pending: Storage | None = None
-        """Buffer of a started all-gather, until `wait_for_unshard`. With one shard, empty memory marks the start."""
+        """Buffer of a started all-gather, until `wait_for_unshard`. With one shard, it has no bytes."""
         self._gathered_at = 0.0
-        """Time of the end of this all-gather."""
+        """Time at which the started all-gather ends."""
         self._unsharded_bytes = 0
         self._gradients: dict[int, Storage] = {}
         self._accumulated: dict[int, Storage] = {}
@@ -306,8 +298,8 @@ class ShardedUnit:
     # Parameters
 
     def unshard(self) -> None:
-        """Start the all-gather. Do nothing if it has started, if the parameters are unsharded, or if backward does not
-        read them."""
+        """Start the all-gather of the parameters. Do nothing if it has started, if the parameters are already
+        unsharded, or if this is a backward that does not read them."""
         if self._pending is not None or self._unsharded_bytes or not self.parameters:
             return
         if not self.unit.unshard_in_backward and self.group_state is State.PRE_BACKWARD:
@@ -318,16 +310,15 @@ class ShardedUnit:
         shards = self._shards_to_send()
         self._pending = self._new_bytes(sum(parameter.padded_bytes for parameter in self.parameters))
         self.context.count("all_gather", self._pending.num_bytes, self)
-        if (clock := self.context.clock) is not None:
-            self._gathered_at = clock.all_gather(self._pending.num_bytes, self.unit.expert_parallel > 1)
+        self._gathered_at = self.context.clock.all_gather(self._pending.num_bytes, self.unit)
         del shards
 
     def _new_bytes(self, num_bytes: int, category: Category = Category.ALL_GATHER) -> Storage:
         return Storage(self.context.ledger, num_bytes, category)
 
     def _shards_to_send(self) -> list[Storage]:
-        """Return the temporary inputs of an all-gather: casts of the shards, or copies on the device of shards in host
-        memory."""
+        """Return the temporary inputs of an all-gather: casts of the shards, or with CPU offload their copies on the
+        device."""
         world = self.shards
         if not self.context.offloads:
             cast_bytes = sum(parameter.padded_bytes for parameter in self.parameters if parameter.is_cast)
@@ -341,8 +332,8 @@ class ShardedUnit:
         return shards
 
     def wait_for_unshard(self) -> None:
-        """Copy the all-gathered buffer into the parameters, or with one shard, cast and copy the parameters. Do nothing
-        if no all-gather was started."""
+        """Copy the all-gathered buffer into the parameters. With one shard, cast and copy the parameters instead. Do
+        nothing if no all-gather was started."""
         if self._pending is None:
             return
         is_forward, world = self.group_state is State.FORWARD, self.shards
@@ -350,28 +341,27 @@ class ShardedUnit:
         before = self.context.all_gather if is_forward and not FREES_EARLIER else None
         if is_forward:
             self.context.all_gather = None
-        if (clock := self.context.clock) is not None and world > 1:
-            clock.wait(self._gathered_at)
-            clock.copy(2 * self._pending.num_bytes)
-            clock.copied_out()
         if world == 1:
             self._cast_one_by_one()
         else:
+            self.context.clock.wait(self._gathered_at)
+            self.context.clock.copy(2 * self._pending.num_bytes)
+            self.context.clock.copied_out()
             self._copy_out()
-        if is_forward and world > 1:
-            self.context.all_gather = self._pending
+            if is_forward:
+                self.context.all_gather = self._pending
         self._pending = None
         del before
 
     def _copy_out(self) -> None:
-        copies = []
+        copies = []  # FSDP2 keeps all copies until the last parameter is copied
         for parameter in self.parameters:
             self._count_unsharded(parameter.padded_bytes)
             if parameter.is_sharded_inside:
                 copies.append(self._new_bytes(parameter.padded_bytes, Category.UNSHARDED_PARAMETERS))
 
     def _cast_one_by_one(self) -> None:
-        """Cast and copy every parameter, one after the other. With one shard, this replaces the all-gather."""
+        """Cast and copy the parameters, one after the other."""
         copy = None
         for parameter in self.parameters:
             if not parameter.is_cast:
@@ -380,9 +370,8 @@ class ShardedUnit:
                 copy = self.context.new(parameter.padded, parameter.stored, Category.ALL_GATHER)
             if parameter.is_cast:
                 copy = self._new_bytes(parameter.padded_bytes)
-            if self.context.clock is not None:
-                stored = parameter.padded * DTYPE_BYTES[parameter.stored] * parameter.is_cast
-                self.context.clock.copy(stored + (2 + parameter.is_cast) * parameter.padded_bytes)
+            stored = parameter.padded * DTYPE_BYTES[parameter.stored] * parameter.is_cast
+            self.context.clock.copy(stored + (2 + parameter.is_cast) * parameter.padded_bytes)
             self._count_unsharded(parameter.padded_bytes)
         del copy
 
@@ -391,21 +380,17 @@ class ShardedUnit:
         self._unsharded_bytes += num_bytes
 
     def reshard(self) -> None:
-        """Free the unsharded parameters; after forward, only if the unit reshards after forward."""
-        if self.group_state is State.FORWARD and not self._reshards_after_forward:
+        """Free the unsharded parameters. After forward, do nothing if the unit does not reshard after forward."""
+        # `reshard_after_forward` is None for the root, which FSDP2 does not reshard.
+        if self.group_state is State.FORWARD and not self.unit.reshard_after_forward:
             return
         self.context.ledger.free(self._unsharded_bytes, Category.UNSHARDED_PARAMETERS)
         self._unsharded_bytes = 0
 
-    @property
-    def _reshards_after_forward(self) -> bool:
-        # None leaves the choice to FSDP2, which does not reshard the root.
-        return self.unit.reshard_after_forward is True
-
     # Forward
 
     def pre_forward(self) -> None:
-        """Begin the forward of a module of the unit. FSDP2 casts its inputs afterwards."""
+        """Begin the forward of a module of the unit, before FSDP2 casts the module's inputs."""
         if self.state is State.PRE_BACKWARD:  # the second forward of a checkpointed block
             if not self._unsharded_bytes:
                 self.unshard()
@@ -431,7 +416,7 @@ class ShardedUnit:
                 unit.prefetch_as(State.FORWARD)
 
     def post_forward(self, in_backward: int) -> None:
-        """Reshard after the unit's last module has run. FSDP2 casts its output afterwards. `in_backward`: 1 in the
+        """Reshard after the unit's last module has run, before FSDP2 casts the module's output. `in_backward`: 1 in the
         second forward of a checkpointed block, else 0."""
         if self.state is State.PRE_BACKWARD:
             return
@@ -444,8 +429,7 @@ class ShardedUnit:
         """End the unit's forward, even if not all of its modules have run. `in_backward`: as in `post_forward`."""
         if self.parameters:
             if not in_backward:
-                if self.context.clock is not None:
-                    self.context.clock.hooks()
+                self.context.clock.hooks()
                 self.reshard()
                 self.post_forward_indices.append(len(self.context.post_forward_order))
                 self.context.post_forward_order.append(self)
@@ -455,7 +439,7 @@ class ShardedUnit:
     def end_forward(self) -> None:
         """Free the unsharded parameters after forwards without a backward."""
         self.post_forward_indices.clear()
-        self.wait_for_unshard()  # prefetched for a module that did not run
+        self.wait_for_unshard()  # the unit may have been prefetched for a module that did not run
         self.reshard()
 
     # Backward
@@ -468,39 +452,25 @@ class ShardedUnit:
             self.group_state = State.PRE_BACKWARD
             self.unshard()
             self.wait_for_unshard()
-            if not self.prefetch:
-                self._prefetch_previous()
+            if not self.prefetch and self.post_forward_indices and (index := self.post_forward_indices.pop()) > 0:
+                self.context.post_forward_order[index - 1].prefetch_as(State.PRE_BACKWARD)
         for unit in self.prefetch:
             unit.prefetch_as(State.PRE_BACKWARD)
 
-    def _prefetch_previous(self) -> None:
-        if self.post_forward_indices and (index := self.post_forward_indices.pop()) > 0:
-            self.context.post_forward_order[index - 1].prefetch_as(State.PRE_BACKWARD)
-
     def prefetch_as(self, state: State) -> None:
         """Start the all-gather of this unit early, in the forward or the backward of another unit."""
-        with self._as_if(state):
-            self.unshard()
-
-    @contextmanager
-    def _as_if(self, state: State) -> Iterator[None]:
         before, self.group_state = self.group_state, state
-        yield
+        self.unshard()
         self.group_state = before
 
     def accumulate(self, index: int, gradient: Storage) -> None:
         """Take an unsharded gradient of the parameter with this index from autograd. From now on, the memory of the
-        gradient counts under UNSHARDED_GRADIENTS. A second gradient of the parameter is added in place.
-
-        From torch 2.15 on, autograd first converts the gradient to the dtype that FSDP2's `_set_unsharded_grad_dtypes`
-        has set.
-        """
+        gradient counts under UNSHARDED_GRADIENTS. A second gradient of the parameter is added in place."""
         dtype = self.grad_dtype(index, gradient.dtype)
         if dtype != gradient.dtype:
             gradient = self.context.new(gradient.numel, dtype, Category.BACKWARD)
         if index in self._gradients:
-            if self.context.clock is not None:
-                self.context.clock.copy(3 * gradient.num_bytes)
+            self.context.clock.copy(3 * gradient.num_bytes)
             return
         gradient.relabel(Category.UNSHARDED_GRADIENTS)
         self._gradients[index] = gradient
@@ -509,13 +479,14 @@ class ShardedUnit:
         """Return the dtype in which autograd accumulates a gradient that was computed in the dtype `computed`."""
         if not ACCUMULATES_IN_GRAD:
             return computed
+        # From torch 2.15 on, FSDP2's `_set_unsharded_grad_dtypes` sets this dtype.
         is_wider = DTYPE_BYTES[self.unit.reduce_dtype] > DTYPE_BYTES[computed]
         is_added = self.reduce_grads or index in self._gradients
         return computed if is_wider and is_added else self.unit.reduce_dtype
 
     def post_backward(self) -> None:
         """Accumulate or reduce the gradients of the unit when all of them exist, and reshard the parameters."""
-        if not self.parameters:  # FSDP2 has no parameter group, and calls nothing
+        if not self.parameters:  # without a parameter group, FSDP2 has no such hook
             return
         self.group_state = State.POST_BACKWARD
         for index in self._accumulated:
@@ -540,29 +511,25 @@ class ShardedUnit:
             self._reduce(gradients, [parameter for parameter in self.parameters if parameter.is_trained])
 
     def _reduced_by_tensor_parallelism(self, unsharded: dict[int, Storage]) -> list[Storage]:
-        """Return the gradients in the order of the parameters. Gradients of parameters with `sent_elements` are first
-        reduced over the ranks of tensor parallelism.
-
-        A gradient whose size the reduction changes gets new memory, which replaces its old memory. For all other
-        reduced gradients together, a temporary buffer of the largest one's size is counted, once. So the number of
-        local maxima does not depend on the number of blocks (`ledger.extrapolate`).
-        """
+        """Return the gradients in the order of the parameters, after tensor parallelism has reduced those of parameters
+        with `sent_elements`."""
         reduced, largest = [], 0
         for index in sorted(unsharded):
             parameter, gradient = self.parameters[index], unsharded.pop(index)
             if parameter.sent_elements:
                 size = DTYPE_BYTES[gradient.dtype]
-                self.context.traffic["tensor"] += 1
-                self.context.traffic["tensor_bytes"] += parameter.sent_elements * size
-                if self.context.clock is not None:
-                    self.context.clock.exchange("tensor", parameter.sent_elements * size, of_gradients=True)
+                self.context.traffic[TENSOR.name] += 1
+                self.context.traffic[f"{TENSOR.name}_bytes"] += parameter.sent_elements * size
+                self.context.clock.exchange(TENSOR.name, parameter.sent_elements * size, of_gradients=True)
                 if parameter.numel == gradient.numel:
                     largest = max(largest, gradient.num_bytes)
                 else:
                     gradient = self.context.new(parameter.numel, gradient.dtype, Category.UNSHARDED_GRADIENTS)
             reduced.append(gradient)
         if largest:
-            self._new_bytes(largest, Category.UNSHARDED_GRADIENTS)  # and freed at once
+            # One temporary buffer stands for those of all gradients, which follow one another. So the number of local
+            # maxima does not depend on the number of blocks (`ledger.extrapolate`).
+            self._new_bytes(largest, Category.UNSHARDED_GRADIENTS)
         return reduced
 
     def accumulate_in_reduce_dtype(self) -> None:
@@ -572,42 +539,38 @@ class ShardedUnit:
             return
         for index in sorted(self._gradients):
             numel = self._gradients[index].numel
-            if self.context.clock is not None:
-                accumulated = numel * DTYPE_BYTES[self.unit.reduce_dtype]
-                self.context.clock.copy(self._gradients[index].num_bytes + 2 * accumulated)
+            accumulated = numel * DTYPE_BYTES[self.unit.reduce_dtype]
+            self.context.clock.copy(self._gradients[index].num_bytes + 2 * accumulated)
             self._accumulated[index] = self.context.new(numel, self.unit.reduce_dtype, Category.UNSHARDED_GRADIENTS)
             del self._gradients[index]
 
     def _reduce(self, gradients: list[Storage], parameters: Sequence[Parameter]) -> None:
         """Replay FSDP2's `foreach_reduce`: reduce-scatter, all-reduce, and cast to the storage dtype."""
         world, is_hsdp = self.shards, self.context.layout.fsdp_replicas > 1
-        new, dtype = self.context.new, self.unit.reduce_dtype
+        new, clock, dtype = self.context.new, self.context.clock, self.unit.reduce_dtype
         padded = sum(parameter.padded for parameter in parameters)
         # Before torch 2.15, a loop variable in FSDP2 keeps the last gradient alive until the function ends.
         last = gradients[-1] if world > 1 and not FREES_EARLIER else None
-        chunked = None  # in FSDP2, a local variable keeps the last copied gradient alive
+        chunked = None  # a local variable in FSDP2 keeps the last copied gradient alive
         for index, parameter in enumerate(parameters):
             if parameter.is_sharded_inside:
                 chunked = gradients[index]
                 gradients[index] = self._new_bytes(chunked.num_bytes, Category.REDUCE_SCATTER)
         reduce_input = new(padded, dtype, Category.REDUCE_SCATTER)
-        clock = self.context.clock
-        if clock is not None:
-            clock.wait(self.context.reduced_at)
-            clock.copy(reduce_input.num_bytes + sum(gradient.num_bytes for gradient in gradients))
+        clock.wait(self.context.reduced_at)
+        clock.copy(reduce_input.num_bytes + sum(gradient.num_bytes for gradient in gradients))
         gradients.clear()
         output = new(padded // world, dtype, Category.REDUCE_SCATTER)
         if world > 1:
             self.context.count("reduce_scatter", reduce_input.num_bytes, self)
-            if clock is not None:
-                self.context.reduced_at = clock.reduce_scatter(reduce_input.num_bytes, self.unit.expert_parallel > 1)
-        elif clock is not None:
+            self.context.reduced_at = clock.reduce_scatter(reduce_input.num_bytes, self.unit)
+        else:
             clock.copy_reduced(2 * output.num_bytes)
         if world == 1 and is_hsdp and not SKIPS_DIVISION_BY_ONE:  # FSDP2 divides by 1
             divided = new(padded, dtype, Category.REDUCE_SCATTER)
             del divided
         self.context.reduce_scatter_inputs.append(reduce_input)
-        if clock is not None and self._partial_reduce_output is not None:
+        if self._partial_reduce_output is not None:
             clock.copy_reduced(3 * output.num_bytes)
         if is_hsdp and not self.all_reduce_grads:
             if self._partial_reduce_output is None:
@@ -618,15 +581,13 @@ class ShardedUnit:
         if is_hsdp:
             self._all_reduce_input = output
             self.context.count("all_reduce", output.num_bytes, self)
-            if clock is not None:
-                clock.all_reduce(output.num_bytes)
+            clock.all_reduce(output.num_bytes)
         reduced = output if KEEPS_REDUCED_GRADIENTS else None
         if dtype != parameters[0].stored:
             reduced_bytes = output.num_bytes
             output = new(padded // world, parameters[0].stored, Category.REDUCE_SCATTER)
-            if clock is not None:
-                clock.copy_reduced(reduced_bytes + output.num_bytes)
-        if clock is not None and self.sharded_gradient is not None:
+            clock.copy_reduced(reduced_bytes + output.num_bytes)
+        if self.sharded_gradient is not None:
             clock.copy_reduced(3 * output.num_bytes)
         if self.exchanged is not None:  # called in a hook of the parameters, while FSDP2 still holds `output`
             self.context.start_exchange(self, self.exchanged)

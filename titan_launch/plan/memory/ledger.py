@@ -27,10 +27,10 @@ class Category(IntEnum):
     """Optimizer state."""
 
     GRADIENTS = 2
-    """Sharded gradients after reduce-scatter, including those that wait for the all-reduce between replicas (HSDP)."""
+    """Sharded gradients after the reduce-scatter, also before the all-reduce between replicas (HSDP)."""
 
     UNSHARDED_GRADIENTS = 3
-    """Unsharded gradients: of this microbatch, or accumulated until the last microbatch (deferred)."""
+    """Unsharded gradients of this microbatch, and in the mode `deferred` also of all earlier ones."""
 
     UNSHARDED_PARAMETERS = 4
     """Unsharded parameters in the compute dtype."""
@@ -42,7 +42,7 @@ class Category(IntEnum):
     """Buffers of reduce-scatters and all-reduces."""
 
     ACTIVATIONS = 7
-    """Tensors that forward and activation checkpointing make: temporaries, and tensors saved for backward."""
+    """Tensors that forward and activation checkpointing allocate: temporaries, and tensors saved for backward."""
 
     BACKWARD = 8
     """Gradients of activations."""
@@ -72,15 +72,15 @@ class Category(IntEnum):
 
 
 MICROBATCHES = 4
-"""Largest number of microbatches in a replay. From the third to the second-to-last microbatch, memory is the same."""
+"""Largest number of microbatches in a replay. Memory is the same from the third microbatch to the last but one."""
 
 SMALLEST_OFFLOADED = 1 << 16
 """Bytes of the smallest storage that activation offloading copies to the host. The copy of a smaller one takes longer
 to start than to run."""
 
 _STREAMS = {Category.ALL_GATHER: 1, Category.GRADIENTS: 2}
-"""Stream of each category that is not in stream 0, the compute stream. CUDA's caching allocator does not share memory
-between streams. (The input of a reduce-scatter is allocated in the compute stream.)"""
+"""Index of the CUDA stream that allocates a category. Other categories are in stream 0, the compute stream. CUDA's
+caching allocator does not share memory between streams."""
 
 _STREAM_OF = tuple(_STREAMS.get(category, 0) for category in Category)
 
@@ -106,7 +106,7 @@ class StepPoint(NamedTuple):
 
 
 class Peak(NamedTuple):
-    """A maximum of memory at one point of a step: the highest one, or a local one, after which memory is freed."""
+    """A local maximum of memory at one point of a step, or the highest maximum of the point."""
 
     total: float
     """Bytes of all categories."""
@@ -115,11 +115,11 @@ class Peak(NamedTuple):
     """Bytes of each `Category` at the peak. Their sum is `total`."""
 
     by_stream: tuple[float, ...]
-    """Peak bytes of each stream. The streams may reach their peaks at different times. For a local maximum, these are
-    the peaks since memory was last freed. For the highest maximum of a point, they are the peaks of the whole point."""
+    """Peak bytes of each stream since memory was last freed. For the highest maximum of a point, these are the peaks of
+    the whole point. The streams may reach their peaks at different times."""
 
     in_product: bool = False
-    """True if this is the memory during a matrix product."""
+    """True for the memory during a matrix product."""
 
 
 class Ledger:
@@ -132,8 +132,7 @@ class Ledger:
     """
 
     def __init__(self, on_host: Collection[Category] = ()) -> None:
-        """`on_host`: categories in host memory (see the function `on_host`). For these, only the peak of their sum is
-        counted."""
+        """`on_host`: categories in host memory (the function `on_host`). Only the peak of their sum is counted."""
         self.on_host = frozenset(on_host)
         self._host = self._host_peak = 0
         self.live = [0] * len(Category)
@@ -145,7 +144,6 @@ class Ledger:
         self._maxima_here: list[Peak] = []
 
     def allocate(self, num_bytes: int, category: Category) -> None:
-        """Count allocated bytes."""
         if category in self.on_host:
             self._host += num_bytes
             self._host_peak = max(self._host_peak, self._host)
@@ -162,7 +160,6 @@ class Ledger:
             self._stream_peaks[stream] = streams[stream]
 
     def free(self, num_bytes: int, category: Category) -> None:
-        """Count freed bytes."""
         if category in self.on_host:
             self._host -= num_bytes
             return
@@ -172,8 +169,8 @@ class Ledger:
         self._streams[_STREAM_OF[category]] -= num_bytes
 
     def move(self, num_bytes: int, old: Category, new: Category) -> None:
-        """Count bytes under another category. (In PyTorch, memory stays with the stream that allocated it. Here the new
-        category sets the stream.)"""
+        """Count bytes under another category, and in the stream of that category. (In PyTorch, memory stays with the
+        stream that allocated it.)"""
         if {old, new} & self.on_host:
             self.free(num_bytes, old)
             self.allocate(num_bytes, new)
@@ -184,14 +181,14 @@ class Ledger:
             self.allocate(num_bytes, new)
 
     def enter(self, point: StepPoint) -> None:
-        """Begin a point of the step. From now on, the total memory counts for the maxima of this point."""
+        """Begin a point of the step. Later maxima of memory belong to this point."""
         self._end_rise()
         self._maxima_here = self._maxima.setdefault(point, [])
         self._stream_peaks = list(self._streams)
         self._is_rising = True
 
     def product(self) -> None:
-        """Note the memory during a matrix product. Its result has just been allocated."""
+        """Note the memory during a matrix product, after its result has been allocated."""
         self._maxima_here.append(Peak(self.total, tuple(self.live), tuple(self._stream_peaks), in_product=True))
 
     def footprint(self) -> Footprint:
@@ -201,8 +198,8 @@ class Ledger:
         return Footprint(maxima, host_bytes=self._host_peak)
 
     def _end_rise(self) -> None:
-        """Note a local maximum if memory has risen since the last one. This is needed only before memory is freed, and
-        at the end of a point."""
+        """Note a local maximum if memory has risen since the last one. Called before memory is freed, and at the end of
+        a point."""
         if self._is_rising:
             self._is_rising = False
             self._maxima_here.append(Peak(self.total, tuple(self.live), tuple(self._stream_peaks)))
@@ -210,27 +207,23 @@ class Ledger:
 
 @dataclass(frozen=True)
 class Footprint:
-    """Active memory of one rank in a step. `plan.report.modes.estimate_reserved` gives the larger memory that the
-    allocator reserves."""
+    """Active memory of one rank in a step. The allocator reserves more (`plan.report.modes.estimate_reserved`)."""
 
     maxima: Mapping[StepPoint, Sequence[Peak]]
-    """All local maxima of memory at every point, in order. The extrapolation to another depth needs them."""
+    """All local maxima of memory at every point, in order."""
 
     pipeline_rank: int | None = None
     """Pipeline rank; None without pipeline parallelism."""
 
     host_bytes: int = 0
-    """Peak of the tensors that a job on GPUs keeps in host memory, for CPU offload or activation offloading."""
+    """Peak bytes of the tensors that CPU offload and activation offloading keep in host memory."""
 
     def with_workspace(self, num_bytes: int) -> Footprint:
-        """Return the footprint with the workspaces of cuBLAS, each of `num_bytes`, which PyTorch's allocator provides.
-
-        From torch 2.15 on, a matrix product has a workspace for its duration. Earlier releases keep a workspace for
-        each of the two threads that run products: one runs forward, and one runs backward.
-        """
+        """Return the footprint with the workspaces of cuBLAS, each of `num_bytes`, from PyTorch's allocator. From torch
+        2.15 on, each matrix product allocates one and frees it."""
 
         def grown(peak: Peak) -> Peak:
-            if KEEPS_WORKSPACES:
+            if KEEPS_WORKSPACES:  # one for the thread of forward, and one for the thread of backward
                 return _grown(peak, 2 * num_bytes, Category.WORKSPACE)
             return _grown(peak, num_bytes, Category.WORKSPACE) if peak.in_product else peak
 
@@ -260,7 +253,7 @@ class Footprint:
 
     @property
     def stream_bytes(self) -> int:
-        """Sum of the peaks of all streams: the least memory that CUDA's allocator must reserve."""
+        """Sum of the peaks of all streams: the smallest number of bytes that CUDA's allocator must reserve."""
         return round(sum(max(peak.by_stream[stream] for peak in self.peaks.values()) for stream in range(3)))
 
     def by_phase(self) -> dict[str, int]:
@@ -273,16 +266,14 @@ class Footprint:
 
 def extrapolate(shorter: Footprint, longer: Footprint, factor: float) -> Footprint | None:
     """Return the footprint at another depth: `shorter + factor * (longer - shorter)` for each local maximum of memory.
+    Return None if the two footprints have different numbers of local maxima at a point.
 
     Memory at a local maximum is an affine function of the number of repeated blocks. The peak of a step point is not,
-    because the depth may decide which local maximum is the highest. An example is the backward of the first block, if
-    it ends with the reduce-scatter of a unit with modules of all blocks. So all local maxima are extrapolated. For each
-    point, the result has the highest maximum in a matrix product, and the highest of the others. Return None if the two
-    footprints have different numbers of local maxima at a point, so that these cannot be paired.
+    because the depth may decide which local maximum is the highest. So all local maxima are extrapolated. For each
+    point, the result has the highest maximum in a matrix product, and the highest of the others.
 
-    This requires that blocks at the front and blocks at the back have the same names at all depths. Points in the
-    middle, which only one of the two footprints has, are skipped. Memory there is between that of the neighbouring
-    points.
+    Blocks at the front and at the back must have the same names at all depths. Points that only one of the footprints
+    has are skipped. They are in the middle of the model, with memory between that of the neighbouring points.
     """
     maxima = {}
     for point in (point for point in shorter.maxima if point in longer.maxima):
@@ -295,8 +286,8 @@ def extrapolate(shorter: Footprint, longer: Footprint, factor: float) -> Footpri
 
 
 def with_growth(footprints: Sequence[Footprint], counts: Sequence[int], num_microbatches: int) -> Footprint:
-    """Return the footprint of a step of `num_microbatches` microbatches. `footprints`: those of one or two steps.
-    `counts`: the numbers of microbatches of these steps.
+    """Return the footprint of a step of `num_microbatches` microbatches. `footprints`: of one or two steps. `counts`:
+    the numbers of microbatches of these steps.
 
     A single footprint is returned unchanged. With two footprints, the peak of each phase is extrapolated linearly, and
     its growth is added to every maximum of that phase in the first footprint. The growth counts as activations.
@@ -325,20 +316,20 @@ def _grown(peak: Peak, num_bytes: float, category: Category) -> Peak:
 
 
 def _highest(maxima: Sequence[Peak]) -> Peak:
-    """Return the highest of a point's maxima, with the peak of each stream over all of them."""
+    """Return the highest of a point's maxima, with the peak of each stream over all maxima."""
     streams = zip(*(maximum.by_stream for maximum in maxima), strict=True)
     return max(maxima, key=lambda maximum: maximum.total)._replace(by_stream=tuple(map(max, streams)))
 
 
 def _highest_along(pairs: Sequence[tuple[Peak, Peak]], factor: float) -> Peak:
-    """Return the highest of a point's extrapolated maxima, with the peak of each stream over all of them."""
+    """Return the highest of a point's extrapolated maxima, with the peak of each stream over all maxima."""
     shorter, longer = max(pairs, key=lambda pair: _line(pair[0].total, pair[1].total, factor))
     own = zip(shorter.by_category, longer.by_category, strict=True)
     streams = zip(*(zip(a.by_stream, b.by_stream, strict=True) for a, b in pairs), strict=True)
     return Peak(
         _line(shorter.total, longer.total, factor),
         tuple([_line(x, y, factor) for x, y in own]),
-        tuple([max([x + factor * (y - x) for x, y in stream]) for stream in streams]),
+        tuple([max([_line(x, y, factor) for x, y in stream]) for stream in streams]),
         shorter.in_product,
     )
 
@@ -351,22 +342,18 @@ HELD = (Category.PARAMETERS, Category.OPTIMIZER, Category.EMA)
 """Categories that a rank holds during the whole run."""
 
 
-_IN_HOST_MEMORY = frozenset({Category.OFFLOADED})
-_OF_CPU_OFFLOAD = frozenset(
-    {Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER, Category.OPTIMIZER_TEMPORARIES, Category.EMA},
-)
+_OF_CPU_OFFLOAD = frozenset({*HELD, Category.GRADIENTS, Category.OPTIMIZER_TEMPORARIES})
 
 
 def on_host(training: TrainingConfig, kernels: Kernels) -> frozenset[Category]:
-    """Return the categories that are in host memory instead of device memory. On a CPU there are none: all categories
-    count as device memory."""
+    """Return the categories that are in the host memory of a job on GPUs. On a CPU, the set is empty."""
     if kernels != "cuda":
         return frozenset()
-    return _IN_HOST_MEMORY | (_OF_CPU_OFFLOAD if training.enable_cpu_offload else frozenset())
+    return frozenset({Category.OFFLOADED}) | (_OF_CPU_OFFLOAD if training.enable_cpu_offload else frozenset())
 
 
 def state_bytes(config: OptimizerConfig, groups: Sequence[GroupSizes]) -> int:
-    """Return the bytes of optimizer state tensors and fp32 master weights. (Step counters are ignored.)"""
+    """Return the bytes of optimizer state tensors and fp32 master weights, without step counters."""
     total = 0
     for settings, shards in groups:
         num_tensors = len(ALGORITHMS[settings.algorithm].state(config))
@@ -377,14 +364,14 @@ def state_bytes(config: OptimizerConfig, groups: Sequence[GroupSizes]) -> int:
 
 
 def ema_bytes(config: EMAConfig, groups: Sequence[GroupSizes]) -> int:
-    """Return the bytes of the moving average of the weights, which is in float32; 0 if there is no average. (The update
-    of the average is never the peak, because the gradients are freed before it.)"""
+    """Return the bytes of the moving average of the weights in float32; 0 if there is no average. (The update of the
+    average is never the peak, because the gradients are freed before the update.)"""
     return 0 if config.decay is None else 4 * sum(shard.num_elements for group in groups for shard in group.shards)
 
 
 def temporary_bytes(config: OptimizerConfig, groups: Sequence[GroupSizes], ranks: int) -> int:
-    """Return the largest number of bytes that an update allocates at once. `ranks`: number of ranks over which the
-    optimizer state of a parameter is sharded."""
+    """Return the largest number of bytes that an update of the optimizer allocates at once. `ranks`: number of ranks
+    over which the optimizer state of a parameter is sharded."""
     by_algorithm: dict[str, list[GroupSizes]] = {}
     for group in groups:
         by_algorithm.setdefault(group.settings.algorithm, []).append(group)
@@ -403,15 +390,14 @@ def book_update(
 ) -> None:
     """Count the memory of the optimizer's update.
 
-    `temporaries`: result of `temporary_bytes`. `units`: the units whose gradients and parameters are exchanged between
-    the replicas, if the optimizer is sharded over them. `gradients_left`: True if the gradients were exchanged during
-    backward, False if they are exchanged now (`gradients_leave_early`).
-
-    An exchange begins with the largest unit. The buffer of that unit is the peak: later buffers are smaller, and the
-    gradients of earlier units have been freed. So only this buffer is counted. The number of local maxima then does not
-    depend on the number of units, and `extrapolate` can pair them.
+    `temporaries`: result of `temporary_bytes`. `units`: the units that replicas exchange, if the optimizer is sharded
+    over the replicas. `gradients_left`: True if the gradients were exchanged during backward; False if they are
+    exchanged now (`gradients_leave_early`).
     """
     units, replicas = list(units), layout.optimizer_replicas
+    # An exchange begins with the largest unit. Later buffers are smaller, and the gradients of earlier units have been
+    # freed, so only the buffer of the largest unit is counted. The number of local maxima then does not depend on the
+    # number of units (`extrapolate`).
     if units and not gradients_left:
         _book_briefly(ledger, replicas * max(unit.reduced for unit in units), Category.REDUCE_SCATTER)
         ledger.free(sum(unit.gradients for unit in units), Category.GRADIENTS)

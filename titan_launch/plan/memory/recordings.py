@@ -1,9 +1,9 @@
 """The recordings of a job: the table of its model's modules, the FLOPs of a sample, and the tapes of its microbatches.
-They come from the user's cache, or are made now. No torch.
+They come from the user's cache, or from a `Recorder` that runs PyTorch now. No torch.
 
-`recorded_job` returns the job that is recorded. It sets all keys on which a recording does not depend to fixed values:
-usually those of the number of shards, the mode of gradient accumulation, the optimizer, the length of the run, and the
-files that the run writes. The recorded job is also part of the key in the cache.
+`recorded_job` returns the job that is recorded. Keys on which a recording does not depend have fixed values in this
+job: usually those of the number of shards, gradient accumulation, the optimizer, the length of the run, and the files
+that the run writes. The recorded job is also part of the key in the cache.
 """
 
 from __future__ import annotations
@@ -11,18 +11,19 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
-from math import gcd
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
+from pydantic import TypeAdapter
+
 from titan_launch.config.job import JobConfig
 from titan_launch.config.rules.parallelism import SPLIT_BACKWARD_SCHEDULES
-from titan_launch.config.sections.data import DataSource, SyntheticData, separates_documents
+from titan_launch.config.sections.data import SyntheticData, separates_documents
 from titan_launch.config.sections.parallelism import ActivationCheckpointConfig, ParallelismConfig
 from titan_launch.config.sections.training import GradientAccumulationConfig
 from titan_launch.core.files import cache_folder, file_state, replace_text
@@ -30,10 +31,10 @@ from titan_launch.core.patches import replaced
 from titan_launch.core.process import in_forks
 from titan_launch.plan.hardware import Kernels, representative
 from titan_launch.plan.job import activation_checkpoint_label
-from titan_launch.plan.layout import Layout, plan_layout, smallest_world_size
+from titan_launch.plan.layout import Layout, plan_layout, smallest_shard_degree, smallest_world_size
 from titan_launch.plan.memory.tape import Tape, from_json, to_json
 from titan_launch.plan.step_time import Flops
-from titan_launch.plan.types import Inventory, ModuleInfo, TensorInfo
+from titan_launch.plan.types import Inventory
 
 
 @dataclass(frozen=True)
@@ -49,10 +50,10 @@ class Subject:
 
 
 class Recorder(Protocol):
-    """The interface of a recorder, which runs PyTorch. `trace.recorder` implements it."""
+    """The interface of `trace.recorder`, which runs PyTorch."""
 
     def subject(self, job: JobConfig) -> Subject:
-        """Build the model of a job. Raises ConfigError as a run does."""
+        """Build the model of a job. Raises ConfigError for the same jobs as a run."""
 
     def flops(self, job: JobConfig) -> Flops | None:
         """Count the FLOPs of a sample. Return None if the model does not run on the meta device."""
@@ -60,15 +61,14 @@ class Recorder(Protocol):
     def tapes(
         self, job: JobConfig, kernels: Kernels, subject: Subject, pipeline_rank: int, counts: tuple[int, ...]
     ) -> Sequence[Tape]:
-        """Record a job (see `Recordings.tapes`). Raises ConfigError as a run does, and for a model that cannot be
-        traced."""
+        """Return the tapes of `Recordings.tapes`. Raises ConfigError for the same jobs as a run, and for a model that
+        cannot be traced."""
 
     def files(self) -> list[str]:
         """Return the files of the user's own modules that this process has imported."""
 
     def works_in_fork(self) -> bool:
-        """Return False in a forked process in which autograd does not work, because the parent process has used
-        autograd."""
+        """Return False in a forked process whose parent has used autograd, because autograd does not work there."""
 
 
 _PROCESS = os.getpid()
@@ -92,20 +92,15 @@ _KEPT = ("model", "lora", "loss", "precision", "batchnorm", "kernels", "float8")
 def recorded_job(config: JobConfig, layout: Layout) -> JobConfig:
     """Return the job that is recorded for `config`. It has only those settings on which a recording depends.
 
-    Its step is one microbatch. It has two shards, or more if expert parallelism needs them. With synchronized BatchNorm
-    it has the replicas and shards of `layout`, because statistics are gathered from all of them.
+    Its step is one microbatch. It has two shards, or more if expert parallelism needs more.
     """
     blank = JobConfig()
     training, parallelism, planner = config.training, config.parallelism, config.planner
-    replicas, shards = 1, max(2, layout.expert // gcd(layout.expert, layout.context))
+    replicas, shards = 1, max(2, smallest_shard_degree(parallelism))
     if config.batchnorm.statistics == "synchronized":  # the statistics are gathered from all ranks
         replicas, shards = layout.replicate, layout.shard
-    of_training = {
-        name: getattr(training, name) for name in ("seq_len", "trainable", "frozen", "unfreeze", "epochs", "steps")
-    }
-    if not training.unfreeze:
-        del of_training["epochs"], of_training["steps"]
-    sizes = {
+    named = ["seq_len", "trainable", "frozen", "unfreeze", *(["epochs", "steps"] if training.unfreeze else [])]
+    of_training = {name: getattr(training, name) for name in named} | {
         "local_batch_size": layout.local_batch_size,
         "global_batch_size": layout.local_batch_size * replicas * shards,
     }
@@ -120,18 +115,16 @@ def recorded_job(config: JobConfig, layout: Layout) -> JobConfig:
     if config.model.is_of_package:
         sections["model"] = config.model.model_copy(update={"weights": None, "exclude_from_weights": ()})
     if config.data.unit == "tokens" and config.model.is_of_package:
-        data: DataSource = (_Packed if separates_documents(config.data) else SyntheticData)(
-            kind="synthetic", vocab_size=2
-        )
+        synthetic = _Packed if separates_documents(config.data) else SyntheticData
+        sections["data"] = synthetic(kind="synthetic", vocab_size=2)
     else:  # a recording depends on the shape of images; a user's own model is checked against the vocabulary
-        data, sections["tokenizer"] = config.data, config.tokenizer
+        sections |= {"data": config.data, "tokenizer": config.tokenizer}
     if parallelism.pipeline_parallel_schedule in SPLIT_BACKWARD_SCHEDULES and layout.pipeline > 1:
         sections["gradient_accumulation"] = GradientAccumulationConfig(mode="deferred", keep_params_unsharded=True)
     return blank.model_copy(
         update={
             **sections,
-            "data": data,
-            "training": blank.training.model_copy(update={**of_training, **sizes}),
+            "training": blank.training.model_copy(update=of_training),
             "parallelism": parallelism.model_copy(update=of_ranks),
             "planner": blank.planner.model_copy(update=of_plan),
         }
@@ -147,7 +140,7 @@ class TapesOf(NamedTuple):
     """Number of microbatches of each step to record. 1 without pipeline parallelism."""
 
     is_deferred: bool = False
-    """True for a recording of the first of several microbatches. Its gradients are not reduced."""
+    """True for the first of several microbatches, whose gradients are not reduced."""
 
 
 class Recordings:
@@ -162,8 +155,8 @@ class Recordings:
         recorder: Callable[[], Recorder] | None,
         say: Callable[[str], None] = lambda text: None,
     ):
-        """`recorder`: returns the recorder; called when something must be recorded. None: only the cache is used.
-        `say`: called with one line of text before tapes are recorded."""
+        """`recorder`: returns the recorder. It is called when a recording is not in the cache. None: only the cache is
+        used. `say`: called with one line of text before tapes are recorded."""
         self.job = recorded_job(config, layout)
         self._kernels = kernels
         self._recorder = None if recorder is None else cache(recorder)
@@ -175,13 +168,13 @@ class Recordings:
     def subject(self) -> Subject:
         """Return the model."""
         if self._subject is None:
-            value = self._known("model", self.job, None, lambda recorder: _subject_to_json(recorder.subject(self.job)))
-            self._subject = _subject_from_json(value)
+            value = self._known("model", self.job, None, lambda recorder: asdict(recorder.subject(self.job)))
+            self._subject = TypeAdapter(Subject).validate_python(value)
         return self._subject
 
     def flops(self, checkpointing: ActivationCheckpointConfig) -> Flops | None:
-        """Return the FLOPs of a sample; None if they are unknown, as for the mode `memory_budget`. If the model
-        declares its FLOPs, only those that activation checkpointing adds are counted."""
+        """Return the FLOPs of a sample; None if they are unknown, such as for the mode `memory_budget`. If the model
+        declares its FLOPs, only the FLOPs that activation checkpointing adds are counted."""
         if checkpointing.mode == "memory_budget":
             return None
         declared, plain = self.subject().flops_per_sample, ActivationCheckpointConfig()
@@ -214,18 +207,15 @@ class Recordings:
         return self._flops[checkpointing]
 
     def tapes(self, wanted: TapesOf) -> tuple[Tape, ...]:
-        """Return a single tape, that of a microbatch. With pipeline parallelism, return the tape of a step for each
-        number in `TapesOf.counts`."""
+        """Return the tape of a microbatch, as a tuple of one. With pipeline parallelism, return the tape of a step for
+        each number in `TapesOf.counts`."""
         if wanted not in self._tapes:
             self._tapes[wanted] = self._recorded(*wanted)
         return self._tapes[wanted]
 
     def record_ahead(self, wanted: Collection[TapesOf]) -> None:
-        """Record what later calls of `tapes` and `flops` need, in up to four processes (`in_forks`), and store it in
-        the cache. Do nothing without a recorder.
-
-        The other processes are forks of this one. They record nothing if this process has run a backward.
-        """
+        """Record what later calls of `tapes` and `flops` need, in forks of this process (`in_forks`), and store it in
+        the cache. Do nothing without a recorder. If this process has used autograd, its forks record nothing."""
         tasks: list[Callable[[], object]] = [partial(self.tapes, one) for one in wanted]
         tasks += [partial(self.flops, mode) for mode in dict.fromkeys(one.checkpointing for one in wanted)]
         with replaced(self, "_recorder", None):
@@ -275,7 +265,7 @@ class Recordings:
             raise NotRecordedError(what)
         recorder = self._recorder()
         if os.getpid() != _PROCESS and not recorder.works_in_fork():
-            raise NotRecordedError(what)  # the process that this one was forked from records it
+            raise NotRecordedError(what)  # the parent process records it
         value = json.loads(json.dumps(record(recorder)))
         _store(key, value, recorder.files())
         return value
@@ -292,7 +282,8 @@ def _is_missing(task: Callable[[], object]) -> bool:
 def recorded_inventory(config: JobConfig, recorder: Callable[[], Recorder] | None) -> Inventory:
     """Return the table of modules of the model that `[model]` of a job names, without adapters and parallelism.
 
-    Raises NotRecordedError if the table is not in the cache and `recorder` is None, and ConfigError as a run does."""
+    Raises NotRecordedError if the table is not in the cache and `recorder` is None, and ConfigError for the same jobs
+    as a run."""
     blank = JobConfig()
     training = blank.training.model_copy(update={"seq_len": config.training.seq_len})
     named = {name: getattr(config, name) for name in ("model", "data", "tokenizer")}
@@ -301,7 +292,7 @@ def recorded_inventory(config: JobConfig, recorder: Callable[[], Recorder] | Non
 
 
 def layout_of_recording(job: JobConfig) -> Layout:
-    """Return the layout of a result of `recorded_job`."""
+    """Return the layout of a job that `recorded_job` has returned."""
     return plan_layout(job.parallelism, job.training, smallest_world_size(job.parallelism))
 
 
@@ -309,22 +300,13 @@ def layout_of_recording(job: JobConfig) -> Layout:
 
 
 def _key(what: str, job: JobConfig, kernels: Kernels | None) -> str:
-    """Return the name of an entry: a digest of all that a recording depends on, except the files of the user's own
+    """Return the key of an entry: a digest of all that a recording depends on, except the files of the user's own
     modules, which `_load` compares."""
     known = job.model_dump(mode="json")
     versions = [_version(name) for name in ("torch", "transformers", "peft", "torchao")]
     folder = None if job.model.is_of_package and job.model.loss is None else os.getcwd()
-    parts = [
-        what,
-        folder,
-        separates_documents(job.data),
-        known,
-        _files_named_in(known),
-        kernels,
-        versions,
-        _package_digest(),
-    ]
-    return _digest(json.dumps(parts, sort_keys=True).encode())
+    of_job = [folder, separates_documents(job.data), known, _files_named_in(known)]
+    return _digest(json.dumps([what, *of_job, kernels, versions, _package_digest()], sort_keys=True).encode())
 
 
 @cache
@@ -337,8 +319,7 @@ def _version(package: str) -> str | None:
 
 @cache
 def _package_digest() -> str:
-    """Return a digest of the states of this package's files. It is part of the key, so a recording that other code made
-    is not used."""
+    """Return a digest of the states of this package's files, because other code may record other tapes."""
     root = Path(__file__).parent.parent.parent
     states = sorted((str(path.relative_to(root)), file_state(path)) for path in root.rglob("*.py"))
     return _digest(json.dumps(states).encode())
@@ -362,8 +343,8 @@ def _files_named_in(value: Any) -> list[Any]:
 
 
 def _entry(key: str) -> Path:
-    """Return the file of an entry. Its first line has the digest of the value, and the states of the user's files. The
-    value follows."""
+    """Return the file of an entry. Its first line has the digest of the value and the states of the user's files. Its
+    second line is the value. Both are JSON."""
     return cache_folder() / "plans" / f"{key}.json"
 
 
@@ -388,7 +369,8 @@ def _store(key: str, value: dict[str, Any], files: list[str]) -> None:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         states, text = [[file, file_state(Path(file))] for file in files], json.dumps(value)
         replace_text(path, f"{json.dumps([_digest(text.encode()), states])}\n{text}")
-        for old in _oldest(path.parent):
+        newest_last = sorted(path.parent.glob("*.json"), key=lambda entry: entry.stat().st_mtime_ns)
+        for old in newest_last[:-_MOST_ENTRIES]:
             old.unlink()
 
 
@@ -396,41 +378,5 @@ _MOST_ENTRIES = 500
 """Largest number of entries in the cache. Each has some 10 to 100 KB."""
 
 
-def _oldest(folder: Path) -> Iterator[Path]:
-    entries = list(folder.glob("*.json"))
-    if len(entries) > _MOST_ENTRIES:
-        yield from sorted(entries, key=lambda path: path.stat().st_mtime_ns)[: len(entries) - _MOST_ENTRIES]
-
-
 def _digest(text: bytes) -> str:
     return hashlib.blake2b(text, digest_size=16).hexdigest()
-
-
-def _subject_to_json(subject: Subject) -> dict[str, Any]:
-    return asdict(subject)
-
-
-def _subject_from_json(value: Mapping[str, Any]) -> Subject:
-    second = value["second"]
-    return Subject(
-        _inventory(value["inventory"]), value["flops_per_sample"], None if second is None else _inventory(second)
-    )
-
-
-def _inventory(value: Mapping[str, Any]) -> Inventory:
-    def tensors(values: list[dict[str, Any]]) -> tuple[TensorInfo, ...]:
-        return tuple(TensorInfo(**{**entry, "shape": tuple(entry["shape"])}) for entry in values)
-
-    modules = (
-        ModuleInfo(
-            **{
-                **module,
-                "classes": tuple(module["classes"]),
-                "parameters": tensors(module["parameters"]),
-                "buffers": tensors(module["buffers"]),
-            }
-        )
-        for module in value["modules"]
-    )
-    paths = {name: tuple(value[name]) for name in ("blocks", "head", "embeddings", "pipeline_order")}
-    return Inventory(**{**value, **paths, "modules": tuple(modules)})

@@ -1,4 +1,4 @@
-"""Replay of one optimizer step of one rank: the tape of a microbatch, with the memory of FSDP2 around it. No torch."""
+"""Replay of one optimizer step of one rank: the tape of a microbatch, with FSDP2's memory and collectives. No torch."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from titan_launch.config.axes import MODEL_AXES
 from titan_launch.config.job import JobConfig
 from titan_launch.config.optimizers import GroupSizes, ShardSize
 from titan_launch.config.rules.parallelism import SPLIT_BACKWARD_SCHEDULES, stages_per_rank
@@ -38,7 +39,7 @@ from titan_launch.plan.memory.ledger import (
     state_bytes,
     temporary_bytes,
 )
-from titan_launch.plan.memory.tape import SECOND, Bytes, Gradient, Sent, Step, Tape, root_path
+from titan_launch.plan.memory.tape import SECOND, Bytes, Sent, Step, Tape, root_path
 from titan_launch.plan.mup import WidthScales
 from titan_launch.plan.param_groups import (
     GroupSettings,
@@ -61,12 +62,11 @@ class ReplayedStep:
 
     footprint: Footprint
     traffic: Traffic
-    seconds: Seconds | None
-    """None if the speeds of the device are not known."""
+    seconds: Seconds
 
 
 def local_plan(plan: ModelPlan, shapes: Mapping[str, tuple[int, ...]]) -> ModelPlan:
-    """Return the plan in which each parameter has the shape that tensor parallelism leaves to this rank. `shapes`:
+    """Return the plan with the shapes of parameters that tensor parallelism leaves to this rank. `shapes`:
     `Tape.shapes`."""
     if not shapes:
         return plan
@@ -86,10 +86,10 @@ def group_sizes(
     plans: Iterable[tuple[ModelPlan, ModelPlan]], config: OptimizerConfig, layout: Layout, scales: WidthScales
 ) -> list[GroupSizes]:
     """Return the sizes of the shards of the trained parameters, by optimizer group. If the optimizer is sharded over
-    replicas, return the sizes of the chunks that a rank updates instead.
+    replicas, return the sizes of the chunks that a rank updates instead. `plans`: for each part of the model, its plan
+    and the result of `local_plan`.
 
-    A shared parameter is listed once. It belongs to a group if any of its paths matches the glob of the group. `plans`:
-    for each part of the model, its plan and the result of `local_plan`.
+    A shared parameter is listed once, in the first group whose glob matches any of its paths.
     """
     paths: defaultdict[str, list[str]] = defaultdict(list)
     undecayed: defaultdict[str, bool] = defaultdict(bool)
@@ -110,7 +110,7 @@ def group_sizes(
             inner[name] &= is_inner_matrix(parameter.name, num_axes, classes, module.path, whole.inventory.head)
             if parameter.requires_grad:
                 unit = whole.unit_of[module.path]
-                shape = shard_shape(own, layout.shards_of(unit), unit.expert_parallel)
+                shape = shard_shape(own, unit, layout)
                 num_elements = chunk_numel(shape, layout.optimizer_replicas)
                 shards.setdefault(name, ShardSize(parameter.shape, num_elements, unit.storage_dtype))
     groups: dict[str, tuple[GroupSettings, list[ShardSize]]] = {}
@@ -142,13 +142,7 @@ _BYTES = (
 )
 """The fields of `Traffic` whose bytes `Context.count` counts."""
 
-_WITH_NUMBER = {
-    "post_forward",
-    "complete_forward",
-    "begin_microbatch",
-    "pop_forward_order",
-    "restore_forward_order",
-}
+_WITH_NUMBER = {"post_forward", "complete_forward", "begin_microbatch", "pop_forward_order", "restore_forward_order"}
 """Names of the `Step`s whose method takes `Step.number`."""
 
 _OF_CONTEXT = frozenset(dir(Context))
@@ -156,16 +150,14 @@ _OF_CONTEXT = frozenset(dir(Context))
 
 
 def _joined(units: Mapping[Unit, ExchangedUnit], whole: ModelPlan) -> list[ExchangedUnit]:
-    """Return the exchanged units of a rank. If several stages of the rank have parts of one unit, these parts are
-    joined, because they are exchanged together. `whole`: the plan of all stages."""
+    """Return the exchanged units of a rank. The parts of one unit in several stages of the rank are joined, because
+    they are exchanged together. `whole`: the plan of all stages."""
     found: dict[Unit, ExchangedUnit] = {}
     for unit, part in units.items():
         own = whole.sharded_by[unit.modules[0]]
-        before = found.get(own)
-        joined = (
-            part if before is None else part._replace(numel=before.numel + part.numel, width=before.width + part.width)
-        )
-        found[own] = joined
+        if before := found.get(own):
+            part = part._replace(numel=before.numel + part.numel, width=before.width + part.width)
+        found[own] = part
     return list(found.values())
 
 
@@ -177,7 +169,7 @@ class RankModel:
     """The plan of the model with all blocks and stages."""
 
     plans: tuple[ModelPlan, ...]
-    """The plan of the model with only the blocks on the tape. With pipeline parallelism, the plan of each stage of the
+    """The plan of the model with only the blocks on the tape. With pipeline parallelism, one plan for each stage of the
     rank."""
 
     tape: Tape
@@ -190,7 +182,7 @@ class RankModel:
 
     @cached_property
     def local_plans(self) -> list[ModelPlan]:
-        """The plans, with the parts of the parameters that tensor parallelism leaves to this rank."""
+        """For each plan, the result of `local_plan`."""
         return [local_plan(plan, self.tape.shapes) for plan in self.plans]
 
     @cached_property
@@ -201,23 +193,15 @@ class RankModel:
 
     @cached_property
     def exchanged(self) -> dict[Unit, ExchangedUnit]:
-        """The units whose gradients and parameters the replicas exchange, with the sizes of the exchange."""
+        """The result of `communication.exchanged_units` for all plans."""
         return {unit: size for plan in self.local_plans for unit, size in exchanged_units(plan, self.layout).items()}
 
 
 class Replay:
     """A replay of one step on one rank: the parts of the model, with their FSDP2 units."""
 
-    def __init__(
-        self,
-        config: JobConfig,
-        model: RankModel,
-        kernels: Kernels,
-        second: SecondModel | None = None,
-        clock: Clock | None = None,
-    ):
-        """`second`: the second model of the loss. `clock`: a new clock; None if the speeds of the device are not
-        known."""
+    def __init__(self, config: JobConfig, model: RankModel, kernels: Kernels, second: SecondModel | None, clock: Clock):
+        """`second`: the second model of the loss; None if the loss has none. `clock`: a new clock."""
         self._config = config
         self._model = model
         self._layout = layout = model.layout
@@ -240,13 +224,12 @@ class Replay:
 
     def _add(self, root: str, config: JobConfig, plan: ModelPlan) -> None:
         """Add the units of a model, or of a pipeline stage, whose root has the path `root` on the tape."""
-        leave_early = gradients_leave_early(self._config.training)
         splits_backward = self._config.parallelism.pipeline_parallel_schedule in SPLIT_BACKWARD_SCHEDULES
         context = self._contexts[root] = Context(
             self._ledger,
             self._layout,
             self._config.gradient_accumulation,
-            self._model.exchanged if leave_early else {},
+            self._model.exchanged if gradients_leave_early(self._config.training) else {},
             splits_backward and self._layout.pipeline > 1,
             self._clock,
         )
@@ -270,24 +253,23 @@ class Replay:
         self._units |= {prefix + path if path else root: unit for path, unit in by_path.items()}
 
     def step(self, num_microbatches: int) -> ReplayedStep:
-        """Replay a step of `num_microbatches` microbatches. May be called only once."""
+        """Replay a step of `num_microbatches` microbatches. A `Replay` can replay only one step."""
         self._ledger.enter(StepPoint(0, "forward", ""))
         self._allocate_state()
         count, layout, config = num_microbatches, self._layout, self._config
         if layout.pipeline > 1:
             self._play(0)
-            if self._clock is not None:
-                self._clock.stages(count * stages_per_rank(config.parallelism))
+            self._clock.stages(count * stages_per_rank(config.parallelism))
             traffic = scaled_to_step(self._take_traffic(), count, layout, config.gradient_accumulation)
-            times = [self._time()]
+            times = [self._clock.seconds]
         else:
-            count, seen, times = min(count, MICROBATCHES), [], [self._time()]
+            count, seen, times = min(count, MICROBATCHES), [], [self._clock.seconds]
             for microbatch in range(count):
                 for context in self._contexts.values():
                     context.begin_microbatch(microbatch == count - 1)
                 self._play(microbatch)
                 seen.append(self._take_traffic())
-                times.append(self._time())
+                times.append(self._clock.seconds)
             traffic = traffic_of_microbatches(seen, layout.num_microbatches)
         self._ledger.enter(StepPoint(count - 1, "optimizer", ""))
         for context in self._contexts.values():
@@ -298,17 +280,13 @@ class Replay:
         traffic += traffic_of_replicas(units, layout.optimizer_replicas)
         return ReplayedStep(self._ledger.footprint(), traffic, self._seconds(times, units))
 
-    def _time(self) -> Seconds:
-        return Seconds() if self._clock is None else self._clock.seconds
-
-    def _seconds(self, times: Sequence[Seconds], units: Iterable[ExchangedUnit]) -> Seconds | None:
-        """Return the times of the whole step, including its update; None without a clock.
+    def _seconds(self, times: Sequence[Seconds], units: Iterable[ExchangedUnit]) -> Seconds:
+        """Advance the clock by the exchange between replicas and the optimizer's update. Return the times of the whole
+        step.
 
         `times`: the times at the start of the step and after each replayed microbatch. With pipeline parallelism, only
-        the time after all microbatches. `units`: the units whose gradients the replicas exchange.
+        the times after all microbatches. `units`: the units whose gradients the replicas exchange.
         """
-        if self._clock is None:
-            return None
         replicas, every = self._layout.optimizer_replicas, self._layout.num_microbatches
         for unit in units:
             self._clock.exchange_replicas("reduce_scatter", replicas * unit.reduced)
@@ -333,16 +311,14 @@ class Replay:
         for context in self._contexts.values():
             context.traffic.clear()
         exchanges: dict[str, Any] = {
-            axis: Exchange(counts[axis], counts[f"{axis}_bytes"])
-            for axis in ("tensor", "context", "pipeline", "expert")
+            axis.name: Exchange(counts[axis.name], counts[f"{axis.name}_bytes"]) for axis in MODEL_AXES
         }
         bytes_: dict[str, Any] = {name: counts[name] for name in _BYTES}
         collectives = Collectives(counts["all_gathers"], counts["reduce_scatters"], counts["all_reduces"])
         return Traffic(collectives, **bytes_, **exchanges)
 
     def _allocate_state(self) -> None:
-        """Allocate the memory that exists before the step: parameter shards, optimizer state, the moving average of the
-        parameters, and buffers."""
+        """Allocate the memory that exists before the step."""
         for context in self._contexts.values():
             for unit in context.units:
                 self._ledger.allocate(unit.shard_bytes, Category.PARAMETERS)
@@ -364,19 +340,16 @@ class Replay:
                             allocate(num_bytes, category)
                     if event.in_product:
                         ledger.product()
-                elif isinstance(event, (Sent, Work)):
-                    if clock is not None:
-                        clock.work(event) if isinstance(event, Work) else clock.exchange(*event)
+                elif isinstance(event, Work):
+                    clock.work(event)
+                elif isinstance(event, Sent):
+                    clock.exchange(*event)
+                elif isinstance(event, Step):
+                    unit = self._units[event.path]
+                    call = getattr(unit.context if event.name in _OF_CONTEXT else unit, event.name)
+                    call(event.number) if event.name in _WITH_NUMBER else call()
                 else:
-                    self._do(event)
+                    unit, index = self._places[event.parameter]
+                    category, dtype = event.category, event.dtype
+                    unit.accumulate(index, Storage(ledger, event.num_bytes, category, dtype, taken_from=category))
         next(iter(self._contexts.values())).traffic.update(tape.sent)
-
-    def _do(self, event: Step | Gradient) -> None:
-        if isinstance(event, Step):
-            unit = self._units[event.path]
-            call = getattr(unit.context if event.name in _OF_CONTEXT else unit, event.name)
-            call(event.number) if event.name in _WITH_NUMBER else call()
-        else:
-            unit, index = self._places[event.parameter]
-            category, dtype = event.category, event.dtype
-            unit.accumulate(index, Storage(self._ledger, event.num_bytes, category, dtype, taken_from=category))

@@ -1,5 +1,4 @@
-"""The planner's engine: memory, traffic and times of a rank in a step, from recorded tapes and a replay of FSDP2. No
-torch."""
+"""The planner's engine: memory, traffic and times of a rank in a step, from recorded tapes and replays. No torch."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from titan_launch.plan.communication import Traffic, on_line, rings_of
 from titan_launch.plan.hardware import Kernels
 from titan_launch.plan.job import Choice, plan_units, plan_untrained, with_choice
 from titan_launch.plan.layout import Layout
-from titan_launch.plan.memory.clock import Clock, Seconds, seconds_on_line
+from titan_launch.plan.memory.clock import Clock, Seconds
 from titan_launch.plan.memory.depth import Shortcut, find_shortcut, without_blocks
 from titan_launch.plan.memory.ledger import Footprint, extrapolate, with_growth
 from titan_launch.plan.memory.recordings import Recordings, TapesOf
@@ -28,7 +27,7 @@ from titan_launch.plan.memory.tape import with_blocks
 from titan_launch.plan.module_selection import checkpointed_modules
 from titan_launch.plan.mup import width_scales
 from titan_launch.plan.pipeline import counts_to_run, parts_on_rank, representative_ranks
-from titan_launch.plan.speeds import Speeds
+from titan_launch.plan.speeds import Speeds, no_speeds
 from titan_launch.plan.types import ModelPlan
 
 
@@ -42,8 +41,8 @@ class Parts(NamedTuple):
     """The plan of each part."""
 
     shortcut: Shortcut | None
-    """The shallower models from which the prediction is extrapolated. None: there are several parts, or the blocks do
-    not repeat often enough."""
+    """The shallower models from which the prediction is extrapolated. None if there are several parts, or if the blocks
+    do not repeat often enough."""
 
 
 class ReplayEngine:
@@ -57,14 +56,14 @@ class ReplayEngine:
         recordings: Recordings,
         speeds: Speeds | None = None,
     ):
-        """`speeds`: None if no times are needed, or if the speeds are not known. There are also no times if the speed
-        of a link between the ranks is not known."""
+        """`speeds`: None if no times are needed, or if the speeds of the device are not known."""
         # A compiled job is planned as an eager one.
         self._config = config.model_copy(update={"compile": CompileConfig()})
         self._layout = layout
         self._kernels = kernels
         self._rings = rings_of(layout, config.planner.gpus_per_node)
-        self._speeds = speeds if speeds is not None and speeds.knows(self._rings) else None
+        self._knows_times = speeds is not None and speeds.knows(self._rings.every)
+        self._speeds = speeds or no_speeds()
         self._recordings = recordings
         self._counts = counts_to_run(config.parallelism, layout) if layout.pipeline > 1 else (1,)
         self._steps: dict[Choice, ReplayedStep] = {}
@@ -74,16 +73,16 @@ class ReplayEngine:
         self._second = cache(self._second_model)
 
     def __call__(self, choice: Choice) -> Footprint:
-        """Return the active memory of the rank with the highest peak. Raises ConfigError as a run would."""
+        """Return the active memory of the rank with the highest peak. Raises ConfigError for the same jobs as a run."""
         return self._step(choice).footprint
 
     def traffic(self, choice: Choice) -> Traffic:
-        """Return the traffic of a step, for the rank with the highest peak, as in `__call__`."""
+        """Return the traffic of a step, for the rank with the highest memory peak."""
         return self._step(choice).traffic
 
     def seconds(self, choice: Choice) -> Seconds | None:
         """Return the times of the slowest rank in a step; None if the speed of the device or of a link is not known."""
-        return self._step(choice).seconds
+        return self._step(choice).seconds if self._knows_times else None
 
     def _step(self, choice: Choice) -> ReplayedStep:
         if choice not in self._steps:
@@ -96,8 +95,6 @@ class ReplayEngine:
     def _parts_of_rank(
         self, keep_params_unsharded: bool, checkpointing: ActivationCheckpointConfig, rank: int
     ) -> Parts:
-        """Return the plans of a pipeline rank's stages, or of the whole model. With a single plan, also return its
-        shallower models (`find_shortcut`)."""
         plan = self._plan(keep_params_unsharded)
         plan = replace(plan, checkpointed=checkpointed_modules(plan.inventory, checkpointing))
         plans = parts_on_rank(plan, rank)
@@ -108,7 +105,7 @@ class ReplayEngine:
         with garbage_collection_disabled():  # reference counts free all objects of a replay
             ranks = [self._of_rank(choice, rank) for rank in representative_ranks(plan)]
         fullest = max(ranks, key=lambda step: step.footprint.peak_bytes)
-        return replace(fullest, seconds=max((step.seconds for step in ranks if step.seconds is not None), default=None))
+        return replace(fullest, seconds=max(step.seconds for step in ranks))
 
     def predict_ahead(self, choices: Sequence[Choice]) -> None:
         """Predict several choices, in up to four processes (`in_forks`), and keep the results for later calls."""
@@ -121,19 +118,20 @@ class ReplayEngine:
         self._recordings.record_ahead([tapes for tapes in dict.fromkeys(chain.from_iterable(wanted)) if tapes])
 
     def _wanted(self, choice: Choice, rank: int) -> tuple[TapesOf, TapesOf | None]:
-        """Return the recording that a prediction needs for a pipeline rank. Return a second recording for the first
-        microbatch if that differs from later ones, else None."""
+        """Return the recording that a prediction needs for a pipeline rank, and the recording of the first microbatch.
+        The second one is None if the first microbatch does not differ from later ones."""
         checkpointing, layout = choice.activation_checkpoint, self._layout
         own, first = TapesOf(checkpointing, rank, self._counts), TapesOf(checkpointing, is_deferred=True)
         is_deferred = layout.num_microbatches > 1 and not choice.accumulation.row.reduce_scatters_each
         if not (ACCUMULATES_IN_GRAD and is_deferred and layout.pipeline == 1):
             return own, None
         # A shared parameter gets a gradient from each of its uses. In a microbatch without a reduction, autograd
-        # converts each of them to the reduce dtype before it adds them.
-        return own, first if _is_tied(self._plan(bool(choice.accumulation.keep_params_unsharded))) else None
+        # converts each of these gradients to the reduce dtype before it adds them.
+        modules = self._plan(bool(choice.accumulation.keep_params_unsharded)).inventory.modules
+        is_tied = any(p.tied_to is not None and p.requires_grad for module in modules for p in module.parameters)
+        return own, first if is_tied else None
 
     def _of_rank(self, choice: Choice, rank: int) -> ReplayedStep:
-        """Return the prediction for a pipeline rank."""
         layout, counts = self._layout, self._counts
         if layout.pipeline == 1:
             return self._replayed(choice, rank, 0, layout.num_microbatches)
@@ -142,42 +140,37 @@ class ReplayEngine:
         seconds = step.seconds
         if longer:
             factor = (layout.num_microbatches - counts[0]) / (counts[1] - counts[0])
-            seconds = seconds_on_line(seconds, longer[0].seconds, factor)
+            seconds = seconds.on_line(longer[0].seconds, factor)
         return ReplayedStep(replace(footprint, pipeline_rank=rank), step.traffic, seconds)
 
     def _replayed(self, choice: Choice, rank: int, index: int, num_microbatches: int) -> ReplayedStep:
-        """Replay the tape at `index` of the recording. If possible, replay two shallower models and extrapolate. Else,
-        replay the model at its own depth."""
+        """Return the prediction from the tape at `index` of the recording: extrapolated from replays of two shallower
+        models if possible, else from a replay of the whole model."""
         config, is_kept = with_choice(self._config, choice), bool(choice.accumulation.keep_params_unsharded)
         wanted, first = self._wanted(choice, rank)
         shortcut = self._parts(is_kept, wanted.checkpointing, rank).shortcut
 
         def at(removed: tuple[str, ...]) -> ReplayedStep:
-            model = self._model(is_kept, wanted, first, index, removed)
-            clock = None
-            if self._speeds is not None:
-                clock = Clock(self._speeds, self._rings)
+            model, clock = self._model(is_kept, wanted, first, index, removed), Clock(self._speeds, self._rings)
             return Replay(config, model, self._kernels, self._second(), clock).step(num_microbatches)
 
         if shortcut is not None and self._recordings.tapes(wanted)[index].parts[0].likes:
             shorter, longer = at(shortcut.removed_from_shorter), at(shortcut.removed_from_longer)
             footprint = extrapolate(shorter.footprint, longer.footprint, shortcut.factor)
             if footprint is not None:
-                seconds = seconds_on_line(shorter.seconds, longer.seconds, shortcut.factor)
-                if seconds is not None and self._speeds is not None:
-                    # Blocks with equal signatures may compute differently: attention may have a window in some. So the
-                    # operations of all blocks are summed, instead of extrapolated.
-                    microbatches = num_microbatches if self._layout.pipeline == 1 else 1
-                    work = self._recordings.tapes(wanted)[index].work
-                    seconds = seconds.with_recorded(*self._speeds.of_work(work, microbatches))
+                # Blocks with equal signatures may compute differently: attention may have a window in some blocks. So
+                # the operations of all blocks are summed, instead of extrapolated.
+                work, microbatches = self._recordings.tapes(wanted)[index].work, num_microbatches
+                recorded = self._speeds.of_work(work, microbatches if self._layout.pipeline == 1 else 1)
+                seconds = shorter.seconds.on_line(longer.seconds, shortcut.factor).with_recorded(*recorded)
                 return ReplayedStep(footprint, on_line(shorter.traffic, longer.traffic, shortcut.factor), seconds)
         return at(())
 
     def _model_of_rank(
         self, keep_params_unsharded: bool, wanted: TapesOf, first: TapesOf | None, index: int, removed: tuple[str, ...]
     ) -> RankModel:
-        """Return what a rank replays without the `removed` blocks. `first`: the recording of the first microbatch, if
-        it differs from later ones. `index`: index of the tape in the recording `wanted`."""
+        """Return the parts of the model that a rank replays, without the `removed` blocks. `wanted`, `first`: result of
+        `_wanted`. `index`: index of the tape in the recording `wanted`."""
         parts = self._parts(keep_params_unsharded, wanted.checkpointing, wanted.pipeline_rank)
         plans = tuple(without_blocks(plan, removed) for plan in parts.plans) if removed else parts.plans
         tape = with_blocks(self._recordings.tapes(wanted)[index], removed)
@@ -191,9 +184,3 @@ class ReplayEngine:
             return None
         own = frozen_job(self._config, found)
         return SecondModel(own, plan_untrained(own, inventory))
-
-
-def _is_tied(plan: ModelPlan) -> bool:
-    """Return True if a trained parameter of the model has several uses."""
-    parameters = (p for module in plan.inventory.modules for p in module.parameters)
-    return any(p.tied_to is not None and p.requires_grad for p in parameters)

@@ -1,7 +1,7 @@
-"""Tapes: records of what one rank allocates and frees in one microbatch, without the memory of FSDP2. No torch.
+"""Tapes: records of what one rank allocates, frees, computes and sends in one microbatch, without FSDP2. No torch.
 
-`trace.recorder` records a tape with PyTorch itself. `plan.memory.replay` plays it with FSDP2's own memory, under any
-mode of gradient accumulation and any number of shards and blocks: the tape does not depend on them.
+`trace.recorder` records a tape with PyTorch. `plan.memory.replay` replays the tape and adds the memory and the
+collectives of FSDP2. A tape does not depend on the mode of gradient accumulation, nor on the number of shards.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import cached_property
 from itertools import chain, groupby
 from typing import Any, NamedTuple, TypeVar
 
-from titan_launch.plan.memory.ledger import Category
+from titan_launch.plan.memory.ledger import HELD, Category
 from titan_launch.plan.speeds import Work
 from titan_launch.plan.types import enclosing, is_within
 
@@ -21,18 +21,16 @@ T = TypeVar("T")
 
 OF_FSDP = frozenset(
     {
-        Category.PARAMETERS,
-        Category.OPTIMIZER,
+        *HELD,
         Category.GRADIENTS,
         Category.UNSHARDED_GRADIENTS,
         Category.UNSHARDED_PARAMETERS,
         Category.ALL_GATHER,
         Category.REDUCE_SCATTER,
         Category.OPTIMIZER_TEMPORARIES,
-        Category.EMA,
     }
 )
-"""The categories that a replay adds. A tape does not have them."""
+"""The categories that a replay adds. They are not on a tape."""
 
 
 SECOND = "@"
@@ -40,8 +38,8 @@ SECOND = "@"
 
 
 def root_path(part: int | None) -> str:
-    """Return the path of a root module of FSDP2. `part`: None for the model, or the index of a pipeline stage among
-    those of this rank."""
+    """Return the path of a root module of FSDP2. `part`: index of a pipeline stage among the stages of this rank; None
+    for a whole model."""
     return "" if part is None else f"#{part}"
 
 
@@ -62,14 +60,14 @@ class Step(NamedTuple):
     """Name of a method of `plan.memory.fsdp.ShardedUnit`, or of the `Context` of a root."""
 
     path: str
-    """Path of a module of the unit. The root module has the path of `root_path`."""
+    """Path of a module of the unit; for the root module, the result of `root_path`."""
 
     number: int = 0
     """Argument of the method, if it has one."""
 
 
 class Gradient(NamedTuple):
-    """A gradient that a parameter takes from autograd. The tape has already allocated its memory."""
+    """A gradient that a parameter takes from autograd. An earlier event has allocated its memory."""
 
     parameter: str
     """Full name."""
@@ -77,14 +75,14 @@ class Gradient(NamedTuple):
     num_bytes: int
     dtype: str
     category: Category
-    """The category under which the tape has allocated the gradient."""
+    """The category under which an earlier event has allocated the gradient."""
 
 
 class Sent(NamedTuple):
-    """A collective along an axis of the mesh that is not FSDP2's."""
+    """A collective along an axis of the mesh, without those of FSDP2."""
 
     axis: str
-    """A field of `plan.communication.Traffic`: `tensor`, `context`, `pipeline` or `expert`."""
+    """Name of an axis of model parallelism, such as `tensor`."""
 
     num_bytes: int
 
@@ -113,22 +111,20 @@ class Blocks:
     """For each block that was not recorded: the recorded block that stands for it."""
 
     equals: Mapping[str, str] = field(default_factory=dict)
-    """Pairs of recorded blocks of one kind that must have the same events (`is_uniform`): the second block, which
-    stands for others, and the last but one."""
+    """Pairs of recorded blocks of one kind that must have the same events (`is_uniform`): the second block and the last
+    but one."""
 
     @classmethod
     def shortened(
         cls, paths: tuple[str, ...], kinds: Sequence[Hashable], variants: Mapping[str, Hashable] | None = None
     ) -> Blocks:
-        """Return the blocks `paths`, and choose which of them are recorded. `kinds`: a kind for each path.
+        """Return the blocks `paths`, and choose which blocks are recorded. `kinds`: the kind of each block. Blocks of
+        one kind allocate the same memory. `variants`: the variant of a block, by path. Blocks of one kind and one
+        variant also compute the same.
 
-        Of each kind, the first two and the last two blocks are recorded. The first and the last may differ from the
-        others. The second block stands for all that are not recorded. `is_uniform` checks that the second block equals
-        the last but one, which shows that the blocks in between are alike.
-
-        `variants`: the variant of a block, by path. Blocks of one kind allocate the same memory, but only blocks of one
-        variant also compute the same. So at least one block of each variant is recorded, and stands for the others of
-        its variant.
+        Of each kind, the first two and the last two blocks are recorded, and one block of each other variant. The
+        second block, or that of its variant, stands for a block that is not recorded. `is_uniform` checks that the
+        second block equals the last but one. The blocks in between are then alike.
         """
         variant_of = variants or {}
         members: dict[Hashable, list[str]] = {}
@@ -136,7 +132,7 @@ class Blocks:
             members.setdefault(kind, []).append(path)
         likes, equals = dict[str, str](), dict[str, str]()
         for of_kind in members.values():
-            if len(of_kind) > _MOST_RECORDED:
+            if len(of_kind) > 4:
                 _, second, *others, last_but_one, _ = of_kind
                 equals[second] = last_but_one
                 recorded = {variant_of.get(last_but_one): last_but_one, variant_of.get(second): second}
@@ -145,9 +141,6 @@ class Blocks:
                     if stand_in != path:
                         likes[path] = stand_in
         return cls(paths, likes, equals)
-
-
-_MOST_RECORDED = 4
 
 
 @dataclass(frozen=True)
@@ -162,16 +155,16 @@ class Tape:
     """Bytes of the buffers on this rank during the whole step, by full name."""
 
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """This rank's part of each parameter that tensor parallelism divides, by full name."""
+    """Shape of this rank's part of each parameter that tensor parallelism divides, by full name."""
 
     reduced: Mapping[str, int] = field(default_factory=dict)
-    """For each parameter whose gradient is reduced over the ranks of tensor parallelism before FSDP2 reduces it: the
-    number of elements that this rank sends in this reduction, by full name."""
+    """Number of elements that this rank sends when tensor parallelism reduces the gradient of a parameter, before FSDP2
+    does. By full name of the parameter."""
 
     @cached_property
     def sent(self) -> Counter[str]:
-        """Calls and bytes of the collectives outside of FSDP2. The key of the calls is the axis, and the key of the
-        bytes is `AXIS_bytes`."""
+        """Calls and bytes of the collectives outside of FSDP2, by axis: the keys are `tensor`, `tensor_bytes` and so
+        on."""
         found = Counter[str]()
         for event in (event for segment in self.segments for event in segment.events if isinstance(event, Sent)):
             found[event.axis] += 1
@@ -180,7 +173,7 @@ class Tape:
 
     @cached_property
     def work(self) -> Counter[Work]:
-        """The operations of the whole model, also those of blocks that were not recorded."""
+        """The operations of the whole model, including blocks that were not recorded."""
         stands_for = Counter(like for part in self.parts for like in part.likes.values())
         found = Counter[Work]()
         for segment in self.segments:
@@ -191,11 +184,11 @@ class Tape:
 
 
 def compact(events: Iterable[Event]) -> Iterator[Event]:
-    """Yield the events, with each run of allocations and frees reduced to its highest points and its end.
+    """Yield the events, with each series of allocations and frees reduced to three states: the highest total, the
+    highest total in a matrix product, and the end.
 
-    A run ends at the next hook call, gradient or offloaded tensor. Of a run, only three states count: the highest
-    total, the highest total in a matrix product, and the end. Computation and collectives do not end a run, because
-    they hold no memory. Computation is moved to the next hook call, and collectives are moved to the end of the events.
+    A series ends at the next hook call, gradient or offloaded tensor. Computation and collectives do not end it,
+    because they hold no memory. Computation is moved to the next hook call. Collectives are moved to the end.
     """
     run, sent, work = list[Bytes](), list[Sent](), Counter[Work]()
     for event in events:
@@ -241,8 +234,7 @@ def _states(run: Sequence[Bytes]) -> Iterator[Bytes]:
 
 
 _Visits = dict[tuple[int, str, str], list[list[Segment]]]
-"""The segments of each run of a module, by microbatch, phase and module. A module may run several times, because a loss
-may run the model twice."""
+"""The segments of each call of a module, by microbatch, phase and module. A loss may call the model twice."""
 
 
 def _visits(tape: Tape) -> _Visits:
@@ -259,11 +251,12 @@ def is_uniform(tape: Tape, compares_work: bool = False) -> bool:
     visits = _visits(tape)
     phases = {(microbatch, phase) for microbatch, phase, _ in visits}
 
+    def compared(segment: Segment, names: Mapping[str, str]) -> Segment:
+        events = (event for event in segment.events if compares_work or not isinstance(event, Work))
+        return _renamed(replace(segment, events=tuple(events)), names)
+
     def events(block: str, phase: tuple[int, str], names: Mapping[str, str]) -> list[list[Segment]]:
-        return [
-            [_renamed(segment if compares_work else _without_work(segment), names) for segment in visit]
-            for visit in visits.get((*phase, block), ())
-        ]
+        return [[compared(segment, names) for segment in visit] for visit in visits.get((*phase, block), ())]
 
     return all(
         all(events(one, phase, {}) == events(other, phase, {other: one}) for one, other in part.equals.items())
@@ -274,15 +267,17 @@ def is_uniform(tape: Tape, compares_work: bool = False) -> bool:
     )
 
 
-def _without_work(segment: Segment) -> Segment:
-    return replace(segment, events=tuple(event for event in segment.events if not isinstance(event, Work)))
-
-
 def with_blocks(tape: Tape, removed: Collection[str] = ()) -> Tape:
-    """Return the tape of a model with all of its outer blocks except the `removed` ones. Each block that was not
-    recorded gets a copy of the events of the block that stands for it (`Blocks.likes`)."""
+    """Return the tape of a model with all outer blocks except the `removed` ones. Each block that was not recorded gets
+    a copy of the events of its stand-in (`Blocks.likes`)."""
     like = {path: model for part in tape.parts for path, model in part.likes.items() if path not in removed}
-    after = {path: own for part in tape.parts for path, own in _not_recorded_after(part).items()}
+    after = dict[str, list[str]]()  # for each recorded block, the blocks up to the next recorded block
+    for part in tape.parts:
+        for path in part.paths:
+            if path not in part.likes:
+                followers = after[path] = list[str]()
+            else:
+                followers.append(path)  # the first block of a kind is recorded
     visits, seen = _visits(tape), Counter[tuple[int, str, str]]()
     segments: list[Segment] = []
     for (microbatch, phase, block), run in groupby(tape.segments, lambda s: (s.microbatch, s.phase, s.module)):
@@ -306,21 +301,9 @@ def with_blocks(tape: Tape, removed: Collection[str] = ()) -> Tape:
     )
 
 
-def _not_recorded_after(part: Blocks) -> dict[str, list[str]]:
-    """Return, for each recorded block, the blocks without a recording that follow it, up to the next recorded
-    block."""
-    found: dict[str, list[str]] = {}
-    for path in part.paths:
-        if path not in part.likes:
-            own = found[path] = list[str]()
-        else:
-            own.append(path)  # the first block of a kind is recorded
-    return found
-
-
 def _of_blocks(by_name: Mapping[str, T], like: Mapping[str, str], removed: Collection[str]) -> dict[str, T]:
     """Return a table by full names, without the `removed` blocks. Each block in `like` gets copies of the entries of
-    the block that stands for it."""
+    its stand-in."""
     added = {
         _rename(name, {model: path}): value
         for path, model in like.items()

@@ -1,5 +1,5 @@
-"""The runs of a proof: layouts of the twin (`plan.proof.twin`), and the single process that they are compared with. No
-torch."""
+"""The runs of a proof: layouts of the job's small twin (`plan.proof.twin`), and the single process that they are
+compared with. No torch."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
+from titan_launch.config.axes import PIPELINE, REPLICATE, SHARD, TENSOR
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.parallelism import ActivationCheckpointConfig, CompileConfig, ParallelismConfig
 from titan_launch.config.sections.training import GradientAccumulationConfig
-from titan_launch.plan.proof.twin import DEGREES, num_microbatches, splits_backward, world_size
+from titan_launch.plan.job import with_values
+from titan_launch.plan.proof.twin import NAMED_AXES, num_microbatches, splits_backward, world_size
 
 MOST_RANKS = 8
 """Largest number of processes of a run. A layout of more ranks is replaced by pairs of its axes."""
 
-AXES = (*DEGREES, "sharded optimizer")
-"""Parts of a layout that a run may have or lack. "sharded optimizer" needs "replicas"."""
+LAYOUT_PARTS = (*NAMED_AXES, "sharded optimizer")
+"""Parts of a layout that a run may have or lack. The part "sharded optimizer" needs the part "replicas"."""
 
 MODES = ("accumulation", "checkpointing", "chunks", "compile")
 """Other parts of a job that a run may have or lack, by the names that a certificate uses."""
@@ -31,8 +33,8 @@ class Case:
 
     config: JobConfig
     parts: tuple[str, ...]
-    """The axes and modes by which the run differs from the single process (`reference`). In a bisection, axes that the
-    run has only because these need them are not listed."""
+    """The axes and modes by which the run differs from the single process (`reference`). In a bisection, the axes that
+    `_with_needed` adds are not listed."""
 
     is_exact: bool = True
     """True if the run is in fp32, False if it is in the precision of the job."""
@@ -48,97 +50,79 @@ class Case:
         return ", ".join(_in_words(self.config, part) for part in self.parts) or "one process"
 
     def reference(self, has_batch_norm: bool) -> JobConfig:
-        """Return the job of the single process, which trains the same global batch without any axis or mode.
-
-        Without BatchNorm, its step is one microbatch. With BatchNorm, it has the same microbatches as the case, because
-        these decide the batch statistics. With synchronized statistics, a microbatch has the samples of all ranks.
-        """
+        """Return the job of the single process, which trains the same global batch without any axis or mode."""
         training, degrees = self.config.training, self.config.parallelism
         size = GLOBAL_BATCH
-        if has_batch_norm:
+        if has_batch_norm:  # batch statistics depend on the microbatch, so use the microbatches of the case
             ranks = degrees.data_parallel_replicate_degree * degrees.data_parallel_shard_degree
             assert training.local_batch_size != "auto"
             size = training.local_batch_size * (ranks if self.config.batchnorm.statistics == "synchronized" else 1)
-        return without(self.config, (*AXES, *MODES)).model_copy(
+        return without(self.config, (*LAYOUT_PARTS, *MODES)).model_copy(
             update={"training": training.model_copy(update={"local_batch_size": size})}
         )
 
 
 def cases(twin: JobConfig) -> Iterator[Case]:
-    """Yield the runs of a twin. The first run is one process with the first of the job's choices of modes (`_choices`).
+    """Yield the runs of a twin. The first run is one process with the first result of `_choices`. The further runs are:
 
-    Then there is a run in the twin's layout for each choice. If the layout has more than `MOST_RANKS` ranks, there is a
-    run for each pair of its axes instead, and the choices take turns. If the layout has one rank, the other choices run
-    in one process.
+    - for a layout with one rank: one process for each other choice;
+    - for a layout with at most `MOST_RANKS` ranks: this layout, once for each choice;
+    - for a larger layout: one run for each pair of its axes. The choices are used in turn.
     """
     choices = list(_choices(twin))
     axes = tuple(_axes(twin))
     own_modes = tuple(_modes(choices[0]))
     alone = without(choices[0], axes)
     yield Case(alone, own_modes)
-    choices = [_without_kernels(choice) for choice in choices]
+    # Inductor takes a minute to compile kernels, so the graphs of all other runs run operation by operation.
+    if twin.compile.enable and twin.compile.backend == "inductor":
+        choices = [with_values(choice, {("compile", "backend"): "aot_eager"}) for choice in choices]
     if not axes:
         yield from (Case(choice, tuple(_modes(choice))) for choice in choices[1:])
         return
     if world_size(twin.parallelism) <= MOST_RANKS:
         yield from (Case(choice, (*axes, *_modes(choice))) for choice in choices)
         return
-    for index, pair in enumerate(combinations([axis for axis in axes if axis in DEGREES], 2)):
+    for index, pair in enumerate(combinations([axis for axis in axes if axis in NAMED_AXES], 2)):
         config = without(choices[index % len(choices)], tuple(axis for axis in axes if axis not in _with_needed(pair)))
         yield Case(config, (*_axes(config), *_modes(config)))
 
 
-def _without_kernels(config: JobConfig) -> JobConfig:
-    """Return a twin whose compiled graphs run operation by operation, because inductor takes a minute to compile
-    kernels."""
-    if config.compile.backend != "inductor" or not config.compile.enable:
-        return config
-    return config.model_copy(update={"compile": config.compile.model_copy(update={"backend": "aot_eager"})})
-
-
-def single_parts(case: Case) -> list[Case]:
-    """Return a run for each part of a case, for a bisection. The run has this part and the axes that it needs."""
+def runs_with_parts(case: Case, number: int) -> list[Case]:
+    """Return a run for each combination of `number` parts of a case, for a bisection. The run has these parts and the
+    axes that they need."""
     found = []
-    for part in case.parts:
-        kept = _with_needed((part,))
+    for parts in combinations(case.parts, number):
+        kept = _with_needed(parts)
         config = without(case.config, tuple(other for other in case.parts if other not in kept))
-        found.append(Case(config, (part,), case.is_exact))
-    return found
-
-
-def pairs_of_parts(case: Case) -> list[Case]:
-    """Return a run for each pair of parts of a case, for a bisection. The run has these parts and the axes that they
-    need."""
-    found = []
-    for pair in combinations(case.parts, 2):
-        kept = _with_needed(pair)
-        config = without(case.config, tuple(other for other in case.parts if other not in kept))
-        found.append(Case(config, pair, case.is_exact))
+        found.append(Case(config, parts, case.is_exact))
     return found
 
 
 def _with_needed(parts: tuple[str, ...]) -> tuple[str, ...]:
     """Return the parts, and the axes that they need."""
     added = list(parts)
-    if "expert" in parts and not {"shards", "context"} & {*parts}:
-        added.append("shards")
+    within = [axis for part in parts if (axis := NAMED_AXES.get(part)) is not None and axis.is_within_shards]
+    if within and not any(axis.is_factor for axis in within):  # these axes have no ranks of their own
+        added.append(SHARD.ranks)
     if "sharded optimizer" in parts:
-        added.append("replicas")
+        added.append(REPLICATE.ranks)
     return tuple(added)
 
 
 def without(config: JobConfig, parts: tuple[str, ...]) -> JobConfig:
-    """Return a twin without the given axes and modes. Modes that need one of these are removed, too. The batch is
-    divided over the remaining ranks."""
-    degrees: dict[str, Any] = {DEGREES[part]: 1 for part in parts if part in DEGREES}
+    """Return a twin without the given axes and modes, and without modes that need one of them. The batch is divided
+    over the remaining ranks."""
+    degrees: dict[str, Any] = {NAMED_AXES[part].key[1]: 1 for part in parts if part in NAMED_AXES}
     if {"sharded optimizer", "replicas"} & {*parts}:
         degrees["shard_optimizer_over_replicas"] = False
     parallelism = config.parallelism.model_copy(update=degrees)
-    if parallelism.tensor_parallel_degree == 1:
+    if parallelism.degree(TENSOR) == 1:
         parallelism = parallelism.model_copy(update={"sequence_parallel": True, "loss_parallel": True})
     changes: dict[str, Any] = {"parallelism": parallelism}
+    immediate = GradientAccumulationConfig(mode="immediate")
     plain = {
-        "accumulation": ("gradient_accumulation", GradientAccumulationConfig(mode="immediate")),
+        "accumulation": ("gradient_accumulation", immediate),
         "checkpointing": ("activation_checkpoint", ActivationCheckpointConfig()),
         "chunks": ("loss", config.loss.model_copy(update={"chunks": 1})),
         "compile": ("compile", CompileConfig()),
@@ -148,19 +132,18 @@ def without(config: JobConfig, parts: tuple[str, ...]) -> JobConfig:
     if "accumulation" in parts and splits_backward(parallelism):
         changed = changed.model_copy(update={"gradient_accumulation": _ONCE})
     if changed.gradient_accumulation.mode == "deferred_all_reduce" and not _all_reduces(parallelism):
-        mode = {"gradient_accumulation": GradientAccumulationConfig(mode="immediate")}
-        changed = changed.model_copy(update=mode)
+        changed = changed.model_copy(update={"gradient_accumulation": immediate})
     if changed.activation_checkpoint.mode == "memory_budget" and not changed.compile.enable:
         changed = changed.model_copy(update={"activation_checkpoint": ActivationCheckpointConfig()})
     return with_batch(changed)
 
 
 _ONCE = GradientAccumulationConfig(mode="deferred", keep_params_unsharded=True)
-"""The only gradient accumulation mode of schedules that split backward."""
+"""The only gradient accumulation mode with which schedules can split backward."""
 
 
 def with_batch(config: JobConfig) -> JobConfig:
-    """Return a twin whose step has 16 samples, in at least two microbatches of equal size on each rank."""
+    """Return a twin whose step has `GLOBAL_BATCH` samples, in at least two microbatches of equal size on each rank."""
     degrees = config.parallelism
     ranks = degrees.data_parallel_replicate_degree * degrees.data_parallel_shard_degree
     local = GLOBAL_BATCH // (ranks * num_microbatches(config))
@@ -173,14 +156,13 @@ GLOBAL_BATCH = 16
 
 def _axes(config: JobConfig) -> Iterator[str]:
     degrees = config.parallelism
-    yield from (axis for axis, key in DEGREES.items() if getattr(degrees, key) > 1)
+    yield from (name for name, axis in NAMED_AXES.items() if degrees.degree(axis) > 1)
     if degrees.shard_optimizer_over_replicas and degrees.data_parallel_replicate_degree > 1:
         yield "sharded optimizer"
 
 
 def _modes(config: JobConfig) -> Iterator[str]:
-    """Yield the modes of a twin, by their names in `MODES`. "accumulation" is always among them, because every run
-    accumulates gradients."""
+    """Yield the modes of a twin, by their names in `MODES`. Every run accumulates gradients."""
     yield "accumulation"
     if config.activation_checkpoint.mode != "none":
         yield "checkpointing"
@@ -192,8 +174,7 @@ def _modes(config: JobConfig) -> Iterator[str]:
 
 def _choices(twin: JobConfig) -> Iterator[JobConfig]:
     """Yield the twin with the accumulation and checkpointing modes that the job sets. For `auto`, yield all modes that
-    it may choose, each at least once, except checkpointing `none`: the other modes compute the same and more. A
-    schedule that splits backward always has the accumulation mode `_ONCE`."""
+    `auto` may choose, each at least once, except checkpointing `none`, whose operations the other modes run, too."""
     accumulation, checkpointing = twin.gradient_accumulation, twin.activation_checkpoint
     if splits_backward(twin.parallelism):
         modes = [_ONCE]
@@ -219,8 +200,7 @@ def _all_reduces(parallelism: ParallelismConfig) -> bool:
 
 
 def in_precision(case: Case, twin: JobConfig) -> Case:
-    """Return a case with the dtypes of `twin`: an fp32 case in the precision of the job, or the reverse. `is_exact` is
-    inverted."""
+    """Return a case with the dtypes of `twin`: an fp32 case in the precision of the job, or the reverse."""
     sections = {name: getattr(twin, name) for name in ("precision", "optimizer")}
     return replace(case, config=case.config.model_copy(update=sections), is_exact=not case.is_exact)
 
@@ -231,11 +211,11 @@ def has_compiler(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def _in_words(config: JobConfig, part: str) -> str:
-    if part in DEGREES:
-        words = f"{part} {getattr(config.parallelism, DEGREES[part])}"
-        if part == "pipeline":
+    if part in NAMED_AXES:
+        words = f"{part} {config.parallelism.degree(NAMED_AXES[part])}"
+        if part == PIPELINE.name:
             words += f" ({config.parallelism.pipeline_parallel_schedule})"
-        if part == "tensor":
+        if part == TENSOR.name:
             off = [key for key in ("sequence_parallel", "loss_parallel") if not getattr(config.parallelism, key)]
             words += "".join(f" without {key}" for key in off)
         return words

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
+from titan_launch.plan.report.table import aligned
+
 Verdict = Literal["proven", "differs", "cannot be proven"]
 
 
@@ -22,7 +24,7 @@ class Row:
     """`float32`, or the dtypes of the job."""
 
     errors: Mapping[str, float]
-    """The largest relative difference of each kind of result: `loss`, `gradient`, `update`, and so on."""
+    """Largest relative difference of each kind of result: `loss`, `gradient`, `update`, and so on."""
 
     tolerances: Mapping[str, float]
     num_results: int
@@ -38,8 +40,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Finding:
-    """The first place where a run departs from the single process. If a run with one or two of its axes and modes shows
-    the difference, too, the fields from `result` to `how` describe the smallest such run."""
+    """The first place where a run departs from the single process. The fields from `result` to `how` describe the
+    smallest run with one or two of its axes and modes that shows the difference, if there is one."""
 
     run: str
     result: str
@@ -58,8 +60,8 @@ class Finding:
     """The results that depart at this place, in words: `its output departs by 1.6e-01`."""
 
     parts: tuple[str, ...]
-    """Names of the runs with a single axis or mode that show the difference. If there are none: names of the runs with
-    two axes or modes that show it."""
+    """Names of the runs with a single axis or mode that show the difference; if there are none, names of the runs with
+    two axes or modes that show the difference."""
 
     is_alone: bool = True
     """False if no run with a single axis or mode shows the difference."""
@@ -84,8 +86,8 @@ class Certificate:
     rows: tuple[Row, ...]
     findings: tuple[Finding, ...]
     problems: tuple[str, ...]
-    """Reasons why the layout cannot be proven: dead parameters, a model that is not deterministic. A difference is not
-    among them."""
+    """Reasons why the layout cannot be proven: parameters without a gradient, or a model that is not deterministic.
+    Differences are no such reasons."""
 
     unshrunk: tuple[str, ...]
     unproven: tuple[str, ...]
@@ -117,7 +119,7 @@ class Certificate:
         yield self.headline
         for finding in self.findings:
             yield ""
-            yield from describe_finding(finding)
+            yield from _describe_finding(finding)
         if self.problems:
             yield ""
             yield from self.problems
@@ -134,8 +136,7 @@ class Certificate:
         yield f"made in {self.seconds:.0f} s on {self.created} with {versions}; digest {self.digest}"
 
 
-def describe_finding(finding: Finding) -> Iterator[str]:
-    """Yield the lines about a difference."""
+def _describe_finding(finding: Finding) -> Iterator[str]:
     yield f"module: {finding.module} ({finding.how})"
     yield f"first result that differs: {finding.result} in step {finding.step}, by {finding.error:.1e} of its norm;"
     yield f"  its norm is {finding.ratio:.4g} times that of one process, the cosine is {finding.cosine:.4f}"
@@ -145,15 +146,12 @@ def describe_finding(finding: Finding) -> Iterator[str]:
 
 def _table(rows: Sequence[Row]) -> Iterator[str]:
     kinds = list(dict.fromkeys(kind for row in rows for kind in row.errors))
-    header = ["", *kinds, "results", "ranks", "dtype", "run"]
-    lines = [header]
+    lines = [["", *kinds, "results", "ranks", "dtype", "run"]]
     for row in rows:
         errors = [f"{row.errors[kind]:.0e}" if kind in row.errors else "" for kind in kinds]
         mark = "differs" if row.exceeded else "equal"
         lines.append([mark, *errors, str(row.num_results), str(row.ranks), row.precision, row.name])
-    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-    for line in lines:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+    yield from aligned(lines)
     limits = dict.fromkeys((row.precision, tuple(row.tolerances.items())) for row in rows)
     for precision, tolerances in limits:
         yield f"tolerances in {precision}: {', '.join(f'{kind} {value:.0e}' for kind, value in tolerances)}"

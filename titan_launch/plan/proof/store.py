@@ -1,8 +1,8 @@
 """Certificates in the user's cache, or in a file that the job names. No torch.
 
-A certificate is found by a digest of the twin that it proves, of the code that computed it, and of the job's weights.
-The digest does not depend on the host, and usually not on sizes or on how large a degree above 1 is. (It does depend on
-whether parameters can be sharded evenly.) So a job may be proven on a laptop and run on a cluster.
+A certificate is found by a digest of the job's twin, of the code, and of the job's weights. The digest does not depend
+on the host, and usually not on the sizes of the model or on degrees above 1. So a job may be proven on a laptop and run
+on a cluster.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import hashlib
 import json
 from collections.abc import Iterable
 from contextlib import suppress
-from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -44,13 +43,14 @@ def digest_of(config: JobConfig) -> str:
     """Return the digest by which a job's certificate is found. Raises ConfigError for a job without a twin."""
     twin = twin_of(config)
     tables = [job.model_dump(mode="json") for job in (twin.config, twin.precision) if job is not None]
-    parts = json.dumps([tables, _digest_of_weights(config), versions(), _digest_of_package()], sort_keys=True)
+    package = content_digest(sorted(Path(__file__).parent.parent.parent.rglob("*.py")))
+    parts = json.dumps([tables, _digest_of_weights(config), versions(), package], sort_keys=True)
     return hashlib.blake2b(parts.encode(), digest_size=8).hexdigest()
 
 
 def _digest_of_weights(config: JobConfig) -> str | None:
-    """Return a digest of the safetensors files in the folder `model.weights`, because a proof also checks how these are
-    read (`prove.weights`). Return None if the key is not set, or if a file cannot be read."""
+    """Return a digest of the safetensors files in the folder `model.weights`, because a proof also reads them
+    (`prove.weights`). Return None if the key is not set, or if a file cannot be read."""
     if config.model.weights is None:
         return None
     files = sorted(Path(config.model.weights).glob("*.safetensors"))
@@ -59,15 +59,8 @@ def _digest_of_weights(config: JobConfig) -> str | None:
     return None
 
 
-@cache
-def _digest_of_package() -> str:
-    """Return a digest of the content of this package's files."""
-    return content_digest(sorted((Path(__file__).parent.parent.parent).rglob("*.py")))
-
-
 def digests_of_files(files: Iterable[str]) -> dict[str, str]:
-    """Return a digest of the content of each file, by its path. The path of a file below the working directory is
-    relative to that directory."""
+    """Return a digest of the content of each file, by path. Paths below the working directory are relative to it."""
     found = {}
     for file in map(Path, files):
         name = str(file.relative_to(Path.cwd())) if file.is_relative_to(Path.cwd()) else str(file)
@@ -76,14 +69,11 @@ def digests_of_files(files: Iterable[str]) -> dict[str, str]:
 
 
 def find(config: JobConfig) -> Certificate | None:
-    """Return the certificate of a job: from `prove.certificate` if the job sets it, else from the cache. Return None if
-    the cache has no readable certificate, if the certificate belongs to a different twin or to different code, or if
-    the job has no twin.
-
-    Raises ConfigError if `prove.certificate` cannot be read.
-    """
+    """Return the certificate of a job: from the file `prove.certificate` if the job sets this key, else from the cache.
+    Return None if the cache has no readable certificate, or if the job has no twin. Also return None if the certificate
+    belongs to a different twin or to different code. Raises ConfigError if `prove.certificate` cannot be read."""
     named = config.prove.certificate
-    if named is None and not _folder().exists():  # so that most runs compute no digest
+    if named is None and not _folder().exists():  # most runs then compute no digest
         return None
     try:
         digest = digest_of(config)

@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from titan_launch.config.axes import AXES, GRID, TENSOR
 from titan_launch.config.job import JobConfig
 from titan_launch.config.rules.loss import frozen_job
 from titan_launch.config.rules.parallelism import SPLIT_BACKWARD_SCHEDULES
@@ -22,14 +23,14 @@ from titan_launch.config.sections.parallelism import ParallelismConfig
 from titan_launch.config.sections.precision import Float8Config, KernelsConfig, PrecisionConfig
 from titan_launch.config.sections.run import CommConfig, DebugConfig, GeneralConfig, MetricsConfig, PlannerConfig
 from titan_launch.config.sections.tokenizer import BYTES_VOCABULARY, TokenizerConfig
-from titan_launch.config.sections.training import Constant, OptimizerConfig, TrainingConfig
+from titan_launch.config.sections.training import Constant, TrainingConfig
 from titan_launch.core.errors import config_error
 from titan_launch.models.architectures import ALL_IN_ARGS, images_taken, resolve_args, vocabulary_taken
 from titan_launch.models.args import TwinNeeds
 
 STEPS = 3
-"""Steps that each run of a proof trains. One step is not enough: LoRA's A, and layers whose outputs are first
-multiplied by zeros, have gradient 0 in the first step."""
+"""Number of steps of each run of a proof. In the first step, some gradients are 0: those of LoRA's A, and of layers
+whose outputs are multiplied by weights that are still 0."""
 
 SEQ_LEN = 16
 VOCABULARY = 64
@@ -39,17 +40,10 @@ _UNKNOWN_SHARDS = 8
 """Number of shards to assume for `data_parallel_shard_degree = -1`. Usual numbers of GPUs are multiples of 8."""
 
 SECOND = "TWIN_OF_SECOND_MODEL"
-"""Placeholder for the folder of the second model's twin. Each proof writes that folder anew."""
+"""Placeholder for the folder of the second model's twin, which each proof writes to a new place."""
 
-DEGREES = {
-    "pipeline": "pipeline_parallel_degree",
-    "replicas": "data_parallel_replicate_degree",
-    "shards": "data_parallel_shard_degree",
-    "context": "context_parallel_degree",
-    "tensor": "tensor_parallel_degree",
-    "expert": "expert_parallel_degree",
-}
-"""The axes of a layout by their names in a certificate, with their keys in `[parallelism]`."""
+NAMED_AXES = {axis.name if axis.sends else axis.ranks: axis for axis in AXES.values()}
+"""The axes of a layout by their names in a certificate. Those of data parallelism are `replicas` and `shards`."""
 
 
 @dataclass(frozen=True)
@@ -60,16 +54,16 @@ class Twin:
     """The twin in fp32."""
 
     precision: JobConfig | None
-    """The same twin in the precision of the job; None if that is fp32."""
+    """The same twin in the precision of the job; None if this precision is fp32."""
 
     unshrunk: tuple[str, ...]
-    """Sentences about everything that has not been shrunk."""
+    """Sentences about the parts of the job that have not been shrunk."""
 
     unproven: tuple[str, ...]
     """Sentences about the parts of the job that a proof does not cover."""
 
     second: ModelConfig | None = None
-    """The second model of the loss, whose folder the twin's loss names as `SECOND`; None if there is none."""
+    """The twin of the loss's second model. The twin's loss has `SECOND` as its folder. None without a second model."""
 
 
 def twin_of(config: JobConfig) -> Twin:
@@ -97,7 +91,7 @@ def twin_of(config: JobConfig) -> Twin:
             "data": _data(config, model, unshrunk),
             "training": _training(training, seq_len),
             "loss": loss,
-            "precision": in_fp32(config.precision),
+            "precision": _in_fp32(config.precision),
             "batchnorm": config.batchnorm,
             "activation_checkpoint": config.activation_checkpoint.model_copy(update={"offload": False}),
             "gradient_accumulation": config.gradient_accumulation,
@@ -105,7 +99,7 @@ def twin_of(config: JobConfig) -> Twin:
             "kernels": KernelsConfig(),
             "float8": Float8Config(),
             "parallelism": _smallest_degrees(parallelism, unshrunk),
-            "optimizer": _in_fp32(optimizer),
+            "optimizer": optimizer.model_copy(update=_EXACT_OPTIMIZER),
             "lr_scheduler": Constant(kind="constant"),
             "ema": config.ema.model_copy(update={"start_step": 0, "every_steps": 1, "validate_with": "both"}),
             "checkpoint": CheckpointConfig(save_last=False),
@@ -121,7 +115,11 @@ def twin_of(config: JobConfig) -> Twin:
     return Twin(twin, precision, tuple(dict.fromkeys(unshrunk)), tuple(_unproven(config)), of_second)
 
 
-def in_fp32(precision: PrecisionConfig) -> PrecisionConfig:
+_EXACT_OPTIMIZER = {"state_dtype": None, "rounding": "nearest", "master_weights": False}
+"""Values of `[optimizer]` for an update in fp32."""
+
+
+def _in_fp32(precision: PrecisionConfig) -> PrecisionConfig:
     """Return the section with all dtypes set to float32. Its rules stay, so that the FSDP2 units are the same."""
 
     def exact(section: Any) -> dict[str, Any]:
@@ -131,13 +129,8 @@ def in_fp32(precision: PrecisionConfig) -> PrecisionConfig:
     return precision.model_copy(update={**exact(precision), "param_dtype": "float32", "rules": rules})
 
 
-def _in_fp32(optimizer: OptimizerConfig) -> OptimizerConfig:
-    return optimizer.model_copy(update={"state_dtype": None, "rounding": "nearest", "master_weights": False})
-
-
 def _training(training: TrainingConfig, seq_len: int) -> TrainingConfig:
-    names = ("max_norm", "trainable", "frozen", "seed")
-    kept = {name: getattr(training, name) for name in names}
+    kept = {name: getattr(training, name) for name in ("max_norm", "trainable", "frozen", "seed")}
     unfreeze = tuple(entry.model_copy(update={"after_step": 1}) for entry in training.unfreeze)
     return TrainingConfig(seq_len=seq_len, steps=STEPS).model_copy(update={**kept, "unfreeze": unfreeze})
 
@@ -151,9 +144,8 @@ def _small_ranks(lora: LoRAConfig) -> dict[str, Any]:
 
 
 def _smallest_degrees(parallelism: ParallelismConfig, unshrunk: list[str]) -> ParallelismConfig:
-    """Return the same axes of parallelism with 2 ranks each, without split points. Expert parallelism has no ranks of
-    its own: it uses those of the shard or the context axis."""
-    degrees = {key: 1 if getattr(parallelism, key) == 1 else 2 for key in DEGREES.values()}
+    """Return the same axes of parallelism with 2 ranks each, without split points."""
+    degrees = {axis.key[1]: 1 if parallelism.degree(axis) == 1 else 2 for axis in AXES.values()}
     if parallelism.pipeline_parallel_split_points:
         unshrunk.append("parallelism.pipeline_parallel_split_points: the twin's stages are divided evenly")
     return parallelism.model_copy(update={**degrees, "pipeline_parallel_split_points": ()})
@@ -173,7 +165,7 @@ def num_microbatches(config: JobConfig) -> int:
 
 
 def splits_backward(parallelism: ParallelismConfig) -> bool:
-    """Return True if the schedule computes the gradients of weights later than those of activations."""
+    """Return True if the schedule computes the gradients of weights later than the gradients of activations."""
     is_divided = parallelism.pipeline_parallel_degree > 1
     return is_divided and parallelism.pipeline_parallel_schedule in SPLIT_BACKWARD_SCHEDULES
 
@@ -200,8 +192,8 @@ def _of_package(
     shards = parallelism.data_parallel_shard_degree
     keeps_depth = _names_layers(config)
     needs = TwinNeeds(
-        shards=(_UNKNOWN_SHARDS if shards == -1 else shards) * parallelism.tensor_parallel_degree,
-        is_tensor_parallel=parallelism.tensor_parallel_degree > 1,
+        shards=(_UNKNOWN_SHARDS if shards == -1 else shards) * parallelism.degree(TENSOR),
+        is_tensor_parallel=parallelism.degree(TENSOR) > 1,
         stages=num_stages(parallelism),
         keeps_depth=keeps_depth,
         seq_len=config.training.seq_len,
@@ -231,7 +223,7 @@ _NUMBERED = re.compile(r"[.\[]\d")
 
 
 def _names_layers(config: JobConfig) -> bool:
-    """Return True if a glob of the job contains the number of a layer. A twin with fewer layers may lack this layer."""
+    """Return True if a glob of the job contains the number of a layer, which a twin with fewer layers may lack."""
 
     def texts(value: Any) -> Iterator[str]:
         if isinstance(value, str):
@@ -265,7 +257,7 @@ _SIZES: tuple[tuple[str, int], ...] = (
     ("qk_rope_head_dim", 4),
     ("(n_group|topk_group|first_k_dense_replace)", 1),
 )
-"""Keys of `config.json`, as patterns, with the sizes of a twin."""
+"""Patterns of keys in `config.json`, with the sizes of a twin."""
 
 _STAGES = {"depths": 1, "layer_depths": 1, "hidden_sizes": 16, "embed_dims": 16, "num_attention_heads": 2}
 """Keys with an entry for each stage of a model for images, with the sizes of a twin."""
@@ -277,8 +269,8 @@ _LISTS = ("layer_types", "mlp_layer_types", "no_rope_layers")
 def _of_transformers(
     config: JobConfig, model: ModelConfig, wanted: dict[str, Any], seq_len: int, unshrunk: list[str]
 ) -> ModelConfig:
-    """Return the config of a class of `transformers` with the sizes of `_SIZES`, without dropout, and with one layer of
-    each type, but at least one for each pipeline stage. If globs of the job name layers by number, sizes stay."""
+    """Return the config of a class of `transformers` with the sizes of `_SIZES` and without dropout. It has one layer
+    of each type, but at least one for each pipeline stage. If globs of the job name layers by number, sizes stay."""
     args = dict(model.args)
     if _names_layers(config):
         kept = f"the twin keeps the arguments of model {args.get('model_type')}"
@@ -295,23 +287,19 @@ def _of_transformers(
     image, patch = args.get("image_size"), args.get("patch_size")
     if isinstance(image, int) and isinstance(patch, int) and image > 2 * patch and "depths" not in args:
         small["image_size"] = 2 * patch  # a model with stages would reduce it further
-    depth = next((key for key in args if re.fullmatch(_SIZES[0][0], key)), None)
-    for key in _LISTS:
-        if depth is not None and isinstance(args.get(key), list):
-            kinds = list(dict.fromkeys(args[key]))
-            small[depth] = max(small[depth], len(kinds), num_stages(config.parallelism))
+    depth, heads, kv_heads = (
+        next((key for key in args if re.fullmatch(pattern, key)), None) for pattern, _ in _SIZES[:3]
+    )
     if depth is not None:
-        small[depth] = min(args[depth], max(small[depth], num_stages(config.parallelism)))
-        for key in _LISTS:
-            if isinstance(args.get(key), list):
-                kinds = list(dict.fromkeys(args[key]))
-                small[key] = [kinds[index % len(kinds)] for index in range(small[depth])]
-    heads, kv_heads = (next((key for key in args if re.fullmatch(_SIZES[index][0], key)), None) for index in (1, 2))
+        kinds = {key: list(dict.fromkeys(args[key])) for key in _LISTS if isinstance(args.get(key), list)}
+        needed = max(small[depth], num_stages(config.parallelism), *map(len, kinds.values()))
+        small[depth] = min(args[depth], needed)
+        small |= {key: [own[index % len(own)] for index in range(small[depth])] for key, own in kinds.items()}
     if heads is not None and kv_heads is not None:
         ratio = min(2, args[heads] // args[kv_heads])
         small[kv_heads] = min(2, args[kv_heads])
         small[heads] = small[kv_heads] * ratio
-    if "vocab_size" in small and config.parallelism.tensor_parallel_degree == 1 and args["vocab_size"] % 2:
+    if "vocab_size" in small and config.parallelism.degree(TENSOR) == 1 and args["vocab_size"] % 2:
         small["vocab_size"] = VOCABULARY - 1
     small |= {key: None for key in args if key.endswith("token_id") and isinstance(args[key], int)}
     if depth is None and "depths" not in small:
@@ -331,7 +319,7 @@ def _without_dropout(args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _data(config: JobConfig, model: ModelConfig, unshrunk: list[str]) -> Any:
-    """Return a section `[data]` with random samples of the same form as the job's. Samples have different numbers of
+    """Return a section `[data]` with random samples of the same form as those of the job, with different numbers of
     ignored targets. If the size of images is unknown, return the job's own section."""
     if config.data.unit == "images":
         taken = images_taken(model)
@@ -346,16 +334,15 @@ def _data(config: JobConfig, model: ModelConfig, unshrunk: list[str]) -> Any:
 
 
 def _vocabulary(config: JobConfig, model: ModelConfig) -> int:
-    """Return the number of different tokens in the samples: at most `VOCABULARY`, and at most the vocabulary of the
-    job. That is `prove.vocab_size` if it is set, else that of the model, or if it is unknown, that of the data."""
+    """Return the number of different tokens in the samples: `VOCABULARY`, or the vocabulary of the job if it is
+    smaller. `prove.vocab_size` sets the vocabulary of the job. Otherwise, the model or the data decides it."""
     known = config.prove.vocab_size or vocabulary_taken(model) or model.args.get("vocab_size")
     known = known if isinstance(known, int) else config.data.own_vocabulary() or BYTES_VOCABULARY
     return min(known, VOCABULARY)
 
 
 def _unproven(config: JobConfig) -> Iterator[str]:
-    """Yield a sentence for each part of the job that a proof does not cover, because all its runs are on CPUs or for
-    another reason."""
+    """Yield a sentence for each part of the job that a proof does not cover."""
     if config.job.device != "cpu":
         yield "kernels of CUDA and NCCL: all runs were on CPUs with gloo"
     if config.float8.enable:
@@ -381,10 +368,10 @@ def size_of(config: JobConfig) -> str:
 
 
 def structure(config: JobConfig) -> str:
-    """Return a job as text. Two jobs have the same text if all their keys are equal."""
+    """Return a job as text. Jobs with equal keys have the same text."""
     return json.dumps(config.model_dump(mode="json"), sort_keys=True)
 
 
 def world_size(parallelism: ParallelismConfig) -> int:
-    """Return the number of ranks of a twin. Expert parallelism uses the ranks of the shard and context axes."""
-    return prod(getattr(parallelism, key) for axis, key in DEGREES.items() if axis != "expert")
+    """Return the number of ranks of a twin. Expert parallelism uses the ranks of the shard or the context axis."""
+    return prod(map(parallelism.degree, GRID))

@@ -4,48 +4,51 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
+from titan_launch.config.axes import MODEL_AXES, PIPELINE, Axis
 from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.provenance import toml_value
 from titan_launch.plan.hardware import Hardware
-from titan_launch.plan.layout import Layout
 from titan_launch.plan.report.table import aligned, format_gib
 from titan_launch.plan.search import SEARCHED, Found, Result, value_of
+
+
+def _degree(axis: Axis, job: Found) -> str:
+    schedule = job.kind.schedule if axis is PIPELINE else ""
+    return f"{job.layout.degree(axis)} {schedule}".rstrip()
+
 
 _COLUMNS: tuple[tuple[str, Callable[[Found], str]], ...] = (
     ("step s", lambda job: "~{:.3g} ({:.3g} .. {:.3g})".format(job.seconds, *(job.row.time.interval or (0, 0)))),
     ("reserved GiB", lambda job: f"~{format_gib(job.row.reserved_bytes)}"),
-    ("TP", lambda job: str(job.layout.tensor)),
-    ("CP", lambda job: str(job.layout.context)),
-    ("PP", lambda job: str(job.layout.pipeline) + (f" {job.kind.schedule}" if job.kind.schedule else "")),
-    ("EP", lambda job: str(job.layout.expert)),
-    ("replicas x shards", lambda job: _grid(job.layout)),
+    *((axis.short.upper(), partial(_degree, axis)) for axis in MODEL_AXES),
+    (
+        "replicas x shards",
+        lambda job: f"{job.layout.replicate} x {job.layout.shard}" + " *" * job.layout.shards_optimizer,
+    ),
     ("microbatches", lambda job: f"{job.layout.num_microbatches} of {job.layout.local_batch_size}"),
     ("checkpointing", lambda job: job.row.choice.activation_checkpoint_label),
     ("accumulation", lambda job: job.row.choice.accumulation_label),
     ("loss chunks", lambda job: str(job.config.loss.chunks)),
 )
+_AXES = {axis.short.upper(): axis.name for axis in MODEL_AXES}
 _MEANINGS = {
     "step s": "expected, shortest and longest time; expected: computation and collectives in the order of FSDP2",
     "reserved GiB": "estimated memory that the process of one rank takes from the device",
-    "TP CP PP EP": "degrees of tensor, context, pipeline and expert parallelism",
+    " ".join(_AXES): f"degrees of {', '.join(_AXES.values())} parallelism",
     "replicas x shards": "*: the optimizer is sharded over the replicas",
     "microbatches": "microbatches of a step, and samples of each",
 }
 
 
-def _grid(layout: Layout) -> str:
-    return f"{layout.replicate} x {layout.shard}" + " *" * layout.shards_optimizer
-
-
 def format_result(result: Result, hardware: Hardware) -> str:
-    """Return text: the parts of the best job's step time, a table of the best jobs with its legend, and the number of
-    layouts that were planned. If no job fits, return a sentence that says so, and this number."""
+    """Return as text: the parts of the best job's step time, a table of the best jobs, and the number of planned
+    layouts."""
     best = result.best
     counts = f"{result.tried} of {result.families} layouts were planned; the others do not fit or are not faster."
-    refused = sum(result.refused.values())
-    if refused:
+    if refused := sum(result.refused.values()):
         most = max(result.refused, key=lambda reason: result.refused[reason])
         counts += f" {refused} more are not possible; the most frequent reason: {most}."
     if not best:
@@ -61,7 +64,8 @@ def _reason(best: tuple[Found, ...]) -> str:
     assert time.compute is not None and time.communication is not None
     parts = [f"computation {time.compute - time.bubble:.3g} s"]
     parts += [f"pipeline bubble {time.bubble:.3g} s"] * (time.bubble > 0)
-    parts += [f"exposed communication (tensor, context, expert parallelism) {time.exposed:.3g} s"] * (time.exposed > 0)
+    exposed = ", ".join(axis.name for axis in MODEL_AXES if axis.delays_computation)
+    parts += [f"exposed communication ({exposed} parallelism) {time.exposed:.3g} s"] * (time.exposed > 0)
     rest, waits = time.communication - time.exposed, first.seconds - time.compute - time.exposed
     hidden = "overlaps with computation" + ("" if waits < 0.01 * first.seconds else f" except for {waits:.3g} s")
     parts += [f"the rest of the communication, {rest:.3g} s, {hidden}"] * (rest > 0)
@@ -95,8 +99,8 @@ def describe_result(result: Result) -> dict[str, Any]:
 
 
 def overlay(base: JobConfig, config: JobConfig, extends: str) -> str:
-    """Return the keys in which `config` differs from `base`, as a job file that extends `extends`, the file of `base`.
-    Such a file cannot unset a key. If a key must be unset, return a complete job file."""
+    """Return a job file for `config` that extends `extends`, the file of `base`. A file cannot unset keys of the file
+    that it extends. If a key must be unset, return a complete job file."""
     lines = [f"extends = {toml_value(extends)}"]
     try:
         tables = list(_tables(base, config))
@@ -107,7 +111,7 @@ def overlay(base: JobConfig, config: JobConfig, extends: str) -> str:
 
 
 class _UnsetError(ValueError):
-    """Raised if `base` sets a key that the other job leaves unset."""
+    """`base` sets a key that the other job leaves unset."""
 
 
 def _tables(base: JobConfig, config: JobConfig) -> Iterator[tuple[str, list[str]]]:

@@ -1,14 +1,16 @@
-"""Predicted memory, traffic and time of a job in every mode of gradient accumulation and activation checkpointing. No
+"""Predicted memory, traffic and time of a job in all modes of gradient accumulation and activation checkpointing. No
 torch.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
+from titan_launch.config.axes import MODEL_AXES
 from titan_launch.config.job import JobConfig
 from titan_launch.plan.communication import LinkTraffic, Traffic, link_traffic_of_step
+from titan_launch.plan.experts import largest_load
 from titan_launch.plan.hardware import GIB, Hardware
 from titan_launch.plan.job import Choice, is_configured_choice, possible_choices
 from titan_launch.plan.layout import Layout
@@ -24,10 +26,10 @@ class Engine(Protocol):
     """A predictor of a step with the modes of a `Choice`: the replay of recordings, or the trace of the whole step."""
 
     def __call__(self, choice: Choice) -> Footprint:
-        """Return the active memory of the rank with the highest peak. Raises ConfigError as a run would."""
+        """Return the active memory of the rank with the highest peak. Raises ConfigError for the same jobs as a run."""
 
     def traffic(self, choice: Choice) -> Traffic:
-        """Return the traffic of the rank with the highest peak, as in `__call__`."""
+        """Return the traffic of the rank with the highest memory peak."""
 
     def seconds(self, choice: Choice) -> Seconds | None:
         """Return the times of the slowest rank; None if they are not known."""
@@ -64,14 +66,13 @@ class Row:
     traffic: Traffic
     link_traffic: LinkTraffic
     flops_per_rank: int | None
-    """FLOPs of a step, including those that activation checkpointing adds, as the mean over the ranks that work on the
-    same samples. None if unknown."""
+    """FLOPs of a step with those that activation checkpointing adds: the mean over the ranks that work on the same
+    samples. None if unknown."""
 
     time: StepTime
 
     reserved_bytes: float
-    """Estimate of the memory that the process takes from the device: memory that the allocator reserves, and the
-    overhead."""
+    """Estimated bytes that the process takes from the device: memory that the allocator reserves, and the overhead."""
 
     verdict: Verdict | None
     """`does not fit`: active memory and overhead exceed the limit. `fits`: `reserved_bytes` leaves the margin below the
@@ -83,8 +84,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The predictions for a job: one row per combination of gradient accumulation mode and activation checkpointing
-    mode."""
+    """The predictions for a job in each combination of modes."""
 
     config: JobConfig
     rows: tuple[Row, ...]
@@ -127,10 +127,12 @@ def predict_row(choice: Choice, config: JobConfig, layout: Layout, subject: Subj
         assert hardware.speeds is not None, "without speeds, an engine has no seconds"
         time = step_time(seconds, hardware.speeds.idle_share(bubble))
     else:  # no speeds are known, or the compiler decides the operations
-        of_layers = Traffic(tensor=traffic.tensor, context=traffic.context, expert=traffic.expert)
-        exposed = link_traffic_of_step(of_layers, layout, hardware.gpus_per_node)
-        excess = min(config.planner.expert_load, layout.expert) - 1  # relative excess of the busiest rank's rows
-        busiest = None if flops is None or per_rank is None else per_rank * (1 + excess * flops.experts_share)
+        waited_for: dict[str, Any] = {a.name: traffic.along(a) for a in MODEL_AXES if a.delays_computation}
+        exposed = link_traffic_of_step(Traffic(**waited_for), layout, hardware.gpus_per_node)
+        busiest = None
+        if flops is not None and per_rank is not None:
+            excess = largest_load(config, layout) - 1  # relative excess of the busiest rank's rows
+            busiest = per_rank * (1 + excess * flops.of_experts / max(1, flops.per_sample))
         time = estimate_step_time(busiest, link_traffic, hardware, bubble, exposed)
     reserved = estimate_reserved(footprint, hardware)
     return Row(
@@ -147,10 +149,8 @@ def predict_row(choice: Choice, config: JobConfig, layout: Layout, subject: Subj
 
 
 def estimate_reserved(footprint: Footprint, hardware: Hardware) -> float:
-    """Return the memory in bytes that the process takes from the device.
-
-    On a GPU, the allocator reserves memory for each CUDA stream separately.
-    """
+    """Return the memory in bytes that the process takes from the device."""
+    # On a GPU, the allocator reserves memory for each CUDA stream separately.
     needed = footprint.stream_bytes if hardware.kernels == "cuda" else footprint.peak_bytes
     return hardware.reserved_bytes(needed)
 

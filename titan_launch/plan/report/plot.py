@@ -13,13 +13,10 @@ from titan_launch.plan.report.table import marks_of, meaning_of_marks
 
 FORMATS = (".png", ".pdf", ".svg")
 
-_FAR = 4
-"""A limit that exceeds every bar by more than this factor is not drawn, because the bars would be too short to read."""
-
 
 def check_plot(path: str) -> None:
     """Raise UserError if `path` is not the name of a picture in an existing folder, or if matplotlib is not installed.
-    Call this function before all computation, to fail early."""
+    `plan` calls this function before all computation, to fail early."""
     if Path(path).suffix not in FORMATS:
         raise UserError(f"error: --plot {path}: the name must end in {', '.join(FORMATS[:-1])} or {FORMATS[-1]}")
     if not Path(path).parent.is_dir():
@@ -33,18 +30,16 @@ def check_plot(path: str) -> None:
 def plot_comparison(
     comparison: Comparison, hardware: Hardware, title: str, path: str, best: Row | None, meaning: str | None
 ) -> None:
-    """Write a picture to `path`: a bar of memory by category for each choice, and the memory limit if it is known and
-    not far above all bars.
-
+    """Write a picture to `path`: a bar of memory by category for each choice, and the memory limit if it is known.
     `best`: the row that gets the mark `*`. `meaning`: the meaning of this mark. Raises UserError if the file cannot be
-    written.
-    """
+    written."""
     from matplotlib.figure import Figure  # pyplot would look for a display
 
     rows = comparison.rows[::-1]  # matplotlib draws from bottom to top
     figure = Figure(figsize=(11, 1.8 + 0.42 * len(rows)), layout="constrained")
     axes = figure.add_subplot()
-    labels = [f"{_label(row)} {marks_of(row, best)}".rstrip() for row in rows]
+    choices = (f"{row.choice.accumulation_label} / {row.choice.activation_checkpoint_label}" for row in rows)
+    labels = [f"{choice} {marks_of(row, best)}".rstrip() for choice, row in zip(choices, rows, strict=True)]
     left = [0.0] * len(rows)
     for category, color in zip(Category, _COLORS, strict=True):
         sizes = [row.footprint.by_category.get(category, 0) / GIB for row in rows]
@@ -60,7 +55,7 @@ def plot_comparison(
     axes.set_xlabel("\n".join(["GiB per rank at the peak", "; ".join(marks)]))
     if hardware.memory_gib is not None:
         limit = f"limit {hardware.memory_gib:.4g} GiB"
-        if hardware.memory_gib > _FAR * max(reserved):
+        if hardware.memory_gib > 4 * max(reserved):  # a line there would make the bars too short to read
             title = f"{title} ({limit}, far to the right)"
         else:
             axes.axvline(hardware.memory_gib, color="black", linestyle="--", label=limit)
@@ -70,10 +65,6 @@ def plot_comparison(
         figure.savefig(path, dpi=150)
     except OSError as error:
         raise UserError(f"error: --plot {path}: cannot be written ({error.strerror}); name another file") from None
-
-
-def _label(row: Row) -> str:
-    return f"{row.choice.accumulation_label} / {row.choice.activation_checkpoint_label}"
 
 
 _COLORS = (

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from titan_launch.config.axes import MODEL_AXES, Axis
 from titan_launch.config.job import JobConfig
 from titan_launch.core.terminal import one_line
 from titan_launch.core.torch_release import planned_release
@@ -15,7 +16,7 @@ from titan_launch.plan.report.modes import Comparison, Row
 
 @dataclass(frozen=True)
 class _Column:
-    """A column of the comparison. A column without any value is not shown."""
+    """A column of the comparison. Columns without any value are omitted."""
 
     title: str
     meaning: str
@@ -24,6 +25,15 @@ class _Column:
     cell: Callable[[Row], str]
     is_detail: bool = False
     """True if only the verbose table has the column."""
+
+
+def _exchange_column(axis: Axis) -> _Column:
+    def cell(row: Row) -> str:
+        exchange = row.traffic.along(axis)
+        return _calls(exchange.calls, exchange.sent_bytes)
+
+    meaning = f"calls per step for {axis.name} parallelism, and GiB that one rank sends in them"
+    return _Column(f"{axis.name} parallel (GiB)", meaning, cell, is_detail=True)
 
 
 _COLUMNS = (
@@ -82,36 +92,14 @@ _COLUMNS = (
         lambda row: _calls(row.traffic.collectives.all_reduces, row.traffic.all_reduce_bytes),
         True,
     ),
-    _Column(
-        "tensor parallel (GiB)",
-        "calls per step for tensor parallelism, and GiB that one rank sends in them",
-        lambda row: _calls(row.traffic.tensor.calls, row.traffic.tensor.sent_bytes),
-        True,
-    ),
-    _Column(
-        "context parallel (GiB)",
-        "calls per step for context parallelism, and GiB that one rank sends in them",
-        lambda row: _calls(row.traffic.context.calls, row.traffic.context.sent_bytes),
-        True,
-    ),
-    _Column(
-        "expert parallel (GiB)",
-        "calls per step for expert parallelism, and GiB that one rank sends in them",
-        lambda row: _calls(row.traffic.expert.calls, row.traffic.expert.sent_bytes),
-        True,
-    ),
+    *(_exchange_column(axis) for axis in MODEL_AXES if axis.delays_computation),
     _Column(
         "expert parallel across nodes (GiB)",
         "GiB of expert parallelism that one rank sends to other nodes per step",
         lambda row: f"~{format_gib(row.link_traffic.experts_across)}" if row.link_traffic.experts_across else "",
         True,
     ),
-    _Column(
-        "pipeline (GiB)",
-        "calls per step between pipeline stages, and GiB that one rank sends in them",
-        lambda row: _calls(row.traffic.pipeline.calls, row.traffic.pipeline.sent_bytes),
-        True,
-    ),
+    *(_exchange_column(axis) for axis in MODEL_AXES if not axis.delays_computation),
     _Column(
         "GiB sent in node",
         "link traffic: GiB that one rank sends to ranks on its node per step",
@@ -143,7 +131,7 @@ _COLUMNS = (
     _Column(
         "step s",
         "shortest and longest time of a step: all communication overlaps with computation, or none",
-        lambda row: _interval(row.time.interval),
+        lambda row: "" if row.time.interval is None else "~{:.3g} .. {:.3g}".format(*row.time.interval),
     ),
     _Column(
         "expected s",
@@ -158,10 +146,8 @@ def _shown(rows: Sequence[Row], verbose: bool) -> list[_Column]:
 
 
 def format_comparison(comparison: Comparison, verbose: bool = False, best: Row | None = None) -> str:
-    """Return an aligned table with one line per choice, and the notes below it.
-
-    `>` marks the choices that the job sets or `auto` may take; `*` marks `best`. `verbose` adds columns.
-    """
+    """Return an aligned table with one line per choice, with the marks of `marks_of`, and the notes below the table.
+    `verbose`: True for the detailed columns, too."""
     rows = comparison.rows
     columns = [[column.title, *map(column.cell, rows)] for column in _shown(rows, verbose)]
     marks = ["  ", *(marks_of(row, best) for row in rows)]
@@ -169,8 +155,8 @@ def format_comparison(comparison: Comparison, verbose: bool = False, best: Row |
 
 
 def format_legend(comparison: Comparison, verbose: bool = False, best: str | None = None) -> str:
-    """Return the meaning of the marks and of every column that the table shows. `best`: the meaning of the mark `*`, if
-    it is used."""
+    """Return the meaning of the marks and of every column in the table. `best`: the meaning of the mark `*`; None if
+    this mark is not used."""
     lines = [*meaning_of_marks(best), *((column.title, column.meaning) for column in _shown(comparison.rows, verbose))]
     return "\n".join(aligned([(f"{name}:", meaning) for name, meaning in lines]))
 
@@ -181,7 +167,7 @@ def marks_of(row: Row, best: Row | None) -> str:
 
 
 def meaning_of_marks(best: str | None) -> list[tuple[str, str]]:
-    """Return the marks with their meanings. `best`: the meaning of the mark `*`, if it is used."""
+    """Return the marks with their meanings. `best`: the meaning of the mark `*`; None if this mark is not used."""
     return [(">", "set by the job, or open to `auto`"), *([("*", best)] if best else [])]
 
 
@@ -206,10 +192,6 @@ def _seconds(seconds: float | None) -> str:
     return "" if seconds is None else f"~{seconds:.3g}"
 
 
-def _interval(interval: tuple[float, float] | None) -> str:
-    return "" if interval is None else f"~{interval[0]:.3g} .. {interval[1]:.3g}"
-
-
 def format_categories(comparison: Comparison) -> str:
     """Return the active memory in GiB of each choice at its peak, by category, and the peak of each phase."""
     lines = []
@@ -224,11 +206,9 @@ def format_categories(comparison: Comparison) -> str:
 def format_assumptions(
     hardware: Hardware, has_flops: bool, engine: str, config: JobConfig, expert_load: str | None = None
 ) -> str:
-    """Return the assumptions of all predictions, their accuracy, and the predictions that are missing.
-
-    `has_flops`: True if the FLOPs of the model are known. `engine`: name of the memory engine, such as `replay`.
-    `expert_load`: result of `plan.experts.describe_load`.
-    """
+    """Return the assumptions of all predictions, their accuracy, and the predictions that are missing. `has_flops`:
+    True if the FLOPs of the model are known. `engine`: name of the memory engine, such as `replay`. `expert_load`:
+    result of `plan.experts.describe_load`."""
     needed = "sum of the CUDA streams' peaks" if hardware.kernels == "cuda" else "active memory"
     computation = "unknown peak"
     if hardware.speeds is not None and engine == "replay":
@@ -258,10 +238,8 @@ def format_limit(hardware: Hardware) -> str:
 
 
 def _links(hardware: Hardware) -> str:
-    within, across = hardware.intra_node_gb_per_s, hardware.inter_node_gb_per_s
-    speeds = [
-        f"{speed:g} GB/s {where}" for speed, where in ((within, "within a node"), (across, "across nodes")) if speed
-    ]
+    links = {"within a node": hardware.intra_node_gb_per_s, "across nodes": hardware.inter_node_gb_per_s}
+    speeds = [f"{speed:g} GB/s {where}" for where, speed in links.items() if speed]
     return f"{', '.join(speeds) or 'no bandwidths'}, {hardware.gpus_per_node} GPUs per node"
 
 
@@ -281,8 +259,7 @@ def _unknowns(hardware: Hardware, has_flops: bool) -> list[str]:
 
 
 def accuracy(config: JobConfig, has_flops: bool) -> list[tuple[str, str]]:
-    """Return pairs (accuracy, numbers): which numbers are exact, predicted or estimated, and which features are
-    ignored."""
+    """Return pairs (`exact`, `predicted`, `estimated` or `ignored`; the numbers or features that are so)."""
     ignored = [name for name in ("compile", "float8") if getattr(config, name).enable]
     replaced = f"active memory of the job without {' and '.join(ignored)}; --measure measures the job itself"
     lines = [
@@ -308,7 +285,7 @@ def accuracy(config: JobConfig, has_flops: bool) -> list[tuple[str, str]]:
 
 
 def describe_comparison(comparison: Comparison, chosen: Row | None) -> list[dict[str, Any]]:
-    """Return the rows as plain data, for JSON; sizes in bytes."""
+    """Return the rows for JSON, with sizes in bytes."""
     return [_describe(row, row is chosen) for row in comparison.rows]
 
 

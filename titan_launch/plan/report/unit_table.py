@@ -8,6 +8,7 @@ from dataclasses import asdict
 from itertools import groupby
 from typing import Any
 
+from titan_launch.config.axes import GRID
 from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.provenance import toml_value
 from titan_launch.config.sections.data import ValidationConfig
@@ -18,12 +19,8 @@ from titan_launch.core.globs import alike
 from titan_launch.core.terminal import one_line
 from titan_launch.models.architectures import named_flavor
 from titan_launch.models.huggingface.args import class_name
-from titan_launch.plan.communication import (
-    Collectives,
-    collectives_of_step,
-    collectives_of_unit,
-)
-from titan_launch.plan.experts import active_parameters
+from titan_launch.plan.communication import Collectives, collectives_of_step, collectives_of_unit
+from titan_launch.plan.experts import active_parameters, describe_division
 from titan_launch.plan.freezing import ADAPTER, is_adapter
 from titan_launch.plan.job import accumulation_label, activation_checkpoint_label
 from titan_launch.plan.layout import Layout
@@ -35,15 +32,14 @@ from titan_launch.plan.types import Inventory, ModelPlan, TensorInfo, Unit, encl
 from titan_launch.plan.units.rule_assignment import BATCH_NORM_DEFAULT, is_batch_norm
 
 IN_PLACE = "in place"
-"""Value of `placement` for an entry of `ModelPlan.in_place`: the units around its modules shard its parameters together
-with their own."""
+"""Value of `placement` for an entry of `ModelPlan.in_place`."""
 
 KeyLocator = Callable[[KeyPath], str]
 """A function that returns the location of a key of the job as text, such as `configs/job.toml:33`."""
 
 
 def describe_units(plan: ModelPlan, layout: Layout, locate_key: KeyLocator = format_key) -> list[dict[str, Any]]:
-    """Return one row for each entry of `plan.in_place`, then one for each unit in wrapping order, as plain data: the
+    """Return one row for each entry of `plan.in_place`, then one row for each unit in wrapping order. The rows are the
     content of `units.json`."""
     parameters = parameters_by_unit(plan.inventory, plan.boundaries)
     rows = [
@@ -79,13 +75,13 @@ def _describe(
         "unshard_in_backward": unit.unshard_in_backward,
         "collectives_per_microbatch": asdict(collectives),
         "reason": unit.reason,
-        **({"stages": _stages_of(unit, plan)} if plan.stages else {}),
+        **({"stages": _stages(unit, plan)} if plan.stages else {}),
         "location": None if unit.key is None else locate_key(unit.key),
     }
 
 
-def _stages_of(unit: Unit, plan: ModelPlan) -> list[int]:
-    """Return the pipeline stages that have parameters of a unit."""
+def _stages(unit: Unit, plan: ModelPlan) -> list[int]:
+    """Return the indices of the pipeline stages that have parameters of a unit."""
     stage_of = {path: stage.index for stage in plan.stages for path in stage.modules}
     owned = [m.path for m in plan.inventory.modules if m.parameters and plan.unit_of[m.path] is unit]
     return sorted({stage_of[enclosing(path, stage_of)] for path in owned})
@@ -94,14 +90,9 @@ def _stages_of(unit: Unit, plan: ModelPlan) -> list[int]:
 def _buffer_dtypes(unit: Unit, plan: ModelPlan) -> list[str]:
     """Return the dtypes of the floating buffers of the modules whose policy is that of `unit` (`ModelPlan.unit_of`),
     sorted and each once."""
-    return sorted(
-        {
-            plan.buffer_dtypes[full_name(module.path, buffer.name)]
-            for module in plan.inventory.modules
-            for buffer in module.buffers
-            if buffer.is_floating and module.same_as is None and plan.unit_of[module.path] is unit
-        }
-    )
+    modules = [m for m in plan.inventory.modules if m.same_as is None and plan.unit_of[m.path] is unit]
+    names = (full_name(m.path, buffer.name) for m in modules for buffer in m.buffers if buffer.is_floating)
+    return sorted({plan.buffer_dtypes[name] for name in names})
 
 
 _COLUMNS = (
@@ -122,8 +113,8 @@ _COLUMNS = (
 
 
 def _parameters(row: dict[str, Any]) -> str:
-    """Return the number of parameters. For experts that expert parallelism divides, also return the numbers of ranks
-    and shards: `4,096 (over 4 ranks x 2 shards)`."""
+    """Return the number of parameters as text. For divided experts, the text has the numbers of ranks and shards, too:
+    `4,096 (over 4 ranks x 2 shards)`."""
     divided = row["expert_parallel"]
     return f"{row['parameters']:,}" + (f" (over {divided} ranks x {row['shards']} shards)" if divided > 1 else "")
 
@@ -145,8 +136,8 @@ def _resharding(row: dict[str, Any]) -> str:
 
 
 def format_units(plan: ModelPlan, layout: Layout, locate_key: KeyLocator = format_key) -> str:
-    """Return an aligned table with a head and the rows of `describe_units`. Consecutive rows share a line if their
-    cells differ only in the name."""
+    """Return the rows of `describe_units` as an aligned table with titles. Consecutive rows share a line if only their
+    names differ."""
     lines: list[Sequence[str]] = [[title for title, _ in _COLUMNS]]
     rows = describe_units(plan, layout, locate_key)
     for _, group in groupby(rows, key=lambda row: _cells(row)[1:]):
@@ -174,15 +165,14 @@ def format_collectives(plan: ModelPlan, layout: Layout, accumulation: GradientAc
 
 
 def format_plan(config: JobConfig, plan: ModelPlan, layout: Layout, locate_key: KeyLocator) -> str:
-    """Return the unit table, and the collectives of a step. With pipeline stages, return a line for each stage with the
-    collectives of this stage. Remarks on synchronized BatchNorm, rules with units of their own, muP and the BatchNorm
-    default follow."""
+    """Return the unit table, and the collectives of a step; with pipeline parallelism, those of each stage. Remarks on
+    synchronized BatchNorm, rules with units of their own, muP and the BatchNorm default follow."""
     lines = ["FSDP2 units", format_units(plan, layout, locate_key)]
     lines += _stage_lines(config, plan, layout) or [
         f"collectives: {format_collectives(plan, layout, config.gradient_accumulation)}"
     ]
     num_norms = sum(is_batch_norm(module) and module.same_as is None for module in plan.inventory.modules)
-    if num_norms and config.batchnorm.statistics == "synchronized" and layout.data_parallel * layout.context > 1:
+    if num_norms and config.batchnorm.statistics == "synchronized" and layout.token_ranks > 1:
         more = Collectives(all_gathers=num_norms, all_reduces=num_norms)
         lines.append(f"synchronized BatchNorm adds {more} per microbatch, each with a few numbers per channel")
     lines += dict.fromkeys(f"{u.reason} has units of its own: {u.own_because}" for u in plan.units if u.own_because)
@@ -196,7 +186,7 @@ def format_plan(config: JobConfig, plan: ModelPlan, layout: Layout, locate_key: 
 
 
 def _stage_lines(config: JobConfig, plan: ModelPlan, layout: Layout) -> list[str]:
-    """Return the pipeline schedule, and a line per stage with ranks, modules and collectives; [] without stages."""
+    """Return a line with the pipeline schedule, and a line for each stage; [] without stages."""
     if not plan.stages:
         return []
     schedule, ranks = config.parallelism.pipeline_parallel_schedule, layout.ranks_per_stage
@@ -222,13 +212,14 @@ def format_lines(lines: Iterable[Line]) -> str:
 
 
 def summary_of_job(config: JobConfig, plan: ModelPlan, layout: Layout) -> list[Line]:
-    """Return the header of a run: model, layout, precision, modes, kernels, optimizer and steps. Lines without a value
-    are omitted."""
+    """Return the header of a run: model, layout, precision, modes, kernels, optimizer and steps."""
     optimizer, schedule = config.optimizer, config.lr_scheduler
     compiled = f"{config.compile.backend}, {len(plan.compiled)} modules" if config.compile.enable else ""
     kernels = ", ".join(f"{name} = {toml_value(value)}" for name, value in config.kernels.changed())
+    total, active = plan.inventory.num_parameters, active_parameters(config, plan)
+    of_experts = "" if active == total else f", {active:,} active for each token"
     lines = [
-        ("model", f"{model_name(config)}, {_parameters_of_model(config, plan)}"),
+        ("model", f"{model_name(config)}, {total:,} parameters{of_experts}"),
         ("trained", _trained(plan.inventory)),
         ("adapters", _adapters(config, plan.inventory)),
         ("blocks", _blocks(plan.inventory)),
@@ -248,14 +239,12 @@ def summary_of_job(config: JobConfig, plan: ModelPlan, layout: Layout) -> list[L
 
 
 def _length(training: TrainingConfig) -> Line:
-    """Return the line with the number of steps. If `training.steps` is unset, return the line with the number of
-    epochs, because the data then decides the number of steps and is not open yet."""
+    # Without `training.steps`, the data decides the number of steps, and the data is not open yet.
     return ("steps", f"{training.steps:,}") if training.steps is not None else ("epochs", f"{training.epochs:g}")
 
 
 def _early_stopping(config: ValidationConfig) -> str:
-    """Return the condition that ends the run before its last step, in words; empty if `validation.patience` is
-    unset."""
+    """Return the condition of early stopping in words; empty if `validation.patience` is unset."""
     if config.patience is None:
         return ""
     enough = f" by more than {config.min_improvement:g}" if config.min_improvement else ""
@@ -263,21 +252,14 @@ def _early_stopping(config: ValidationConfig) -> str:
     return f"after {number} in a row that do not improve the loss{enough}"
 
 
-def _parameters_of_model(config: JobConfig, plan: ModelPlan) -> str:
-    """Return the number of parameters; with experts, also the number of those that are active for a token."""
-    total, active = plan.inventory.num_parameters, active_parameters(config, plan)
-    return f"{total:,} parameters" + ("" if active == total else f", {active:,} active for each token")
-
-
 def _trained(inventory: Inventory) -> str:
-    """Return the number of trained parameters. If some of them are frozen at first, also return their number and the
-    step after which they are trained. Empty if all parameters are trained from the start."""
-    parameters = [p for module in inventory.modules for p in module.parameters if p.tied_to is None]
-    trained = sum(p.numel for p in parameters if p.requires_grad)
-    later: Counter[int] = Counter()
-    for p in parameters:
-        later[p.trained_from] += p.numel * p.requires_grad
-    parts = [f"{numel:,} after step {step}" for step, numel in sorted(later.items()) if step and numel]
+    """Return the number of trained parameters: `1,024 parameters (10 %), of these 512 after step 100`. Empty if all
+    parameters are trained from the start."""
+    numel_by_step = Counter[int]()
+    for p in (p for module in inventory.modules for p in module.parameters if p.tied_to is None):
+        numel_by_step[p.trained_from] += p.numel * p.requires_grad
+    trained = numel_by_step.total()
+    parts = [f"{numel:,} after step {step}" for step, numel in sorted(numel_by_step.items()) if step and numel]
     if trained == inventory.num_parameters and not parts:
         return ""
     share = 100 * trained / inventory.num_parameters
@@ -285,8 +267,8 @@ def _trained(inventory: Inventory) -> str:
 
 
 def _adapters(config: JobConfig, inventory: Inventory) -> str:
-    """Return the modules that have adapters, and the rank and alpha of the adapters: `6 x layers.*.attention.wq; rank
-    16, alpha 32`. Empty without adapters."""
+    """Return the modules that have adapters, with rank and alpha of the adapters: `6 x layers.*.attention.wq; rank 16,
+    alpha 32`. Empty without adapters."""
     inside = (module.path.split(".") for module in inventory.modules if is_adapter(f"{module.path}.a"))
     targets = dict.fromkeys(".".join(parts[: parts.index(ADAPTER)]) for parts in inside)
     if not targets:
@@ -297,8 +279,7 @@ def _adapters(config: JobConfig, inventory: Inventory) -> str:
 
 
 def _blocks(inventory: Inventory) -> str:
-    """Return the number of blocks, their paths and classes, and the reason for the choice of blocks: `12 of layers.*
-    (Block), the entries of nn.ModuleList`. Without blocks, return a text that says so."""
+    """Return the blocks in words: `12 of layers.* (Block), the entries of nn.ModuleList`."""
     if not inventory.blocks:
         return "none; the model is one FSDP2 unit, except modules with precision rules; model.blocks chooses blocks"
     globs = alike(inventory.blocks)
@@ -308,25 +289,17 @@ def _blocks(inventory: Inventory) -> str:
 
 
 def model_name(config: JobConfig) -> str:
-    """Return the model's name, and its flavor if it has one. For a model of `transformers`, return its class in place
-    of the flavor."""
+    """Return the model's name, and its flavor if it has one. A model of `transformers` has its class in place of the
+    flavor."""
     model = config.model
-    is_class = model.name == HUGGINGFACE
-    detail = class_name(model.args) if is_class else named_flavor(model.name, model.flavor)
+    detail = class_name(model.args) if model.name == HUGGINGFACE else named_flavor(model.name, model.flavor)
     return f"{model.name} {detail}".rstrip()
 
 
 def summary_of_batch(layout: Layout) -> list[Line]:
     """Return the lines `ranks` (number along each axis), `experts` (only with expert parallelism) and `global batch`:
     `8 samples = 4 ranks x 2 samples x 1 microbatch`."""
-    axes = (
-        (layout.pipeline, "pipeline ranks"),
-        (layout.replicate, "replicas"),
-        (layout.shard, "shards"),
-        (layout.context, "context-parallel ranks"),
-        (layout.tensor, "tensor-parallel ranks"),
-    )
-    division = [f"{degree} {name}" for degree, name in axes if degree > 1]
+    division = [f"{layout.degree(axis)} {axis.ranks}" for axis in GRID if layout.degree(axis) > 1]
     sharded = "; optimizer sharded over the replicas" if layout.optimizer_replicas > 1 else ""
     kind = "data-parallel rank" if layout.model_parallel > 1 else "rank"
     batch = " x ".join(
@@ -336,17 +309,12 @@ def summary_of_batch(layout: Layout) -> list[Line]:
             _count(layout.num_microbatches, "microbatch", "microbatches"),
         )
     )
+    experts = describe_division(layout)
     return [
         ("ranks", " = ".join(filter(None, (str(layout.world_size), " x ".join(division)))) + sharded),
-        *([("experts", _experts(layout))] if layout.expert > 1 else []),
+        *([("experts", experts)] if experts else []),
         ("global batch", f"{_count(layout.global_batch_size, 'sample')} = {batch}"),
     ]
-
-
-def _experts(layout: Layout) -> str:
-    shards = layout.parameter_shards // layout.expert
-    divided = f"the experts of each layer are divided over {layout.expert} ranks"
-    return f"{divided}; FSDP2 shards each part over {_count(shards, 'rank')}"
 
 
 def _count(number: int, name: str, plural: str | None = None) -> str:
@@ -354,8 +322,8 @@ def _count(number: int, name: str, plural: str | None = None) -> str:
 
 
 def _precision(config: JobConfig, plan: ModelPlan) -> str:
-    """Return the default dtypes. For each other compute dtype, also return the number of modules with parameters in
-    this dtype, by the reason for their unit."""
+    """Return the default dtypes, and the numbers of modules that compute in other dtypes, by the reason for their
+    unit."""
     precision = config.precision
     compute = precision.param_dtype
     others: Counter[tuple[str, str]] = Counter()
@@ -363,8 +331,6 @@ def _precision(config: JobConfig, plan: ModelPlan) -> str:
         unit = plan.unit_of[module.path]
         if module.parameters and module.same_as is None and unit.compute_dtype != compute:
             others[unit.compute_dtype, unit.reason] += 1
-    parts = [
-        f"compute {compute}, storage {precision.storage_dtype}, gradient reduction {precision.reduce_dtype}",
-        *(f"{_count(count, 'module')} in {dtype} ({reason})" for (dtype, reason), count in others.items()),
-    ]
+    parts = [f"compute {compute}, storage {precision.storage_dtype}, gradient reduction {precision.reduce_dtype}"]
+    parts += [f"{_count(count, 'module')} in {dtype} ({reason})" for (dtype, reason), count in others.items()]
     return "; ".join(parts)

@@ -1,13 +1,13 @@
 """The FSDP2 units of a model, from its precision rules. No torch: the trainer and the planner read the same table.
 
-A `fully_shard` call has one policy. But from torch 2.15 on, single parameters may compute in their storage dtype. So
-most rules are carried out **in place**: the parameters stay in the unit of their block, and hooks cast the inputs and
-outputs of the modules. This adds no collective. Trained modules inside of frozen blocks, such as adapters, are in place
-too. Each of these blocks then reduces gradients.
+A `fully_shard` call has one policy. From torch 2.15 on, however, single parameters may compute in their storage dtype.
+Most rules are then carried out **in place**: the parameters stay in the unit of their block, and hooks cast the inputs
+and outputs of the modules. This adds no collective. Trained modules inside of frozen blocks, such as adapters, are in
+place too. Each of these blocks then reduces gradients.
 
-Other rules need units of their own, wrapped before their parents, and so do experts that are divided over ranks (expert
-parallelism). By default all modules of a rule share **one** unit, which does not reshard after forward: it adds 2
-collectives per microbatch. One unit per module would add up to 3 collectives per module.
+Other rules need units of their own, wrapped before their parents. Experts that are divided over ranks (expert
+parallelism) also need units of their own. By default, all modules of a rule share **one** unit, which does not reshard
+after forward. This unit adds 2 collectives per microbatch. One unit per module would add up to 3 per module.
 """
 
 from __future__ import annotations
@@ -15,19 +15,18 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from titan_launch.config.rules.parallelism import NO_EXPERTS, misfit_of_experts
 from titan_launch.config.sections.precision import PrecisionConfig, PrecisionRule
-from titan_launch.core.errors import ConfigError, KeyPath, Problem, config_error
+from titan_launch.core.errors import ConfigError, Problem, config_error
 from titan_launch.core.torch_release import planned_release
+from titan_launch.plan.experts import check_experts
 from titan_launch.plan.types import (
     Inventory,
     ModelPlan,
     ModuleInfo,
     Policy,
-    TensorInfo,
     Unit,
     enclosing,
     full_name,
@@ -49,8 +48,8 @@ from titan_launch.plan.units.rule_assignment import (
 from titan_launch.plan.units.rule_problems import check_rules
 
 _SMALL_UNIT = 2**20
-"""A rule's unit with at most this number of elements is not divided for its size. Unsharded, such a unit takes at most
-4 MiB per rank."""
+"""Largest number of elements of a rule's unit that is not divided for its size. Unsharded, such a unit takes at most 4
+MiB per rank."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +57,8 @@ class UnitLimits:
     """Limits of units that follow from the parallelism of a job and the release of PyTorch."""
 
     share_units: bool = True
-    """True if modules under one rule may share a unit, which FSDP2 supports from torch 2.13 on. Otherwise each module
-    has its own unit."""
+    """True if modules under one rule may share a unit, which FSDP2 supports from torch 2.13 on. False: each module has
+    its own unit."""
 
     expert_parallel: int = 1
     """Number of ranks over which experts are divided."""
@@ -72,38 +71,28 @@ class UnitLimits:
 def plan_model(
     inventory: Inventory, precision: PrecisionConfig, resharding: Resharding, limits: UnitLimits | None = None
 ) -> ModelPlan:
-    """Return the units of a model, and the dtypes of its buffers.
-
-    Raises ConfigError for rules without effect, for combinations of dtypes that kernels do not support, for parameters
-    that are not floating, for rules that cannot be in place although `precision.placement` requires it, for tied
-    parameters that would be in two units, and for experts that cannot be divided.
-    """
+    """Return the units of a model, and the dtypes of its buffers. Raises ConfigError as `check_rules` does, and for
+    rules that cannot be in place although `precision.placement` requires it. Also raises ConfigError for tied
+    parameters that would be in two units, and for experts that cannot be divided."""
     limits = limits or UnitLimits()
     check_experts(inventory, limits.expert_parallel)
     assignments = assign_rules(inventory, precision)
     check_rules(inventory, precision, assignments)
     assignments = with_batch_norm_default(inventory, precision, assignments)
-    units, in_place = _UnitPlanner(inventory, precision, resharding, assignments, limits).units(limits.share_units)
+    units, in_place = _UnitPlanner(inventory, precision, resharding, assignments, limits).units()
     units = in_wrapping_order(units)
-    check_tied_parameters(inventory, (*units, *in_place), assignments)
-    return ModelPlan(inventory, units, _buffer_dtypes(inventory, assignments), in_place)
-
-
-def _buffer_dtypes(inventory: Inventory, assignments: RuleAssignments) -> dict[str, str]:
-    return {
+    _check_tied_parameters(inventory, (*units, *in_place), assignments)
+    buffer_dtypes = {
         full_name(module.path, buffer.name): assignments.buffer_dtype(module) or buffer.dtype
         for module in inventory.modules
         for buffer in module.buffers
         if buffer.is_floating and module.same_as is None
     }
+    return ModelPlan(inventory, units, buffer_dtypes, in_place)
 
 
 _Phase = int | None
-"""Number of steps during which parameters are frozen; None: they are never trained."""
-
-
-def _phase(info: TensorInfo) -> _Phase:
-    return info.trained_from if info.requires_grad else None
+"""Number of steps during which parameters are frozen. None: they are never trained."""
 
 
 def _latest_first(phase: _Phase) -> float:
@@ -111,67 +100,58 @@ def _latest_first(phase: _Phase) -> float:
 
 
 def _kept(phases: Iterable[_Phase]) -> _Phase:
-    """Return the phase of the parameters that stay in a unit, if the unit has parameters of several phases: the latest
-    phase. None (never trained) counts as the latest of all."""
+    """Return the latest of the phases of a unit's parameters: parameters of this phase stay in the unit. None (never
+    trained) is later than any number."""
     return min(phases, key=_latest_first, default=None)
 
 
-def _without_casts(policy: Policy) -> Policy:
-    """Return the policy of a module that is taken out of a unit, and that lies inside of one of the unit's modules.
-    This policy casts neither inputs nor outputs, as if the module had stayed in the unit."""
-    return replace(policy, output_dtype=None, cast_forward_inputs=False)
-
-
+@dataclass
 class _UnitPlanner:
     """Builder of the units of one model. Its result is not in wrapping order."""
 
-    def __init__(
-        self,
-        inventory: Inventory,
-        precision: PrecisionConfig,
-        resharding: Resharding,
-        assignments: RuleAssignments,
-        limits: UnitLimits,
-    ):
-        self.inventory = inventory
-        self.limits = limits
-        self.precision = precision
-        self.resharding = resharding
-        self.assignments = assignments
-        self.default = Policy(precision.param_dtype, precision.reduce_dtype)
-        divided = inventory.modules if limits.expert_parallel > 1 else ()
-        self.experts = [module.path for module in divided if module.has_experts and module.same_as is None]
-        """Paths of the modules that expert parallelism divides. Each is a unit, because FSDP2 shards its parameters
-        over other ranks than the parameters of its block."""
-        self._own_because: dict[str, str] = {}
-        """Reasons why rules are not carried out in place, by the name of the rule (`RuleAssignment.reason`)."""
+    inventory: Inventory
+    precision: PrecisionConfig
+    resharding: Resharding
+    assignments: RuleAssignments
+    limits: UnitLimits
 
-    def units(self, share: bool) -> tuple[tuple[Unit, ...], tuple[Unit, ...]]:
-        """Return the units, and the entries for `ModelPlan.in_place`. `share`: `UnitLimits.share_units`. Raises
-        ConfigError for a rule that must be in place but cannot be."""
-        drafts = self._drafts(share)
+    _own_because: dict[str, str] = field(default_factory=dict)
+    """Reasons why rules are not carried out in place, by the name of the rule (`RuleAssignment.reason`)."""
+
+    @cached_property
+    def experts(self) -> list[str]:
+        """Paths of the modules that expert parallelism divides. Each has its own unit, because FSDP2 shards the other
+        parameters of its block over more ranks."""
+        divided = self.inventory.modules if self.limits.expert_parallel > 1 else ()
+        return [module.path for module in divided if module.has_experts and module.same_as is None]
+
+    def units(self) -> tuple[tuple[Unit, ...], tuple[Unit, ...]]:
+        """Return the units, and the entries for `ModelPlan.in_place`. Raises ConfigError for a rule that must be in
+        place but cannot be."""
+        drafts = self._drafts()
         while why := self._not_in_place(drafts):
             self._own_because |= why
-            drafts = self._drafts(share)
-        units, in_place = with_parameters(self.inventory, *self._uniform(drafts, self._in_place_units(), share))
+            drafts = self._drafts()
+        units, in_place = with_parameters(self.inventory, *self._uniform(drafts, self._in_place_units()))
         before = self._before_gradients()
         return (
             tuple(self._finished(unit, self._governing(unit.modules[0]), before) for unit in units),
             tuple(self._finished(rule, self.assignments.governing(rule.modules[0]), ()) for rule in in_place),
         )
 
-    def _drafts(self, share: bool) -> list[Unit]:
+    def _drafts(self) -> list[Unit]:
+        degree = self.limits.expert_parallel
         return [
-            *self._rule_units(share),
+            *self._rule_units(),
             *self._embedding_units(),
-            *self._expert_units(),
-            *self._block_units(),
+            *(replace(self._own_unit(path, "experts"), expert_parallel=degree) for path in self.experts),
+            *(self._own_unit(path, "block") for path in self.inventory.blocks if path not in self.experts),
             *self._head_unit(),
-            self._root_unit(),
+            self._unit("(root)", [""], None, "root"),
         ]
 
     def _not_in_place(self, drafts: Sequence[Unit]) -> dict[str, str]:
-        """Return, by rule, the reason why a rule cannot be in place. Only rules that `drafts` treat as in place are
+        """Return, by rule, the reason why the rule cannot be in place. Only rules that are in place in `drafts` are
         checked. Raises ConfigError if `precision.placement` requires such a rule to be in place."""
         owners, parameters = unit_by_module(self.inventory, drafts), parameters_by_unit(self.inventory, drafts)
         around: list[set[_Phase]] = [set() for _ in drafts]
@@ -198,7 +178,7 @@ class _UnitPlanner:
 
     @property
     def _why_nothing_in_place(self) -> str | None:
-        """The reason why nothing is in place; None if something may be."""
+        """The reason why no rule may be in place; None if rules may be in place."""
         if self.precision.placement == "own_unit":
             return 'precision.placement = "own_unit"'
         if not self.limits.mixes_dtypes:
@@ -206,7 +186,7 @@ class _UnitPlanner:
         return None
 
     def _why_own_unit(self, rule: PrecisionRule) -> str | None:
-        """Return the reason why a rule needs units of its own, wherever its modules are; None if it may be in place."""
+        """Return the reason why a rule needs units of its own, wherever its modules are; None if there is none."""
         if self._why_nothing_in_place:
             return self._why_nothing_in_place
         if rule.unit_per != "model":
@@ -219,16 +199,14 @@ class _UnitPlanner:
         self, path: str, policy: Policy, assignment: RuleAssignment, unit: Unit, others: int
     ) -> str | None:
         """Return the reason why a module cannot be inside of `unit`; None if it can. `policy`, `assignment`: those of
-        the module's rule. `others`: number of elements of the other parameters in the unit.
-
-        FSDP2 requires one storage dtype and one reduce dtype for all trained parameters of a unit.
-        """
+        the module's rule. `others`: number of elements of the other parameters in the unit."""
         phases = self._phases_within[path]
         stored = {self._storage_dtype(assignment, phase) for phase in phases}
-        if unit.expert_parallel > 1:
+        if unit.is_divided:
             return f"expert parallelism divides {unit.name}"
         if not others and unit.modules == ("",):
             return f"there are no other parameters around {path}"
+        # FSDP2 requires one storage dtype and one reduce dtype for all trained parameters of a unit.
         trained = self.assignments.storage_dtype(assignment)
         if phases != {None} and trained != unit.storage_dtype:
             return f"{path} is stored in {trained}, and {unit.name} in {unit.storage_dtype}"
@@ -249,8 +227,8 @@ class _UnitPlanner:
         return self._why_nothing_in_place
 
     def _why_not_shared(self, path: str, owners: Mapping[str, int]) -> str | None:
-        """Return the reason why a module cannot be inside of its unit: it shares a parameter with a module of a
-        different unit. None if it does not. `owners`: result of `unit_by_module`."""
+        """Return the reason why a module cannot be inside of its unit, if it shares a parameter with a module of a
+        different unit; else None. `owners`: result of `unit_by_module`."""
         for one, other in self._sharing:
             if owners[one] != owners[other] and (is_within(one, path) or is_within(other, path)):
                 return f"{one} and {other} share parameters"
@@ -269,18 +247,15 @@ class _UnitPlanner:
     def _in_place_units(self) -> list[Unit]:
         """Return an entry for each rule in place, before `_uniform` divides the entries."""
         return [
-            replace(
-                self._ruled_unit(reason if len(paths) > 1 else paths[0], paths, assignment, policy),
-                reshard_after_forward=None,
-            )
+            replace(self._ruled_unit(paths, assignment, policy), reshard_after_forward=None)
             for (reason, policy), (assignment, paths) in self._rule_groups.items()
             if reason not in self._own_because
         ]
 
     def _governing(self, path: str) -> RuleAssignment | None:
-        """Return the assignment that sets the policy of a module's unit: the assignment of the module itself, or of the
-        nearest enclosing module. Rules in place are skipped, except at blocks and at experts that are divided. None: no
-        rule sets the policy."""
+        """Return the assignment that sets the policy of a module's unit: that of the module itself, or of the nearest
+        enclosing module. Rules in place are skipped, except those of blocks and of divided experts. None: no rule sets
+        the policy."""
         while path:
             assignment = self.assignments.own.get(path)
             if assignment is not None and (assignment.reason in self._own_because or self._has_own_unit(path)):
@@ -292,8 +267,8 @@ class _UnitPlanner:
         return path in self.inventory.blocks or path in self.experts
 
     def _finished(self, unit: Unit, assignment: RuleAssignment | None, before: Sequence[str]) -> Unit:
-        """Return a unit with its final `storage_dtype` and `unshard_in_backward`. `assignment`: the rule that sets its
-        policy, or None. `before`: result of `_before_gradients`."""
+        """Return a unit with its final `storage_dtype` and `unshard_in_backward`. `assignment`: the rule that sets the
+        unit's policy, or None. `before`: result of `_before_gradients`, or () for an entry of a rule in place."""
         has_no_backward = unit.reshard_after_forward and all(enclosing(path, before) for path in unit.modules)
         is_frozen = unit.num_parameters > 0 and not unit.is_trained
         return replace(
@@ -307,7 +282,7 @@ class _UnitPlanner:
         would prefetch their parameters for one.
 
         The result is empty if the order of modules is unknown, or if parameters outside of the blocks and the head are
-        trained. It is also empty with pipeline parallelism, where the inputs of later stages take gradients.
+        trained. The result is also empty with pipeline parallelism, where the inputs of later stages take gradients.
         """
         blocks, head = self.inventory.blocks, self.inventory.head
         trained = [m.path for m in self.inventory.modules if any(p.requires_grad for p in m.parameters)]
@@ -323,14 +298,13 @@ class _UnitPlanner:
         frozen = self.precision.frozen_storage_dtype if phase is None else None
         return ruled or frozen or self.precision.storage_dtype
 
-    def _uniform(self, drafts: Sequence[Unit], rules: Sequence[Unit], share: bool) -> tuple[list[Unit], list[Unit]]:
-        """Return the units, and the rules in place in them. Both are divided so that the parameters of an entry have
-        one phase, as far as FSDP2 can wrap the modules apart. `rules`: the rules in place before the division.
+    def _uniform(self, drafts: Sequence[Unit], rules: Sequence[Unit]) -> tuple[list[Unit], list[Unit]]:
+        """Return the units, and the entries of rules in place. Each of them is divided so that all its parameters have
+        the same phase, as far as FSDP2 can wrap the modules apart. `rules`: the entries before the division.
 
         FSDP2 all-gathers, reshards and reduces a unit as a whole. So trained modules are taken out of a unit with
         frozen modules, or they are in place in it. Modules that are taken out of equal units share a unit, like the
-        modules of one rule (see `_parts`). A module is taken out only as a whole, with the modules inside of it. So it
-        stays if parameters inside of it have several phases.
+        modules of one rule (see `_parts`). A module stays in its unit if parameters inside of it have several phases.
         """
         boundaries, shards = [*drafts, *rules], unit_by_module(self.inventory, drafts)
         kept_in = self._kept_phases(drafts, boundaries)
@@ -345,7 +319,9 @@ class _UnitPlanner:
                 if phase != kept and self._can_be_taken(path, own, unit)
             }
             for path, why in moved.items():
-                policy = unit.policy if path in unit.modules else _without_casts(unit.policy)
+                policy = unit.policy
+                if path not in unit.modules:  # FSDP2 cast nothing at this module when it was inside of the unit
+                    policy = replace(policy, output_dtype=None, cast_forward_inputs=False)
                 assignment = self.assignments.governing(path)
                 rule = "" if assignment is None else assignment.reason
                 key = policy, unit.storage_dtype, unit.expert_parallel, rule, own[path], why
@@ -357,12 +333,10 @@ class _UnitPlanner:
                 left = replace(unit, modules=modules, name=" + ".join(modules) if is_sum else unit.name)
                 (in_place if is_rule else units).append(left)
         for (*_, phase, why), (like, paths) in groups.items():
-            (in_place if why is None else units).extend(self._taken_units(phase, like, paths, share, why))
+            (in_place if why is None else units).extend(self._taken_units(phase, like, paths, why))
         return units, in_place
 
-    def _taken_units(
-        self, phase: _Phase, like: Unit, paths: list[str], share: bool, own_because: str | None
-    ) -> Iterator[Unit]:
+    def _taken_units(self, phase: _Phase, like: Unit, paths: list[str], own_because: str | None) -> Iterator[Unit]:
         """Yield the units of modules that `_uniform` takes out of units like `like`. `own_because`: the reason for
         units of their own. None: the modules are in place, and share one entry."""
         what = "trained" if not phase else f"trained after step {phase}"
@@ -370,7 +344,7 @@ class _UnitPlanner:
         reason = what if assignment is None else f"{what}, {assignment.reason}"
         unit_per = "model" if assignment is None else assignment.rule.unit_per
         modules = list(outermost(paths))
-        for part in [modules] if own_because is None else self._parts(modules, unit_per if share else "module"):
+        for part in [modules] if own_because is None else self._parts(modules, unit_per):
             reshard = self._reshard_together(part) if assignment is None else self._reshard(part, assignment)
             yield replace(
                 like,
@@ -387,9 +361,9 @@ class _UnitPlanner:
         """The phase of each module with parameters, by path. If the parameters of a module have several phases, this is
         the phase whose training begins first."""
         return {
-            module.path: max(map(_phase, module.parameters), key=_latest_first)
+            module.path: max([p.trained_from if p.requires_grad else None for p in own], key=_latest_first)
             for module in self.inventory.modules
-            if module.parameters and module.same_as is None
+            if (own := module.parameters) and module.same_as is None
         }
 
     @cached_property
@@ -402,8 +376,8 @@ class _UnitPlanner:
         return found
 
     def _kept_phases(self, drafts: Sequence[Unit], boundaries: Sequence[Unit]) -> dict[tuple[int, int], _Phase]:
-        """Return the phase of the parameters that each of `boundaries` keeps in each of `drafts`. The key is a pair:
-        index of the draft, index of the boundary."""
+        """Return the result of `_kept` for the parameters that are both in a draft and in a boundary, by (index of the
+        draft, index of the boundary)."""
         shards, policies = unit_by_module(self.inventory, drafts), unit_by_module(self.inventory, boundaries)
         found: dict[tuple[int, int], list[_Phase]] = {}
         for path, phase in self._phases.items():
@@ -411,7 +385,7 @@ class _UnitPlanner:
         return {key: _kept(phases) for key, phases in found.items()}
 
     def _modules_by_unit(self, units: Sequence[Unit]) -> list[dict[str, _Phase]]:
-        """Return, for each unit, the phases of its modules that own parameters, by path."""
+        """Return for each unit a dict of its modules that own parameters: path -> phase."""
         owners = unit_by_module(self.inventory, units)
         found: list[dict[str, _Phase]] = [{} for _ in units]
         for path, phase in self._phases.items():
@@ -420,34 +394,31 @@ class _UnitPlanner:
 
     def _can_be_taken(self, path: str, own: Mapping[str, _Phase], unit: Unit) -> bool:
         """Return True if a module can be taken out of a unit, with all modules inside of it: `fully_shard` can wrap the
-        module, and all its parameters in this unit have one phase. `own`: phases of the modules of the unit that own
-        parameters, by path."""
+        module, and all its parameters in this unit have one phase. `own`: the unit's dict of `_modules_by_unit`."""
         module = self.inventory.by_path[path]
-        if not path or not module.has_forward or (unit.expert_parallel > 1 and not module.is_adapter):
+        if not path or not module.has_forward or (unit.is_divided and not module.is_adapter):
             return False
         return all(phase == own[path] for inner, phase in own.items() if is_within(inner, path))
 
     def _unit(self, name: str, modules: Sequence[str], reshard: bool | None, reason: str) -> Unit:
         """Return a unit without a rule."""
-        return Unit(name, tuple(modules), self.default, reshard, self.precision.storage_dtype, reason)
+        policy = Policy(self.precision.param_dtype, self.precision.reduce_dtype)
+        return Unit(name, tuple(modules), policy, reshard, self.precision.storage_dtype, reason)
 
-    def _ruled_unit(self, name: str, modules: Sequence[str], assignment: RuleAssignment, policy: Policy) -> Unit:
+    def _ruled_unit(self, modules: Sequence[str], assignment: RuleAssignment, policy: Policy) -> Unit:
         reshard, storage = self._reshard(modules, assignment), self.assignments.storage_dtype(assignment)
-        why = self._own_because.get(assignment.reason, "")
-        return Unit(name, tuple(modules), policy, reshard, storage, assignment.reason, assignment.key, own_because=why)
+        name, reason = modules[0] if len(modules) == 1 else assignment.reason, assignment.reason
+        why = self._own_because.get(reason, "")
+        return Unit(name, tuple(modules), policy, reshard, storage, reason, assignment.key, own_because=why)
 
-    def _rule_units(self, share: bool) -> list[Unit]:
+    def _rule_units(self) -> list[Unit]:
         """Return the units of rules that are not in place, without blocks and divided experts. Modules with the same
-        rule and policy share a unit, which `unit_per` may divide.
-
-        A unit all-gathers all its parameters at once. So a unit that is larger than the largest block, and larger than
-        `_SMALL_UNIT`, is divided into one unit per block.
-        """
+        rule and policy share a unit (see `_parts`)."""
         return [
-            self._ruled_unit(reason if len(part) > 1 else part[0], part, assignment, policy)
+            self._ruled_unit(part, assignment, policy)
             for (reason, policy), (assignment, paths) in self._rule_groups.items()
             if reason in self._own_because
-            for part in self._parts(paths, assignment.rule.unit_per if share else "module")
+            for part in self._parts(paths, assignment.rule.unit_per)
         ]
 
     @cached_property
@@ -462,7 +433,12 @@ class _UnitPlanner:
         return groups
 
     def _parts(self, paths: list[str], unit_per: str) -> list[list[str]]:
-        if unit_per == "module":
+        """Return the modules of each unit for `paths`. `unit_per`: the key of the modules' rule.
+
+        A unit all-gathers all its parameters at once. So a unit that is larger than the largest block, and larger than
+        `_SMALL_UNIT`, is divided into one unit per block.
+        """
+        if unit_per == "module" or not self.limits.share_units:
             return [[path] for path in paths]
         largest_block = max((self._numel_within[path] for path in self.inventory.blocks), default=math.inf)
         if unit_per == "model" and sum(self._numel_within[path] for path in paths) <= max(largest_block, _SMALL_UNIT):
@@ -492,12 +468,8 @@ class _UnitPlanner:
         return not covered and self._numel_within[path] > 0
 
     def _embedding_units(self) -> list[Unit]:
-        """Return a unit for each embedding.
-
-        Backward does not read the weight. So a unit that reshards after forward needs no second all-gather, and holds
-        no unsharded parameters until backward. Embeddings that are tied, that are inside a block, or that have the unit
-        of a rule get no unit here.
-        """
+        """Return a unit for each embedding that is not tied, not inside a block, and has no unit of a rule. Backward
+        does not read its weight. So a unit that reshards after forward needs no second all-gather."""
         reshard = self.resharding.blocks
         return [
             replace(self._unit(path, [path], reshard, "embedding"), unshard_in_backward=not reshard)
@@ -508,21 +480,10 @@ class _UnitPlanner:
         ]
 
     def _is_shared(self, path: str) -> bool:
-        """Return whether the module shares a parameter with another module."""
         module = self.inventory.by_path[path]
         names = {full_name(path, parameter.name) for parameter in module.parameters}
         tied = {parameter.tied_to for other in self.inventory.modules for parameter in other.parameters}
         return bool(names & tied) or self._is_tied([path])
-
-    def _block_units(self) -> list[Unit]:
-        return [self._own_unit(path, "block") for path in self.inventory.blocks if path not in self.experts]
-
-    def _expert_units(self) -> list[Unit]:
-        """Return a unit for each module that expert parallelism divides, also if a rule matches several of them."""
-        return [
-            replace(self._own_unit(path, "experts"), expert_parallel=self.limits.expert_parallel)
-            for path in self.experts
-        ]
 
     def _own_unit(self, path: str, reason: str) -> Unit:
         """Return a unit of one module, with the policy of the rule that governs the module. `reason`: the reason for
@@ -530,14 +491,14 @@ class _UnitPlanner:
         assignment = self._governing(path)
         if assignment is None:
             return self._unit(path, [path], self._reshard_near([path]), reason)
-        return self._ruled_unit(path, [path], assignment, self._policy(path, assignment))
+        return self._ruled_unit([path], assignment, self._policy(path, assignment))
 
     def _head_unit(self) -> list[Unit]:
-        """Return a unit of the modules that run last, without blocks and modules with the unit of a rule. Backward
-        reduces their gradients first, early in backward.
+        """Return a unit of the modules that run last, without blocks and modules with the unit of a rule. Backward can
+        then reduce the gradients of these modules early.
 
-        Return no unit if the output layer is not among these modules, or if it shares its weight with the embedding.
-        (FSDP2 requires tied parameters in one unit, and the root unit then holds both modules.)
+        The list is empty if the output layer is not among these modules, or if it shares its weight with the embedding.
+        FSDP2 requires tied parameters in one unit, and the root unit then has both modules.
         """
         ruled = [path for path in self.inventory.head if self._governing(path) is not None]
         free = [path for path in self.inventory.head if path not in (*ruled, *self.inventory.blocks)]
@@ -548,30 +509,24 @@ class _UnitPlanner:
     def _is_tied(self, paths: Sequence[str]) -> bool:
         return any(p.tied_to for path in paths for p in self.inventory.by_path[path].parameters)
 
-    def _root_unit(self) -> Unit:
-        return self._unit("(root)", [""], None, "root")
-
     def _reshard(self, modules: Sequence[str], assignment: RuleAssignment) -> bool:
-        """Return whether a unit of a rule reshards after forward."""
         if assignment.rule.reshard_after_forward is not None:
             return assignment.rule.reshard_after_forward
         return self._reshard_together(modules)
 
     def _reshard_together(self, modules: Sequence[str]) -> bool:
-        """Return whether a unit of several modules, without a setting of its own, reshards after forward.
-
-        If several modules lie in several blocks, or all outside of blocks, their unit has the setting
-        `Resharding.late`: its parameters are unsharded during most of forward anyway, and backward needs them first.
-        """
+        """Return True if a unit without a setting of its own reshards after forward. A unit of modules of several
+        blocks, or of several modules outside of blocks, has the setting `Resharding.late`: its parameters are unsharded
+        during most of forward anyway, and backward needs them first."""
         is_in_one_block = len({self._block_around(path) for path in modules} - {""}) == 1
         if len(modules) > 1 and not is_in_one_block:
             return self.resharding.late
         return self._reshard_near(modules)
 
     def _reshard_near(self, modules: Sequence[str]) -> bool:
-        """Return whether a unit reshards after forward. `modules`: modules of one block, or a single module outside of
+        """Return True if a unit reshards after forward. `modules`: modules of one block, or a single module outside of
         blocks. A unit with modules of the last block or the head has the setting `Resharding.late`, because its
-        backward follows soon after its forward. Other units have `Resharding.blocks`."""
+        backward follows soon after its forward. Other units have the setting `Resharding.blocks`."""
         is_late = any(is_within(path, last) for path in modules for last in self._last)
         return self.resharding.late if is_late else self.resharding.blocks
 
@@ -591,7 +546,7 @@ class _UnitPlanner:
         )
 
     def _consumer_dtype(self, path: str) -> str | None:
-        """Return the output dtype of a module: the compute dtype of its parent. None: the output is not cast.
+        """Return the dtype to which a module's output is cast: the compute dtype of its parent. None: no cast.
 
         FSDP2 casts inputs only at unit boundaries. Without this cast, an fp32 norm would pass fp32 to a bf16
         `nn.Linear`, which fails. The output of the model is not cast: the loss takes any dtype, and a cast would
@@ -602,23 +557,9 @@ class _UnitPlanner:
         return self.assignments.compute_dtype(parent(path))
 
 
-_EXPERT_DEGREE: KeyPath = ("parallelism", "expert_parallel_degree")
-
-
-def check_experts(inventory: Inventory, expert_parallel: int) -> None:
-    """Raise ConfigError if the model has no experts to divide over `expert_parallel` ranks, or a number of experts that
-    the degree does not divide."""
-    if expert_parallel == 1:
-        return
-    modules = [module for module in inventory.modules if module.has_experts]
-    misfits = (misfit_of_experts(expert_parallel, m.parameters[0].shape[0], m.path) for m in modules)
-    reason = next(filter(None, misfits), None) if modules else NO_EXPERTS
-    if reason is not None:
-        raise config_error(_EXPERT_DEGREE, reason, expert_parallel, also=(("model", "name"), ("model", "args")))
-
-
-def check_tied_parameters(inventory: Inventory, units: Sequence[Unit], assignments: RuleAssignments) -> None:
-    """Raise ConfigError for tied parameters in two units. FSDP2 refuses them at the first forward, without names."""
+def _check_tied_parameters(inventory: Inventory, units: Sequence[Unit], assignments: RuleAssignments) -> None:
+    """Raise ConfigError for tied parameters in two units. FSDP2's own error occurs in the first forward, and names no
+    module."""
     owners = unit_by_module(inventory, units)
     problems = []
     for module in inventory.modules:
@@ -637,12 +578,10 @@ def check_tied_parameters(inventory: Inventory, units: Sequence[Unit], assignmen
 def _tied_remedy(module: ModuleInfo, first: str, assignments: RuleAssignments) -> str:
     """Return the remedy that brings two modules with a shared parameter into one unit."""
     own, other = assignments.governing(module.path), assignments.governing(first)
-    if own is None and other is None:
-        if module.same_as is None:
-            return "set model.blocks so that one block holds both"
-        return f'give the shared module a precision rule: match = "{module.same_as}"'
-    return (
-        "set output_dtype in the rule that covers both modules"
-        if own is other
-        else f'one rule must match both: match = ["{first}", "{module.path}"]'
-    )
+    if own is not other:
+        return f'one rule must match both: match = ["{first}", "{module.path}"]'
+    if own is not None:
+        return "set output_dtype in the rule that covers both modules"
+    if module.same_as is None:
+        return "set model.blocks so that one block holds both"
+    return f'give the shared module a precision rule: match = "{module.same_as}"'

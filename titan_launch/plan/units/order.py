@@ -8,21 +8,21 @@ from graphlib import CycleError, TopologicalSorter
 
 from titan_launch.config.sections.parallelism import ParallelismConfig
 from titan_launch.config.sections.training import GradientAccumulationConfig
-from titan_launch.plan.types import Inventory, ModelPlan, Unit, is_within, outward
+from titan_launch.plan.types import ModelPlan, Unit, is_within, outward
 
 
 def in_wrapping_order(units: Sequence[Unit]) -> tuple[Unit, ...]:
-    """Return the units, inner units first.
-
-    If each of two units has a module inside a module of the other, both are divided into one unit per module. The same
-    applies to a longer cycle of units.
-    """
+    """Return the units, inner units first. Two units of which each has a module inside a module of the other are
+    divided into one unit per module. The same applies to longer cycles of units."""
     graph = _inner_units(units)
     try:
         return tuple(units[i] for i in TopologicalSorter(graph).static_order())
     except CycleError as error:
         in_cycle = set(error.args[1])
-    divided = [part for i, unit in enumerate(units) for part in (_split(unit) if i in in_cycle else [unit])]
+    divided: list[Unit] = []
+    for index, unit in enumerate(units):
+        split = [replace(unit, name=path, modules=(path,)) for path in unit.modules]
+        divided += split if index in in_cycle else [unit]
     return in_wrapping_order(divided)
 
 
@@ -37,10 +37,6 @@ def _inner_units(units: Sequence[Unit]) -> dict[int, list[int]]:
     return {outer: sorted(found) for outer, found in inner.items()}
 
 
-def _split(unit: Unit) -> list[Unit]:
-    return [replace(unit, name=path, modules=(path,)) for path in unit.modules]
-
-
 _OWN_PLACE = ("block", "head", "embedding", "root")
 """Values of `Unit.reason` for units that exist without precision rules, expert parallelism and frozen parameters."""
 
@@ -48,11 +44,10 @@ _OWN_PLACE = ("block", "head", "embedding", "root")
 def plan_backward_prefetch(plan: ModelPlan) -> dict[str, tuple[str, ...]]:
     """Return, by module, the modules whose units FSDP2 prefetches in the backward of that module's unit.
 
-    By default, FSDP2 prefetches one unit ahead: when backward enters a unit, it starts the all-gather of the unit whose
-    forward ran just before. That may be the small unit of a precision rule. The long all-gather of the next block then
-    starts late, in the short backward of the small unit. So each block also prefetches the block before it. It
-    prefetches the divided experts of that block, too (expert parallelism), because the backward of a block begins with
-    its experts.
+    By default, FSDP2 prefetches one unit ahead: when backward enters a unit, FSDP2 starts the all-gather of the unit
+    whose forward ran just before. This may be the small unit of a precision rule. The long all-gather of the next block
+    then starts late, in the short backward of the small unit. So each block also prefetches the block before it, and
+    the divided experts of that block, because its backward begins with them.
 
     A block without small units inside it has no entry, because FSDP2's default is then sufficient. Small units behind
     the last block are treated in the same way: the unit of the last module prefetches them, and then the last block.
@@ -63,7 +58,9 @@ def plan_backward_prefetch(plan: ModelPlan) -> dict[str, tuple[str, ...]]:
         inner = [unit for unit in plan.units if _is_inside(unit, block)]
         _put_before(order, block, inner, _with_experts(plan, blocks[index - 1 : index]))
     last = plan.inventory.head[-1] if plan.inventory.head else ""
-    behind = _paths_behind_blocks(plan.inventory)
+    paths = [module.path for module in plan.inventory.modules]
+    after = paths[paths.index(blocks[-1] if blocks else "") + 1 :]
+    behind = {path for path in after if not any(is_within(path, block) for block in blocks)}
     late = [u for u in plan.units if last not in u.modules and u.reason not in _OWN_PLACE and behind & {*u.modules}]
     _put_before(order, _stands_for(plan.sharded_by[last]), late, blocks[-1:])
     return order
@@ -73,11 +70,11 @@ def plan_forward_prefetch(plan: ModelPlan) -> dict[str, tuple[str, ...]]:
     """Return, by block, the modules whose units FSDP2 prefetches in the forward of that block.
 
     The result is empty without expert parallelism, because the host then starts each all-gather long before the device
-    needs it. With expert parallelism, the host waits in every layer for the numbers of tokens that are sent. So each
-    block starts the all-gathers of its experts, of the next block, and of the next block's experts.
+    needs the parameters. With expert parallelism, the host waits in every layer for the numbers of tokens to send. So
+    each block starts the all-gathers of its experts, of the next block, and of the next block's experts.
     """
     blocks = plan.inventory.blocks
-    if all(unit.expert_parallel == 1 for unit in plan.units):
+    if not any(unit.is_divided for unit in plan.units):
         return {}
     return {
         block: (*_with_experts(plan, (block,))[1:], *_with_experts(plan, blocks[index + 1 : index + 2]))
@@ -86,8 +83,8 @@ def plan_forward_prefetch(plan: ModelPlan) -> dict[str, tuple[str, ...]]:
 
 
 def _with_experts(plan: ModelPlan, blocks: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the blocks, each followed by its experts that expert parallelism divides."""
-    divided = [unit for unit in plan.units if unit.expert_parallel > 1]
+    """Return the blocks, each followed by its divided experts."""
+    divided = [unit for unit in plan.units if unit.is_divided]
     return tuple(
         path for block in blocks for path in (block, *(_stands_for(u) for u in divided if _is_inside(u, block)))
     )
@@ -112,28 +109,21 @@ def _is_inside(unit: Unit, block: str) -> bool:
     return all(is_within(path, block) and path != block for path in unit.modules)
 
 
-def _paths_behind_blocks(inventory: Inventory) -> set[str]:
-    """Return the paths of the modules after the last block, or of all modules if the model has no blocks."""
-    blocks, paths = inventory.blocks, [module.path for module in inventory.modules]
-    behind = paths[paths.index(blocks[-1] if blocks else "") + 1 :]
-    return {path for path in behind if not any(is_within(path, block) for block in blocks)}
-
-
 @dataclass(frozen=True)
 class Resharding:
     """The reshard-after-forward setting of each kind of unit. True: the unit reshards."""
 
     blocks: bool
-    """Setting of all blocks but the last, and of all other units except those of `late` and the root."""
+    """Setting of all blocks but the last, and of all units that are neither late nor the root."""
 
     late: bool
-    """Setting of units that backward needs first: the last block, the head, and units with modules of several
+    """Setting of late units, which backward needs first: the last block, the head, and units with modules of several
     blocks."""
 
 
 def plan_resharding(parallelism: ParallelismConfig, accumulation: GradientAccumulationConfig) -> Resharding:
-    """Return the settings that follow from `[parallelism]` and `[gradient_accumulation]`. Raises ValueError if the mode
-    is `auto` and `keep_params_unsharded` is unset."""
+    """Return the settings that follow from `[parallelism]` and `[gradient_accumulation]`. Raises ValueError if
+    `gradient_accumulation.mode` is `auto` and `keep_params_unsharded` is unset."""
     if accumulation.mode == "auto" and accumulation.keep_params_unsharded is None:
         raise ValueError("keep_params_unsharded is unset: resolve `auto` first (plan.auto_mode)")
     choice = parallelism.fsdp_reshard_after_forward

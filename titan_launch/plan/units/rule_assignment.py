@@ -26,19 +26,21 @@ class RuleAssignment:
 
     rule: PrecisionRule
     reason: str
+    """Name of the rule: `precision.rules.0`, or `BATCH_NORM_DEFAULT`."""
+
     key: KeyPath | None
     """Key of the rule in the job file; None for a default."""
 
 
+@dataclass(frozen=True)
 class RuleAssignments:
-    """The precision rule of each module. A rule covers the modules that it matches, and all modules inside them that no
-    rule matches."""
+    """The precision rule of each module. A rule covers the modules that it matches, and all modules inside of these
+    that no rule matches."""
 
-    def __init__(self, own: Mapping[str, RuleAssignment], precision: PrecisionConfig):
-        self.own = own
-        """Assignment of each module that a rule matches directly, by path. Within a rule, parents come before
-        children."""
-        self._precision = precision
+    own: Mapping[str, RuleAssignment]
+    """Assignment of each module that a rule matches directly, by path. Of one rule, parents are before children."""
+
+    precision: PrecisionConfig
 
     def governing(self, path: str) -> RuleAssignment | None:
         """Return the assignment of a module, or of the nearest enclosing module that has one; None if there is none."""
@@ -51,30 +53,26 @@ class RuleAssignments:
     def compute_dtype(self, path: str) -> str:
         """Return the dtype that a module computes in."""
         assignment = self.governing(path)
-        return (
-            self._precision.param_dtype
-            if assignment is None
-            else assignment.rule.param_dtype or self.storage_dtype(assignment)
-        )
+        if assignment is None:
+            return self.precision.param_dtype
+        return assignment.rule.param_dtype or self.storage_dtype(assignment)
 
     def storage_dtype(self, assignment: RuleAssignment | None) -> str:
         """Return the storage dtype of parameters. `assignment`: the rule that covers the parameters; None if no rule
         covers them."""
         own = None if assignment is None else assignment.rule.storage_dtype
-        return own or self._precision.storage_dtype
+        return own or self.precision.storage_dtype
 
     def buffer_dtype(self, module: ModuleInfo) -> str | None:
         """Return the dtype that `[precision]` sets for a module's floating buffers; None if the buffers keep their
-        dtypes.
-
-        Running statistics are moving averages: in bf16 an update of 1 % is rounded away. So only a rule that matches
-        the BatchNorm itself sets their dtype. The selection biases of experts move by small constant steps, and loads
-        are counts, so they always keep float32.
-        """
+        dtypes."""
+        # Running statistics are moving averages: in bf16 an update of 1 % is rounded away. So only a rule that matches
+        # the BatchNorm itself sets their dtype. Buffers of a mixture of experts keep float32: selection biases move by
+        # small steps, and loads are counts.
         assignment = self.of_buffers(module)
         own = None if assignment is None else assignment.rule.buffer_dtype
         follows_no_default = is_batch_norm(module) or is_mixture_of_experts(module)
-        return own or (None if follows_no_default else self._precision.buffer_dtype)
+        return own or (None if follows_no_default else self.precision.buffer_dtype)
 
     def of_buffers(self, module: ModuleInfo) -> RuleAssignment | None:
         """Return the assignment that sets the dtype of a module's floating buffers; None if there is none."""
@@ -85,23 +83,20 @@ class RuleAssignments:
         return self.own.get(module.path) if is_batch_norm(module) else self.governing(module.path)
 
     def around(self, path: str) -> str:
-        """Return the dtype in which a module gets its inputs if its precision rule does not cast inputs.
-
-        A rule matches a module by class or path, and also covers the modules inside of it. The inputs come from the
-        parent of the module that the rule matches, and have the compute dtype of this parent.
-        """
+        """Return the dtype in which a module gets its inputs if its precision rule does not cast inputs: the compute
+        dtype of the parent of the module that the rule matches."""
         while path and path not in self.own:
             path = parent(path)
         return self.compute_dtype(parent(path))
 
 
 def is_batch_norm(module: ModuleInfo) -> bool:
-    """Return whether a module is a BatchNorm of any number of dimensions, or a subclass of one."""
+    """Return True if a module is a BatchNorm of any number of dimensions, or a subclass of one."""
     return _BATCH_NORM in module.classes
 
 
 def is_mixture_of_experts(module: ModuleInfo) -> bool:
-    """Return whether a module is of this package's class `MixtureOfExperts`, or of a subclass of it."""
+    """Return True if a module is of this package's class `MixtureOfExperts`, or of a subclass."""
     return MIXTURE_OF_EXPERTS in module.classes
 
 
@@ -122,7 +117,7 @@ def candidate_assignments(precision: PrecisionConfig) -> Iterator[RuleAssignment
 
 
 def assignable_modules(inventory: Inventory) -> list[ModuleInfo]:
-    """Return the modules that a rule can match: those with a forward, except the root. Each has its first path."""
+    """Return the modules that a rule can match, each once: those with a forward, except the root."""
     return [m for m in inventory.modules if m.path and m.has_forward and m.same_as is None]
 
 
@@ -135,27 +130,24 @@ def with_batch_norm_default(
     With the default, a BatchNorm computes with float32 parameters, its running statistics keep their dtype, and its
     inputs are not cast. BatchNorm kernels allow inputs in another dtype.
     """
-    default = RuleAssignment(_batch_norm_rule(precision), BATCH_NORM_DEFAULT, None)
+    rule = PrecisionRule(type="BatchNorm")
+    if precision.storage_dtype in _REDUCED:
+        rule = PrecisionRule(type="BatchNorm", param_dtype="float32", cast_forward_inputs=False)
+    default = RuleAssignment(rule, BATCH_NORM_DEFAULT, None)
     unruled = [m.path for m in assignable_modules(inventory) if is_batch_norm(m) and m.path not in assignments.own]
     defaults = {path: default for path in unruled if assignments.compute_dtype(path) in _REDUCED}
     return RuleAssignments({**assignments.own, **defaults}, precision)
 
 
-def _batch_norm_rule(precision: PrecisionConfig) -> PrecisionRule:
-    if precision.storage_dtype in _REDUCED:
-        return PrecisionRule(type="BatchNorm", param_dtype="float32", cast_forward_inputs=False)
-    return PrecisionRule(type="BatchNorm")
-
-
 def rule_matches(rule: PrecisionRule, module: ModuleInfo) -> bool:
-    """Return whether a rule matches a module, by class and by path. An unset `type` or `match` matches every module."""
+    """Return True if a rule matches a module, by class and by path. An unset `type` or `match` matches every module."""
     if rule.type is not None and not any(_is_class(rule.type, name) for name in module.classes):
         return False
     return rule.match is None or any(matches(pattern, module.path) for pattern in rule_patterns(rule))
 
 
 def rule_patterns(rule: PrecisionRule) -> tuple[str, ...]:
-    """Return the globs of a rule; none if the rule matches by class only."""
+    """Return the globs of a rule; an empty tuple if the rule matches by class only."""
     return (rule.match,) if isinstance(rule.match, str) else rule.match or ()
 
 
@@ -168,25 +160,26 @@ def _is_class(wanted: str, full_name: str) -> bool:
 
 def matched_modules(inventory: Inventory, patterns: Sequence[str], key: KeyPath) -> tuple[str, ...]:
     """Return the paths of the modules that any of the globs `patterns` matches, in the order of the inventory. Modules
-    without a forward do not match.
+    without a forward do not match. Of a module with several parents, any path may match, and the first one is returned.
 
-    A module with several parents may match under any of its paths. It is returned under its first path. Raises
-    ConfigError with a problem for every glob that matches nothing. The key of a problem is `key` with the index of the
-    glob.
+    Raises ConfigError with a problem for every glob that matches nothing. `key`: key of the list of globs.
     """
-    problems = list(_unused(inventory, patterns, key))
+    containers = [module.path for module in inventory.modules if module.path and not module.has_forward]
+    runnable = {m.path: m.same_as or m.path for m in inventory.modules if m.path and m.has_forward}
+    problems = [
+        Problem((*key, index), nothing_matched(pattern, list(runnable), containers), pattern)
+        for index, pattern in enumerate(patterns)
+        if not any(matches(pattern, path) for path in runnable)
+    ]
     if problems:
         raise ConfigError(problems)
-    matched = {
-        module.same_as or module.path
-        for module in inventory.modules
-        if module.path and module.has_forward and any(matches(pattern, module.path) for pattern in patterns)
-    }
+    matched = {first for path, first in runnable.items() if any(matches(pattern, path) for pattern in patterns)}
     return tuple(module.path for module in inventory.modules if module.path in matched)
 
 
 def nothing_matched(pattern: str, paths: Sequence[str], containers: Sequence[str] = ()) -> str:
-    """Return why a glob matches no module. `containers`: modules without a forward, which a glob cannot match."""
+    """Return the reason why a glob matches no module. `containers`: modules without a forward, which a glob cannot
+    match."""
     container = next((path for path in containers if matches(pattern, path)), None)
     if container is not None:
         return f'matches only {container}, a container without a forward; did you mean "{container}.*"?'
@@ -197,7 +190,7 @@ def suggestion(glob: str, paths: Collection[str]) -> str:
     """Return a hint for a glob that matches none of `paths`, which are paths of modules or of parameters.
 
     The hint names the paths whose last parts match the glob, in the names of this package or of `transformers`. If
-    there are none, it names a similar path. If there is no similar path either, it is empty.
+    there are none, the hint names a similar path. If there is no similar path either, the hint is empty.
     """
     for ends in (glob, f"{glob}.*"):
         found = ends_in(ends, paths)
@@ -210,11 +203,3 @@ def suggestion(glob: str, paths: Collection[str]) -> str:
             )
             return f"; {short_name(glob)} of transformers is {listed(list(names))} here"
     return did_you_mean(glob, paths)
-
-
-def _unused(inventory: Inventory, patterns: Sequence[str], key: KeyPath) -> Iterator[Problem]:
-    containers = [module.path for module in inventory.modules if module.path and not module.has_forward]
-    runnable = [module.path for module in inventory.modules if module.path and module.has_forward]
-    for index, pattern in enumerate(patterns):
-        if not any(matches(pattern, path) for path in runnable):
-            yield Problem((*key, index), nothing_matched(pattern, runnable, containers), pattern)

@@ -28,11 +28,8 @@ _MATMULS = {
 
 def check_rules(inventory: Inventory, precision: PrecisionConfig, assignments: RuleAssignments) -> None:
     """Raise ConfigError for rules, globs and `buffer_dtype`s without effect, for combinations of dtypes that kernels do
-    not support, and for parameters that are not floating. If a rule or a glob has no effect, combinations of dtypes and
-    `buffer_dtype`s are not checked.
-
-    `assignments`: the assignments of the job's rules, without the BatchNorm default.
-    """
+    not support, and for parameters that are not floating. Combinations and `buffer_dtype`s are checked only if all
+    rules and globs have an effect. `assignments`: of the job's rules, without the BatchNorm default."""
     candidates = assignable_modules(inventory)
     problems = [*_unused_rules(inventory, precision, candidates, assignments)]
     problems = problems or [
@@ -59,7 +56,7 @@ def _unused_rules(
             others = sorted({assignments.own[path].reason for path in matched})
             reason = f"every module it matches is already under {', '.join(others)}"
             yield _problem(assignment, f"{reason}; the first matching rule applies, so put the narrower rule first")
-        elif not any(_has_something_to_apply_to(inventory, path, assignment.rule) for path in matched):
+        elif not any(_has_tensors(inventory, path, assignment.rule) for path in matched):
             tensors = "parameters" if assignment.rule.buffer_dtype is None else "parameters or floating buffers"
             yield _problem(assignment, f"matches only modules without {tensors} ({listed(matched)}); drop the rule")
 
@@ -75,15 +72,16 @@ def _idle_buffer_dtypes(
         if assignment.rule.buffer_dtype is not None and assignment.key not in followed:
             reason = "applies to no floating buffer: the rule's modules have none, or other rules apply to them"
             remedy = (
-                "drop this key (buffers of a BatchNorm follow only a rule that matches the BatchNorm itself, and those "
-                "of a mixture of experts stay float32)"
+                "drop this key (buffers of a BatchNorm follow only a rule that matches the BatchNorm itself, and "
+                "buffers of a mixture of experts stay float32)"
             )
             yield Problem(
                 (*(assignment.key or ()), "buffer_dtype"), f"{reason}; {remedy}", assignment.rule.buffer_dtype
             )
 
 
-def _has_something_to_apply_to(inventory: Inventory, path: str, rule: PrecisionRule) -> bool:
+def _has_tensors(inventory: Inventory, path: str, rule: PrecisionRule) -> bool:
+    """Return True if a module has parameters, or floating buffers to which `buffer_dtype` of the rule applies."""
     inside = [m for m in inventory.modules if is_within(m.path, path)]
     buffers = [buffer for m in inside for buffer in m.buffers if buffer.is_floating]
     return any(m.parameters for m in inside) or (rule.buffer_dtype is not None and bool(buffers))
@@ -139,7 +137,9 @@ def _mixed_matmuls(candidates: Sequence[ModuleInfo], assignments: RuleAssignment
     failing: dict[str, tuple[RuleAssignment, list[str]]] = {}
     for module in candidates:
         assignment = assignments.governing(module.path)
-        if assignment is None or _casts_inputs(assignment.rule) or not _MATMULS & set(module.classes):
+        if assignment is None or not _MATMULS & set(module.classes):
+            continue
+        if assignment.rule.param_dtype is not None and assignment.rule.cast_forward_inputs:
             continue
         if assignments.around(module.path) != assignments.compute_dtype(module.path):
             failing.setdefault(assignment.reason, (assignment, []))[1].append(module.path)
@@ -149,10 +149,6 @@ def _mixed_matmuls(candidates: Sequence[ModuleInfo], assignments: RuleAssignment
             cause, remedy = ("has cast_forward_inputs = false", "remove cast_forward_inputs")
         dtypes = f"{assignments.around(paths[0])} inputs with {assignments.compute_dtype(paths[0])} weights"
         yield _problem(assignment, f"{cause}, so {listed(paths)} would have {dtypes}, which fails; {remedy}")
-
-
-def _casts_inputs(rule: PrecisionRule) -> bool:
-    return rule.param_dtype is not None and rule.cast_forward_inputs
 
 
 def _parameters_without_dtype(inventory: Inventory) -> Iterator[Problem]:

@@ -1,4 +1,4 @@
-"""Decisions that all ranks make together after each step: whether to stop, and whether to save a checkpoint."""
+"""The decisions of all ranks after each step: whether to stop, and whether to save a checkpoint."""
 
 from __future__ import annotations
 
@@ -23,24 +23,20 @@ from titan_launch.core.signals import (
 
 _log = logging.getLogger(__name__)
 
-_AGENT_POLL_S = 0.5
-
-_SECOND = f"a second signal, {SAME_REQUEST_S:g} s later or more, ends it at once"
-
 
 class StopRequest:
     """The signals that ask this rank to end the run."""
 
     def __init__(self) -> None:
         self.signal = 0
-        """Number of the first signal, or 0."""
+        """Number of the first signal; 0 before a signal arrives."""
 
         self._is_built = threading.Event()
 
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Handle signals until the end of the block. The first signal ends the run after its current step. A second
-        signal, SAME_REQUEST_S later or more, ends this process at once with exit status 128 + its number.
+        signal, SAME_REQUEST_S seconds later or more, ends this process at once with exit status 128 + its number.
 
         Before `mark_run_built` the process also ends at once in two cases: its agent (`launch` or torchrun) ends, or
         SIGTERM arrives after a rank of this host has failed. Nothing can be saved yet, and this rank may be waiting for
@@ -57,7 +53,7 @@ class StopRequest:
         self._is_built.set()
 
     def _watch_agent(self) -> None:
-        while not self._is_built.wait(_AGENT_POLL_S):
+        while not self._is_built.wait(0.5):  # seconds between two checks
             if is_orphan():
                 if os.environ.get("LOCAL_RANK", "0") == "0":
                     os.write(2, b"error: the process that started the ranks has ended before the first step\n")
@@ -69,23 +65,24 @@ class StopRequest:
             self.signal = number
             if number == RESTART_SIGNAL:
                 _log.info("a new host joined: all ranks will restart after this step")
-            elif number != signal.SIGTERM or not is_announced():  # SIGTERM after a failure is not logged
+            elif (
+                number != signal.SIGTERM or not is_announced()
+            ):  # after the failure of another rank, SIGTERM is not logged
                 end = "after this step" if self._is_built.is_set() else "when it is built, before its next step"
-                _log.info("%s: the run ends %s; %s", name, end, _SECOND)
+                second = f"a second signal, {SAME_REQUEST_S:g} s later or more, ends it at once"
+                _log.info("%s: the run ends %s; %s", name, end, second)
             elif not self._is_built.is_set():
                 exit_immediately(128 + number)
             return
-        if os.environ.get("RANK", "0") == "0":  # not print: the main thread may hold the stream's lock
+        if os.environ.get("RANK", "0") == "0":  # os.write, because the main thread may hold the lock of sys.stderr
             lost = "steps after the last complete checkpoint are lost"
             os.write(2, f"error: a second signal ({name}) ended the run at once; {lost}\n".encode())
         exit_immediately(128 + number)
 
 
 class StepCoordinator:
-    """Common decision of all ranks, after every step, whether to save a checkpoint and whether to stop.
-
-    The decision takes one all-reduce of two integers in CPU tensors over gloo, which does not wait for the devices.
-    """
+    """The decisions whether to stop and whether to save a checkpoint, equal on all ranks. After every step, gloo
+    all-reduces two integers in a CPU tensor, so the host does not wait for the device."""
 
     def __init__(self, stop: StopRequest, interval_minutes: float | None, clock: Callable[[], float] = time.monotonic):
         """`interval_minutes`: minutes between two checkpoints; None disables checkpoints by time."""
@@ -94,8 +91,8 @@ class StepCoordinator:
         self._clock = clock
         self._last_save = clock()
         self.stop_signal = 0
-        """Number of the signal that ends the run after this step, or 0. If ranks received different signals, the
-        largest number."""
+        """Number of the signal that ends the run after this step, or 0. If ranks received different signals, this is
+        the largest of their numbers."""
 
         self.save_is_due = False
         """True if the interval between two checkpoints has passed on any rank."""

@@ -1,4 +1,4 @@
-"""PyTorch's flight recorder. It writes the last collectives of each rank to files when a collective hangs. `launch`
+"""PyTorch's flight recorder, which writes the last collectives of each rank to files when a collective hangs. `launch`
 reads these files to report the unfinished collective."""
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from titan_launch.core.torch_release import DUMPS_FLIGHT_RECORDS_BY
 from titan_launch.distributed.torch_private import flight_record, flight_record_entries, process_groups
 
 FOLDER = "flight_recorder"
-"""Name of the folder with NCCL's records, in the run folder. In a run on CPUs, it has gloo's records."""
+"""Name of the folder in the run folder that has NCCL's records, or gloo's records in a run on CPUs."""
 
 GLOO_FOLDER = "flight_recorder_gloo"
-"""Name of the folder with gloo's records in a run with NCCL. `torchfrtrace` cannot compare both backends at once."""
+"""Name of the folder in the run folder that has gloo's records in a run with NCCL. It is a folder of its own, because
+`torchfrtrace` cannot compare both backends at once."""
 
 _PREFIX = "rank_"
 
@@ -36,8 +37,6 @@ _MOST_BYTES = 256 * MIB
 _MOST_OPCODES = 8_000_000
 """Largest number of pickle opcodes in a record that is read. Unpickling takes up to 70 bytes of memory for each
 opcode."""
-
-_LONGEST_TEXT = 1000
 
 
 @dataclass(frozen=True)
@@ -79,8 +78,8 @@ def record_path(run_folder: Path, folder: str, rank: int | str) -> Path:
 
 def unfinished_collectives(run_folder: Path, since: float) -> Iterator[str]:
     """Yield a description of the first unfinished collective of every rank, without duplicates. A description names the
-    ranks that started the collective, and the ranks that did not. Of a send or receive, it names only the ranks that
-    started it. `since`: start time of the ranks, in seconds since the epoch. Older records are ignored."""
+    ranks that started the collective, and the ranks that did not start it. For a send or receive, it names only the
+    ranks that started it. `since`: start time of the ranks, in seconds since the epoch. Older records are ignored."""
     for folder in (FOLDER, GLOO_FOLDER):
         records = dict(sorted(_read_records(run_folder / folder, since)))
         for collective in dict.fromkeys(record.unfinished for record in records.values() if record.unfinished):
@@ -97,12 +96,12 @@ def _describe(collective: _Collective, records: Mapping[int, _Record]) -> str:
     missing = [rank for rank in collective.members if rank not in started]
     if collective.is_p2p or not missing:
         return f"{collective}: started by {ranks_listed(started)}"
-    last = ", ".join(f"on rank {rank}: {_last(records.get(rank))}" for rank in missing[:3])
+    last_started = {
+        rank: records[rank].started[-1] if rank in records and records[rank].started else "no record"
+        for rank in missing[:3]
+    }
+    last = ", ".join(f"on rank {rank}: {text}" for rank, text in last_started.items())
     return f"{collective}: started by {ranks_listed(started)}, not by {ranks_listed(missing)} (last started {last})"
-
-
-def _last(record: _Record | None) -> str:
-    return str(record.started[-1]) if record is not None and record.started else "no record"
 
 
 def _read_records(folder: Path, since: float) -> Iterator[tuple[int, _Record]]:
@@ -122,8 +121,8 @@ def _parse(trace: dict[str, Any]) -> _Record:
     unfinished: _Collective | None = None
     for entry in trace["entries"]:
         (group, description), name = entry["process_group"], entry["profiling_name"]
-        if not all(isinstance(text, str) and len(text) < _LONGEST_TEXT for text in (group, description, name)):
-            raise ValueError("a name that is no text")  # a hash of nested tuples may take forever
+        if not all(isinstance(text, str) and len(text) < 1000 for text in (group, description, name)):
+            raise ValueError("a name that is no text")  # such as nested tuples, whose hash may take forever
         if description in UNWATCHED_GROUPS:
             continue
         is_p2p = bool(entry["is_p2p"])
@@ -149,13 +148,11 @@ _PLAIN_OPCODES = {
 
 def _load(content: bytes) -> Any:
     """Unpickle numbers, strings, lists, tuples and dicts. Raises UnpicklingError for every other opcode, and for too
-    many opcodes.
-
-    The index of a memo entry is limited, because the unpickler allocates a table of that size.
-    """
+    many opcodes."""
     for number, (opcode, argument, _) in enumerate(pickletools.genops(content)):
         if number > _MOST_OPCODES:
             raise pickle.UnpicklingError(f"a flight record has more than {_MOST_OPCODES:,} opcodes")
+        # The unpickler allocates a table as long as the largest index of a memo entry.
         if opcode.name not in _PLAIN_OPCODES or ("PUT" in opcode.name and int(argument or 0) > len(content)):
             raise pickle.UnpicklingError(f"a flight record has the opcode {opcode.name} {argument}")
     return pickle.loads(content)
@@ -163,25 +160,18 @@ def _load(content: bytes) -> Any:
 
 def configure_flight_recorder(run_folder: Path, size: int) -> None:
     """Record the last `size` collectives, and let NCCL write them to the run folder after a timeout. 0 disables both.
-
-    PyTorch reads these settings when the first process group is created, so call this function before that.
-    """
+    PyTorch reads these settings when the first process group is created, so call this function before that."""
     os.environ["TORCH_FR_BUFFER_SIZE"] = str(size)
     os.environ["TORCH_FR_DUMP_TEMP_FILE"] = str(record_path(run_folder, FOLDER, "").absolute())
     os.environ[DUMPS_FLIGHT_RECORDS_BY] = "1" if size else "0"
 
 
-def create_nccl_folder(run_folder: Path) -> None:
-    """Create the folder to which NCCL writes. The run folder must exist."""
-    (run_folder / FOLDER).mkdir(exist_ok=True)
-
-
 def dump_flight_recorder(run_folder: Path) -> None:
-    """Write this rank's collectives to `flight_recorder/rank_N`, which `torchfrtrace` reads. Any thread may call this.
+    """Write this rank's collectives to `flight_recorder/rank_N`, which `torchfrtrace` reads. Any thread may call this
+    function.
 
-    In a run with NCCL, the collectives of gloo go to `flight_recorder_gloo/rank_N`. After a timeout NCCL itself also
-    writes its record to `flight_recorder/rank_N`; gloo never writes a record by itself. Errors are suppressed, because
-    this function runs after another error.
+    In a run with NCCL, the collectives of gloo go to `flight_recorder_gloo/rank_N`. (After a timeout NCCL also writes
+    its record by itself. Gloo never does so.) Errors are suppressed, because this function runs after another error.
     """
     folders = {FOLDER: "nccl", GLOO_FOLDER: "gloo"} if _has_nccl() else {FOLDER: "gloo"}
     for folder, backend in folders.items():
@@ -195,7 +185,7 @@ def collectives_started() -> int:
     """Return the number of collectives that this rank has started; 0 without a flight recorder.
 
     Collectives of the groups in `UNWATCHED_GROUPS` do not count. At the same point of a run, two ranks have equal
-    numbers if they belong to groups of the same kinds.
+    numbers if they are in the same kinds of groups.
     """
     last: dict[tuple[str, str], int] = {}
     for backend in ("gloo", "nccl") if _has_nccl() else ("gloo",):  # in a group with both backends, both count
@@ -211,9 +201,9 @@ def _has_nccl() -> bool:
 
 
 def _gloo_record() -> bytes:
-    """Return gloo's record with the ranks of each group, which gloo does not record. A comparison of all ranks' records
-    needs them."""
-    trace = pickle.loads(flight_record("gloo"))  # this process has just written the record
+    """Return gloo's record with the ranks of each group. Gloo does not record these ranks, but `torchfrtrace` needs
+    them."""
+    trace = pickle.loads(flight_record("gloo"))  # safe, because this process has just made the record
     trace["pg_config"] = {
         group.group_name: {
             "name": group.group_name,

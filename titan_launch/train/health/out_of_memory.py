@@ -4,9 +4,8 @@ changes."""
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,13 +21,11 @@ if TYPE_CHECKING:
     from titan_launch.train.run import Run
 
 _CPU_ALLOCATION = re.compile(r"can't allocate memory: you tried to allocate (\d+) bytes")
-_CUDA_ALLOCATION = re.compile(r"Tried to allocate ([\d.]+) ([KMG]iB)")
-_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": GIB}
 
 
 def explain_out_of_memory(error: BaseException, run: Run) -> RunError | None:
-    """Return the RunError, with a report, for an out-of-memory error; None for a different error. For an out-of-memory
-    error, also run the planner, and write a snapshot of GPU memory if the job records allocations."""
+    """Return the RunError for an out-of-memory error; None for a different error. Its text is the result of `report`.
+    If the job records allocations, also write a snapshot of GPU memory."""
     if not isinstance(error, RuntimeError) or not is_out_of_memory(error):
         return None
     if isinstance(error, torch.OutOfMemoryError):
@@ -43,33 +40,40 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def report(run: Run, error: BaseException) -> str:
     """Return the report: the failed allocation with phase and module, the memory in use, the planned peak by category,
-    and up to three changes as TOML. If the planner fails, its error replaces the plan and the changes."""
-    lines = [f"out of memory on rank {run.ranks.rank} in step {run.progress.step + 1}: {_allocation(error)}"]
-    lines[0] += f" {_where(run, error)}".rstrip()
-    lines += _held(run)
+    and up to three changes as TOML. The planner runs in another process. If the planner fails, its error replaces the
+    plan and the changes."""
+    where = f"{_allocation(error)} {_where(run, error)}".rstrip()
+    lines = [f"out of memory on rank {run.ranks.rank} in step {run.progress.step + 1}: {where}", _held(run)]
     try:
         with ExitStack() as stack:
             plan = TraceProcess(run.config, run.job.layout.world_size, run.job.hardware, stack, advises=True).result()
     except (ConfigError, UserError, RunError, OSError) as failure:
         reason = str(failure).splitlines()[-1]
         return "\n".join([*lines, f"the job could not be planned: {reason}"])
-    lines += _planned(next(row for row in plan["rows"] if row["is_chosen"]))
-    lines += _advice([Advice(**advice) for advice in plan["advice"]])
+    row = next(row for row in plan["rows"] if row["is_chosen"])
+    largest = sorted(row["active_bytes_by_category"].items(), key=lambda held: -held[1])[:4]
+    categories = ", ".join(f"{name} {format_memory(size)}" for name, size in largest)
+    lines.append(f"planned peak: {format_memory(row['active_bytes'])} ({row['peak']['text']}): {categories}")
+    if plan["advice"]:
+        lines.append("the cheapest changes, with their planned saving:")
+        lines += [f"  {line}" for advice in plan["advice"] for line in Advice(**advice).text()]
+    else:
+        lines.append("no key of the job saves memory: use more ranks to shard over, or devices with more memory")
     return "\n".join(lines)
 
 
 def _allocation(error: BaseException) -> str:
-    text = str(error)
-    if found := _CPU_ALLOCATION.search(text):
+    if found := _CPU_ALLOCATION.search(str(error)):
         return f"an allocation of {format_memory(int(found[1]))} failed"
-    if found := _CUDA_ALLOCATION.search(text):
-        return f"an allocation of {format_memory(float(found[1]) * _UNITS[found[2]])} failed"
+    if found := re.search(r"Tried to allocate ([\d.]+) ([KMG]iB)", str(error)):
+        units = {"KiB": 2**10, "MiB": 2**20, "GiB": GIB}
+        return f"an allocation of {format_memory(float(found[1]) * units[found[2]])} failed"
     return "an allocation failed"
 
 
 def _where(run: Run, error: BaseException) -> str:
-    """Return a clause with the phase, and with the innermost module in the traceback. If the traceback has no module,
-    as in backward and in collectives, name the FSDP2 unit that was used last."""
+    """Return a clause with the phase of the step and the innermost module in the traceback. If the traceback has no
+    module, as in backward and in collectives, the clause names the FSDP2 unit that was used last."""
     phase = run.observers.meter.timeline.part
     paths = {id(module): path for path, module in run.model.named_modules()}
     innermost, trace = "", error.__traceback__
@@ -82,8 +86,8 @@ def _where(run: Run, error: BaseException) -> str:
     return f"in {'the step' if phase == OTHER else phase}" + (f" of {where}" if where else "")
 
 
-def _held(run: Run) -> list[str]:
-    """Return one line with the memory of parameters, optimizer state and gradients; on a GPU, also with the allocator's
+def _held(run: Run) -> str:
+    """Return a line with the memory of parameters, optimizer state and gradients; on a GPU, also with the allocator's
     numbers."""
     parameters = list(run.model.parameters())
     states = [value for state in run.optimizer.state.values() for value in state.values()]
@@ -94,30 +98,15 @@ def _held(run: Run) -> list[str]:
     }
     text = ", ".join(f"{name} {format_memory(size)}" for name, size in held.items() if size)
     if run.ranks.device.type != "cuda":
-        return [f"memory in use: {text}"]
+        return f"memory in use: {text}"
     stats = torch.cuda.memory_stats(run.ranks.device)
     active, reserved = stats["active_bytes.all.peak"], stats["reserved_bytes.all.peak"]
     free, total = torch.cuda.mem_get_info(run.ranks.device)
-    return [
+    return (
         f"memory in use: {text}; peak of tensors {format_memory(active)}, reserved by the allocator "
         f"{format_memory(reserved)} of {format_memory(total)}, free on the device {format_memory(free)}"
-    ]
+    )
 
 
 def _num_bytes(tensor: object) -> int:
     return local_tensor(tensor).nbytes if isinstance(tensor, torch.Tensor) else 0
-
-
-def _planned(row: Mapping[str, Any]) -> list[str]:
-    """Return one line about the planned peak. `row`: the row of the run's modes in the plan, as JSON."""
-    largest = sorted(row["active_bytes_by_category"].items(), key=lambda held: -held[1])[:4]
-    parts = ", ".join(f"{name} {format_memory(size)}" for name, size in largest)
-    return [f"planned peak: {format_memory(row['active_bytes'])} ({row['peak']['text']}): {parts}"]
-
-
-def _advice(found: list[Advice]) -> list[str]:
-    """Return the lines with the changes and their predicted saving. Without changes, return a line that says so."""
-    if not found:
-        return ["no key of the job saves memory: use more ranks to shard over, or devices with more memory"]
-    lines = (f"  {line}" for advice in found for line in advice.text())
-    return ["the cheapest changes, with their planned saving:", *lines]

@@ -22,23 +22,25 @@ class ProgressPoint:
     """The progress of a rank: its step, its phase, and the start of the phase."""
 
     sequence: int
-    """Number of phases entered. All ranks enter the same phases, so the ranks with the lowest number are behind."""
+    """Number of phases that the rank has entered. All ranks enter the same phases, so the ranks with the lowest number
+    are behind."""
 
     step: int
     phase: str
     since: float
-    """Start of the phase by this rank's monotonic clock, in seconds. Not published, so it is 0 in the points that
-    `ProgressBoard.read` returns."""
+    """Start of the phase by this rank's monotonic clock, in seconds. This number is not published, so it is 0 in the
+    results of `ProgressBoard.read`."""
 
     limit_s: float
-    """Seconds after which the phase counts as hanging; 0 disables hang detection. Not published, like `since`."""
+    """Seconds after which the phase counts as hanging; 0 disables hang detection. Like `since`, this number is not
+    published."""
 
     collectives: int = 0
     """Number of collectives started, set only for a hanging rank."""
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Sort key: ranks that are behind have a lower value."""
+        """The progress as a sort key. Ranks that are behind have a lower value."""
         return self.sequence, self.collectives
 
     def __str__(self) -> str:
@@ -50,19 +52,19 @@ class ProgressBoard:
 
     def __init__(self, ranks: Ranks):
         self.rank, self._world_size = ranks.rank, ranks.world_size
-        # A client of a store blocks other threads while it waits, so this thread uses its own client.
+        # While a client of the store waits, it blocks all threads that use it. So each board has a client of its own.
         self._store = default_store().clone()  # type: ignore[attr-defined]
         self._store.set_timeout(timedelta(seconds=STORE_TIMEOUT_S))
 
     def publish(self, point: ProgressPoint) -> None:
-        """Publish this rank's progress. If the store is gone, this method does nothing: the loss of the store ends
-        the run."""
+        """Publish this rank's progress. If the store is gone, do nothing, because the run then ends anyway."""
         fields = [point.sequence, point.step, point.phase, point.collectives]
         with suppress(RuntimeError):
             self._store.set(self._key(self.rank), json.dumps(fields))
 
     def read(self) -> list[ProgressPoint | None] | None:
-        """Return the last progress of each rank (None if the rank never published), or None if the store is gone."""
+        """Return the last progress of each rank, or None if the store is gone. The progress of a rank that has never
+        published is None."""
         try:
             return [self._read(rank) for rank in range(self._world_size)]
         except RuntimeError:
@@ -90,8 +92,7 @@ class ProgressBoard:
 
 
 def ranks_behind(board: ProgressBoard, now: ProgressPoint) -> str:
-    """Publish this rank's progress, and return a sentence that names the ranks that are behind. `now`: progress of this
-    rank."""
+    """Publish `now`, the progress of this rank, and return a sentence that names the ranks that are behind."""
     own = with_collectives(now)
     board.publish(own)
     points = board.read()

@@ -14,7 +14,7 @@ from titan_launch.distributed.collectives import on_all_ranks, on_rank_0
 from titan_launch.distributed.process_group import set_timeouts
 from titan_launch.metrics.sinks.jsonl import json_number
 from titan_launch.train.batches import TrainBatches
-from titan_launch.train.health.step_guard import SkippedStep, SkippedSteps
+from titan_launch.train.health.step_guard import SkippedStep
 from titan_launch.train.run import Run
 
 _log = logging.getLogger(__name__)
@@ -30,17 +30,14 @@ _CAUSES = "Usual causes: optimizer.lr too high, training.max_norm = 0, a precisi
 
 def act_on_skipped_steps(run: Run) -> bool:
     """Record and count the steps skipped since the last call. If the job allows no further skipped step, stop the run
-    or go back to a checkpoint.
-
-    Returns True if the run went back to a checkpoint. Raises RunError if the run stops. This function waits for the
-    device, and is collective if a step was skipped.
-    """
+    or go back to a checkpoint. Return True if the run went back to a checkpoint. Raises RunError if the run stops. The
+    host waits for the device. Collective if a step was skipped."""
     new_steps = run.step.guard.pop_skipped_steps(run.progress.step)
     if not new_steps.steps:
         return False
-    losses_by_rank = _losses_by_rank(new_steps)
+    by_rank = on_all_ranks(lambda: [skipped.own_loss for skipped in new_steps.steps])
     run.progress.skipped_steps += len(new_steps.steps)
-    for skipped, losses in zip(new_steps.steps, losses_by_rank, strict=True):
+    for skipped, losses in zip(new_steps.steps, map(list, zip(*by_rank, strict=True)), strict=True):
         is_last = skipped is new_steps.last
         recorded = on_rank_0(partial(_record, run, skipped, losses, even_if_full=is_last))
         if is_last:
@@ -52,11 +49,8 @@ def act_on_skipped_steps(run: Run) -> bool:
 
 
 def _stop_or_go_back(run: Run, skipped: SkippedStep, what: str, recorded: str) -> None:
-    """Go back to a checkpoint or raise RunError, as `[debug]` demands.
-
-    `skipped`: see `SkippedSteps.last`. `what`: clause that says why the step was skipped. `recorded`: sentence that
-    names the record of the step.
-    """
+    """Go back to a checkpoint or raise RunError, as `[debug]` demands. `skipped`: see `SkippedSteps.last`. `what`:
+    clause that says why the step was skipped. `recorded`: sentence that names the record of the step."""
     debug = run.config.debug
     if skipped.reason == "nonfinite" and debug.on_nonfinite == "stop":
         raise RunError(
@@ -75,15 +69,9 @@ def _stop_or_go_back(run: Run, skipped: SkippedStep, what: str, recorded: str) -
     _go_back(run, f"{what}. {recorded}")
 
 
-def _losses_by_rank(new_steps: SkippedSteps) -> list[list[float]]:
-    """Return a list for each skipped step: each rank's part of the loss. Collective."""
-    by_rank = on_all_ranks(lambda: [skipped.own_loss for skipped in new_steps.steps])
-    return [list(losses) for losses in zip(*by_rank, strict=True)]
-
-
 def _go_back(run: Run, reason: str) -> None:
-    """Load the newest checkpoint and continue from it, with the data that follows the current step. Collective. Raises
-    RunError if there is no checkpoint. `reason`: clause that says why the run goes back."""
+    """Load the newest checkpoint and continue from it, but with the data that follows the current step. Collective.
+    Raises RunError if there is no checkpoint. `reason`: clause that says why the run goes back."""
     assert run.checkpoints is not None, "config.rules demands checkpoint.enable for debug.on_repeated_skips"
     progress = run.progress
     position, rollbacks = progress.data_position, progress.rollbacks
@@ -98,7 +86,7 @@ def _go_back(run: Run, reason: str) -> None:
         progress.rollbacks = rollbacks + 1
         run.step.parameters_changed()
         run.step.guard.reset_skips()
-        if isinstance(run.batches.train, TrainBatches):  # a stream cannot go back, so it continues anyway
+        if isinstance(run.batches.train, TrainBatches):  # a stream has not gone back, so it continues anyway
             run.batches.train.move_to(position)
     for sink in run.output.sinks:
         sink.rewind(progress.step)
@@ -141,12 +129,11 @@ def _describe(run: Run, skipped: SkippedStep, losses: list[float]) -> str:
 
 def _record(run: Run, skipped: SkippedStep, losses: list[float], even_if_full: bool) -> str:
     """Write the numbers and samples of a step to the run folder, on one rank. Return a sentence that names the file, or
-    says why there is none.
-
-    `even_if_full`: write also if there are `MAX_RECORDS` files.
-    """
+    says why there is none. `even_if_full`: True writes the file even if there are `MAX_RECORDS` files."""
     folder = run.output.folder.path / FOLDER
-    path = folder / _file_name(skipped.step, run.progress.rollbacks)
+    # After a rollback the same step has other samples, and another file.
+    rollback = f".rollback-{run.progress.rollbacks}" if run.progress.rollbacks else ""
+    path = folder / f"step-{skipped.step}{rollback}.json"
     try:
         folder.mkdir(exist_ok=True)
         if not even_if_full and not path.exists() and sum(1 for _ in folder.iterdir()) >= MAX_RECORDS:
@@ -155,11 +142,6 @@ def _record(run: Run, skipped: SkippedStep, losses: list[float], even_if_full: b
     except OSError as error:
         return f"Its samples could not be written to {path}: {error.strerror}"
     return f"Its samples are in {path}"
-
-
-def _file_name(step: int, rollbacks: int) -> str:
-    """Return the name of a step's record. After a rollback the same step has other samples, and another file."""
-    return f"step-{step}.json" if not rollbacks else f"step-{step}.rollback-{rollbacks}.json"
 
 
 def _to_json(run: Run, skipped: SkippedStep, losses: list[float]) -> dict[str, Any]:

@@ -46,8 +46,8 @@ class SkippedSteps:
 
     steps: tuple[SkippedStep, ...]
     last: SkippedStep | None
-    """The skipped step at which the run must stop or go back to a checkpoint, or None. No parameter was updated after
-    this step."""
+    """The skipped step at which the run must stop or go back to a checkpoint, or None. After this step, no parameter
+    was updated."""
 
 
 class StepGuard:
@@ -56,9 +56,9 @@ class StepGuard:
     skip = guard.check(loss_sum, grad_norm)        # every step; does not wait for the device
     skipped = guard.pop_skipped_steps(step)        # at reports; waits for the device
 
-    All ranks must decide the same, else their parameters would diverge. Under HSDP the gradient norm is reduced within
-    a replica only. So one all-reduce over all ranks sums the loss and a non-finite flag, and computes the mean of the
-    norms.
+    All ranks must decide the same, because otherwise their parameters would diverge. Under HSDP the gradient norm is
+    reduced within a replica only. So one all-reduce over all ranks sums the loss and a non-finite flag, and computes
+    the mean of the norms.
     """
 
     def __init__(self, config: DebugConfig, device: torch.device):
@@ -67,7 +67,7 @@ class StepGuard:
         self._sigma = config.spike_sigma
         self._window = config.spike_window
         self._history = torch.zeros(2, MAX_WINDOW, dtype=torch.float64, device=device)
-        """Loss and gradient norm of the last steps that were not skipped, newest last."""
+        """Loss and gradient norm of the last steps that were not skipped, the newest last."""
 
         self._filled = torch.zeros((), dtype=torch.int64, device=device)
         """Number of steps in the history. The history is filled from its end."""
@@ -81,16 +81,14 @@ class StepGuard:
         self._ages = torch.arange(MAX_WINDOW, 0, -1, device=device)
         self._no_limits = torch.full((2,), math.inf, dtype=torch.float64, device=device)
         self._records: list[Tensor] = []
-        """Values of every step since the last call of `pop_skipped_steps`: reason, this rank's loss, whether the
-        run must stop or go back, loss and norm over all ranks, and their limits."""
+        """Values of every step since the last call of `pop_skipped_steps`: reason, this rank's loss, 1 if the run must
+        stop or go back (else 0), loss and norm over all ranks, and their limits."""
 
     @torch.no_grad()
     def check(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
-        """Return 1 if all ranks must skip this step, else 0, as a scalar on the device. Collective.
-
-        `loss`: this rank's part of the loss. `grad_norm`: norm of the gradient of all parameters, equal on all ranks of
-        one replica of the model. Both are scalars.
-        """
+        """Return 1 if all ranks must skip this step, else 0, as a scalar on the device. Collective. `loss`: this rank's
+        part of the loss. `grad_norm`: norm of the gradient of all parameters, equal on all ranks of one replica of the
+        model. Both are scalars."""
         is_finite = torch.isfinite(loss + grad_norm)
         summed = torch.stack([(~is_finite).double(), loss.double(), grad_norm.double() / dist.get_world_size()])
         dist.all_reduce(summed)
@@ -110,7 +108,9 @@ class StepGuard:
         self._stopped = self._stopped | is_last
         skip = is_bad | self._stopped
         if self._sigma is not None:
-            self._remember(values, ~skip)
+            shifted = torch.cat([self._history[:, 1:], values[:, None]], dim=1)
+            self._history = torch.where(skip, self._history, shifted)
+            self._filled = (self._filled + ~skip).clamp(max=MAX_WINDOW)
         return skip.float()
 
     def _limits(self) -> Tensor:
@@ -126,11 +126,6 @@ class StepGuard:
         limits = (mean + self._sigma * variance.sqrt()).squeeze(1)
         return torch.where(filled >= (self._window + 1) // 2, limits, self._no_limits)
 
-    def _remember(self, values: Tensor, is_trained: Tensor) -> None:
-        shifted = torch.cat([self._history[:, 1:], values[:, None]], dim=1)
-        self._history = torch.where(is_trained, shifted, self._history)
-        self._filled = (self._filled + is_trained).clamp(max=MAX_WINDOW)
-
     def pop_skipped_steps(self, step: int) -> SkippedSteps:
         """Return the steps skipped since the last call. Steps after `SkippedSteps.last` are not included. `step`: the
         last finished step. Waits for the device."""
@@ -143,16 +138,14 @@ class StepGuard:
             code, own_loss, is_last, loss, grad_norm, loss_limit, grad_norm_limit = row
             if int(code) not in _REASONS:
                 continue
-            skipped_step = SkippedStep(
-                number, _REASONS[int(code)], loss, grad_norm, loss_limit, grad_norm_limit, own_loss
-            )
-            steps.append(skipped_step)
-            last = skipped_step if is_last else last
+            reason = _REASONS[int(code)]
+            steps.append(SkippedStep(number, reason, loss, grad_norm, loss_limit, grad_norm_limit, own_loss))
+            last = steps[-1] if is_last else last
         return SkippedSteps(tuple(steps), last)
 
     def reset_skips(self) -> None:
-        """After the run has gone back to a checkpoint, drop the records, reset the count of skipped steps, and let the
-        following steps train."""
+        """Drop the records, reset the count of skipped steps, and let the following steps train. Call this method after
+        the run has gone back to a checkpoint."""
         self._records.clear()
         self._skips = torch.zeros_like(self._skips)
         self._stopped = torch.zeros_like(self._stopped)
@@ -162,10 +155,8 @@ class StepGuard:
         return {"history": self._history.clone(), "filled": self._filled.clone(), "skips": self._skips.clone()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Restore a saved state. If the job does not detect spikes, drop the saved history, which would not be updated.
-
-        Raises ValueError for invalid counts.
-        """
+        """Restore a saved state. If the job does not detect spikes, drop the saved history, because it would not be
+        updated. Raises ValueError for invalid counts."""
         if any(int(state[name]) < 0 for name in ("filled", "skips") if name in state):
             raise ValueError("a negative number of steps in the guard's state")
         for name, own in (("history", self._history), ("filled", self._filled), ("skips", self._skips)):

@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import TypeVar
 
 from titan_launch.config.sections.run import CommConfig
@@ -42,14 +41,9 @@ _TIMED_OUT = ("Timed out waiting", "wait timeout after", "operation timeout")
 _CONNECTION_LOST = ("Connection closed by peer", "Connection reset by peer")
 """Texts in the messages of gloo's errors. Gloo raises RuntimeError, so only the message identifies an error of gloo.
 
-NCCL raises errors in the training thread only with TORCH_NCCL_BLOCKING_WAIT=1. By default its watchdog thread aborts
+NCCL raises errors in the training thread only with TORCH_NCCL_BLOCKING_WAIT=1. By default NCCL's watchdog thread aborts
 the process, and `launch` reports the unfinished collective.
 """
-
-_GLOO_ADVICE = ". This is typically caused by"
-"""First words of the advice in gloo's messages. The advice is not reported."""
-
-_SOURCE_LOCATION = re.compile(r"^\[[^]]*\] ")
 
 TRAINING, VALIDATING = "forward, backward and update", "validating"
 """The phases in which the model runs."""
@@ -65,10 +59,10 @@ class Watchdog:
         ...
 
     Progress means that the main thread enters a phase, or starts a batch of a validation. Every rank publishes its
-    progress in the process group's store several times within the limit. Slow phases (`is_slow`), and all phases before
-    `end_warm_up`, have a longer limit if `comm.init_timeout_seconds` is above `comm.timeout_seconds`. Each hang is
-    reported once. If the run has failed on another rank, a hanging rank ends its process. Without `with` there is no
-    thread and no hang detection.
+    progress in the process group's store several times within the limit (`comm.hang_seconds`). Slow phases (`is_slow`),
+    and all phases before `end_warm_up`, have a longer limit if `comm.init_timeout_seconds` is above
+    `comm.timeout_seconds`. Each hang is reported once. If the run has failed on another rank, a hanging rank ends its
+    process. Without `with` there is no thread and no hang detection.
     """
 
     def __init__(self, config: CommConfig, ranks: Ranks):
@@ -91,9 +85,7 @@ class Watchdog:
             self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._thread is not None:
             self._closing.set()
             self._thread.join(STORE_TIMEOUT_S)
@@ -112,7 +104,7 @@ class Watchdog:
             yield batch
 
     def end_warm_up(self) -> None:
-        """Limit later phases to `comm.hang_seconds`. Call this method after the slow first steps."""
+        """Use the limit of regular phases from now on. Call this method after the slow first steps."""
         self._is_warm = True
 
     def set_run_folder(self, run_folder: Path) -> None:
@@ -134,12 +126,13 @@ class Watchdog:
     def explain(self, error: BaseException) -> RunError | None:
         """Return the RunError for an error of a gloo collective. Return None for a different error.
 
-        After a timeout, the RunError names the ranks that are behind. After a lost connection, it names them only if
-        this rank has waited for longer than its limit.
+        After a timeout, the RunError names the ranks that are behind. After a lost connection, the RunError names them
+        only if this rank has waited for longer than its limit.
         """
-        text = _SOURCE_LOCATION.sub("", str(error).partition("\n")[0]).partition(_GLOO_ADVICE)[0]
         if not isinstance(error, RuntimeError):
             return None
+        # The message begins with gloo's source location in brackets, and may end with advice.
+        text = re.sub(r"^\[[^]]*\] ", "", str(error).partition("\n")[0]).partition(". This is typically caused by")[0]
         if any(words in text for words in _TIMED_OUT):
             key = "timeout_seconds" if self._is_warm else "init_timeout_seconds"
             return RunError(f"a collective took longer than comm.{key}: {text}\n{self._describe_hang()}")

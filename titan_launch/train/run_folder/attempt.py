@@ -26,7 +26,7 @@ class AgentProcess:
 
     host: str
     folder: str
-    """torchrun's folder for the errors of its ranks. Each launch has its own folder; restarts use the same folder."""
+    """torchrun's folder for the errors of its ranks, which identifies the launch: restarts use the same folder."""
 
     pid: Annotated[int, Field(ge=0, lt=2**31)]
     """Id of the parent process of the rank: torchrun, or a script between torchrun and the rank."""
@@ -55,7 +55,7 @@ class Attempt:
     """True if Slurm has requeued `slurm_job`."""
 
     def continues(self, launch: Launch) -> bool:
-        """Return True if this attempt restarts `launch`: both have at least one torchrun agent in common, or Slurm
+        """Return True if this attempt restarts `launch`: both have at least one torchrun agent in common, or Slurm has
         requeued the same job."""
         # One agent is enough, because other hosts may be new (`--nnodes 1:2`). torchrun's restart counts are not
         # compared, because they differ between hosts.
@@ -65,7 +65,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Launch:
-    """The last launch that wrote to a run folder, as recorded there."""
+    """The last launch that wrote to a run folder, as `launch.json` records it."""
 
     agents: tuple[AgentProcess, ...]
     slurm_job: str | None
@@ -89,16 +89,9 @@ def parse_launch(text: bytes) -> Launch:
     return parse_as(_LAUNCH, text)
 
 
-def launch_of(attempt: Attempt, has_ended: bool) -> Launch:
-    """Return the launch to which an attempt belongs."""
-    return Launch(attempt.agents, attempt.slurm_job, has_ended)
-
-
 def this_attempt(environment: Mapping[str, str] = os.environ) -> Attempt:
     """Return the attempt to which this process belongs, equal on all ranks. Collective."""
-    from titan_launch.distributed.collectives import (
-        on_all_ranks,  # the rest of this module does not need torch
-    )
+    from titan_launch.distributed.collectives import on_all_ranks  # the rest of this module does not need torch
 
     found = on_all_ranks(lambda: _agent_of(environment))
     return Attempt(
@@ -114,7 +107,7 @@ def attempt_name(number: int) -> str:
 
 
 def next_attempt(logs: Path) -> int:
-    """Return the next free number of an attempt in a folder of logs, which need not exist. The first is 1."""
+    """Return the next free number of an attempt in a folder of logs, which need not exist. The first number is 1."""
     return max(attempt_numbers(logs), default=0) + 1
 
 
@@ -129,14 +122,13 @@ def attempt_numbers(logs: Path) -> list[int]:
 
 def _agent_of(environment: Mapping[str, str]) -> AgentProcess | None:
     """Return the torchrun agent that started this rank. Return None if this is not the first rank of its host, or if
-    torchrun did not start it.
-
-    The agent's folder identifies the launch. It is three levels above the error file that torchrun gives this rank."""
+    torchrun did not start it."""
     error_file = environment.get("TORCHELASTIC_ERROR_FILE")
     if error_file is None or environment.get("LOCAL_RANK", "0") != "0":
         return None
     pid = os.getppid()
-    return AgentProcess(socket.gethostname(), str(Path(error_file).parents[2]), pid, _start_time(pid))
+    folder = Path(error_file).parents[2]  # three levels above the error file of a rank
+    return AgentProcess(socket.gethostname(), str(folder), pid, _start_time(pid))
 
 
 def _start_time(pid: int) -> int | None:

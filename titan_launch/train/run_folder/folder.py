@@ -1,7 +1,5 @@
 """The run folder, which holds all files of a run: creation, lock, and handling of an earlier run in the same folder.
-
-This module does not import torch: the command line calls `check_earlier_run` before it imports torch.
-"""
+This module does not import torch: the command line calls `check_earlier_run` before it imports torch."""
 
 from __future__ import annotations
 
@@ -14,7 +12,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from datetime import datetime
 from pathlib import Path
-from types import TracebackType
 
 from titan_launch.checkpoint.manifest import checkpoint_name, checkpoint_steps, complete_steps
 from titan_launch.checkpoint.retention import BEST, LATEST, point
@@ -48,11 +45,17 @@ _log = logging.getLogger(__name__)
 LOCK_FILE = "lock"
 """File that is locked while a run writes to the folder. Its modification time is the start time of the run."""
 
-_DIAGNOSES = ("profiling", "skipped_steps", "hangs", "flight_recorder", "flight_recorder_gloo")
-_FOLDERS = ("checkpoints", "logs", "tb", "wandb", *_DIAGNOSES)
-_RECORDS = (CONFIG_FILE, LAUNCH_FILE, METRICS_FILE, ROLLED_BACK_FILE, UNITS_FILE, AUDIT_FILE, PROOF_FILE)
-_FILES = (*_RECORDS, LOCK_FILE, WITHOUT_VALUES_FILE)
-"""Names of all files that a run writes in its folder. `_FOLDERS` has the names of the folders."""
+_FOLDERS = (
+    *("checkpoints", "logs", "tb", "wandb"),
+    *("profiling", "skipped_steps", "hangs", "flight_recorder", "flight_recorder_gloo"),
+)
+"""Names of all folders in a run folder."""
+
+_FILES = (
+    *(CONFIG_FILE, LAUNCH_FILE, METRICS_FILE, ROLLED_BACK_FILE, UNITS_FILE, AUDIT_FILE, PROOF_FILE),
+    *(LOCK_FILE, WITHOUT_VALUES_FILE),
+)
+"""Names of all files in a run folder."""
 
 Load = int | str
 """The checkpoint to load: `"latest"`, `"none"`, the step of a checkpoint in the run folder, or the path of another
@@ -66,8 +69,8 @@ def prepare_run_folder(folder: Path, config: JobConfig, attempt: Attempt, stack:
     lost. A restart of the same launch keeps its folder. The folder is locked until `stack` is closed or the process
     ends.
 
-    Raises ConfigError if the folder cannot be written, is not a run folder, or is in use by another launch. Raises
-    ConfigError if `checkpoint.load` is a step without a complete checkpoint, or a path although the folder has
+    Raises ConfigError if the folder cannot be written, is not a run folder, or is in use by another launch. Also raises
+    ConfigError if `checkpoint.load` is a step without a complete checkpoint, or is a path and the folder has
     checkpoints. Raises the errors of `check_earlier_run`.
     """
     try:
@@ -82,10 +85,12 @@ def prepare_run_folder(folder: Path, config: JobConfig, attempt: Attempt, stack:
 def check_earlier_run(folder: Path, config: JobConfig, load: Load) -> None:
     """Raise ConfigError if the earlier run in the folder prevents this run from starting.
 
-    There are five cases. The checkpoints that this run would resume are of another experiment. The earlier run's
-    config.json is damaged. One of the two runs has a phantom GPU, and the other has none. The checkpoint, weights or
-    adapter to load are in a folder that will be moved away. An entry of the folder has the wrong kind, for example a
-    FIFO.
+    There are five cases:
+    - The checkpoints that this run would resume are of another experiment.
+    - The earlier run's config.json is damaged.
+    - One of the two runs has a phantom GPU, and the other has none.
+    - The checkpoint, weights or adapter to load are in the folder, which will be moved away.
+    - An entry of the folder has the wrong kind, for example a FIFO.
 
     `config`: job with its global batch size resolved. `load`: the checkpoint to load. This function only reads files.
     """
@@ -109,7 +114,8 @@ def check_earlier_run(folder: Path, config: JobConfig, load: Load) -> None:
 
 
 def effective_load(folder: Path, config: JobConfig, attempt: Attempt) -> Load:
-    """Return the checkpoint that this attempt loads: `checkpoint.load`, or for a restart of the same launch `"latest"`.
+    """Return the checkpoint that this attempt loads: `"latest"` for a restart of the same launch, otherwise
+    `checkpoint.load`.
 
     If `checkpoint.load` is the path of another run's checkpoint, and this run has no checkpoint yet, a restart loads
     that path again. Call this function on one rank, before `record_run`.
@@ -122,7 +128,7 @@ def effective_load(folder: Path, config: JobConfig, attempt: Attempt) -> Load:
 
 def recorded_modes(folder: Path, config: JobConfig, attempt: Attempt) -> Choice | None:
     """Return the modes of gradient accumulation and activation checkpointing of the run to resume. Return None if no
-    run is resumed, or if it has no config.json. Raises ConfigError if that file is damaged."""
+    run is resumed, or if that run has no config.json. Raises ConfigError if that file is damaged."""
     does_resume = resumes(folder, config, effective_load(folder, config, attempt))
     saved = recorded_table(folder, config) if does_resume else None
     if saved is None:
@@ -136,8 +142,9 @@ def recorded_modes(folder: Path, config: JobConfig, attempt: Attempt) -> Choice 
 def supersede_later_checkpoints(folder: Path, step: int) -> None:
     """Move the checkpoints of later steps, and a copy of all reports, to `checkpoints/superseded-K/`, on one rank.
 
-    Call this function after the run has loaded the checkpoint of `step`. If it is interrupted, a second call completes
-    the move, and nothing is lost."""
+    Call this function after the run has loaded the checkpoint of `step`. After an interruption, a second call completes
+    the move, and nothing is lost.
+    """
     checkpoints = checkpoint_folder(folder)
     later = [other for other in checkpoint_steps(checkpoints) if other > step]
     if not later:
@@ -149,7 +156,7 @@ def supersede_later_checkpoints(folder: Path, step: int) -> None:
     point(checkpoints, LATEST, step)
     if (checkpoints / BEST).is_symlink() and os.readlink(checkpoints / BEST) in map(checkpoint_name, later):
         (checkpoints / BEST).unlink()  # the next save links the best remaining checkpoint
-    for other in later:  # newest first: after an interruption, no gap is between the remaining steps
+    for other in later:  # newest first, so that an interruption leaves no gap between the remaining steps
         (checkpoints / checkpoint_name(other)).rename(aside / checkpoint_name(other))
     sync_folder(aside)
     sync_folder(checkpoints)
@@ -165,13 +172,8 @@ def new_attempt_folder(folder: Path) -> Path:
 
 
 class OpenRunFolder:
-    """The run folder during a run, with a check that the folder was neither deleted nor moved.
-
-    with OpenRunFolder(folder, advice) as run_folder:
-        run_folder.check()
-
-    If the block ends with an OSError and the folder is gone, RunError is raised instead.
-    """
+    """The run folder during a run, with a check that the folder was neither deleted nor moved. If a `with` block of
+    this object ends with an OSError and the folder is gone, RunError is raised instead."""
 
     def __init__(self, folder: Path, advice: str):
         """`advice`: what to do when the folder is gone."""
@@ -179,12 +181,11 @@ class OpenRunFolder:
         self._advice = advice
 
     def __enter__(self) -> OpenRunFolder:
-        self._descriptor = os.open(
-            self.path, os.O_RDONLY
-        )  # while the folder is open, no new folder gets its inode number
+        # While the folder is open, no other folder can get its inode number.
+        self._descriptor = os.open(self.path, os.O_RDONLY)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         try:
             if isinstance(error, OSError):
                 self.check()
@@ -192,8 +193,8 @@ class OpenRunFolder:
             os.close(self._descriptor)
 
     def check(self) -> None:
-        """Raise RunError if the run folder was deleted, moved or replaced. Later checkpoints would be lost, or written
-        to another folder."""
+        """Raise RunError if the run folder was deleted, moved or replaced, because later checkpoints would be lost, or
+        written to another folder."""
         try:
             if os.path.samestat(os.fstat(self._descriptor), os.stat(self.path)):
                 return
@@ -205,9 +206,8 @@ class OpenRunFolder:
 
 
 def run_id(folder: Path) -> str:
-    """Return eight hexadecimal digits that tell a run from all others. They stay the same when the run resumes.
-
-    `folder`: run folder, which is locked."""
+    """Return eight hexadecimal digits that differ for every run, and stay the same when a run resumes. `folder`: run
+    folder, which is locked."""
     started = (folder / LOCK_FILE).stat().st_mtime_ns
     return hashlib.sha256(f"{folder.resolve()} {started}".encode()).hexdigest()[:8]
 
@@ -229,9 +229,11 @@ def _prepare(folder: Path, config: JobConfig, attempt: Attempt, stack: ExitStack
         _check_step_is_there(folder, load)
         check_earlier_run(folder, config, load)
         _check_path_goes_with_folder(folder, config, load)
+        # A restart of the same launch keeps the folder, also if there is no checkpoint yet.
+        begins_again = _is_restart(folder, config, attempt) and not checkpoint_steps(checkpoint_folder(folder))
         if not _has_begun(folder):
             os.utime(folder / LOCK_FILE)  # start time of this run, which `_move_aside` reads
-        elif not (resumes(folder, config, load) or _restarts_without_checkpoint(folder, config, attempt)):
+        elif not (resumes(folder, config, load) or begins_again):
             _move_aside(folder)
             folder.mkdir()
             _lock(folder, config, stack)
@@ -242,8 +244,9 @@ def _prepare(folder: Path, config: JobConfig, attempt: Attempt, stack: ExitStack
 def _check_is_a_run(folder: Path, config: JobConfig) -> None:
     """Raise ConfigError if a folder is not a run folder.
 
-    If a user deletes a run folder during the run, the run creates a few files again. Such a folder counts as a run
-    folder: it may lack config.json and lock, but all its names are those of a run's files."""
+    If a user deletes a run folder during the run, the run creates a few files again. Such a folder may lack
+    config.json and the lock file. It counts as a run folder, because all its files have names of a run's files.
+    """
     has_others = any(entry.name.removesuffix(".tmp") not in (*_FOLDERS, *_FILES) for entry in folder.iterdir())
     if has_others and not any((folder / name).exists() for name in (CONFIG_FILE, LOCK_FILE)):
         reason = f"{folder} exists and is not a run folder (it has no {CONFIG_FILE}); choose another name"
@@ -251,23 +254,18 @@ def _check_is_a_run(folder: Path, config: JobConfig) -> None:
 
 
 def _check_kinds(folder: Path, config: JobConfig) -> None:
-    """Raise ConfigError if the path of a file of the run is not a regular file, or the path of a folder of the run is
-    not a folder.
-
-    A symbolic link in place of a file is an error, because the run would write to the target of the link."""
+    """Raise ConfigError if an entry of `_FILES` is not a regular file, or an entry of `_FOLDERS` is not a folder."""
     for path in (folder / name for name in (*_FOLDERS, *_FILES)):
-        is_folder = path.name in _FOLDERS
-        has_right_kind = path.is_dir() if is_folder else path.is_file() and not path.is_symlink()
+        kind = "folder" if path.name in _FOLDERS else "regular file"
+        # The run would write to the target of a link that is in place of a file.
+        has_right_kind = path.is_dir() if kind == "folder" else path.is_file() and not path.is_symlink()
         if os.path.lexists(path) and not has_right_kind:
-            reason = (
-                f"{path} is not a {'folder' if is_folder else 'regular file'}; move it away, or choose another name"
-            )
+            reason = f"{path} is not a {kind}; move it away, or choose another name"
             raise config_error(("job", "name"), reason, config.job.name)
 
 
 def _has_begun(folder: Path) -> bool:
-    """Return True if the folder holds a recorded configuration or checkpoints. A run that ended before `record_run` has
-    neither."""
+    """Return True if the folder has a `config.json` or checkpoints. Before `record_run`, a run has neither."""
     return (folder / CONFIG_FILE).exists() or bool(checkpoint_steps(checkpoint_folder(folder)))
 
 
@@ -277,16 +275,10 @@ def _is_restart(folder: Path, config: JobConfig, attempt: Attempt) -> bool:
     return launch is not None and attempt.continues(launch)
 
 
-def _restarts_without_checkpoint(folder: Path, config: JobConfig, attempt: Attempt) -> bool:
-    """Return True if this attempt is a restart of the same launch, and there is no checkpoint yet. Then the folder is
-    kept, although no checkpoint is resumed."""
-    return _is_restart(folder, config, attempt) and not checkpoint_steps(checkpoint_folder(folder))
-
-
 def resumes(folder: Path, config: JobConfig, load: Load) -> bool:
     """Return True if the run resumes from a checkpoint in its own folder."""
     possible = config.checkpoint.enable and load != "none" and not _is_path(load)
-    return possible and bool(checkpoint_steps(checkpoint_folder(folder)))  # also if they are damaged
+    return possible and bool(checkpoint_steps(checkpoint_folder(folder)))  # damaged checkpoints count, too
 
 
 def _is_path(load: Load) -> bool:
@@ -301,8 +293,8 @@ def _check_step_is_there(folder: Path, load: Load) -> None:
 
 
 def _check_loads_from_elsewhere(folder: Path, config: JobConfig, load: Load) -> None:
-    """Raise ConfigError if a new run would load a checkpoint, weights or an adapter from the earlier run's folder,
-    which is moved away."""
+    """Raise ConfigError if a new run would load a checkpoint, weights or an adapter from the earlier run's folder. The
+    new run moves this folder away."""
     paths: dict[KeyPath, str | None] = {
         ("checkpoint", "load"): str(load) if _is_path(load) else None,
         ("checkpoint", "initial_load_path"): config.checkpoint.initial_load_path,
@@ -312,8 +304,8 @@ def _check_loads_from_elsewhere(folder: Path, config: JobConfig, load: Load) -> 
     for key, path in paths.items():
         if path is not None and Path(path).resolve().is_relative_to(folder.resolve()):
             reason = (
-                f"is in {folder}, where this run would start anew; resume that run with --checkpoint.enable=true "
-                "--checkpoint.load=latest, or choose another folder with --job.name"
+                f"is in the folder of an earlier run, {folder}, which a new run would move away; resume the earlier "
+                "run with --checkpoint.enable=true --checkpoint.load=latest, or choose another folder with --job.name"
             )
             raise config_error(key, reason, path)
 
@@ -355,7 +347,7 @@ def _is_other_model(changed: Sequence[Difference]) -> bool:
 
 def _check_no_launch_is_between_attempts(folder: Path, config: JobConfig, attempt: Attempt) -> None:
     """Raise ConfigError if another launch is about to restart its ranks in the folder. Between two attempts a launch
-    does not hold the lock."""
+    does not lock the folder."""
     launch = recorded_launch(folder, config)
     agent = None if launch is None or attempt.continues(launch) else launch.agent_alive_here()
     if agent is not None:
@@ -372,13 +364,11 @@ def _lock(folder: Path, config: JobConfig, stack: ExitStack) -> None:
     descriptor = os.open(folder / LOCK_FILE, os.O_CREAT | os.O_RDWR, 0o644)
     stack.callback(os.close, descriptor)
     try:
-        fcntl.lockf(
-            descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB
-        )  # data workers do not inherit this lock, unlike a lock of flock
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # data workers would inherit a lock of `flock`
     except (BlockingIOError, PermissionError):
         raise _in_use_error(folder, config) from None
     if not os.path.samestat(os.fstat(descriptor), os.stat(folder / LOCK_FILE)):
-        raise _in_use_error(folder, config)  # another run has moved the folder away meanwhile
+        raise _in_use_error(folder, config)  # another run has just moved the folder away
 
 
 def _in_use_error(folder: Path, config: JobConfig) -> ConfigError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import sys
 import warnings
@@ -18,8 +19,8 @@ _PACKAGE = logging.getLogger("titan_launch")
 
 
 class _Lines(logging.Formatter):
-    """A formatter that escapes control characters and file names that are not UTF-8, and indents all lines of a message
-    after its first. Tracebacks are not indented."""
+    """A formatter that escapes control characters and file names that are not UTF-8. It indents all lines of a message
+    except the first. Tracebacks are not indented."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
         return marked(as_message(super().formatMessage(record)))
@@ -28,55 +29,40 @@ class _Lines(logging.Formatter):
         return marked(printable(super().formatException(*args)))
 
 
-class LogFile(logging.Handler):
+class LogFile(logging.StreamHandler[TextIO]):
     """Log file of a rank: all messages of the launcher and all warnings of Python, with time and level.
 
-    Messages before `open` are stored, and `open` writes them. Every line is flushed, so a killed process loses none. If
-    the disk is full, lines are missing in the file; the console is not affected.
+    Messages before `open` are stored, and `open` writes them. Every line is flushed, so a killed process loses none. On
+    a full disk the file lacks lines, but the console does not.
     """
 
     def __init__(self) -> None:
-        super().__init__(logging.DEBUG)
+        super().__init__(io.StringIO())
         self.setFormatter(_Lines("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-        self._early: list[str] = []
-        self._file: TextIO | None = None
 
     def open(self, path: Path) -> None:
         """Create the file and write the stored messages. Raises OSError."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self.acquire()
         try:
-            self._file = path.open("x", encoding="utf-8")
-            self._file.write("".join(self._early))
-            self._file.flush()
-            self._early.clear()
+            early, self.stream = self.stream, path.open("x", encoding="utf-8")
+            assert isinstance(early, io.StringIO)
+            self.stream.write(early.getvalue())
+            self.flush()
         finally:
             self.release()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Write a message, or store it before `open`."""
-        try:
-            line = self.format(record) + "\n"
-            if self._file is None:
-                self._early.append(line)
-            else:
-                self._file.write(line)
-                self._file.flush()
-        except Exception:  # a message that cannot be written must not end a run
-            self.handleError(record)
 
     def close(self) -> None:
         """Close the file."""
         super().close()
-        if self._file is not None:
-            with suppress(OSError):  # a full disk
-                self._file.close()
+        with suppress(OSError):  # a full disk
+            self.stream.close()
 
 
 @contextmanager
 def rank_log() -> Iterator[LogFile]:
-    """Send all messages of this process to a log file during the block, and also the error that ends the block. Yield
-    the handler, whose file is not yet open.
+    """Send all messages of this process, and the error that ends the block, to a log file during the block. Yield the
+    handler, whose file is not yet open.
 
     The error does not go to the console: `titan_launch.core.process` prints it once for all ranks.
     """
@@ -84,7 +70,7 @@ def rank_log() -> Iterator[LogFile]:
     level, propagate, raising = _PACKAGE.level, _PACKAGE.propagate, logging.raiseExceptions
     _PACKAGE.setLevel(logging.DEBUG)
     _PACKAGE.propagate = False
-    logging.raiseExceptions = False  # a closed pipe is reported once, by the next line on the console
+    logging.raiseExceptions = False  # of a closed pipe, only the next line on the console raises an error
     _PACKAGE.addHandler(file)
     try:
         with _warnings_logged_to(file):

@@ -7,8 +7,8 @@ import json
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -22,7 +22,7 @@ from titan_launch.core.files import read_regular, replace_text
 from titan_launch.core.json_files import MOST_BYTES, JsonError, parse_as, reason_of
 from titan_launch.core.signals import RESTART_STATUS
 from titan_launch.plan.proof.certificate import Certificate
-from titan_launch.train.run_folder.attempt import Attempt, Launch, launch_of, parse_launch
+from titan_launch.train.run_folder.attempt import Attempt, Launch, parse_launch
 
 _log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ LAUNCH_FILE = "launch.json"
 """Last launch that wrote to the folder."""
 
 ROLLED_BACK_FILE = "metrics.rolled_back.jsonl"
-"""Metrics of reports that a return to a checkpoint has undone."""
+"""Metrics of steps that a rollback to a checkpoint has undone."""
 
 AUDIT_FILE = "precision_audit.json"
 """Planned and observed dtypes of the first step."""
@@ -45,7 +45,7 @@ UNITS_FILE = "units.json"
 """Table of the FSDP2 units."""
 
 _SECTIONS = TypeAdapter(dict[str, dict[str, Any]])
-"""Type of a recorded configuration: tables by section. Every version of the launcher writes this type."""
+"""Type of `config.json` in every version of the launcher: tables by section."""
 
 
 def record_run(folder: Path, config: JobConfig, attempt: Attempt, stack: ExitStack) -> None:
@@ -53,26 +53,27 @@ def record_run(folder: Path, config: JobConfig, attempt: Attempt, stack: ExitSta
     `--config`. Log the keys whose values differ from the previous `config.json`.
 
     Call this function after the checkpoint or the weights have been loaded. From then on, a restart of this launch
-    loads the newest checkpoint instead of `checkpoint.load` (see `effective_load`). When `stack` is closed without an
-    error, or because a signal stops the run, the launch is recorded as ended.
+    loads the newest checkpoint instead of `checkpoint.load` (see `effective_load`). The launch is recorded as ended
+    when `stack` is closed without an error, or after a signal has stopped the run.
     """
     before = recorded_table(folder, config)
-    replace_text(folder / LAUNCH_FILE, launch_of(attempt, has_ended=False).to_json())
+    launch = Launch(attempt.agents, attempt.slurm_job, has_ended=False)
+    replace_text(folder / LAUNCH_FILE, launch.to_json())
     for difference in [] if before is None else differences(before, table_of(config)):
         _log.info("changed since the run began: %s", describe_difference(difference))
     replace_text(folder / CONFIG_FILE, dump_job(config))
 
-    def end(_: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
+    def end(_: object, error: BaseException | None, __: object) -> None:
         if error is None or (isinstance(error, Stopped) and error.status != RESTART_STATUS):
             with suppress(OSError):  # a full disk must not fail a finished run
-                replace_text(folder / LAUNCH_FILE, launch_of(attempt, has_ended=True).to_json())
+                replace_text(folder / LAUNCH_FILE, replace(launch, has_ended=True).to_json())
 
     stack.push(end)
 
 
-def record_units(folder: Path, units: list[dict[str, Any]]) -> None:
-    """Write the unit table of `titan_launch.plan.report.unit_table.describe_units`."""
-    replace_text(folder / UNITS_FILE, json.dumps(units, indent=2) + "\n")
+def record_table(path: Path, table: Any) -> None:
+    """Write a value that JSON can represent to a file of the run folder."""
+    replace_text(path, json.dumps(table, indent=2) + "\n")
 
 
 def record_proof(folder: Path, certificate: Certificate | None) -> None:
@@ -81,11 +82,6 @@ def record_proof(folder: Path, certificate: Certificate | None) -> None:
         (folder / PROOF_FILE).unlink(missing_ok=True)
     else:
         replace_text(folder / PROOF_FILE, certificate.dumps())
-
-
-def record_audit(folder: Path, audit: dict[str, Any]) -> None:
-    """Write the planned and observed dtypes of `titan_launch.precision.audit`."""
-    replace_text(folder / AUDIT_FILE, json.dumps(audit, indent=2) + "\n")
 
 
 def describe_difference(difference: Difference) -> str:
@@ -102,11 +98,8 @@ def table_of(config: JobConfig) -> dict[str, Any]:
 
 def recorded_table(folder: Path, config: JobConfig) -> dict[str, Any] | None:
     """Return the configuration in the `config.json` of a run folder; None without that file. A key that the file lacks
-    gets its default. If the file is no valid job any more, for example because a key was removed, its content is
-    returned unchanged.
-
-    Raises ConfigError if the file cannot be read, or is not a configuration.
-    """
+    gets its default. If the file is no longer a valid job, for example because this version has fewer keys, its content
+    is returned unchanged. Raises ConfigError if the file cannot be read, or is not a configuration."""
     path = folder / CONFIG_FILE
     with damage_explained(path, f"move {folder} away", config):
         try:
@@ -115,7 +108,7 @@ def recorded_table(folder: Path, config: JobConfig) -> dict[str, Any] | None:
             return None
     try:
         return table_of(JobConfig.model_validate(saved))
-    except ValidationError:  # for example, it has keys that no longer exist
+    except ValidationError:
         return saved
 
 
@@ -132,7 +125,7 @@ def recorded_launch(folder: Path, config: JobConfig) -> Launch | None:
 
 @contextmanager
 def damage_explained(path: Path, remedy: str, config: JobConfig) -> Iterator[None]:
-    """Raise ConfigError in place of an error of the block, which reads the file `path` of the run folder and parses it.
+    """Raise ConfigError in place of an error of the block, which reads and parses `path`, a file of the run folder.
     `remedy`: clause that says what the user can do."""
     try:
         yield

@@ -6,11 +6,10 @@ import hashlib
 import logging
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
 
 import torch
@@ -25,8 +24,8 @@ from titan_launch.checkpoint.loading import (
     load_state,
     newest_valid,
 )
-from titan_launch.checkpoint.manager import CheckpointManager, Origin
-from titan_launch.checkpoint.manifest import checkpoint_name, read_manifest
+from titan_launch.checkpoint.manager import CheckpointManager
+from titan_launch.checkpoint.manifest import Origin, checkpoint_name, read_manifest
 from titan_launch.checkpoint.state import Progress, TrainingState, Values
 from titan_launch.checkpoint.store import CheckpointStore
 from titan_launch.config.job import JobConfig
@@ -38,6 +37,8 @@ from titan_launch.core.fingerprint import Fingerprint
 from titan_launch.data.order import MixtureOrder, Order
 from titan_launch.distributed.collectives import on_all_ranks, on_rank_0, on_rank_0_slowly, warn
 from titan_launch.distributed.process_group import Ranks
+from titan_launch.models.lora import Adapter
+from titan_launch.optim.ema import WeightEMA
 from titan_launch.train.base_weights import RunBase
 from titan_launch.train.run_folder.attempt import Attempt
 from titan_launch.train.run_folder.folder import (
@@ -52,14 +53,14 @@ from titan_launch.train.run_folder.records import CONFIG_FILE
 _log = logging.getLogger(__name__)
 
 NOTHING_SAVED = "nothing was saved (checkpoint.enable and checkpoint.save_last are false)"
-"""Clause of messages about a run without checkpoints."""
+"""Clause for messages about a run without checkpoints."""
 
 SAME_COMMAND = "run the same command again"
 """Advice for a run that resumes without further options."""
 
 
 class Source(Protocol):
-    """Files that a run reads."""
+    """Data of a run, or the folder of its second model."""
 
     def fingerprint(self, seed: int) -> Fingerprint | None:
         """Return the fingerprint of the files; None if there are none. `seed` selects the samples that are hashed."""
@@ -89,37 +90,51 @@ class Resumable:
     """The folder of `model.weights`."""
 
 
-def load_run(config: JobConfig, folder: Path, load: Load, run: Resumable, store: CheckpointStore | None) -> bool:
-    """Load the checkpoint with which a run starts, if any. Return False if there is none. Collective.
+def load_or_begin(
+    config: JobConfig,
+    attempt: Attempt,
+    run: Resumable,
+    store: CheckpointStore | None,
+    adapters: Sequence[Adapter],
+    ema: WeightEMA | None,
+) -> None:
+    """Load the checkpoint with which a run starts. If there is none, load the weights and the adapters that the job
+    names, if any. Collective.
 
-    `load`: result of `effective_load`. `store`: result of `open_store`. Raises ConfigError or UserError on all ranks in
-    two cases. The checkpoint is missing, damaged or of another model. The training data, or other files that this run
-    depends on, have changed since the checkpoint was saved, and `checkpoint.accept_changes` is false.
+    `config`: the job as requested (`ResolvedJob.requested`). `store`: result of `open_store`. `adapters`: those of the
+    whole model. Raises ConfigError or UserError on all ranks if the checkpoint is missing, damaged or of another model.
+    Without `checkpoint.accept_changes`, also raises ConfigError if the training data, or other files that this run
+    depends on, have changed since the checkpoint was saved.
     """
+    folder, selection = config.job.run_folder, Selection(config.checkpoint.exclude_from_loading)
+    load = on_rank_0(lambda: effective_load(folder, config, attempt))
     found = _own_checkpoint(folder, load, config.checkpoint.store, store) if config.checkpoint.enable else None
-    if found is not None and config.checkpoint.store is not None:
-        on_rank_0(lambda: check_earlier_run(folder, config, load))  # with the files of the store
     if found is not None:
-        selection = EVERYTHING if load == "latest" else _selected(config)
-        _resume(config, found, selection, run)
+        if config.checkpoint.store is not None:
+            on_rank_0(lambda: check_earlier_run(folder, config, load))  # again, with the files from the store
+        _resume(config, found, EVERYTHING if load == "latest" else selection, run)
         if isinstance(load, int):
             on_rank_0(lambda: supersede_later_checkpoints(folder, load))
     elif isinstance(load, str) and load not in ("latest", "none"):
-        _load(find_checkpoint(Path(load), ("checkpoint", "load")), run.state, _selected(config))
+        _load(find_checkpoint(Path(load), ("checkpoint", "load")), run.state, selection)
     elif config.checkpoint.initial_load_path is not None:
         path = find_result(Path(config.checkpoint.initial_load_path), ("checkpoint", "initial_load_path"))
-        _load(path, run.state, Selection(config.checkpoint.exclude_from_loading, only_weights=True))
+        _load(path, run.state, replace(selection, only_weights=True))
     else:
-        return False
-    return True
+        if config.model.weights is not None:
+            run.base.begin()
+        if config.lora.adapter is not None:
+            run.base.begin_adapters(adapters, config.lora)
+        if ema is not None:
+            ema.load_state_dict({})  # the average begins with these weights
 
 
 def open_store(config: JobConfig, attempt: Attempt) -> CheckpointStore | None:
     """Return the copies of the run's checkpoints in `checkpoint.store`. Return None on other ranks than rank 0, and
     without this key. Collective.
 
-    Raises ConfigError on all ranks if the store cannot be used, or if the run would overwrite copies: it does not
-    resume from the newest checkpoint, but the store has checkpoints of later steps.
+    Raises ConfigError on all ranks if the store cannot be used, or if the run would overwrite copies: the store has
+    checkpoints of later steps, and the run does not resume from the newest checkpoint.
     """
     opened: list[CheckpointStore] = []
 
@@ -143,12 +158,9 @@ def open_store(config: JobConfig, attempt: Attempt) -> CheckpointStore | None:
     return opened[0] if opened else None
 
 
-def open_checkpoints(
-    config: JobConfig, folder: Path, run: Resumable, ranks: Ranks, stack: ExitStack
-) -> CheckpointManager | None:
-    """Return the manager that writes the run's checkpoints. Closing `stack` closes the manager. Collective.
-
-    If the run saves no checkpoints, log a line that says so, and return None."""
+def open_checkpoints(config: JobConfig, run: Resumable, ranks: Ranks, stack: ExitStack) -> CheckpointManager | None:
+    """Return the manager that writes the run's checkpoints. Closing `stack` closes the manager. Collective. If the run
+    saves no checkpoints, log a line that says so, and return None."""
     if not config.checkpoint.enable and not config.checkpoint.save_last:
         _log.info("checkpoints: none will be saved (checkpoint.enable and checkpoint.save_last are false)")
         return None
@@ -162,14 +174,9 @@ def open_checkpoints(
         command=shlex.join(["titan-launch", *sys.argv[1:]]),
         commit=on_rank_0(lambda: commit_of(Path.cwd())),
     )
-    checkpoints = CheckpointManager(
-        checkpoint_folder(folder), config.checkpoint, run.state, run.progress, origin, ranks.device
-    )
-
-    def close(kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
-        checkpoints.close(after_error=kind is not None)
-
-    stack.push(close)
+    folder = checkpoint_folder(config.job.run_folder)
+    checkpoints = CheckpointManager(folder, config.checkpoint, run.state, run.progress, origin, ranks.device)
+    stack.push(lambda kind, *_: checkpoints.close(after_error=kind is not None))
     return checkpoints
 
 
@@ -191,7 +198,7 @@ def _own_checkpoint(folder: Path, load: Load, url: str | None, store: Checkpoint
     """Return the checkpoint of the run folder that `load` selects; None if `load` is a path or `"none"`, or if the
     folder has no checkpoint. Collective.
 
-    For `"latest"`, damaged checkpoints that are newer than the result are renamed, and a newer one of `store` is
+    For `"latest"`, damaged checkpoints that are newer than the result are renamed, and a newer checkpoint in `store` is
     downloaded. Raises UserError if all checkpoints are damaged, and ConfigError if `load` is a step whose checkpoint
     cannot be loaded.
     """
@@ -212,8 +219,8 @@ def _resume(config: JobConfig, checkpoint: Path, selection: Selection, run: Resu
     """Resume from a checkpoint of this run. Collective. Log a warning if the validation data has changed, and for each
     accepted change of the tokenizer and of the training data.
 
-    Raises ConfigError if the training data, its tokenizer, the weights that the run began with or the second model of
-    the loss have changed, and `checkpoint.accept_changes` is false. The training data may change if `selection` omits
+    Without `checkpoint.accept_changes`, raises ConfigError for a change of the training data, its tokenizer, the
+    weights with which the run began, or the second model of the loss. The training data may change if `selection` omits
     the position in the data.
     """
     sources, before = run.sources, read_manifest(checkpoint).base
@@ -233,7 +240,7 @@ def _resume(config: JobConfig, checkpoint: Path, selection: Selection, run: Resu
         reason = "the loss would change: restore the folder, or accept this with --checkpoint.accept_changes=true"
         raise config_error(second.key, f"the folder has {change}; {reason}", second.folder)
     sections = [section for section in sources if section.partition(".")[0] == "data"]
-    tokenizers = (_data_change(checkpoint, section, sources, _tokenizer_change) for section in sections)
+    tokenizers = (_data_change(checkpoint, section, sources, _compare_tokenizers) for section in sections)
     tokenizer_change = next(filter(None, tokenizers), "")
     if tokenizer_change and not config.checkpoint.accept_changes:
         raise config_error(
@@ -274,8 +281,8 @@ def _changed_data(config: JobConfig, section: str, change: str) -> Problem:
 
 
 class ConsumedSamples:
-    """The number of samples that a run has consumed, for each data source. Checkpoints save these numbers. A resume
-    compares them, so that a run with other weights of a mixture neither repeats nor omits samples of a source."""
+    """The number of samples that a run has consumed, for each data source. Checkpoints save these numbers, and a resume
+    compares them. So a run with other weights of a mixture neither repeats nor omits samples of a source."""
 
     def __init__(self, order: Order, progress: Progress):
         """`progress`: a part of the same training state that is loaded before this part."""
@@ -305,7 +312,7 @@ def _listed(counts: Iterable[int]) -> str:
     return " + ".join(f"{count:,}" for count in counts)
 
 
-def _tokenizer_change(before: Fingerprint, now: Fingerprint) -> str:
+def _compare_tokenizers(before: Fingerprint, now: Fingerprint) -> str:
     """Return a clause with the digests of two tokenizers; "" if the tokenizers are the same."""
     return f"digest {now.tokenizer} (before: {before.tokenizer})" if before.tokenizer != now.tokenizer else ""
 
@@ -318,23 +325,19 @@ def _data_change(
 ) -> str:
     """Return a clause that describes how the data of a section has changed since a checkpoint was saved. Collective.
 
-    Return "" if no rank finds a change. Also return "" if the checkpoint or this job has no data for the section.
-    `compare`: function of the saved and the present fingerprint that returns the clause, or "" if they are equal.
+    Return "" if no rank finds a change, or if the checkpoint or this job has no data for the section. `compare`:
+    function of the saved and the present fingerprint that returns the clause, or "" if they are equal.
     """
     before = read_manifest(checkpoint).data.get(section)
     if before is None or section not in sources:
         return ""
 
-    def change_on_this_rank() -> str:
+    def own_change() -> str:
         now = sources[section].fingerprint(before.seed)
         return "" if now is None else compare(before, now)
 
-    change = next(filter(None, on_all_ranks(change_on_this_rank)), "")
+    change = next(filter(None, on_all_ranks(own_change)), "")
     return change and f"changed since {checkpoint} was saved: {change}"
-
-
-def _selected(config: JobConfig) -> Selection:
-    return Selection(config.checkpoint.exclude_from_loading)
 
 
 def _load(checkpoint: Path, state: TrainingState, selection: Selection) -> None:

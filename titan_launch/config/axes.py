@@ -1,0 +1,91 @@
+"""The axes of parallelism as rows of one table, which code about all axes reads. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"]
+
+
+@dataclass(frozen=True, eq=False)
+class Axis:
+    """One way to divide a model, its batch or its sequences over ranks."""
+
+    name: str
+    """Name of the axis in recordings, such as `tensor`. The degree of the axis has the same name in
+    `plan.layout.Layout`."""
+
+    short: str
+    """Name in the DeviceMesh, such as `tp`. Reports have it in capitals."""
+
+    ranks: str
+    """Its ranks, in words."""
+
+    sends: tuple[CollectiveKind, ...] = ()
+    """Kinds of the collectives along an axis of model parallelism. The predictions assume that each kind is called
+    equally often. Empty for the axes of data parallelism, along which FSDP2 communicates."""
+
+    is_factor: bool = True
+    """True if the number of ranks is a multiple of the degree. False for experts, which are divided over the ranks of
+    `SHARD` and `CONTEXT`."""
+
+    is_within_shards: bool = False
+    """True if the ranks along the axis are among those over which FSDP2 shards a parameter."""
+
+    divides_parameters: bool = False
+    """True if each rank along the axis has parameters of its own, which FSDP2 then shards."""
+
+    delays_computation: bool = False
+    """True if computation waits for the collectives along the axis."""
+
+    has_host_work: bool = False
+    """True if each collective takes the host `plan.speeds.Measured.exchange_seconds`, because DTensor starts it."""
+
+    @property
+    def setting(self) -> str:
+        """First words of the keys of `[parallelism]` about the axis, such as `tensor_parallel`."""
+        return f"{self.name}_parallel" if self.sends else f"data_parallel_{self.name}"
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Key of the number of ranks along the axis, such as `parallelism.tensor_parallel_degree`."""
+        return "parallelism", f"{self.setting}_degree"
+
+
+_OF_ACTIVATIONS: tuple[CollectiveKind, ...] = ("all_gather", "reduce_scatter")
+
+PIPELINE = Axis("pipeline", "pp", "pipeline ranks", ("send",), divides_parameters=True)
+REPLICATE = Axis("replicate", "dp_replicate", "replicas")
+SHARD = Axis("shard", "dp_shard", "shards", is_within_shards=True)
+CONTEXT = Axis(
+    "context", "cp", "context-parallel ranks", _OF_ACTIVATIONS, is_within_shards=True, delays_computation=True
+)
+TENSOR = Axis(
+    "tensor",
+    "tp",
+    "tensor-parallel ranks",
+    _OF_ACTIVATIONS,
+    divides_parameters=True,
+    delays_computation=True,
+    has_host_work=True,
+)
+EXPERT = Axis(
+    "expert",
+    "ep",
+    "expert-parallel ranks",
+    ("all_to_all",),
+    is_factor=False,
+    is_within_shards=True,
+    divides_parameters=True,
+    delays_computation=True,
+)
+
+GRID = (PIPELINE, REPLICATE, SHARD, CONTEXT, TENSOR)
+"""The axes of the grid of ranks, outermost first. The product of their degrees is the number of ranks."""
+
+MODEL_AXES = (TENSOR, CONTEXT, PIPELINE, EXPERT)
+"""The axes of model parallelism, in the order of reports."""
+
+AXES = {axis.name: axis for axis in (*GRID, EXPERT)}
+"""All axes by name, those of `GRID` first."""
