@@ -245,14 +245,14 @@ def _unknowns(hardware: Hardware, has_flops: bool) -> list[str]:
         found.append("no compute seconds: set --device, or metrics.peak_tflops_per_device")
     elif not has_flops and hardware.speeds is None:
         found.append(
-            "no compute seconds: the model does not run on the meta device, so its FLOPs cannot be counted; a method "
-            "flops_per_sample(seq_len) can declare them"
+            "no compute seconds: the model does not run on the meta device, so its FLOPs cannot be counted; give it a "
+            "method flops_per_sample(seq_len) that returns them"
         )
     return found
 
 
 def accuracy(config: JobConfig, has_flops: bool) -> list[tuple[str, str]]:
-    """Return pairs (`exact`, `predicted`, `estimated` or `ignored`; the numbers or features that are so)."""
+    """Return pairs (accuracy, numbers or features). Accuracy is `exact`, `predicted`, `estimated` or `ignored`."""
     ignored = [name for name in ("compile", "float8") if getattr(config, name).enable]
     replaced = f"active memory of the job without {' and '.join(ignored)}; --measure measures the job itself"
     lines = [
