@@ -61,7 +61,7 @@ def record(text: str) -> bytes:
 
 BAD_FILES: dict[str, tuple[str, str, Callable[[], bytes], str]] = {
     # name: kind, name of the file, content, sentence
-    "bomb of text": ("text", "a.gz", lambda: gzipped(bytes(MIB), 270), "bytes after decompression, the limit for"),
+    "bomb of text": ("text", "a.gz", lambda: gzipped(bytes(MIB), 270), "after decompression it exceeds"),
     "gzip cut": ("text", "a.gz", lambda: gzip.compress(b"a" * 9999)[:-9], "it is damaged"),
     "gzip of zeros": ("text", "a.gz", lambda: bytes(100), "it is damaged"),
     "zstd of zeros": ("text", "a.zst", lambda: b"\x28\xb5\x2f\xfd" + bytes(100), "it is damaged"),

@@ -33,7 +33,7 @@ _KEY: KeyPath = ("checkpoint", "store")
 
 
 class CheckpointStore:
-    """The copies of a run's checkpoints, below `STORE/NAME/step-N/`, and the thread that makes them.
+    """The copies of a run's checkpoints, in `STORE/NAME/step-N/`, and the thread that writes and deletes them.
 
     A copy is complete if it has its manifest, which is the last object to be written and the first to be deleted. A
     checkpoint is copied once, unless its copy was damaged.
@@ -51,7 +51,7 @@ class CheckpointStore:
         self._losses: dict[int, float | None] = {}
         self._damaged: set[int] = set()  # steps of damaged checkpoints in the run folder
         self.step_in_copy: int | None = None
-        """Step of the checkpoint that the thread copies at present, or next."""
+        """Step of the checkpoint that the thread copies now, or will copy next."""
         self._failure = ""
         self._executor, self._last = ThreadPoolExecutor(1, "checkpoint-store"), Future[None]()
         self._last.set_result(None)
@@ -119,7 +119,7 @@ class CheckpointStore:
         self._last = self._executor.submit(self._copy_waiting)
 
     def forget_after(self, step: int) -> None:
-        """Delete the copies of later steps in the thread, because the run returns to `step` and trains them again."""
+        """Let the thread delete the copies of steps after `step`: the run returns to `step` and trains those again."""
         self._last = self._executor.submit(self._forget_after, step)
 
     def finish(self) -> str:

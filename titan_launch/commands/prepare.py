@@ -157,7 +157,7 @@ def _prepare(arguments: Namespace, config: JobConfig) -> None:
     data, out, percent = config.data, Path(arguments.out), arguments.validation_percent
     if not isinstance(data, CorpusData):
         kinds = " or ".join(map(toml_value, CORPORA))
-        reason = f"prepare reads one source of text: set kind = {kinds}, or name the text of each source in turn"
+        reason = f"prepare reads one source of text: set kind = {kinds}; for a mixture, prepare the PATH of each source"
         raise config_error(("data", "kind"), reason, data.kind)
     split = {"validation_percent": percent}
     datas = {name: data.model_copy(update={"split": name, **split}) for name in _SPLITS} if percent else {"": data}

@@ -336,8 +336,8 @@ def _model(job: Migration) -> None:
     for key, value in args.items():
         job.put(f"model.args.{key}", value)
     if packed:
-        reason = 'documents of a sample attend to each other, unless "data.packing" = "documents" (not for a stream)'
-        job.drop("model.flavor", reason)
+        remedy = 'set "data.packing" = "documents", which a stream does not support'
+        job.drop("model.flavor", f"documents of a sample attend to each other; to prevent this, {remedy}")
     elif own == HUGGINGFACE:
         reason = (
             "the new job uses the class of transformers, whose router has no bias that balances the load of the "

@@ -149,7 +149,7 @@ def tokenizer_of_model(saved: SavedModel) -> TokenizerConfig:
         return saved.job.tokenizer
     found = None if saved.companions is None else tokenizer_beside(saved.companions)
     if found is None:
-        raise WeightsError(f"it has no {TOKENIZER_FILE}; copy that of its tokenizer into the folder")
+        raise WeightsError(f"it has no {TOKENIZER_FILE}; copy the file of the model's tokenizer into the folder")
     return found
 
 

@@ -104,8 +104,7 @@ class MatrixGather:
 
     @property
     def _tensor_parallel(self) -> list[tuple[int, int]]:
-        """For each axis of the mesh that is for tensor parallelism: this axis, and the axis of a stack that it
-        shards."""
+        """(Axis of the mesh, axis of a stack that it shards), for each tensor-parallel axis of the mesh."""
         start = len(self.placements) if self._axis is None else self._axis + 1
         behind = enumerate(self.placements[start:], start)
         return [(axis, placement.dim + 1) for axis, placement in behind if isinstance(placement, Sharded)]
@@ -134,8 +133,8 @@ class MatrixGather:
 
     @property
     def _order(self) -> list[int]:
-        """The indices in `ranks`, in the order of the rows that the ranks hold. `ranks` is ordered by replica, but the
-        rows of a matrix are divided over FSDP2's axis first, and over the replicas second."""
+        """Indices of the ranks in their group, in the order of the matrix rows that they have. The group is ordered by
+        replica, but the rows are divided over FSDP2's axis first, and over the replicas second."""
         shards = self.size // self.replicas
         return [replica * shards + shard for shard in range(shards) for replica in range(self.replicas)]
 

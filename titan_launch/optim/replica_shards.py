@@ -99,7 +99,7 @@ class _ExchangedUnit:
 
     reduce_dtype: torch.dtype
     seen: set[nn.Parameter] = field(default_factory=set)
-    """The parameters whose gradients FSDP2 has reduced in the last backward, and whose gradients have not left yet."""
+    """Parameters whose gradients FSDP2 has reduced in the last backward, and whose gradients have not left yet."""
 
     left: list[_Place] = field(default_factory=list)
     """The places of parameters whose gradients have left."""
@@ -180,7 +180,7 @@ class ReplicaShards:
 
     def begin_microbatch(self, is_last: bool) -> None:
         """Prepare for the next backward. `is_last`: True if this is the last backward of its parameters in the step.
-        With `leave_early`, their gradients leave during this backward."""
+        With `leave_early`, the reduce-scatters of the gradients start during this backward."""
         self._is_last = is_last
 
     @torch.no_grad()
@@ -200,8 +200,8 @@ class ReplicaShards:
 
     @torch.no_grad()
     def reduce_gradients(self) -> None:
-        """Sum all gradients over the replicas: exchange the gradients that have not left during the last backward, and
-        wait for the others.
+        """Sum all gradients over the replicas: start each reduce-scatter that the last backward has not started, and
+        wait for all reduce-scatters.
 
         Every gradient is then a DTensor with the shape of the parameter. Its local tensor is only this replica's chunk.
         """
@@ -215,8 +215,8 @@ class ReplicaShards:
         self.discard()
 
     def discard(self) -> None:
-        """Drop the gradients that have left. Start no reduce-scatter until `begin_microbatch` is called again. This
-        method is not collective."""
+        """Drop all gradients whose reduce-scatter has started. Start no other reduce-scatter until `begin_microbatch`
+        is called again. This method is not collective."""
         self._is_last, self._started = False, None
         for unit in self._units:
             unit.seen.clear()

@@ -248,7 +248,7 @@ def _in_other_dtypes(layers: list[ModuleInfo], plan: ModelPlan, config: Float8Co
             by_unit.setdefault(plan.unit_of[module.path].reason, []).append(module.path)
     for reason, paths in by_unit.items():
         dtype = plan.unit_of[paths[0]].compute_dtype
-        text = f"names {listed(paths)}, in {dtype} by {reason}; name only bfloat16 layers, or change [precision]"
+        text = f"names {listed(paths)}, computed in {dtype} ({reason}); name bfloat16 layers, or change [precision]"
         yield Problem(_FLOAT8_MODULES, text, list(config.modules), also=(("precision",),))
 
 

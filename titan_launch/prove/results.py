@@ -1,4 +1,4 @@
-"""The results of ranks, in forms that a process without torch reads."""
+"""Results of the ranks that prove a layout, in types that a process without torch can read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Difference(NamedTuple):
 
     cosine: float
     ratio: float
-    """Norm of the result, divided by that of one process. 0 if the latter is 0."""
+    """Norm of the result, divided by the norm of one process's result. 0 if that norm is 0."""
 
 
 TOLERANCES = {"loss": 1e-5, "gradient": 1e-4, "update": 1e-3, "buffer": 1e-4, "average": 1e-4}
@@ -46,7 +46,7 @@ def exceeding(results: Iterable[Difference], tolerances: Mapping[str, float]) ->
 
 @dataclass(frozen=True)
 class Reference:
-    """Findings about the run of the twin on one process, with which the layouts are compared."""
+    """Findings about the run of the twin (a small copy of the job) on one process. Layouts are compared with it."""
 
     has_batch_norm: bool
     num_parameters: int

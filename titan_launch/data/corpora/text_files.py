@@ -93,7 +93,7 @@ class FileCorpus(Corpus):
 
     def expanded(self, file: File, limit: int) -> ConfigError:
         """Return the error for a file that is larger than its limit after decompression."""
-        reason = f"it has more than {limit:,} bytes after decompression, the limit for {file.size:,} compressed bytes"
+        reason = f"after decompression it exceeds {limit:,} bytes, the limit for {file.size:,} compressed bytes"
         return self.unreadable(file, f"{reason}; decompress it first")
 
     def _decompressor(self, file: File) -> tuple[Callable[[BinaryIO], Any], tuple[type[Exception], ...]]:

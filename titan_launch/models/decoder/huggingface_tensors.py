@@ -37,11 +37,11 @@ class Piece:
     is_transposed: bool = False
 
     num_experts: int | None = None
-    """Number of experts along the first axis; None for a parameter that is not of experts."""
+    """Number of experts along the first axis; None for a parameter outside of experts."""
 
     rotary_width: int | None = None
-    """Head width of a parameter whose output features have another order within each head in the file; else None. The
-    reason: rotary embeddings rotate channels 2i and 2i + 1 here, but i and i + width / 2 in such a file."""
+    """Number of features of a head, if the file has the output features of each head in another order; else None.
+    Rotary embeddings rotate the channels 2i and 2i + 1 of a head here, but i and i + width / 2 in such a file."""
 
     @property
     def has_tensor_per_expert(self) -> bool:
@@ -67,22 +67,22 @@ class TensorNames:
     """The names and layouts of the tensors in files of a class of `transformers`."""
 
     modules: Mapping[str, str]
-    """Module of the file by module of this package, without `prefix`. `*` is the number of the layer. Modules with the
-    same name in the file share one tensor there, in the order of this table."""
+    """Names of modules in the file, without `prefix`, by their names here. `*` is the number of the layer. If several
+    modules have one name in the file, its tensors have the parameters of all of them, in the order of this table."""
 
     parameters: Mapping[str, str] = field(default_factory=dict)
-    """Tensor of the file by parameter of this package, without `prefix`, for parameters whose names do not follow from
-    their modules. The first `*` is the number of the layer, and a second one that of the expert."""
+    """Names of tensors in the file, without `prefix`, by names of parameters here, if `modules` does not determine
+    them. The first `*` is the number of the layer, and a second `*` is the number of the expert."""
 
     prefix: str = "model."
     """Prefix of the names of all tensors except those of the output layer. Files without an output layer have no
     prefix."""
 
     transposed: tuple[str, ...] = ()
-    """Endings of the names of the file's tensors that are (input features, output features)."""
+    """Endings of tensor names. Tensors of the file with such a name are (input features, output features)."""
 
     alternating: tuple[str, ...] = ()
-    """Endings of the names of the file's tensors in which the output features of several parameters alternate."""
+    """Endings of tensor names. In a tensor with such a name, the output features of several parameters alternate."""
 
     has_halves: bool = True
     """True if rotary embeddings rotate the channels i and i + width / 2 of a head in the file; see

@@ -302,7 +302,7 @@ class MixtureOfExperts(nn.Module):
 
     auxiliary_losses: Tensor
     """Sum of the balance losses, and sum of the z-losses, in training on this rank since the last reset: fp32 (2). Each
-    loss is multiplied by its weight and `loss_scale`. The sum over ranks and layers is the mean over the sequences."""
+    loss is multiplied by its weight and `loss_scale`, so the sums of all ranks add up to means over the sequences."""
 
     loss_scale: float | None = None
     """Factor of the auxiliary losses of a sequence; None for 1 / (sequences of the input). `parallel.expert_balance`

@@ -224,7 +224,7 @@ def targets_of(adapters: Sequence[Adapter], shapes: Mapping[str, Shape], pieces:
     for adapter in adapters:
         name = adapter.weight
         if name not in pieces:
-            raise WeightsError(f"{name} has an adapter, but no tensor in files of transformers")
+            raise WeightsError(f"peft has no target for the adapter of {name}: transformers has no such weight")
         piece, shape = pieces[name], shapes[name]
         start, leaf = piece.start, name.rpartition(".")[2]
         key: tuple[str, str | None] = parent(piece.tensor), piece.tensor.rpartition(".")[2]
