@@ -212,7 +212,11 @@ CASES: dict[str, Hostile] = {
     "own_factory": _case(_own(name="os:system"), FOLDERS_CHOOSE_NO_CODE, import_="", export=""),
     "own_unknown": _case(_own(name="x" * 3), 'its model.name is "xxx": unknown model'),
     "own_types": _case(
-        _own(name="llama3", flavor=["a"]), "its config.json is not that", check=_NEITHER, plan=_NEITHER, train=_NEITHER
+        _own(name="llama3", flavor=["a"]),
+        "its config.json does not come",
+        check=_NEITHER,
+        plan=_NEITHER,
+        train=_NEITHER,
     ),
     "own_args": _case(_own(name="llama3", args={"dim": 10**9}), "dim", import_="", export=""),
     "file_is_missing": _case(lambda folder: (folder / FILE).unlink(), "it has neither"),

@@ -410,7 +410,7 @@ def _batch(job: Migration) -> None:
             job.put("training.global_batch_size", local * ranks)
         else:
             microbatches = f"training.local_batch_size ({local}) is divided into microbatches of the pipeline"
-            remedy = f"set training.global_batch_size to {local} times the data-parallel ranks"
+            remedy = f"set training.global_batch_size to {local} x the number of data-parallel ranks"
             job.drop(pipeline, f"{microbatches}; {remedy}, or use the option --world-size of `migrate`")
 
 
@@ -483,7 +483,7 @@ def _parallelism(job: Migration) -> None:
         if schedule in known:
             job.put("parallelism.pipeline_parallel_schedule", known[schedule])
         else:
-            job.drop("parallelism.pipeline_parallel_schedule", f"not supported; there are {', '.join(known.values())}")
+            job.drop("parallelism.pipeline_parallel_schedule", f"not supported; must be {', '.join(known.values())}")
     else:
         job.drop("parallelism.pipeline_parallel_schedule", "has no effect without a pipeline", changes_run=False)
     if job.is_given("parallelism.context_parallel_load_balancer"):
@@ -528,7 +528,7 @@ def _checkpoint(job: Migration) -> None:
     if mode in modes:
         job.put("checkpoint.async_mode", modes[mode])
     elif mode is not None:
-        job.drop("checkpoint.async_mode", f"not a mode of TorchTitan; there are {', '.join(modes)}")
+        job.drop("checkpoint.async_mode", f"not a mode of TorchTitan; must be {', '.join(modes)}")
     step = job.value("checkpoint.load_step")
     if step not in (None, -1):
         job.put("checkpoint.load", step)
@@ -537,13 +537,13 @@ def _checkpoint(job: Migration) -> None:
         job.put("model.weights", path, "checkpoint.initial_load_path of TorchTitan")
         job.value("checkpoint.initial_load_in_hf")
     elif path:
-        reason = "checkpoints of TorchTitan cannot be loaded; set model.weights to one in the Hugging Face format"
+        reason = "checkpoints of TorchTitan cannot be loaded; set model.weights to a folder in the Hugging Face format"
         job.drop("checkpoint.initial_load_path", reason)
     for name in ("initial_load_model_only", "initial_load_in_hf", "initial_load_in_hf_quantized", "load_only"):
         if not path or not _value(job.old, f"checkpoint.{name}"):
             job.drop(
                 f"checkpoint.{name}",
-                "has no effect: it is off, or checkpoint.initial_load_path is not set",
+                "has no effect: the key is false, or checkpoint.initial_load_path is not set",
                 changes_run=False,
             )
     if excluded := job.value("checkpoint.exclude_from_loading"):
@@ -563,7 +563,7 @@ def _validation(job: Migration) -> None:
     if steps > 0 and ranks is not None:
         job.put("validation.max_samples", steps * local * ranks)
     elif steps > 0:
-        wanted = f"set validation.max_samples to {steps * local} times the data-parallel ranks"
+        wanted = f"set validation.max_samples to {steps * local} x the number of data-parallel ranks"
         job.drop("validation.steps", f"{wanted}, or use the option --world-size of `migrate`")
     _dataset(job, "validation", "validation.data")
     for key in ("streaming", "shuffle"):

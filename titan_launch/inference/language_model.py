@@ -115,7 +115,7 @@ def load_language_model(
     vocabulary = vocabulary_taken(job.model)
     if vocabulary is not None and vocabulary < tokenizer.vocab_size:
         tokens = f"the tokenizer has {tokenizer.vocab_size} tokens"
-        raise WeightsError(f"its model has {vocabulary} tokens, but {tokens}; it was not trained on text")
+        raise WeightsError(f"the vocabulary of its model has {vocabulary} tokens, but {tokens}; give a model for text")
     template = None if chat is None else find_template(saved, tokenizer, chat)
     of_template, end_texts = ends_of_answers(template, tokenizer)
     end_tokens = _end_tokens(saved, tokenizer) | of_template

@@ -107,7 +107,7 @@ def open_saved_model(folder: Path, step: int | None = None, ema: bool = False, b
     try:
         job = _job_of(record)
     except ValidationError:
-        reason = f"its {CONFIG_FILE} is not that of a run, of a folder that import wrote, or of Hugging Face"
+        reason = f"its {CONFIG_FILE} does not come from a run, from titan-launch import or from transformers"
         raise WeightsError(reason) from None
     own_config(record)
     if not has_checkpoint:
@@ -184,7 +184,7 @@ def _with_base(saved: SavedModel) -> SavedModel:
         raise WeightsError(f"{saved.base} has the fingerprint {now.digest} ({change}), but {needed}")
     added = {name: entry for name, entry in folder.entries.items() if name not in saved.entries}
     if len(added) != base.omitted:
-        raise WeightsError(f"{saved.base} has {len(added)} of the parameters; {needed}")
+        raise WeightsError(f"{saved.base} has {len(added)} of these parameters, but {needed}")
 
     def read(name: str) -> Tensor:
         return folder.read(name) if name in added else saved.read(name)
@@ -317,7 +317,7 @@ def _check_structure(first: SavedModel, other: SavedModel) -> None:
         problem = f"has other names or shapes of tensors: {listed(sorted({name for name, _ in different}))}"
     else:
         return
-    raise WeightsError(f"{other.description} {problem}; only models of the same structure have a mean")
+    raise WeightsError(f"{other.description} {problem}; a mean needs models with the same structure")
 
 
 @dataclass(frozen=True)

@@ -112,7 +112,7 @@ class PreferenceCorpus(ChatCorpus):
         if len(chosen.tokens) + len(rejected.tokens) - 2 > self.seq_len:  # n tokens take n - 1 positions of a sample
             if rule in ("skip", "stop"):
                 reason = f"longer than training.seq_len = {self.seq_len:,} tokens"
-                detail = f"its two chats have {len(chosen.tokens):,} and {len(rejected.tokens):,}"
+                detail = f"its two chats have {len(chosen.tokens):,} and {len(rejected.tokens):,} tokens"
                 raise RecordError(reason, detail, "truncation", on_error=rule)
             longest = self.seq_len // 2 + 1
         chosen, rejected = self.truncated(chosen, longest), self.truncated(rejected, longest)
@@ -176,7 +176,7 @@ def preference_messages(record: Mapping[str, Any]) -> list[list[Message]]:
     chats = [_messages(answers, key) for key in ANSWERS]
     if any(chat[0]["role"] == "assistant" for chat in chats):
         if "prompt" not in record:
-            detail = '"chosen" and "rejected" begin with the answer; whole chats, or "prompt", are needed'
+            detail = '"chosen" and "rejected" have only the answer; add "prompt", or write whole chats'
             raise RecordError("without a prompt", detail)
         prompt = _messages({"prompt": _as_message(record["prompt"], "user")}, "prompt")
         chats = [[*prompt, *chat] for chat in chats]

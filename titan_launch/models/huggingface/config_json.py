@@ -104,7 +104,7 @@ def refuse_adapter(folder: Path) -> None:
     """Raise WeightsError for a folder with an adapter of `peft`, which `transformers` adds to the weights."""
     if os.path.lexists(folder / ADAPTER_CONFIG_FILE):
         reason = f"it has {ADAPTER_CONFIG_FILE}: an adapter of peft, which transformers adds to the weights"
-        raise WeightsError(f"{reason}; name the adapter in lora.adapter, and a folder with the base alone here")
+        raise WeightsError(f"{reason}; set lora.adapter to this folder, and give the folder of the base model here")
 
 
 _MOST_BYTES = 4 * MIB
