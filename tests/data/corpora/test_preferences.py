@@ -136,7 +136,7 @@ def test_long_pairs_are_skipped_cut_or_refused(tmp_path: Path) -> None:
 BAD_LINES: list[tuple[Any, str]] = [
     ({"prompt": "a", "response": "b"}, 'without "chosen" (its keys are prompt, response; a line needs "chosen" and '),
     ({"prompt": "a", "chosen": "b"}, 'without "rejected" (its keys are prompt, chosen; '),
-    ({"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "c"}, 'without a prompt ("chosen" and "rejected" begin '),
+    ({"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "c"}, 'without a prompt ("chosen" and "rejected" have '),
     ({"prompt": "a", "chosen": "b", "rejected": None}, 'without the text of a message (message 1 of "rejected" '),
     ({"chosen": [ASKED], "rejected": [ASKED, BAD]}, "without a message of the assistant; "),
 ]
