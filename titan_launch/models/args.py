@@ -29,11 +29,11 @@ NumTokens = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
 
 @dataclass(frozen=True)
 class TwinNeeds:
-    """The properties of a job that its twin must keep. A twin is a small model with the same structure, which the
-    command `prove` trains."""
+    """The properties of a job that its twin must keep. A twin is a small model with the same structure as the job's
+    model. The command `prove` trains it in place of the job's model."""
 
     shards: int
-    """Number of ranks over which the job shards rows of parameters, tensor parallelism included."""
+    """Number of ranks over which FSDP2 and tensor parallelism together shard the rows of the job's parameters."""
 
     is_tensor_parallel: bool
     stages: int
@@ -48,8 +48,8 @@ class TwinNeeds:
     twin_seq_len: int
 
     def rows(self, own: int, small: int) -> int:
-        """Return the number of rows of a parameter of the twin: that of the job, `own`, or else at most `small`. If the
-        job shards `own` rows unevenly, the twin shards the result unevenly too."""
+        """Return the number of rows that a parameter of the twin has, if it has `own` rows in the job's model: `own` if
+        this is at most `small`, else `small`, or less if the job shards the parameter unevenly."""
         uneven = small - (2 if self.is_tensor_parallel else 1)
         return own if own <= small else small if own % self.shards == 0 else uneven
 

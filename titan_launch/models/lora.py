@@ -80,7 +80,8 @@ class EmbeddingLoRA(LoRA):
 
 class StackedLoRA(LoRA):
     """The adapter of one stacked weight of experts: `a` is (experts, rank, in), and `b` is (experts, out, rank). Its
-    forward gets rows that are sorted by expert, and the `product` of the experts."""
+    forward gets rows that are sorted by expert, and as `product` the function that multiplies each row by the matrix of
+    its expert."""
 
 
 def delta(a: Tensor, b: Tensor, scale: float, is_embedding: bool = False) -> Tensor:
@@ -104,7 +105,7 @@ def adapters_of(model: nn.Module) -> Iterator[Adapter]:
 
 @contextmanager
 def adapters_disabled(model: nn.Module) -> Iterator[None]:
-    """Let a model, wrapped or not, compute the same as without adapters until the end of the block. The results of
+    """Let a model, wrapped or not, compute the same as without adapters until the `with` block ends. The results of
     adapters are still computed, and multiplied by 0. So the same FSDP2 units run as in any forward."""
     adapters = [(module, module.scale) for module in model.modules() if isinstance(module, LoRA)]
     try:
@@ -125,9 +126,9 @@ def add_adapters(
     all other parameters.
 
     Raises ConfigError for an ambiguous entry, an entry that names no module that can have an adapter, and a rule of
-    `lora.rules` that applies to no target. Also raises ConfigError for a target in three cases. Its forward does not
-    call that of `nn.Linear` or `nn.Embedding`. Another module reads or shares its weight. The rank is above the smaller
-    dimension of its weight.
+    `lora.rules` that applies to no target. Also raises ConfigError for a target whose forward does not call that of
+    `nn.Linear` or `nn.Embedding`, for a target whose weight another module reads or shares, and for a rank above the
+    smaller dimension of the target's weight.
     """
     if not config.targets:
         return

@@ -50,7 +50,7 @@ class DecoderArgs(ModelArgs):
     """Width of the feed-forward layer. It has no effect if all layers have experts."""
 
     vocab_size: NumTokens
-    """Number of rows of the embedding: at least the tokenizer's vocabulary size."""
+    """Number of rows of the token embedding: at least the tokenizer's vocabulary size."""
 
     norm: NormKind = "rmsnorm"
     """Kind of the normalization layers. `batchnorm` normalizes each channel over all tokens of a microbatch. A token's
@@ -172,18 +172,18 @@ class DecoderArgs(ModelArgs):
 
     @property
     def query_width(self) -> int:
-        """Width of all query heads."""
+        """Width of all query heads together."""
         return self.n_heads * self.head_width
 
     @property
     def attended_width(self) -> int:
-        """Width of the outputs of all heads."""
+        """Width of the outputs of all heads together."""
         latent = self.latent_attention
         return self.query_width if latent is None else self.n_heads * latent.v_head_dim
 
     @property
     def kv_width(self) -> int:
-        """Width of all key heads. Without `latent_attention`, it is also that of all value heads."""
+        """Width of all key heads together. Without `latent_attention`, it is also that of all value heads together."""
         return self.n_kv_heads * self.head_width
 
     @property

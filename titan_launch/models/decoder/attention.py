@@ -45,8 +45,8 @@ class ScoreOptions:
     """Scores become `soft_cap * tanh(score / soft_cap)`; None for no cap."""
 
     pads_values: bool = True
-    """True: plain attention pads queries, keys and values with zeros to one width. False: the chosen kernel takes
-    values of a different width."""
+    """True: plain causal attention pads queries, keys and values with zeros to one width. False: the kernel takes
+    values of another width than queries and keys, so nothing is padded."""
 
     has_many_lengths: bool = False
     """True: sequences have many lengths, as in generation and evaluation. FlexAttention is compiled for each length, so

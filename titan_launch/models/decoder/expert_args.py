@@ -69,9 +69,9 @@ class ExpertArgs(Section):
 
     balance_loss: Weight = 0.0
     """Weight of the auxiliary loss that balances the load within each sequence (DeepSeek-V3, arXiv:2412.19437). The
-    loss is E * sum(f * p) over the E experts of a layer. f is the fraction of the sequence's choices that fall on an
-    expert. p is the mean, over the tokens, of the expert's score divided by the sum of the token's scores. With an
-    equal load, the loss is 1. The losses of all layers are added."""
+    loss is E * sum(f * p) over the E experts of a layer. f is the number of the sequence's tokens that chose an expert,
+    divided by `tokens * top_k`. p is the mean, over the tokens, of the expert's score divided by the sum of the token's
+    scores. With an equal load, the loss is 1. The losses of all layers are added."""
 
     z_loss: Weight = 0.0
     """Weight of the router's z-loss: the mean over tokens of the squared logsumexp of the logits (ST-MoE,

@@ -318,7 +318,7 @@ class AllHeadsRMSNorm(RMSNorm):
     """RMSNorm of the channels of all heads of a token together (OLMo 2, arXiv:2501.00656)."""
 
     add_ranks: Callable[[Tensor], Tensor] | None = None
-    """Function that sums over the ranks that divide the heads; None if this rank has all heads."""
+    """Function that sums a tensor over the ranks among which the heads are divided; None if this rank has all heads."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (batch, tokens, channels of this rank's heads) to the same shape."""

@@ -95,8 +95,8 @@ milliseconds. The time of some regular expressions grows exponentially with the 
 
 @contextmanager
 def matching_limited() -> Iterator[None]:
-    """Raise WeightsError if the block takes more than `_MATCHING_SECONDS` of CPU time. Only the main thread has this
-    limit, because other threads get no signals."""
+    """Raise WeightsError if the `with` block takes more than `_MATCHING_SECONDS` of CPU time. Only the main thread has
+    this limit, because other threads get no signals."""
 
     def stop(*_: object) -> None:
         raise WeightsError(f"the patterns in its {ADAPTER_CONFIG_FILE} take too long to match; simplify them")

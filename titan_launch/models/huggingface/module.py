@@ -116,7 +116,7 @@ layer, since its experts are stacked. Buffers are tables of positions and masks.
 
 @contextmanager
 def _size_limited() -> Iterator[None]:
-    """Raise TooLargeError as soon as the modules that are built in the block exceed `_MOST_MODULES` or
+    """Raise TooLargeError as soon as the modules that are built in the `with` block exceed `_MOST_MODULES` or
     `_MOST_BUFFER_BYTES`. Otherwise, a `config.json` with huge numbers would fill the memory."""
     counted = {"modules": 0, "bytes of buffers": 0}
     most = {"modules": _MOST_MODULES, "bytes of buffers": _MOST_BUFFER_BYTES}
@@ -184,7 +184,8 @@ def _declare_tensor_parallel(module: Any) -> None:
     """
     name, plan = type(module).__name__, getattr(module, "tp_plan", None)
     if not plan:
-        module.no_tensor_parallel = f"{name} of transformers has no plan for tensor parallelism; set 1"
+        reason = f"{name} of transformers has no plan for tensor parallelism"
+        module.no_tensor_parallel = f"{reason}; set tensor_parallel_degree = 1"
         return
     output = module.get_output_embeddings()
     head = next((path for path, child in module.named_modules() if child is output), None)
@@ -193,8 +194,8 @@ def _declare_tensor_parallel(module: Any) -> None:
         styles[head] = "head"
     unknown = [f"{glob} ({plan[glob]})" for glob, style in styles.items() if style is None]
     if unknown:
-        reason = f"{name} divides modules in a way that is not supported: {listed(unknown, most=1)}; set 1"
-        module.no_tensor_parallel = reason
+        reason = f"{name} divides modules in a way that is not supported: {listed(unknown, most=1)}"
+        module.no_tensor_parallel = f"{reason}; set tensor_parallel_degree = 1"
         return
     module.sequence_parallel = False  # the forward counts the tokens between the layers
     others = [path for path, child in module.named_modules() if next(child.parameters(recurse=False), None) is not None]

@@ -68,7 +68,7 @@ class Adapter(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """An adapter of this package, and the place of its output features in the target of `peft`."""
+    """An adapter of this package, and the position of its output features among those of a `Target`."""
 
     adapter: Adapter
     shape: Shape
@@ -123,8 +123,8 @@ class Target:
 
     @property
     def ranks(self) -> set[int]:
-        """Ranks that the adapter in the file may have: the sum of the ranks of the parts, or their common rank if all
-        parts share one A."""
+        """Ranks that the adapter in the file may have: the sum of the ranks of all parts or, if all parts share one A,
+        the rank of a part."""
         own = {part.adapter.rank for part in self.parts}
         return {self.rank, *(own if len(own) == 1 else ())}
 

@@ -50,7 +50,7 @@ class Entry:
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Yield an empty folder that gets the name `path` when the block ends without an error.
+    """Yield an empty folder that gets the name `path` when the `with` block ends without an error.
 
     Until then, the folder is `<path>.tmp`. So a folder with its final name is complete. Raises UserError if `path` is
     inside of a folder with weights, cannot be written, or exists and is not an empty folder.
