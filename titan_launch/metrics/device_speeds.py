@@ -32,7 +32,7 @@ from titan_launch.plan.speeds import Measured, MeasuredAttention, MeasuredCollec
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _REPETITIONS = 5
-"""Repetitions of a measurement, of which the median counts."""
+"""Number of repetitions of a measurement. Its result is their median."""
 
 _KEPT_BYTES = 31 * MIB
 """Bytes of a host tensor that is created and freed before the measurements. After that, glibc keeps the memory of freed
@@ -382,8 +382,8 @@ def _stage_seconds(watch: _Stopwatch) -> float:
 
 
 def _ranks_per_core(ranks: Ranks) -> float:
-    """Return the threads of all ranks of a host, divided by the cores that they may use, but at least 1. Return 1 on a
-    GPU."""
+    """Return the number of threads of all ranks on this host, divided by the number of cores that they may use, but at
+    least 1. Return 1 on a GPU."""
     if ranks.device.type != "cpu":
         return 1.0
     threads = torch.get_num_threads() * max(Counter(on_all_ranks(lambda: ranks.first_on_host)).values())

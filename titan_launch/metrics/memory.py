@@ -122,7 +122,7 @@ class LiveMemory(TorchDispatchMode):
         return call
 
     def scope(self, category: Category | None) -> None:
-        """Set the category of later allocations. None: activations and their gradients."""
+        """Set the category to which later allocations belong. None: activations and their gradients."""
         self._current_category = category
 
     def stop(self) -> None:
@@ -179,7 +179,7 @@ class LiveMemory(TorchDispatchMode):
 
 @contextmanager
 def track(model: nn.Module, ledger: Ledger, optimizer: Optimizer | None = None) -> Iterator[LiveMemory]:
-    """Record the memory of a wrapped model, and all allocations until the end of the block, in `ledger`.
+    """Record the memory of a wrapped model, and all allocations until the `with` block ends, in `ledger`.
 
     `model` is on its device and wrapped by FSDP2. With `optimizer`, the ledger has the optimizer state as a separate
     category. Enter the first StepPoint of the ledger before the block, and read the footprint inside the block:

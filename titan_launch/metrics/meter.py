@@ -75,7 +75,7 @@ class Meter(Observer):
 
     @contextmanager
     def paused(self, part: str) -> Iterator[None]:
-        """Exclude the time of the block from step time and throughput, and count it under `part`, one of `PAUSES`.
+        """Exclude the time of the `with` block from step time and throughput. Count it under `part` (see `PAUSES`).
 
         The host waits for the device at both ends of the block. So step time includes all work that was queued before
         the block, and no work that was queued in the block.

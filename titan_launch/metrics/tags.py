@@ -172,14 +172,14 @@ TAGS = [
     ),
     Tag(
         "activations/underflow/<module>",
-        "With `metrics.modules`: share of the outputs of `activations/rms` that are not 0 and have a magnitude below "
-        "the smallest normal bfloat16 number, 1.2e-38.",
+        "With `metrics.modules`: fraction of the outputs in `activations/rms` that are not 0 and have a magnitude "
+        "below the smallest normal bfloat16 number, 1.2e-38.",
         chart=("Precision", "share of outputs that underflow (0 to 1)"),
     ),
     Tag(
         "activations/overflow/<module>",
-        "With `metrics.modules`: share of the outputs of `activations/rms` that are NaN, or whose magnitude is above "
-        "the largest bfloat16 number, 3.4e38.",
+        "With `metrics.modules`: fraction of the outputs in `activations/rms` that are NaN, or whose magnitude is "
+        "above the largest bfloat16 number, 3.4e38.",
         chart=("Precision", "share of outputs that overflow (0 to 1)"),
     ),
     Tag(
@@ -195,7 +195,7 @@ TAGS = [
     ),
     Tag(
         "data/share/<source>",
-        "Share of a source of the mixture in all samples so far, from 0 to 1.",
+        "Fraction of all samples so far that came from a source of the mixture, from 0 to 1.",
         chart=("Data", "share of each source in the samples (0 to 1)"),
     ),
     Tag(
@@ -471,9 +471,9 @@ TAGS = [
     ),
     Tag(
         "experts/load_max_over_mean/<layer>",
-        "Load of the expert with the largest load, divided by the mean load of the layer's experts. The load is the "
-        "number of choices since the last report, over all ranks. 1 is an equal load; `num_experts / top_k` is the "
-        "largest possible value.",
+        "Load of the expert with the largest load, divided by the mean load of the layer's experts. The load of an "
+        "expert is the number of tokens that chose it since the last report, over all ranks. 1 is an equal load; "
+        "`num_experts / top_k` is the largest possible value.",
         combine="max",
         chart=("Experts", "largest load over mean load"),
     ),
@@ -486,8 +486,8 @@ TAGS = [
     ),
     Tag(
         "experts/unused/<layer>",
-        "Share of the layer's experts with a load below 1 % of the mean load, from 0 to 1. 0 if the mean load is below "
-        "20, which is too small to tell.",
+        "Fraction of the layer's experts with a load below 1 % of the mean load, from 0 to 1. 0 if the mean load is "
+        "below 20, which is too small to tell.",
         combine="max",
         chart=("Experts", "share of unused experts (0 to 1)"),
     ),
@@ -508,7 +508,7 @@ TAGS = [
     ),
     Tag(
         "experts/dropped",
-        "Choices of an expert by a token that were not computed. Always 0, because no token is dropped.",
+        "Number of tokens, once for each chosen expert, that were not computed. Always 0: no token is dropped.",
         combine="sum",
     ),
 ]
