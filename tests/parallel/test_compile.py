@@ -180,7 +180,10 @@ def compiled_and_not(names: Sequence[str]) -> dict[str, tuple[int, int]]:
 
 def _explain() -> None:
     for args, reason in (
-        ({"looks": False}, r"graph of blocks.0 \(test_compile.py:\d+\): .*print.*; change that line, or set false"),
+        (
+            {"looks": False},
+            r"graph of blocks.0 \(test_compile.py:\d+\): .*print.*; change that line, or set compile.enable",
+        ),
         ({"looks": True}, r"graph of blocks.0 \(test_compile.py:\d+\): .*data-dependent"),
     ):
         model = {"name": "tests.parallel.test_compile:Breaking", "args": args}

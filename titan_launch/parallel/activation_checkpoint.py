@@ -173,8 +173,8 @@ class _SelectiveMode(TorchDispatchMode):
 
 
 _Recall = Callable[[Any, Any], Any]
-"""A function of the arguments of an operation in the second forward, positional and by name. It returns the saved
-result of the operation."""
+"""A function that returns the saved result of an operation in the second forward. Its arguments are the positional and
+the keyword arguments of the operation."""
 
 
 def _saved_result(func: Any, inputs: Sequence[Any], result: Any) -> _Recall:
@@ -204,7 +204,7 @@ def _saved_result(func: Any, inputs: Sequence[Any], result: Any) -> _Recall:
 
 
 def _largest(indices: Tensor, x: Tensor, k: int, dim: int = -1, *options: Any, **others: Any) -> tuple[Tensor, Tensor]:
-    """Return the result of `topk` with known indices."""
+    """Return the result of `topk` from its known `indices`, without a search."""
     return x.gather(dim, indices), indices
 
 
@@ -219,8 +219,8 @@ def _saved(value: Any, is_complete: bool = True) -> Callable[[], Any]:
 
 
 class _SavePolicy:
-    """The choice of the operations whose results a forward saves. Call `saves` for every operation of the forward, in
-    order."""
+    """The rule that decides which operations of a forward save their results. Call `saves` for every operation of the
+    forward, in order."""
 
     def __init__(self) -> None:
         self._num_products = 0

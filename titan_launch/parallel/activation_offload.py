@@ -140,8 +140,8 @@ class _Group:
 
     def __init__(self, before: _Group | None):
         self.before = before
-        """The group of the block that ran before; None for the first block, and after backward has begun to load that
-        group."""
+        """The group of the block that ran before this one. None for the first block, and as soon as backward has begun
+        to load the group before."""
         self.by_storage: dict[tuple[int, int], _Saved] = {}
         """Storages by address and version, during the forward. An operation in place begins a new version."""
         self.storages: list[weakref.ref[_Saved]] = []

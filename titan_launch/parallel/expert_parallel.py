@@ -6,7 +6,7 @@
 A row is the hidden vector of a token for one of the experts that the token chooses.
 
 The parameters of experts become DTensors. On the expert axis of the mesh each rank holds whole experts. On the tensor
-axis each rank holds a part of every expert's width, so its results are parts of sums. FSDP2 then shards each rank's
+axis each rank holds a part of every expert's width, so its results are partial sums. FSDP2 then shards each rank's
 part.
 """
 
