@@ -333,8 +333,8 @@ def _buffers(model: nn.Module, copied: Mapping[str, int], prefix: str) -> dict[s
 
 @contextmanager
 def _gradients_named(recorder: _Recorder, name_of: Mapping[int, str]) -> Iterator[None]:
-    """Within the block, update `recorder.taking` and `recorder.reducing` by hooks of autograd and FSDP2. `name_of`:
-    full name of each parameter of the model, by its `id()`."""
+    """Within the `with` block, update `recorder.taking` and `recorder.reducing` by hooks of autograd and FSDP2.
+    `name_of`: full name of each parameter of the model, by its `id()`."""
     watched: dict[int, Tensor] = {}  # keeps the parameters alive, so that ids stay unique
     with ExitStack() as stack:
 
