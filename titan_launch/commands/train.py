@@ -91,7 +91,7 @@ def dry_run(arguments: Namespace) -> NoReturn:
 
 
 _VARIABLES = {"WORLD_SIZE": 1, "RANK": 0, "LOCAL_WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_PORT": 1}
-"""The environment variables of torchrun that are numbers, each with its smallest valid value."""
+"""The environment variables of torchrun whose values are numbers, and the smallest valid value of each."""
 
 
 def torchrun_world_size() -> int:
