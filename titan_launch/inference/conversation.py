@@ -49,7 +49,6 @@ class Conversation:
         self.sequence = sequence
         self._first: list[Message] = [] if system is None else [{"role": "system", "content": system}]
         self.messages = self._first
-        """The messages so far."""
 
     def reset(self) -> None:
         self.messages = self._first

@@ -34,10 +34,10 @@ _MAX_COLUMNS = 120
 """Largest number of columns of a line chart that show a text at the mouse pointer."""
 
 _FAR = 4
-"""A limit of more than this factor times the longest bar is not drawn, because the bars would be too short to read."""
+"""A limit of more than this number times the longest bar is not drawn, because the bars would be too short to read."""
 
 _SLOW = 3
-"""Columns of a stacked chart that are higher than this factor times the median column do not determine the scale."""
+"""A column of a stacked chart that is higher than this number times the median column is cut off."""
 
 
 def line_chart(
@@ -260,8 +260,8 @@ def text_chart(series: Mapping[str, Points], x: str) -> list[str]:
 
 
 def value_at(points: Points, place: float) -> float:
-    """Return the value of a series at a place, interpolated between its points. Return NaN before the first point and
-    after the last one."""
+    """Return the value of a series at the x coordinate `place`, interpolated between its points. Return NaN before the
+    first point and after the last one."""
     if not points or not points[0][0] <= place <= points[-1][0]:
         return math.nan
     index = bisect_left(points, place, key=itemgetter(0))

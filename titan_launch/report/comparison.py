@@ -46,7 +46,7 @@ class Line:
     """The figure of each run. None for a run without it."""
 
     cells: tuple[str, ...]
-    """The figure of each run as text, with its spread if it is a median."""
+    """The figure of each run as text, with its quartiles if it is a median."""
 
     is_change_relative: bool = True
     """True if a change is shown in percent, False if it is shown as a difference."""

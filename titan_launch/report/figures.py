@@ -19,7 +19,7 @@ LOSS, VALIDATION_LOSS, STEP_SECONDS = "train/loss", "validation/loss", "time/ste
 PREDICTED, MEASURED = "memory/predicted_active_gib", "memory/max_active_gib"
 RESERVED, HOST, LIMIT = "memory/max_reserved_gib", "memory/max_rss_gib", "memory/limit_gib"
 _NOT_PARTS = (STEP_SECONDS, "time/compile_s", "time/checkpoint_stall_s")
-"""Metrics `time/*_s` that are not a part of the time of a step."""
+"""Metrics `time/*_s` that are neither a part of a step nor a pause."""
 
 _SAMPLES = "train/samples_seen"
 UNMEASURED = "not measured"
@@ -165,8 +165,8 @@ def loss_axis(runs: Sequence[RecordedRun]) -> str:
 
 
 def loss_curve(run: RecordedRun, tag: str, axis: str) -> Points:
-    """Return the points of a loss. `axis`: a result of `loss_axis`. A point is omitted if its place on the axis is not
-    finite, or is not after the previous point."""
+    """Return the points of a loss. `axis`: a result of `loss_axis`. A point is omitted if its coordinate on the axis is
+    not finite, or not larger than that of the previous point."""
     if axis == "step":
         return run.values(tag)
     size = 1 if axis == "images" else run.seq_len or 1

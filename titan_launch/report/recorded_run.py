@@ -65,7 +65,7 @@ quotients of two other numbers are finite."""
 _MOST_STEPS = 10**15
 _LONGEST_NAME = 500
 _MOST_STARTS = 200
-"""Number of the last starts of a run that are shown."""
+"""Largest number of starts of a run that are shown, the last ones."""
 
 _LOG_HEAD, _LOG_TAIL = MIB // 4, MIB // 16
 """Largest numbers of bytes that are read at the beginning and at the end of the first rank's log. Of the other ranks'
@@ -285,7 +285,7 @@ class RecordedRun:
 
     @cached_property
     def starts(self) -> list[Start]:
-        """The last starts of the run, at most 200, from the oldest to the newest, as their logs tell."""
+        """The starts of the run by its logs, at most the last 200, from the oldest to the newest."""
         logs = self.folder / "logs"
         reader = _Logs(_MOST_ERROR_BYTES)
         folders = ((number, logs / attempt_name(number)) for number in self._attempts[: -_MOST_STARTS - 1 : -1])
