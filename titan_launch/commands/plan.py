@@ -272,9 +272,9 @@ def _measure(planned: _Planned) -> dict[str, Any]:
 
 
 def print_dry_run(config: JobConfig, world_size: int, rank: int) -> None:
-    """Run one training step as rank `rank` of `world_size`, on tensors without values. Print what the rank holds.
+    """Run one training step as rank `rank` of `world_size`, on fake tensors. Print what the rank holds.
 
-    Raises the same ConfigErrors as the start of a run, also if no choice of `auto` fits.
+    Raises the same ConfigErrors as the start of a run, also if no choice fits that `auto` may make.
     """
     config = with_batch_size(config, world_size)
     layout = plan_layout(config.parallelism, config.training, world_size)

@@ -1,4 +1,4 @@
-"""The command `train`, and its dry runs: one step as one rank of N, without a GPU and without tensor values."""
+"""The command `train`, and its dry runs: one step as one rank of N, on fake tensors and without a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Generation of text: a cache of keys and values, the choice of the next token, and the decoding of tokens."""
+"""Generation of text: a cache of keys and values, sampling of the next token, and decoding of tokens."""
 
 from __future__ import annotations
 

@@ -61,8 +61,7 @@ class SavedModel:
 
     description: str
     companions: Path | None
-    """Folder with the Hugging Face `config.json` and tokenizer that came with the weights; None without such a
-    folder."""
+    """Folder with the Hugging Face `config.json` and tokenizer that came with the weights; None if there is none."""
 
     notes: tuple[str, ...] = ()
     """Sentences about keys of a Hugging Face `config.json` that have no effect here."""

@@ -2,7 +2,7 @@
 
 Tracking works on real CPU tensors and on fake tensors. A storage counts from the operation that returns it until its
 last reference is gone. Temporary memory inside a kernel does not count. If a tensor is used twice, autograd adds its
-two gradients in place, but under a `TorchDispatchMode` into a new tensor. For a moment, this tensor counts too.
+two gradients in place, but under a `TorchDispatchMode` into a new tensor. So this new tensor counts for a moment, too.
 """
 
 from __future__ import annotations

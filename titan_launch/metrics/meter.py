@@ -61,7 +61,7 @@ class Meter(Observer):
         self._flops_per_step = flops_per_step_per_device
         self._peak_flops = peak_flops
         self.timeline = timeline
-        """The parts of the window's time on this rank."""
+        """Clock that divides the window's time on this rank into parts."""
 
         self._targets, self._losses, self._counted = (
             torch.zeros((), dtype=torch.float64, device=self._device) for _ in range(3)

@@ -10,7 +10,7 @@ STEP_PARTS = ("data", "forward", "backward", "communication", "optimizer")
 """Parts of a step. Their times and the time of `other` add up to the time of the step."""
 
 PAUSES = ("validation", "checkpoint")
-"""Parts that do not count as step time."""
+"""Parts of a run's time that do not count as step time."""
 
 BEST_LOSS, WITHOUT_IMPROVEMENT = "validation/best_loss", "validation/without_improvement"
 """Metrics of early stopping (`validation.patience`)."""
@@ -18,8 +18,6 @@ BEST_LOSS, WITHOUT_IMPROVEMENT = "validation/best_loss", "validation/without_imp
 
 @dataclass(frozen=True)
 class Tag:
-    """A metric."""
-
     name: str
     """Name of the metric. In a name, `<source>` stands for a source of a mixture, `<layer>` and `<module>` for the path
     of a module, and `<group>` for a group of parameters."""

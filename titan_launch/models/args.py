@@ -40,7 +40,7 @@ class TwinNeeds:
     """Number of pipeline stages of the twin; 1 without pipeline parallelism."""
 
     keeps_depth: bool
-    """True if globs of the job name layers by number. The twin then has as many layers as the job's model."""
+    """True if globs in the job contain layer numbers. The twin then has as many layers as the job's model."""
 
     seq_len: int
     """Tokens per sequence of the job."""
@@ -62,7 +62,7 @@ class ModelArgs(Section):
     """
 
     unit: ClassVar[SampleUnit] = "tokens"
-    """Unit of the model's samples."""
+    """Unit of the model's samples: tokens or images."""
 
     supports_tensor_parallel: ClassVar[bool] = False
     supports_context_parallel: ClassVar[bool] = False
@@ -130,9 +130,9 @@ class ModelArgs(Section):
         return None
 
     def twin(self, needs: TwinNeeds) -> dict[str, Any]:
-        """Return the arguments that a small twin changes. The twin has the same structure, the fewest layers that
-        include every kind of block, and the smallest sizes that `needs` allows. If the result is empty, the model is
-        not shrunk."""
+        """Return the arguments that make a small twin of the model, with their values. The twin has the same structure,
+        the fewest layers that include every kind of block, and the smallest sizes that `needs` allows. If the result is
+        empty, the model is not shrunk."""
         return {}
 
     def batchnorm_over_tokens(self) -> str | None:

@@ -113,7 +113,7 @@ SPECS: dict[str, ModelSpec] = {**DECODERS, "resnet": RESNET, "vit": VIT}
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """A model on the meta device, without values, and the facts about it that the launcher needs."""
+    """A model on the meta device, and the facts about it that the launcher needs."""
 
     module: nn.Module
 

@@ -25,7 +25,7 @@ from titan_launch.plan.types import full_name
 
 
 def allocate(model: nn.Module, device: torch.device, parameters_on_host: bool = False) -> None:
-    """Move a model from the meta device to `device`, in place, without values. Shared parameters stay shared.
+    """Replace a model's meta tensors by uninitialized tensors on `device`, in place. Shared parameters stay shared.
     `parameters_on_host`: True to allocate the parameters on the host."""
     before = [(module, dict(module._parameters)) for module in model.modules()]
     model.to_empty(device="cpu" if parameters_on_host else device)

@@ -1,4 +1,4 @@
-"""Gradient accumulation: the choice of the collectives that FSDP2 runs in each microbatch of a step."""
+"""Gradient accumulation: which collectives FSDP2 runs in each microbatch of a step."""
 
 from __future__ import annotations
 

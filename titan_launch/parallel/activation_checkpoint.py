@@ -53,9 +53,9 @@ SAVED_OPS = _MATRIX_PRODUCTS | {
     _higher_order.flex_attention,
     _higher_order.inductor_compiled_code,
 }
-"""Operations whose results the option `op` saves: costly operations, collectives, and the choice of experts. Exception:
-of the matrix products, only every second one is saved, beginning with the first. In a compiled block, FlexAttention is
-`flex_attention`; elsewhere it is a compiled graph of its own, `inductor_compiled_code`
+"""Operations whose results `selective_ac_option = "op"` saves: costly operations, collectives, and the `topk` that
+chooses experts. Of the matrix products, only every second one is saved, beginning with the first. In a compiled block,
+FlexAttention is `flex_attention`; elsewhere it is a compiled graph of its own, `inductor_compiled_code`
 (`models.decoder.attention._compiled_flex_attention`)."""
 
 
@@ -226,7 +226,6 @@ class _SavePolicy:
         self._num_products = 0
 
     def saves(self, op: Any) -> bool:
-        """Return True if the result of `op` is saved."""
         self._num_products += op in _MATRIX_PRODUCTS
         return op in SAVED_OPS and not (op in _MATRIX_PRODUCTS and self._num_products % 2 == 0)
 

@@ -252,8 +252,8 @@ def _layers(model: nn.Module) -> dict[str, MixtureOfExperts]:
 def choices_watched(model: nn.Module) -> Iterator[Callable[[], list[str]]]:
     """Watch whether both forwards of activation checkpointing choose the same experts, until the `with` block ends.
 
-    Yield a function that returns a line for each layer in which the choices differed. The function waits for the
-    device.
+    Yield a function that returns a line for each layer in which both forwards chose different experts. The function
+    waits for the device.
     """
     digests: dict[str, dict[object, list[Tensor]]] = {}
 

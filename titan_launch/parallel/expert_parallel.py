@@ -124,7 +124,7 @@ def order_by_expert(there: Tensor, num_rows: int) -> Tensor:
 
 
 class _Exchanged(torch.autograd.Function):
-    """Rows after an all-to-all. The backward sends gradients the other way."""
+    """An all-to-all of rows. The backward sends the gradients of the received rows back."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, received: Sequence[int], sent: Sequence[int], group: str) -> Tensor:

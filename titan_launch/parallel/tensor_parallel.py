@@ -215,8 +215,8 @@ def divide_locally(module: nn.Module, mesh: DeviceMesh, placements: Mapping[str,
 def divide_adapter(adapter: LoRA, mesh: DeviceMesh, placements: Mapping[str, Sequence[Placement]]) -> None:
     """Divide the parameters of an adapter over ranks, and let its forward use plain tensors: this rank's parts.
 
-    `placements`: those of `a` and `b` on the axes of `mesh`. If a matrix is not divided, its gradients on all ranks are
-    added.
+    `placements`: the placements of `a` and `b` on the axes of `mesh`. If a matrix is not divided, its gradients on all
+    ranks are added.
     """
     _distribute(adapter, mesh, placements)
     _compute_locally(adapter, _of_gradients(placements))

@@ -217,8 +217,8 @@ class Proof:
             self.unproven.append(reason)
 
     def reference(self, case: Case) -> tuple[Reference, str]:
-        """Return two things: the `Reference` of a case, and the file with the results of the single process. Cases with
-        the same reference share one run."""
+        """Return the `Reference` of a case, and the file with the results of the single process. Cases with the same
+        reference share one run."""
         first = self._measured(case)
         if first[0].has_batch_norm and not self._has_batch_norm:
             self._has_batch_norm = True  # the microbatches of the single process must be those of the case

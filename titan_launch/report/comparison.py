@@ -43,7 +43,7 @@ class Line:
 
     name: str
     values: tuple[float | None, ...]
-    """The figure of each run. None for a run without it."""
+    """The figure of each run; None if a run does not have the figure."""
 
     cells: tuple[str, ...]
     """The figure of each run as text, with its quartiles if it is a median."""

@@ -180,8 +180,8 @@ def loss_curve(run: RecordedRun, tag: str, axis: str) -> Points:
 
 
 def difference_of_curves(curve: Points, reference: Points) -> Points:
-    """Return the difference of a curve from a reference, at each point of the curve that lies between the first and the
-    last point of the reference. The reference is interpolated between its points."""
+    """Return the difference curve - reference, at each point of the curve that lies between the first and the last
+    point of the reference. The reference is interpolated between its points."""
     first, last = (reference[0][0], reference[-1][0]) if reference else (0.0, -1.0)
     return [(place, value - value_at(reference, place)) for place, value in curve if first <= place <= last]
 

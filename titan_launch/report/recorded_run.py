@@ -436,8 +436,8 @@ def _lines(path: Path) -> Iterator[Report]:
 
 
 def _report(line: bytes, tags: dict[str, str]) -> Report:
-    """Return the report of a line. Raises ValueError if the line is not a report. `tags`: the names of metrics in
-    earlier lines. Reports share these strings, to save memory."""
+    """Parse a line, and return its report. Raises ValueError if the line is not a report. `tags`: the names of metrics
+    in earlier lines. Reports share these strings, to save memory."""
     table = parse_json(line)
     if not isinstance(table, dict):
         raise ValueError("not an object")

@@ -18,7 +18,8 @@ from titan_launch.core.patches import loggers_silenced, replaced
 
 @contextmanager
 def fake_process_group(world_size: int, rank: int = 0) -> Iterator[None]:
-    """Run the `with` block as rank `rank` of `world_size`. Collectives return at once, without values of other ranks.
+    """Run the `with` block as rank `rank` of `world_size`. Collectives return at once, and their results have no data
+    of other ranks.
 
     The default is rank 0, which has the largest shards. Raises RuntimeError if this process already has a process
     group, because FSDP2 and the mesh would use that group.

@@ -1,9 +1,9 @@
 """The recorder of tapes (`plan.memory.tape`). A tape lists what one rank allocates and frees in forward and backward of
 one microbatch. With pipeline parallelism, a tape has the microbatches of a step.
 
-The model is built, wrapped and trained by the functions of a run, with tensors that have shapes and no values. In place
-of the memory that FSDP2 allocates, a tape has the calls of FSDP2's hooks. So the tape depends neither on the mode of
-gradient accumulation nor on the number of shards (see `plan.memory.recordings.recorded_job`).
+The model is built, wrapped and trained by the functions of a run, on fake tensors. In place of the memory that FSDP2
+allocates, a tape has the calls of FSDP2's hooks. So the tape depends neither on the mode of gradient accumulation nor
+on the number of shards (see `plan.memory.recordings.recorded_job`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A trace of one rank's training step, with tensors that have shapes and no values.
+"""A trace of one rank's training step, on fake tensors, which have shapes but no values.
 
 The model is built, planned, wrapped and trained by the functions of a run, so units, hooks, gradient accumulation and
 loss are the same. Only data, initial values, the conversion to float8 and the update are missing.

@@ -1,5 +1,5 @@
-"""The planner's reference engine, for any model. The engine traces a step with torch to predict memory and traffic. If
-possible, it traces two models with fewer blocks instead of the whole model, and extrapolates."""
+"""The planner's reference engine, for any model. The engine runs a step on fake tensors to predict memory and traffic.
+If possible, it traces two models with fewer blocks instead of the whole model, and extrapolates."""
 
 from __future__ import annotations
 

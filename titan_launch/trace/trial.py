@@ -69,8 +69,8 @@ class TrialMemory:
 def run_trial(config: JobConfig, layout: Layout, rank: int, device: torch.device) -> TrialMemory | None:
     """Train three steps as rank `rank` of `layout.world_size` on `device`. All parameters and buffers are 0.
 
-    Return the peak memory; None on a CPU. On a CPU, first lower the memory limits of this process. The job's modes must
-    not be `auto`. The process must have no process group. Raises RunError if the memory does not suffice, and
+    Return the peak memory; None on a CPU. On a CPU, first lower the memory limits of this process. The job must not
+    have a mode `auto`. The process must have no process group. Raises RunError if the memory does not suffice, and
     ConfigError as a run does.
     """
     for limit in (resource.RLIMIT_AS, resource.RLIMIT_DATA) if device.type == "cpu" else ():

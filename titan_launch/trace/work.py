@@ -1,4 +1,4 @@
-"""The work of operations that run on tensors without values: sizes of matrix products, FLOPs, or bytes."""
+"""The work of operations on fake tensors: sizes of matrix products, FLOPs, or bytes."""
 
 from __future__ import annotations
 

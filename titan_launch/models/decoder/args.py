@@ -57,7 +57,7 @@ class DecoderArgs(ModelArgs):
     output then depends on later tokens: see `docs/how_to/batchnorm.md`."""
 
     norm_eps: PositiveFloat = 1e-5
-    """Number added to the variance."""
+    """Epsilon of the normalization layers, which is added to the variance (with `rmsnorm`: to the mean square)."""
 
     batchnorm_momentum: Annotated[float, Field(gt=0, le=1)] = 0.1
     """Weight of a microbatch in the running statistics of `batchnorm`."""
@@ -109,8 +109,8 @@ class DecoderArgs(ModelArgs):
     """Number of tokens that a token attends to, itself included. Unset: all earlier tokens."""
 
     full_attention_every: NumTokens | None = None
-    """Interval of the layers without a sliding window. With N, these are the layers N, 2 N and so on, counted from 1.
-    Unset: all layers have the window."""
+    """With N, the layers N, 2 N and so on, counted from 1, have no sliding window. Unset: all layers have the
+    window."""
 
     full_attention_layers: Annotated[list[Layers], Field(max_length=MOST_LAYERS)] | None = None
     """Layers without a sliding window, counted from 1, if they are not every N-th layer. Unset: `full_attention_every`

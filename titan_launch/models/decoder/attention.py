@@ -304,7 +304,7 @@ def _compiled_flex_attention() -> Callable[..., Any]:
 
 
 _VARIANTS = 256
-"""Limit of the compiled variants of FlexAttention."""
+"""Largest number of compiled variants of FlexAttention in this process."""
 
 
 def soft_capped(soft_cap: float) -> Callable[..., Tensor]:

@@ -16,7 +16,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Piece:
-    """The place of a parameter in the tensors of a file.
+    """The place of a parameter in a file: the tensor that contains it, and its position in that tensor.
 
     The matrices of this package are (output features, input features). The parameters of experts have one matrix or
     vector for each expert, along their first axis. Files may differ in three ways. A tensor may hold several parameters
@@ -28,7 +28,7 @@ class Piece:
     """Name of the tensor in the file. If each expert has a tensor, `*` is the number of the expert."""
 
     start: int = 0
-    """Number of output features of other parameters before the first of this one."""
+    """Number of output features in the tensor before the first output feature of this parameter."""
 
     step: int = 1
     """Distance from one output feature of this parameter to the next. If the distance is above 1, output features of
@@ -37,7 +37,7 @@ class Piece:
     is_transposed: bool = False
 
     num_experts: int | None = None
-    """Number of experts along the first axis; None for a parameter that is not of experts."""
+    """Number of experts along the first axis; None if the parameter does not belong to experts."""
 
     rotary_width: int | None = None
     """Head width of a parameter whose output features have another order within each head in the file; else None. The

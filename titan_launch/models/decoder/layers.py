@@ -110,8 +110,8 @@ def rotary_frequencies(
 
 
 def _scaled_pairs(head_dim: int, theta: float, scaling: RopeScaling) -> tuple[float, float]:
-    """Return two indices: that of the last pair of channels that YaRN does not scale, and that of the first pair that
-    it scales fully. Both may be fractions, between two pairs."""
+    """Return two indices of pairs of channels. YaRN does not scale pairs up to the first index, and fully scales pairs
+    from the second index on. An index may lie between two whole numbers."""
     turns_of_first = scaling.original_max_position / (2 * math.pi)
     first, last = (
         head_dim * math.log(turns_of_first / turns) / (2 * math.log(theta))

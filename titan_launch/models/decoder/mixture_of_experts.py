@@ -89,7 +89,7 @@ class Experts(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw values as `nn.Linear` does."""
+        """Draw initial values from the same distributions as `nn.Linear`."""
         for weights, bias in ((self.w1, self.b1), (self.w2, self.b2), (self.w3, self.b3)):
             bound = weights.shape[2] ** -0.5
             for tensor in (weights, bias):
@@ -295,7 +295,8 @@ class MixtureOfExperts(nn.Module):
     """Number of tokens that chose each expert since the last reset, in training on this rank: fp32 (experts)."""
 
     selection_bias: Tensor | None
-    """Biases of the scores, which change the choice of experts: fp32 (experts). None without `selection_bias_rate`."""
+    """Biases that are added to the scores only to choose the experts of a token: fp32 (experts). None without
+    `selection_bias_rate`."""
 
     auxiliary_losses: Tensor
     """Sum of the balance losses, and sum of the z-losses, in training on this rank since the last reset: fp32 (2). Each

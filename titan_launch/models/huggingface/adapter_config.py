@@ -79,7 +79,7 @@ class Wanted(NamedTuple):
     """Ranks that the target may have in the file."""
 
     scales: set[float]
-    """Factors of the products B A in the job."""
+    """Factors by which the job multiplies the products B A."""
 
 
 _Rank = Annotated[int, Field(ge=1, le=MOST_WIDTH)]
@@ -236,7 +236,7 @@ class AdapterConfig(BaseModel):
 
 
 _MOST_SHOWN = 30
-"""Largest number of unsupported keys in an error."""
+"""Largest number of unsupported keys that an error names."""
 
 
 def read_config(folder: Path) -> AdapterConfig:

@@ -140,7 +140,7 @@ def longest_sequence(config: Config) -> int | None:
 
 
 _MOST_SHOWN = 10
-"""Largest number of unknown keys in an error."""
+"""Largest number of unknown keys that an error names."""
 
 
 def arguments_of(config: Config) -> dict[str, Any]:

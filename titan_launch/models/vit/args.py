@@ -47,7 +47,7 @@ class ViTArgs(ModelArgs):
     mean of all patches; there is no class token (arXiv:2205.01580)."""
 
     norm_eps: Annotated[float, Field(gt=0)] = 1e-6
-    """Number added to the variance."""
+    """Epsilon of the normalization layers, which is added to the variance."""
 
     @property
     def head_dim(self) -> int:

@@ -79,7 +79,7 @@ class Part:
 
     step: int
     rotary_width: int | None
-    """`step` and `rotary_width` are those of the weight's `Piece`."""
+    """`step` and `rotary_width`: as in the `Piece` of the weight."""
 
 
 @dataclass(frozen=True)
@@ -197,8 +197,8 @@ class Target:
 def file_places(
     model: ModelConfig, shapes: Mapping[str, Shape], rows: int | None, is_plain: bool = False
 ) -> tuple[dict[str, Shape], dict[str, Piece]]:
-    """Return the shape and the place of each weight of a model in files of `transformers`. A shape has the axes of this
-    package, and as many rows as the files.
+    """Return the shape and the `Piece` of each weight of a model in files of `transformers`. A shape has the axes of
+    this package, and as many rows as the files.
 
     `shapes`: shape of each weight in this package. `rows`: rows of the vocabulary in the files; None if they are those
     of `shapes`. `is_plain`: True if the files have the names of this package. Raises WeightsError for a model that no
@@ -215,8 +215,8 @@ def file_places(
 
 
 def targets_of(adapters: Sequence[Adapter], shapes: Mapping[str, Shape], pieces: Mapping[str, Piece]) -> list[Target]:
-    """Return the targets of `peft` for the adapters of a model. `shapes` and `pieces`: shape and place of each weight
-    in the files, as `file_places` returns them. Raises WeightsError for an adapter that has no target in `peft`."""
+    """Return the targets of `peft` for the adapters of a model. `shapes` and `pieces`: the results of `file_places`.
+    Raises WeightsError for an adapter that has no target in `peft`."""
     whole = tensor_shapes(pieces, shapes)
     found: defaultdict[tuple[str, str | None], list[Part]] = defaultdict(list)
     sizes: dict[tuple[str, str | None], int] = {}
@@ -274,8 +274,8 @@ def names_of_base(pieces: Mapping[str, Piece]) -> tuple[set[str], set[str]]:
 def config_of(
     targets: Sequence[Target], config: LoRAConfig, pieces: Mapping[str, Piece], base: str | None
 ) -> dict[str, Any]:
-    """Return the content of `adapter_config.json`. `pieces`: place of each weight of the model in the files. `base`:
-    folder of the model without adapters."""
+    """Return the content of `adapter_config.json`. `pieces`: the `Piece` of each weight of the model in the files.
+    `base`: folder of the model without adapters."""
     modules, parameters = names_of_base(pieces)
     plain = {target.path for target in targets if target.parameter is None}
     stacked = {target.path for target in targets if target.parameter is not None}
@@ -342,10 +342,10 @@ class AdapterFolder:
     def check(
         self, targets: Sequence[Target], pieces: Mapping[str, Piece], config: LoRAConfig, base: str | None
     ) -> None:
-        """Raise WeightsError, with a list of problems, if the adapters are not those of a job.
+        """Raise WeightsError, with a list of problems, if the adapters do not match `[lora]` of a job.
 
-        `pieces`: place of each weight of the model in the files. `base`: digest of the job's folder `model.weights`;
-        None if it is not compared.
+        `pieces`: the `Piece` of each weight of the model in the files. `base`: digest of the job's folder
+        `model.weights`; None if it is not compared.
         """
         wanted = {
             target.path: Wanted(

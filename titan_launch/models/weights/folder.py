@@ -211,8 +211,6 @@ class Converted:
     """Names of the tensors in the folder."""
 
     shape: Shape
-    """Shape of the result."""
-
     convert: Callable[[Sequence[Tensor]], Tensor]
     """Function of the tensors that returns the parameter."""
 
@@ -226,7 +224,7 @@ class Weights:
     """The initial values of a model's parameters and saved buffers, in a folder."""
 
     def __init__(self, folder: WeightsFolder, pieces: Places, copies: Mapping[str, Sequence[Place]] | None = None):
-        """`pieces`: place in the folder of each tensor that gets its values from there. `copies`: further places of a
+        """`pieces`: the place in the files of each tensor that is read from the folder. `copies`: further places of a
         parameter that several modules of the model share, if the folder has the parameter more than once."""
         self.folder = folder
         self.pieces = pieces

@@ -147,8 +147,9 @@ def _write_file(
 
 
 def in_file_layout(pieces: Mapping[str, Piece], read: Callable[[str], Tensor]) -> Callable[[Entry], Tensor]:
-    """Return a function that makes a tensor of a file from the parameters that it contains. `pieces`: place of each
-    parameter in the files. `read` returns a whole parameter by its name. Rows beyond those of the file are dropped."""
+    """Return a function that makes a tensor of a file from the parameters that it contains. `pieces`: the `Piece` of
+    each parameter in the files. `read` returns a whole parameter by its name. Rows beyond those of the file are
+    dropped."""
     names: defaultdict[str, list[tuple[str, int]]] = defaultdict(list)
     for name, piece in pieces.items():
         for expert, tensor in enumerate(piece.tensors):
