@@ -299,7 +299,7 @@ def _too_large(
         with torch.device("meta"):
             module = factory(**config.args)
         needed, qualifier = num_bytes([*module.parameters(), *module.buffers()]), ""
-    except Exception:  # the factory fails without values, so only the bytes before the error are known
+    except Exception:  # it fails on the meta device, so only the bytes before the error are known
         needed, qualifier = error.counted_bytes or host.free_bytes, "more than "
     reason = (
         f"needs {qualifier}{needed / GIB:.1f} GiB of host memory, but only {host.free_bytes / GIB:.1f} GiB are free; "

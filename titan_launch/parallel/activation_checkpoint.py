@@ -166,7 +166,7 @@ class _SelectiveMode(TorchDispatchMode):
             return func(*args, **kwargs)
         if not self._is_first:
             return self._results.popleft()(args, kwargs)
-        inputs = tuple(args[1]) if func is _higher_order.inductor_compiled_code else ()  # the graph clears its list
+        inputs = tuple(args[1]) if func is _higher_order.inductor_compiled_code else ()  # the graph empties this list
         result = func(*args, **kwargs)
         self._results.append(_saved_result(func, inputs, result))
         return result

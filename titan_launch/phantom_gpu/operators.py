@@ -72,7 +72,7 @@ def replace_operators() -> list[torch.library.Library]:
     """Replace PyTorch's kernels for CUDA. The replacements last as long as the returned objects."""
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
-        # torch before 2.13 warns
+        # torch before 2.13 warns that an operator is replaced
         warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
         for name in _replaceable():
             operator = _operator(name)

@@ -145,7 +145,7 @@ class Proof:
         row = Row(name, 1, "float32", errors, dict.fromkeys(errors, WEIGHTS_TOLERANCE), len(results), seconds)
         self.rows.append(row)
         if wrong := exceeding(results, row.tolerances):
-            first = wrong[-1]  # the logits are first and depend on all modules; a gradient names one module
+            first = wrong[-1]  # usually a gradient, which names one module; the logits, which are first, depend on all
             module, how = owner(first.name.partition(" ")[2]), f"{len(wrong)} results differ from transformers"
             numbers = (first.name, 1, first.error, first.ratio, first.cosine)
             self.findings.append(Finding(name, *numbers, module, how, ("model.weights",)))

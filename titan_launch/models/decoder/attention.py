@@ -276,7 +276,7 @@ def _flex_attention(
     if is_compiling:
         result = flex_attention()(q, k, v, **given)
     else:
-        with torch.compiler.set_stance("default"):  # the precision audit runs compiled modules eagerly
+        with torch.compiler.set_stance("default"):  # compile it even in the precision audit, which is eager
             result = _compiled_flex_attention()(q, k, v, **given)
     return (result[0], result[1].lse) if has_logsumexp else result
 

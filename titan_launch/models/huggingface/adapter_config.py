@@ -141,7 +141,7 @@ class AdapterConfig(BaseModel):
                 raise ValueError(f"a regular expression has more than {_MOST_PATTERN} characters")
             try:
                 with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # a warning of `re` names a line of this file
+                    warnings.simplefilter("ignore")  # a warning of `re` would name a line of this file
                     re.compile(pattern)
             except (re.error, OverflowError, RecursionError) as error:
                 raise ValueError(f"{as_text(pattern)} is no regular expression: {error}") from None

@@ -161,7 +161,7 @@ def _check_size(cls: Any, config: Any) -> None:
             cls(deepcopy(config))
         except TooLargeError:
             raise
-        except Exception:  # some classes need values
+        except Exception:  # some classes cannot be built on the meta device
             return
 
 
@@ -197,7 +197,7 @@ def _declare_tensor_parallel(module: Any) -> None:
         reason = f"{name} divides modules in a way that is not supported: {listed(unknown, most=1)}"
         module.no_tensor_parallel = f"{reason}; set tensor_parallel_degree = 1"
         return
-    module.sequence_parallel = False  # the forward counts the tokens between the layers
+    module.sequence_parallel = False  # the forward reads the number of tokens between the layers
     others = [path for path, child in module.named_modules() if next(child.parameters(recurse=False), None) is not None]
     others = [path for path in others if not any(matches(glob, path) for glob in styles)]
     module.tensor_parallel = {**styles, **dict.fromkeys(others, "sequence")}
@@ -216,7 +216,7 @@ def _places_in_files(module: Any) -> PlacesInFiles:
     def places(files: Mapping[str, FileTensor], own_names: Collection[str]) -> tuple[Places, Collection[str]]:
         renamings: list[Any] = []
         converters: list[Any] = []
-        for conversion in deepcopy(conversions):  # some conversions have a state
+        for conversion in deepcopy(conversions):  # some conversions change their own attributes
             (renamings if isinstance(conversion, WeightRenaming) else converters).append(conversion)
         by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
         known, found, ignored = dict.fromkeys(own_names, True), dict[str, Place](), set[str]()
