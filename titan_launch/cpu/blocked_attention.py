@@ -32,8 +32,8 @@ def lengths() -> Mapping[torch.dtype, range]:
     """Return, by dtype, the sequence lengths in tokens for which blocked attention is used on this CPU.
 
     At these lengths blocked attention was faster for all measured numbers of heads, widths and threads
-    (docs/verification/cpu.md). A dtype is missing if it was not measured on this kind of CPU: fp32 without AVX-512,
-    bf16 without AVX-512 BF16, and bf16 with AMX, for which PyTorch has another kernel.
+    (docs/verification/cpu.md). A dtype is missing if it was not measured on this kind of CPU. These are fp32 without
+    AVX-512, bf16 without AVX-512 BF16, and bf16 with AMX, for which PyTorch has another kernel.
     """
     has = torch.cpu.get_capabilities()
     found = {}

@@ -88,8 +88,8 @@ class _OverlappingGroup(ReplicaGroup):
     def _is_read_at_once(self, reduced: Tensor) -> bool:
         """Return True if FSDP2 reads the sum before backward ends, or if no backward runs.
 
-        FSDP2 reads the sum if its dtype is not that of the parameters, if earlier microbatches have left gradients, or
-        if parameters have hooks. A pipeline reduces its gradients outside of backward.
+        FSDP2 reads the sum in three cases: its dtype is not that of the parameters, earlier microbatches have left
+        gradients, or parameters have hooks. A pipeline reduces its gradients outside of backward.
         """
         return (
             reduced.dtype != self._parameters[0].dtype

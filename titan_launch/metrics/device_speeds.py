@@ -211,8 +211,8 @@ def _products(
 ) -> tuple[tuple[tuple[float, ...], ...], ...]:
     """Return the FLOP/s of matrix products, indexed by rows, inner size and columns.
 
-    Each value comes from the mean time of the three products that forward and backward of a linear layer need: one
-    without a transposed factor, one with a transposed right factor, and one with a transposed left factor.
+    Each value comes from the mean time of the three products of a linear layer in forward and backward. One has no
+    transposed factor, one has a transposed right factor, and one has a transposed left factor.
     """
     numel = max(sizes[-1] ** 2, _OLD_BYTES // dtype.itemsize)
     left, right = (torch.randn(numel, dtype=dtype, device=watch.device) for _ in range(2))

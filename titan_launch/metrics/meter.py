@@ -92,8 +92,8 @@ class Meter(Observer):
     def pauses(self) -> dict[str, float]:
         """Return the time of the pauses that belong to the last report, by tag, in seconds per step.
 
-        These are all pauses up to now that no earlier report contains: those between the last two reports, and those
-        after the last report, such as the validation of its step. The dict is empty before the first report.
+        These are the pauses between the last two reports, and those since the last report, such as the validation of
+        its step. The dict is empty before the first report.
         """
         if not self._reported_steps:
             return {}

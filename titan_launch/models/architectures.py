@@ -47,8 +47,8 @@ must set all arguments that have no default."""
 
 
 def named_flavor(name: str, flavor: str | None) -> str:
-    """Return the flavor to show with a model's name. The result is "" for no flavor, for the flavor `none`, and for a
-    model without flavors. (The `config.json` of a run has a flavor for every model.)"""
+    """Return the flavor to show with a model's name. The result is "" if there is no flavor to show: for None, for the
+    flavor `none`, and for a model without flavors. (The `config.json` of a run has a flavor for every model.)"""
     return "" if flavor in (None, ALL_IN_ARGS) or name not in ARCHITECTURES else str(flavor)
 
 

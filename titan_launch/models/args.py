@@ -93,8 +93,8 @@ class ModelArgs(Section):
         return None
 
     def beyond_causal_attention(self, seq_len: int) -> str | None:
-        """Return the argument that makes attention in sequences of `seq_len` tokens differ from plain causal attention,
-        with its value, such as `sliding_window = 4096`. Return None if there is none."""
+        """Return the setting that makes attention differ from plain causal attention, such as `sliding_window = 4096`.
+        Return None if there is none, or if it has no effect on sequences of `seq_len` tokens."""
         return None
 
     def images_taken(self) -> ImageFormat | None:

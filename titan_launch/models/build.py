@@ -151,8 +151,8 @@ class BuiltModel:
 
 
 def _blocks_of(config: ModelConfig, module: nn.Module) -> Blocks:
-    """Return the blocks that `model.blocks` names. If that key is unset, return those that a model of this package
-    declares, or those that `choose_blocks` finds in a user's own model."""
+    """Return the blocks that `model.blocks` names. If that key is unset, return the blocks that the model declares (a
+    model of this package), or the result of `choose_blocks` (a user's own model)."""
     if config.blocks is not None:
         return Blocks(find_blocks(module, config.blocks), "by model.blocks")
     if config.is_of_package:

@@ -176,8 +176,8 @@ def _call(
 def scalars_as_vectors(module: nn.Module) -> None:
     """Give the scalar parameters of a module the shape (1,), in place, because FSDP2 shards along the first axis.
 
-    The module's code still reads scalars. Each submodule with scalar parameters gets a subclass of its class, in which
-    a property with the name of each such parameter returns the scalar. Checkpoints have the shape (1,).
+    The module's code still reads scalars. For this, each submodule with scalar parameters gets a subclass of its class.
+    A property of the subclass returns the scalar under the name of the parameter. Checkpoints have the shape (1,).
     """
     vectors: dict[nn.Parameter, nn.Parameter] = {}
     for child in module.modules():
@@ -253,8 +253,8 @@ class _OutOfHostMemory(Exception):  # noqa: N818 - never leaves this module
     def __init__(self, counted_bytes: int):
         super().__init__(counted_bytes)
         self.counted_bytes = counted_bytes
-        """Bytes of the tensors that the factory had registered, including the one that exceeded the limit. 0 if PyTorch
-        could not allocate a tensor."""
+        """Bytes of the tensors that the factory had registered, including the tensor that exceeded the limit. 0 if
+        PyTorch failed to allocate a tensor."""
 
 
 @contextmanager

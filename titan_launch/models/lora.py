@@ -4,8 +4,8 @@ A target is a layer that gets an adapter. The target keeps its path and the name
 `lora`. The target computes W x + scale * B A x, and the child returns the second term. The child has a forward of its
 own, so that it can be an FSDP2 unit with its own dtypes.
 
-The sum is formed where `nn.Linear` or `nn.Embedding` computes W x. If the forward of the target then changes this
-product, as an output layer with a soft cap does, the change applies to the sum.
+The sum is formed where `nn.Linear` or `nn.Embedding` computes W x. Some targets change this product, such as an output
+layer with a soft cap. The change then applies to the sum.
 """
 
 from __future__ import annotations
@@ -205,8 +205,8 @@ def _adapted(cls: Any, product: Any) -> type[nn.Module]:
 def _find_targets(
     model: nn.Module, entries: Sequence[str], blocks: Sequence[str]
 ) -> tuple[dict[str, nn.Module], list[Problem]]:
-    """Return the modules that get an adapter, by their first path, and a problem for each entry of `lora.targets` that
-    is ambiguous or names no such module."""
+    """Return (modules that get an adapter, by their first path; problems). An entry of `lora.targets` is a problem if
+    it is ambiguous, or names no module that can have an adapter."""
     everything = {path: module for path, module in model.named_modules(remove_duplicate=False) if path}
     first = {module: path for path, module in reversed(everything.items())}
     targets: dict[str, nn.Module] = {}
@@ -233,7 +233,7 @@ def _named(entry: str, modules: Mapping[str, nn.Module], blocks: Sequence[str]) 
 
 def _why_ambiguous(entry: str, modules: Mapping[str, nn.Module]) -> str | None:
     """Return the reason why an entry is ambiguous; None if it is not. An entry is ambiguous if it names a single weight
-    of the experts, here or in `transformers`, because all weights of the experts get adapters together."""
+    of experts, because all weights of experts get adapters together."""
     if any(matches(entry, path) for path in modules):
         return None
     stacked = [path for path, module in modules.items() if isinstance(module, Experts)]

@@ -208,8 +208,8 @@ def _divided_ties(model: nn.Module, found: Mapping[str, TensorStyle]) -> Iterato
 
 
 def _not_by_sequence(model: nn.Module, found: Mapping[str, TensorStyle]) -> Iterator[Problem]:
-    """Yield a problem for each reason why a model cannot use sequence parallelism: its forward needs all tokens, no
-    module has the style `embedding`, or it has a BatchNorm, whose statistics need all tokens."""
+    """Yield a problem for each reason why a model cannot use sequence parallelism. The reasons: its forward needs all
+    tokens, no module has the style `embedding`, or a BatchNorm needs all tokens for its statistics."""
     if getattr(model, "sequence_parallel", True) is False:
         reason = f"the forward of {type(model).__name__} needs all tokens between its layers"
         yield Problem(_SEQUENCE, f"{reason}; set sequence_parallel = false", True, also=(_NAME,))

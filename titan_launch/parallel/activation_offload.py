@@ -71,8 +71,9 @@ class HostCopies:
 class CudaCopies(HostCopies):
     """Copies between the device and page-locked host memory, in a stream of their own.
 
-    Every copy follows the work that the compute stream has been given so far: the kernels that write its source, and
-    those that used the memory of its target before. Memory of the arena is used again by later copies of this stream.
+    Every copy waits for all kernels that are queued in the compute stream at that time. Among them are those that write
+    its source, and those that used the memory of its target before. Memory of the arena is used again by later copies
+    of this stream.
     """
 
     device_type = "cuda"

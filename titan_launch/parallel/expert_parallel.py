@@ -113,8 +113,8 @@ def split_sizes(counts: Tensor, there: Tensor, num_rows: int) -> tuple[list[int]
 
 
 def order_by_expert(there: Tensor, num_rows: int) -> Tensor:
-    """Return the indices that sort received rows by expert, then by the rank that sent the row, then by the order in
-    which that rank sent them: int64 (rows).
+    """Return the indices that sort received rows by expert: int64 (rows). Rows of one expert are sorted by the rank
+    that sent them, and rows of one rank keep their order.
 
     `there`: result of `exchanged_counts`. `num_rows`: sum of `there` as a Python number, so that the host does not wait
     for the device.

@@ -149,7 +149,7 @@ def _sum_gradients(unit: FSDPModule) -> None:
 class Unfreezing:
     """The parameters of a wrapped model that are trained only after a number of steps (`training.unfreeze`).
 
-    Until the first call of `apply`, these parameters count as trained: the optimizer and checkpoints know all
+    Until the first call of `apply`, these parameters require gradients, so that the optimizer and checkpoints have all
     parameters that the run will ever train.
     """
 

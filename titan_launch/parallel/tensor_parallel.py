@@ -106,9 +106,8 @@ def _appliers(
 
 
 def _divide_positions(module: nn.Module, mesh: DeviceMesh, sequence_parallel: bool) -> None:
-    """Replicate a module's own parameters. With sequence parallelism, let its forward get only this rank's tokens: its
-    buffers are narrowed along dim 0, and all inputs except the first along dim 1. The first input is already
-    divided."""
+    """Replicate a module's own parameters. With sequence parallelism, let its forward get only this rank's tokens.
+    Buffers are narrowed along dim 0, and inputs along dim 1, except for the first input, which is already divided."""
     _replicate(module, mesh, Partial() if sequence_parallel else Replicate())
     if not sequence_parallel:
         return

@@ -136,9 +136,9 @@ def _gradient_dtypes(unit: Unit) -> tuple[str, ...]:
 
     Before torch 2.15, autograd converts gradients to the compute dtype. From torch 2.15 on, FSDP2 chooses the dtype
     (`_set_unsharded_grad_dtypes` in its source). A reduce dtype that is not larger than the compute dtype is the dtype
-    of all gradients. With a larger reduce dtype, a gradient has the dtype of its backward operation, except for two
-    kinds of gradients that may have the reduce dtype: the first gradient of a step with deferred reduction, and the
-    gradient of a parameter that tensor parallelism replicates.
+    of all gradients. With a larger reduce dtype, a gradient has the dtype of its backward operation. Two kinds of
+    gradients may have the reduce dtype instead: the first gradient of a step with deferred reduction, and the gradient
+    of a parameter that tensor parallelism replicates.
     """
     compute, reduce = unit.compute_dtype, unit.reduce_dtype
     if not ACCUMULATES_IN_GRAD:

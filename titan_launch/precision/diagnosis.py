@@ -26,9 +26,9 @@ _MODEL, _ACCUMULATION_MODE = ("model", "name"), ("gradient_accumulation", "mode"
 def explain_dtypes(
     error: BaseException, model: nn.Module, plan: ModelPlan, precision: PrecisionConfig
 ) -> ConfigError | None:
-    """Return a ConfigError with a remedy for a known error of PyTorch in a forward or backward: an error about dtypes,
-    or an error of FSDP2 that the model's code causes, such as an in-place change of a unit's output. Return None for
-    any other error.
+    """Return a ConfigError with a remedy for a known error of PyTorch in a forward or backward. It is an error about
+    dtypes, or an error of FSDP2 that the model's code causes, such as an in-place change of a unit's output. Return
+    None for any other error.
 
     `model`: the whole model or a pipeline stage. `plan`: the plan of `model`.
     """

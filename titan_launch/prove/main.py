@@ -31,8 +31,8 @@ WEIGHTS_TOLERANCE = 1e-3
 """Largest relative difference of logits and gradients from those of `transformers`, whose operations differ."""
 
 _WIDEST = 0.5
-"""A kind of result whose tolerance in the precision of the job is larger than this is not compared, because rounding
-alone changes it too much."""
+"""Largest tolerance in the precision of the job. Above it, rounding alone changes a kind of result too much, so that
+this kind is not compared."""
 
 _RANK_GIB = 0.4
 _TIMEOUT_S = 600.0

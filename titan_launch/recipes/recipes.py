@@ -65,8 +65,8 @@ class Recipe:
     """Number of epochs if the user names no model folder."""
 
     least_steps: int = 50
-    """Smallest number of steps. A small data set gets a smaller global batch, so that the run has this number of steps.
-    (The batch keeps one sample for each rank, so the run may have fewer.) 0 sets no limit."""
+    """Smallest number of steps. The global batch of a small data set is reduced until the run has this number of steps,
+    or until each rank has one sample per step. 0 sets no limit."""
 
     lora_rank: int = 0
     """Rank of the adapters; 0 trains all parameters."""
@@ -268,8 +268,8 @@ def tables_of(name: str, inputs: Inputs) -> Iterator[Table]:
 def _batch_and_length(recipe: Recipe, inputs: Inputs) -> tuple[int, _Length]:
     """Return the number of samples per step, and the length of the run.
 
-    The number of samples per rank and step is a power of two: the largest one with which a step has at most the
-    recipe's number of tokens, and the run has at least the recipe's `least_steps`. A rank always has at least one
+    The number of samples per rank and step is the largest power of two that meets two conditions. A step has at most
+    the recipe's `tokens_per_step`, and the run has at least the recipe's `least_steps`. A rank always has at least one
     sample.
     """
     model, data, seq_len = inputs.model, inputs.data, seq_len_of(recipe, inputs.model)

@@ -53,10 +53,10 @@ def planned_sizes(config: JobConfig, machine: Machine, recordings_of: Recordings
     """Return the microbatch size and the activation checkpointing with the shortest predicted step among those that
     fit.
 
-    Step times that agree to two digits count as equal, and so do unknown times. Of candidates with equal times, the one
-    with the cheapest mode in `_COST` is taken and, of several with this mode, the one with the largest microbatch,
-    because it has the fewest collectives. If no candidate fits, or if the job cannot be planned, return a microbatch of
-    one sample and mode `full`.
+    Step times that agree to two digits count as equal, and so do unknown times. Of candidates with equal times, those
+    with the cheapest mode in `_COST` are preferred, then those with the largest microbatch, which have the fewest
+    collectives. If no candidate fits, or if the job cannot be planned, return a microbatch of one sample and mode
+    `full`.
 
     `config`: the job, whose global batch size does not change. Raises the errors of `recordings_of`, except
     ConfigError.

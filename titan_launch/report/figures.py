@@ -149,8 +149,8 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def loss_axis(runs: Sequence[RecordedRun]) -> str:
-    """Return the axis over which losses of runs are compared. It is `tokens` or `images` if the runs have different
-    numbers of tokens or images per step, and `step` if these numbers are equal or unknown."""
+    """Return the axis over which losses of runs are compared. It is `step`, unless the runs are known to have different
+    numbers of tokens or images per step. It is then `tokens` or `images`."""
     seen = [dict(run.values(_SAMPLES)) for run in runs]
     images = any("images" in (speed_tag(run) or "") for run in runs)
     sizes = [1 if images else run.seq_len for run in runs]
@@ -180,8 +180,8 @@ def loss_curve(run: RecordedRun, tag: str, axis: str) -> Points:
 
 
 def difference_of_curves(curve: Points, reference: Points) -> Points:
-    """Return the difference curve - reference, at each point of the curve that lies between the first and the last
-    point of the reference. The reference is interpolated between its points."""
+    """Return `curve` minus `reference`, at each point of `curve` that lies between the first and the last point of
+    `reference`. The reference is interpolated between its points."""
     first, last = (reference[0][0], reference[-1][0]) if reference else (0.0, -1.0)
     return [(place, value - value_at(reference, place)) for place, value in curve if first <= place <= last]
 

@@ -100,8 +100,8 @@ class StepPoints:
 
 
 def modules_in_order(model: nn.Module, inventory: Inventory) -> list[str]:
-    """Return the paths of the outermost blocks, and of the outermost modules with a forward that neither contain a
-    block nor are inside one.
+    """Return the paths of the outermost blocks, and of all other outermost modules with a forward that contain no
+    block.
 
     A forward runs these modules one after another. Modules of other pipeline stages are omitted.
     """

@@ -180,8 +180,8 @@ class TorchRecorder:
     ) -> list[Tape]:
         """Record a job, and return its tapes (see `plan.memory.recordings.Recordings.tapes`).
 
-        If many blocks are alike, only some of them are recorded. If the tapes show that the recorded blocks differ, or
-        if the model does not run without the omitted blocks, all blocks are recorded.
+        If many blocks are alike, only some of them are recorded. All blocks are recorded if the tapes show that the
+        recorded blocks differ, or if the model does not run without the others.
 
         Raises ConfigError for most dtype errors, as a run does, and for a model that cannot be traced. Raises UserError
         on an untested release of PyTorch.

@@ -385,8 +385,8 @@ class DecoderArgs(ModelArgs):
         return {**sizes, **self._twin_layers(needs)}
 
     def _twin_layers(self, needs: TwinNeeds) -> dict[str, Any]:
-        """Return the arguments for the fewest layers, at least two, that have every combination of window and experts
-        of this decoder's layers; none if all layers are needed."""
+        """Return the arguments that reduce the number of layers; none if all layers are needed. The twin has at least
+        two layers, and each combination of window and experts that this decoder's layers have."""
 
         def kinds(args: DecoderArgs) -> set[tuple[bool, bool]]:
             return {(args.window_of(layer) is None, args.has_experts(layer)) for layer in range(args.n_layers)}

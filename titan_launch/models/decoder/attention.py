@@ -128,9 +128,10 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None
 def _of_equal_width(*tensors: Tensor) -> Iterator[Tensor]:
     """Pad queries, keys and values to one width, with zeros that change no result, and yield them.
 
-    Flash attention requires equal widths on all devices (`check_head_dim_size_flash`, PyTorch 2.11 to 2.15). For other
-    widths a CPU would use the kernel that stores all tokens x tokens scores, and CUDA the efficient kernel, which is
-    slower. Of the fast kernels, only cuDNN on Hopper and later takes other widths, such as 192 and 128.
+    Flash attention requires equal widths on all devices (`check_head_dim_size_flash`, PyTorch 2.11 to 2.15). For
+    unequal widths, a CPU would use the kernel that stores all tokens x tokens scores, and CUDA the slower
+    memory-efficient kernel. Of the fast kernels, only cuDNN on Hopper and later takes other widths, such as 192 and
+    128.
     """
     widest = max(tensor.shape[-1] for tensor in tensors)
     for tensor in tensors:
@@ -321,10 +322,10 @@ def make_block_mask(num_tokens: int, window: int | None, documents: Tensor | Non
 
     `documents`: the number of each token's document (batch, tokens), which never decreases along the sequence.
 
-    PyTorch's `create_block_mask` computes a mask of tokens x tokens first: 8.6 GB for 32,768 tokens. Here one pair of
-    tokens decides for a pair of blocks. A block of queries and an earlier block of keys have an allowed pair if the
-    nearest pair is allowed: the first query and the last key. All pairs are allowed if the furthest pair is allowed:
-    the last query and the first key.
+    PyTorch's `create_block_mask` computes a mask of tokens x tokens first: 8.6 GB for 32,768 tokens. Here, one pair of
+    tokens decides for a block of queries and an earlier block of keys. Some pair is allowed if the nearest pair is
+    allowed: the first query and the last key. All pairs are allowed if the furthest pair is allowed: the last query and
+    the first key.
     """
     from torch.nn.attention.flex_attention import BlockMask
 

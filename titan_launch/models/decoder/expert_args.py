@@ -64,9 +64,9 @@ class ExpertArgs(Section):
 
     selection_bias_rate: Weight | None = None
     """Balance the load by a bias for each expert, which is added to the scores only to choose the experts of a token
-    (DeepSeek-V3, arXiv:2408.15664). After each step that is not skipped, the biases of experts with less than the mean
-    load rise by this number, and those of experts with more than the mean load fall by it. With 0, the biases keep
-    their values. Unset: there are no biases."""
+    (DeepSeek-V3, arXiv:2408.15664). After each step that is not skipped, the bias of an expert rises by this number if
+    its load is below the mean load, and falls by this number if its load is above. With 0, the biases keep their
+    values. Unset: there are no biases."""
 
     balance_loss: Weight = 0.0
     """Weight of the auxiliary loss that balances the load within each sequence (DeepSeek-V3, arXiv:2412.19437). The

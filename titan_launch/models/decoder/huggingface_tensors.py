@@ -40,8 +40,8 @@ class Piece:
     """Number of experts along the first axis; None if the parameter does not belong to experts."""
 
     rotary_width: int | None = None
-    """Head width of a parameter whose output features have another order within each head in the file; else None. The
-    reason: rotary embeddings rotate channels 2i and 2i + 1 here, but i and i + width / 2 in such a file."""
+    """Head width of a parameter whose output features have another order within each head in the file; else None. In
+    such a file, rotary embeddings rotate the channels i and i + width / 2 together; here, 2i and 2i + 1."""
 
     @property
     def has_tensor_per_expert(self) -> bool:
@@ -57,8 +57,8 @@ class Piece:
 
     @property
     def axis(self) -> int:
-        """Axis of the output features of a tensor of the file, in the layout of this package: 1 if axis 0 is that of
-        the experts, else 0."""
+        """Axis of the output features of a tensor of the file, after conversion to the layout of this package. It is 1
+        if axis 0 counts the experts, else 0."""
         return int(self.num_experts is not None and not self.has_tensor_per_expert)
 
 

@@ -174,8 +174,8 @@ class CappedLinear(nn.Linear):
 class AttentionSinks(nn.Module):
     """A learned logit for each head, the sink. Its exponential is added to the denominator of the softmax.
 
-    With the logsumexp L of a query's scores and the sink s, the fraction of the denominator that comes from the scores
-    is exp(L) / (exp(L) + exp(s)) = sigmoid(L - s).
+    Let L be the logsumexp of a query's scores, and s the sink. The outputs of attention are then multiplied by exp(L) /
+    (exp(L) + exp(s)) = sigmoid(L - s).
     """
 
     def __init__(self, num_heads: int):

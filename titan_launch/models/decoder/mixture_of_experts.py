@@ -250,8 +250,8 @@ class _Looped(torch.autograd.Function):
 
 
 class _Spread(torch.autograd.Function):
-    """Copy the row of each token once for each expert that the token chose, and sort the copies by expert: (tokens,
-    dim) to (rows, dim). `order`: result of `argsort` (rows). `inverse`: its inverse (tokens, top_k)."""
+    """Copy the row of each token once for each of its experts, and sort the copies by expert: (tokens, dim) to (rows,
+    dim). `order`: result of `argsort` (rows). `inverse`: its inverse (tokens, top_k)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:

@@ -194,8 +194,8 @@ class AdapterConfig(BaseModel):
         return [rf"(?:^|.*?\.){pattern}" for pattern in patterns] if patterns else [r".*?\.[^.]*"]
 
     def differences(self, config: LoRAConfig, targets: Mapping[str, Wanted] | None = None) -> list[str]:
-        """Return a clause for each difference of the adapters from `[lora]`: in ranks, in scales, and in dropout if the
-        job does not set `lora.dropout`.
+        """Return a text for each difference between the adapters and `[lora]`. Ranks and scales are compared, and
+        dropout if the job does not set `lora.dropout`.
 
         `targets`: the adapters of the job, by target of `peft`. None: the targets are not known yet. Ranks and scales
         are then compared only if all targets have the same ones. Raises WeightsError for patterns that take too long to

@@ -393,8 +393,8 @@ class AdapterFolder:
             raise WeightsError("\n    ".join(["its adapters are not those of this job:", *problems]))
 
     def _targets_problems(self, targets: Sequence[Target], pieces: Mapping[str, Piece]) -> Iterator[str]:
-        """Yield a clause if `peft` would ignore adapters of the file, and a clause if `peft` would adapt modules whose
-        adapters the file lacks."""
+        """Yield a text if `peft` would ignore adapters that are in the file, and a text if `peft` would look for
+        adapters that the file lacks."""
         modules, parameters = names_of_base(pieces)
         adapted = {*filter(self.config.adapts_module, modules), *filter(self.config.adapts_parameter, parameters)}
         in_file = {target.path for target in targets}
