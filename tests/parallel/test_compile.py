@@ -206,7 +206,7 @@ def _check_stance() -> None:
     assert not torch._dynamo.utils.counters["stats"], "hooks inside of blocks would not see this"
     assert describe_pieces(plan, config.compile) == (
         "compiled by aot_eager, in one graph each: 3 x layers.*.attention, 3 x layers.*.feed_forward; "
-        "not the units of precision.rules.0"
+        "not compiled: FSDP2 units of precision.rules.0"
     )
 
 

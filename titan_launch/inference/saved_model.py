@@ -47,7 +47,7 @@ sequences."""
 
 @dataclass(frozen=True)
 class SavedModel:
-    """The tensors of a trained model, with this package's names."""
+    """The tensors of a trained model, under the names of this package."""
 
     record: Mapping[str, Any]
     """The `config.json` in the format of this package: at least the sections `model` and `training`."""

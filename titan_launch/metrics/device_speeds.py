@@ -64,7 +64,7 @@ class Scope:
     """Batch size and number of heads, for attention."""
 
     widths: tuple[int, ...]
-    """Widths of a head, in ascending order."""
+    """Widths of an attention head, in ascending order."""
 
     tokens: tuple[int, ...]
     """Lengths of the sequences for attention, in ascending order."""
@@ -279,7 +279,7 @@ def _memory(watch: _Stopwatch, elements: int) -> tuple[float, float]:
 
 
 def _step_of(stack: nn.Module, x: Tensor) -> Callable[[], None]:
-    """Return a function that runs forward and backward."""
+    """Return a function that runs forward and backward of `stack` on `x`."""
 
     def step() -> None:
         stack.zero_grad()  # not at the end, because `_unit_seconds` needs the gradients of the last call

@@ -1,4 +1,4 @@
-"""Measurements of single modules: norms of gradients, parameters and updates, and the scale of outputs."""
+"""Measurements of single modules: norms of gradients, parameters and updates, and root mean squares of outputs."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class Timeline(Parts):
         self._group_range: AbstractContextManager[Any] = nullcontext()
         self._part_range: AbstractContextManager[Any] = nullcontext()
         self._is_whole = False
-        """True in a block of `whole`, where changes of parts do not count."""
+        """True while a `with` block of `whole` runs. Changes of the part then do not count."""
 
         self.last_unit = ""
         """The path of the FSDP2 unit that was used last."""

@@ -72,7 +72,7 @@ def describe_pieces(plan: ModelPlan, config: CompileConfig) -> str:
     pieces = ", ".join(f"{count} x {pattern}" for pattern, count in alike(plan.compiled).items())
     inside = [u for u in plan.units if any(enclosing(parent(path), plan.inventory.blocks) for path in u.modules)]
     around = ", ".join(dict.fromkeys(unit.reason for unit in inside))
-    excluded = f"; not the units of {around}" if around else ""
+    excluded = f"; not compiled: FSDP2 units of {around}" if around else ""
     return f"compiled by {config.backend}, in one graph each: {pieces}{excluded}"
 
 

@@ -241,7 +241,7 @@ def describe_collapse(step: int, collapsed: Mapping[str, tuple[float, float]]) -
 
 
 _STATISTICS = ("load_max_over_mean", "entropy", "unused")
-"""Names of the metrics of each layer."""
+"""Names of the metrics `experts/NAME/<layer>`."""
 
 
 def _layers(model: nn.Module) -> dict[str, MixtureOfExperts]:

@@ -50,7 +50,7 @@ class Pipeline:
     """The plan of the whole model."""
 
     local: tuple[LocalStage, ...]
-    """The stages of this rank, in order."""
+    """The stages of this rank, in the order of the pipeline."""
 
     boundaries: Boundaries
     group: dist.ProcessGroup

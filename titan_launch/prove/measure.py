@@ -170,7 +170,7 @@ def difference(step: int, name: str, value: Tensor, wanted: Tensor | None, floor
 
 
 _NOT_FINITE = 1e30
-"""Difference of a result that is not finite."""
+"""Value of `Difference.error` for a result that is not finite."""
 
 
 def trace_reference(job: dict[str, Any], step: int, file: str) -> None:

@@ -75,7 +75,7 @@ def look_at_model(path: str) -> ModelFolder:
 
 @dataclass(frozen=True)
 class DataFolder:
-    """Data at a path."""
+    """The facts about data at a path."""
 
     path: str
     kind: str

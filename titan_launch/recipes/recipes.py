@@ -75,7 +75,7 @@ class Recipe:
     """True for a reward model: a decoder with one output."""
 
     weight_decay: float | None = 0.0
-    """None: the default of the optimizer."""
+    """`optimizer.weight_decay`. None: the optimizer's default."""
 
     min_lr_factor: float = 0.1
 

@@ -18,10 +18,10 @@ NUM_COLORS = 9
 
 _WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM, _RIGHT = 560, 260, 64, 32, 42, 22
 _WIDE = 1150
-"""Width of a chart that takes the width of the page."""
+"""Width of a chart that is as wide as the page, in SVG units."""
 
 _LABELS = 120
-"""Width of the names at the right of a stacked chart."""
+"""Width of the names at the right of a stacked chart, in SVG units."""
 
 _MAX_POINTS = 600
 """Largest number of finite points of a line. A longer series is divided into intervals. Of each interval, the line has
@@ -191,7 +191,7 @@ class Bar:
 
 
 _ROW = 44
-"""Height of the row of a bar, with its label."""
+"""Height of a bar with its label, in SVG units."""
 
 
 def bar_chart(title: str, bars: Sequence[Bar], unit: str, colors: Mapping[str, int], limit: float | None = None) -> str:

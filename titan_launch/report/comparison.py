@@ -34,7 +34,7 @@ from titan_launch.report.page import charts, folded, page, paragraphs, section, 
 from titan_launch.report.recorded_run import RecordedRun
 
 _MOST_KEYS = 20
-"""Number of the keys that a page shows without a click."""
+"""Largest number of different keys that a page shows without a click."""
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,7 @@ class _Recorder(Ledger):
         self.reducing: tuple[str, int] | None = None
         """Full name of the parameter whose gradient FSDP2 is about to reduce, and the bytes of an element, or None."""
         self.reduced: dict[str, int] = {}
-        """See `Tape.reduced`."""
+        """Content of `Tape.reduced`."""
 
     def allocate(self, num_bytes: int, category: Category) -> None:
         if category not in OF_FSDP:

@@ -47,7 +47,7 @@ class DecoderArgs(ModelArgs):
     Unset: grouped-query attention."""
 
     hidden_dim: Width
-    """Width of the feed-forward layer. It has no effect if all layers have experts."""
+    """Width of the hidden layer of the feed-forward layer. It has no effect if all layers have experts."""
 
     vocab_size: NumTokens
     """Number of rows of the token embedding: at least the tokenizer's vocabulary size."""

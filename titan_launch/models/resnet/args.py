@@ -13,7 +13,7 @@ from titan_launch.config.sections.section import Array
 from titan_launch.models.args import MOST_LAYERS, Layers, ModelArgs, Pixels, TwinNeeds, Width
 
 EXPANSION = {"basic": 1, "bottleneck": 4}
-"""Output channels of a block, as a multiple of the width of its stage."""
+"""Number of output channels of a block, divided by the width of its stage, by kind of block."""
 
 
 class ResNetArgs(ModelArgs):

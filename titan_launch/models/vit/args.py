@@ -34,7 +34,7 @@ class ViTArgs(ModelArgs):
     """Number of attention heads. It must divide `dim`."""
 
     hidden_dim: Width
-    """Width of the feed-forward layer."""
+    """Width of the hidden layer of the feed-forward layer."""
 
     in_channels: Width = 3
     """Channels of the images: 1 for gray images."""
