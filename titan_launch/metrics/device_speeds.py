@@ -39,9 +39,8 @@ _KEPT_BYTES = 31 * MIB
 tensors up to this size (mallopt(3), M_MMAP_THRESHOLD), similar to a CPU run (`cpu/allocator.py`)."""
 
 _OLD_BYTES = 64 * MIB
-"""Smallest size in bytes of the tensors from which matrix products and elementwise operations take their inputs. Each
-call takes the next part. All parts together do not fit into a core's own cache. So a call reads its input from outside
-of this cache, as an operation in training does."""
+"""The inputs of matrix products and elementwise operations are parts of tensors of at least this size in bytes, which
+exceeds a core's own cache. Each call takes the next part. So it reads from outside of this cache, as in training."""
 
 _MOST_OLD = 4096
 """Largest number of parts that `_in_turn` takes from a tensor."""
@@ -58,7 +57,8 @@ class Scope:
     """Sizes of the measured operations, and the time that each measurement takes."""
 
     sizes: tuple[int, ...]
-    """Rows, inner sizes and columns of the matrix products, in ascending order. All combinations are measured."""
+    """Sizes in ascending order. Matrix products are measured with all combinations of them as rows, inner size and
+    columns."""
 
     heads: tuple[int, int]
     """Batch size and number of heads, for attention."""

@@ -278,7 +278,6 @@ class Proof:
 
     @property
     def num_parameters(self) -> int:
-        """Number of parameters of the twin."""
         return max(reference.num_parameters for reference, _ in self._references.values())
 
     @property

@@ -259,7 +259,7 @@ _ENDS = {
 
 
 def _by_suffix(path: str, files: list[Path], kinds: Sequence[str]) -> DataFolder:
-    """Return the facts about files. The kind of the data is the kind whose files have the most bytes.
+    """Return the facts about files. The kind of the data is that of the suffix whose files have the most bytes.
 
     Raises UnknownDataError if the kind is JSON lines or Parquet, and other files have a suffix of another kind, such as
     `.txt`. Files with a suffix that is not in `_ENDS` are no error. Also raises UnknownDataError if the kind is text,

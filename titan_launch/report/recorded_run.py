@@ -526,7 +526,8 @@ def _state(folder: Path, config: _Config, reports: Reports) -> State:
 
 
 _FLOCK, _TYPE = ("qqihh", 3) if sys.platform == "darwin" else ("hhqqi4x", 0)
-"""Layout of `struct flock`, and the index of `l_type`. `l_whence` follows `l_type`."""
+"""Layout of `struct flock` for the module `struct`, and the index of its field `l_type`. The field `l_whence` follows
+`l_type`."""
 
 
 def _is_locked(path: Path) -> bool:

@@ -89,7 +89,7 @@ class TensorNames:
     `Piece.rotary_width`."""
 
     unused: tuple[str, ...] = ("**.rotary_emb.inv_freq",)
-    """Globs of tensors that have no effect."""
+    """Globs of tensors in the file that no model reads."""
 
     def tensor_of(self, pattern: str) -> str | None:
         """Return the name of the file's tensor for a parameter, without `prefix`; None if the file has none. In both
@@ -314,7 +314,7 @@ def tensor_shapes(pieces: Mapping[str, Piece], shapes: Mapping[str, Shape]) -> d
 
 
 def is_unused(model_type: str | None, tensor: str) -> bool:
-    """Return True for a tensor of a file that has no effect."""
+    """Return True for a tensor of a file that no model reads."""
     return model_type is not None and any(matches(glob, tensor) for glob in NAMES[model_type].unused)
 
 

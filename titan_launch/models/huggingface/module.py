@@ -289,7 +289,8 @@ class _Conversion:
 
 
 def _has_gap(sources: Sequence[tuple[str, str]]) -> bool:
-    """Return True if a tensor is missing: the numbers in the names of a pattern are not 0, 1, 2, and so on."""
+    """Return True if a tensor is missing, because the numbers in the names that match one pattern are not 0, 1, 2, and
+    so on."""
     by_pattern: defaultdict[str, list[list[int]]] = defaultdict(list)
     for name, pattern in sources:
         by_pattern[pattern].append([int(number) for number in re.findall(r"\d+", name)])

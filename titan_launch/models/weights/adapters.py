@@ -301,8 +301,8 @@ def config_of(
 
 
 def _shortest(paths: Collection[str], everything: Collection[str], least: int = 1) -> list[str]:
-    """Return ends that select exactly `paths` among `everything`: for each path, its shortest end that selects no other
-    path. `least`: smallest number of segments of an end, if the path has as many."""
+    """Return, for each of `paths`, its shortest end (such as `attention.wq`) with which no path of `everything` outside
+    of `paths` ends. `least`: smallest number of segments of an end, if the path has as many."""
     chosen = set[str]()
     for path in paths:
         segments = path.split(".")
