@@ -201,7 +201,7 @@ def test_plan_resolves_auto_and_says_why(job: Path) -> None:
     auto = "--gradient_accumulation.mode=auto"
     plan = plan_json(job, auto, "--memory-gib", "1")
     assert plan["resolved"]["gradient_accumulation"] == {"mode": "deferred", "keep_params_unsharded": True}
-    assert "the least link traffic among the 4 of 4 choices that fit into 1 GiB" in plan["resolved"]["reason"]
+    assert "the least link traffic among the 4 of 4 choices of modes that fit into 1 GiB" in plan["resolved"]["reason"]
     (chosen,) = [row for row in plan["rows"] if row["is_chosen"]]
     assert chosen["verdict"] == "fits" and chosen["traffic_per_step"]["collectives"] == plan["collectives_per_step"]
     fixed = plan_json(job, "--rows", "own")
@@ -222,7 +222,7 @@ def test_plan_fails_with_the_table_if_nothing_fits(job: Path) -> None:
     )
     result = run_recorded(*command)
     assert result.returncode == 2 and result.stderr.count("does not fit") == 12
-    assert "none of 4 choices fits into 1e-06 GiB" in result.stderr and "; try a smaller " in result.stderr
+    assert "none of 4 choices of modes fits into 1e-06 GiB" in result.stderr and "; try a smaller " in result.stderr
 
 
 def test_plan_writes_a_picture_beside_text_or_json(job: Path, tmp_path: Path) -> None:
@@ -244,7 +244,7 @@ def test_plan_records_a_users_model(job: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (("--device", "h100"), 'command line: --device h100: planner.device = "h100": unknown device; there are a100'),
+        (("--device", "h100"), 'command line: --device h100: planner.device = "h100": unknown device; known devices: '),
         (("--memory-gib", "0"), "command line: --memory-gib 0: planner.memory_gib = 0: must be more than 0"),
         (("--mfu=2",), "command line: --mfu=2: planner.mfu = 2: must be at most 1"),
         (("--gpus-per-node", "two"), 'planner.gpus_per_node = "two": must be a whole number'),

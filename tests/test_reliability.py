@@ -172,7 +172,8 @@ def test_a_full_disk_loses_reports_but_not_the_run(small_disk: Path) -> None:
 def test_files_that_find_no_room_at_the_start_end_the_run_with_one_sentence(small_disk: Path) -> None:
     config = JobConfig.model_validate(tiny_job(small_disk, checkpoint={"enable": True, "load": 2}))
     text = (
-        f"^{small_disk}/tiny cannot be written to: No space left on device; make room, and run the same command again "
+        f"^{small_disk}/tiny cannot be written to: No space left on device; free disk space, and run the same command "
+        "again "
     )
     with pytest.raises(OSError) as full:
         (small_disk / "file").write_bytes(b"x" * 10_000_000)

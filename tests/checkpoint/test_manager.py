@@ -8,6 +8,7 @@ import os
 import resource
 import shutil
 import signal
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -224,6 +225,7 @@ def test_the_death_of_a_writer_process_loses_one_checkpoint(tmp_path: Path) -> N
 
 def is_killed_by_an_early_signal() -> bool:
     """Send a stop signal to a writer process that is still starting."""
+    vars(resource_tracker._resource_tracker)["_fd"] = None  # as in a rank of torchrun, which has inherited no tracker
     writer = WriterProcess()
     os.kill(writer.process.pid or 0, signal.SIGTERM)
     writer.process.join(1)

@@ -1,4 +1,4 @@
-"""Every key of the job file is read outside of config/. Formulas of models/architectures.py and `[lora]` also count."""
+"""Every key of the job file is read outside of config/. The table of axes and `[lora]` also count."""
 
 from __future__ import annotations
 
@@ -9,21 +9,20 @@ from pathlib import Path
 import pytest
 
 from titan_launch.config.job import JobConfig
-from titan_launch.config.sections import training as lr_scheduler
+from titan_launch.config.loading.schema_walk import alternatives
 from titan_launch.config.sections.data import DATA_KINDS
 from titan_launch.config.sections.loss import LOSSES
 from titan_launch.config.sections.precision import PrecisionRule
 from titan_launch.config.sections.section import Section
-from titan_launch.config.sections.training import MuonConfig, ParamGroup, SGDConfig
+from titan_launch.config.sections.training import MuonConfig, ParamGroup, SchedulerConfig, SGDConfig
 from titan_launch.models.architectures import ARCHITECTURES
 
 REPO = Path(__file__).parents[2]
 PACKAGE = REPO / "titan_launch"
-ARCHITECTURE_FILES = PACKAGE / "config" / "architectures"
 READERS = "\n".join(
     path.read_text()
     for path in PACKAGE.rglob("*.py")
-    if PACKAGE / "config" not in path.parents or path.parent == ARCHITECTURE_FILES or path.name == "lora.py"
+    if PACKAGE / "config" not in path.parents or path.name in ("axes.py", "lora.py")
 )
 
 
@@ -32,7 +31,7 @@ def sections() -> Iterator[type[Section]]:
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
             yield field.annotation
     yield from DATA_KINDS.values()
-    yield from (lr_scheduler.WarmupStableDecay, lr_scheduler.Cosine, lr_scheduler.Linear, lr_scheduler.Constant)
+    yield from alternatives(SchedulerConfig)
     yield from (PrecisionRule, ParamGroup, MuonConfig, SGDConfig)
     yield from (architecture.args for architecture in ARCHITECTURES.values())
 

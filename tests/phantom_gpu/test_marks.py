@@ -35,7 +35,8 @@ def test_a_run_without_values_is_marked_and_refused(phantom: Phantom, tmp_path: 
     assert "holds a run on a phantom GPU, and this run is on real devices" in refused
     assert "phantom GPU" in real(tmp_path, "report", str(run))
     assert "phantom GPU" in real(tmp_path, "compare", str(run), str(run))
-    assert "phantom GPU, and has no values" in real(tmp_path, "export", str(run), "--out", str(tmp_path / "out"))
+    exported = real(tmp_path, "export", str(run), "--out", str(tmp_path / "out"))
+    assert "phantom GPU, and its values have no meaning" in exported
     status, listed, _ = run_command(["runs", str(tmp_path)], REPO)
     assert status == 0 and "phantom GPU" in listed
     # The device of another phantom may resume it: that is a branch for CUDA too.

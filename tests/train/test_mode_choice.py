@@ -111,7 +111,7 @@ def fail_to_run(job: dict[str, Any]) -> str:
 def test_if_no_mode_fits_all_ranks_fail_and_no_file_is_written(tmp_path: Path) -> None:
     messages = run_ranks(fail_to_run, 2, job(tmp_path, needs(tmp_path, "immediate") / 2))
     assert messages[0] == messages[1]
-    assert messages[0].startswith('gradient_accumulation.mode = "auto": none of 2 choices fits into')
+    assert messages[0].startswith('gradient_accumulation.mode = "auto": none of 2 choices of modes fits into')
     assert list(tmp_path.iterdir()) == []
 
 

@@ -131,7 +131,7 @@ def test_a_damaged_copy_is_named_and_an_older_one_is_taken(server: Server, tmp_p
     named = [line.partition(" is damaged, so it is not loaded: ")[::2] for line in lines if "is damaged" in line]
     assert [place for place, _ in named] == [f"s3://bucket/runs/tiny/step-{step}" for step in (8, 6, 4)]
     reasons = [reason for _, reason in named]
-    assert reasons[0].startswith(f"{data} has ") and reasons[1] == "an object is missing"
+    assert reasons[0].startswith(f"{data} has ") and reasons[1] == "an object of the copy is missing"
     assert reasons[2] == f"{data} does not match its checksum"
     assert f"resumed from {tmp_path / 'tiny/checkpoints/step-2'}" in lines
     assert_equal(whole, state)

@@ -40,7 +40,7 @@ class Background(ABC):
 
     def get_ready(self, make_state: Callable[[], State]) -> None:
         """Prepare for saves, so that the preparation does not delay the first save. Collective. `make_state` returns a
-        state of the size that will be written. Raises OSError on all ranks if a rank has no memory for the copy."""
+        state as large as those of later saves. Raises OSError on all ranks if a rank has no memory for the copy."""
         load_writer()  # imports DCP
 
     def _note_outcome(self, future: Future[Written]) -> None:
@@ -62,7 +62,7 @@ class Background(ABC):
     def _begin(self, request: WriteRequest, state: State) -> Future[Written]: ...
 
     def close(self) -> None:  # noqa: B027
-        """End the writer. A save in flight may be lost."""
+        """Stop the writer. If a save is in flight, its checkpoint may be lost."""
 
 
 def build_background(mode: AsyncMode, device: torch.device) -> Background:
@@ -152,7 +152,7 @@ class InProcess(Background):
         return self._executor.submit(self._writer.write, WriteOrder(request, slots, memory))
 
     def close(self) -> None:
-        """Kill the writer process and free the copy. A save in flight is lost."""
+        """Kill the writer process and free the copy. If a save is in flight, its checkpoint is lost."""
         self._executor.shutdown(wait=False, cancel_futures=True)
         self._writer.kill()
         self._arena.release()
@@ -163,16 +163,16 @@ def _write(request: WriteRequest, state: State, group: dist.ProcessGroup) -> Wri
 
 
 def _copied(state: State, arena: Arena) -> State:
-    """Copy the state into the arena. Return the state with a `Slot` in place of each tensor. Collective: if one rank
-    has too little memory, all ranks raise OSError."""
+    """Copy the state's tensors into the host memory `arena`. Return the state with a `Slot` (position in `arena`) in
+    place of each tensor. Collective: if one rank has too little memory, all ranks raise OSError."""
     slots = _reserve(state, arena)
     arena.fill(state, slots)
     return slots
 
 
 def _reserve(state: State, arena: Arena) -> State:
-    """Reserve memory for a copy of the state. Return the state with a `Slot` in place of each tensor. Collective: if
-    one rank has too little memory, all ranks raise OSError."""
+    """Reserve host memory for a copy of the state. Return the state with a `Slot` (position in `arena`) in place of
+    each tensor. Collective: if one rank has too little memory, all ranks raise OSError."""
     slots, size = lay_out(state)
     on_all_ranks(lambda: arena.reserve(size))
     return slots

@@ -71,7 +71,7 @@ class Chunk:
     """Offset of the record in the file, in bytes. A record is what `torch.save` writes for a tensor."""
 
     length: Count
-    """Bytes of the record."""
+    """Size of the record in bytes."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class IndexedTensor:
 
 
 Index = dict[str, IndexedTensor]
-"""Tensors of a checkpoint by full name."""
+"""Tensors of a checkpoint by full name, such as `model.norm.weight`."""
 
 
 @dataclass(frozen=True)
@@ -99,8 +99,8 @@ _MOST_BYTES = 1 << 30
 """Maximum size of the index, and of DCP's index, in bytes. The index of 3,000 tensors from 1,024 ranks has 400 MiB."""
 
 _BYTES_PER_VALUE = 6
-"""Minimum number of bytes per JSON value of an index. An index with fewer bytes per value is refused, because each
-value takes up to 500 bytes of memory."""
+"""Minimum number of bytes per JSON value of an index. An index with fewer bytes per value is refused, because each of
+its many values would take up to 500 bytes of memory."""
 
 
 def index_of(metadata: Metadata, places: Mapping[MetadataIndex, Any]) -> Index:
@@ -155,7 +155,7 @@ def read_index(folder: Path) -> Index:
 
 
 def _is_possible(tensor: IndexedTensor, file_sizes: Mapping[str, int]) -> bool:
-    """Return True if the entry of a tensor is possible. PyTorch must have the dtype. All parts must lie within the
+    """Return True if the entry of a tensor can be valid. PyTorch must have the dtype. All parts must lie within the
     tensor, begin at different offsets, and together have as many elements as the tensor. All records must lie within
     files. `file_sizes`: bytes of the files in the checkpoint's folder."""
     if not isinstance(vars(torch).get(tensor.dtype), torch.dtype):

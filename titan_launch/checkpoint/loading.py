@@ -231,7 +231,7 @@ def _load(checkpoint: Path, state: TrainingState, selection: Selection) -> None:
             state.random.load_state_dict(target["random"][stream])  # if it is invalid, no other part is loaded
         state.weights.load_state_dict({"model": target["model"], "optimizer": target["optimizer"]})
         if state.base is not None:
-            state.base.read(omitted)  # before the parts: a moving average begins with the parameters
+            state.base.read(omitted)  # before the other parts: a moving average begins with the parameters
         for name, part in state.parts.items():
             part.load_state_dict({k: value for k, value in target[name].items() if _takes(selection, name, k)})
     except ValueError as error:
@@ -257,8 +257,8 @@ def _omitted(checkpoint: Path, state: TrainingState, missing: Collection[str], s
 
 
 def _has_local_statistics(state: TrainingState, saved: Mapping[str, Any]) -> bool:
-    """Return True if the checkpoint has separate BatchNorm statistics for each rank of this run: the number of ranks,
-    and the names on each rank, are the same. Collective."""
+    """Return True if the checkpoint has BatchNorm statistics for each rank of this run: it was saved on the same number
+    of ranks, and each rank's statistics had the same names. Collective."""
     there = _below("local_statistics", saved)
     if len({key.partition(".")[0] for key in there}) != dist.get_world_size():
         return False
@@ -266,7 +266,7 @@ def _has_local_statistics(state: TrainingState, saved: Mapping[str, Any]) -> boo
 
 
 def _takes(selection: Selection, part: str, key: str) -> bool:
-    """Return True if the value `key` of the part `part` of the training state is loaded."""
+    """Return True if the value `key` of `part`, a part of the training state, is loaded."""
     if part == "ema":
         return selection.takes("ema") and selection.takes_tensor(key)
     is_position = part in ("consumed", "stream") or (part == "progress" and key in ("samples_seen", "samples_skipped"))
@@ -274,7 +274,7 @@ def _takes(selection: Selection, part: str, key: str) -> bool:
 
 
 def _log_ema(state: TrainingState, saved: Mapping[str, Any], selection: Selection) -> None:
-    """Log if the run begins a moving average of the weights, or drops the moving average of the checkpoint."""
+    """Log a line if the run begins a new moving average of the weights, or drops that of the checkpoint."""
     is_loaded = selection.takes("ema") and bool(_below("ema", saved))
     if "ema" in state.parts and not is_loaded:
         reason = "it is not loaded" if _below("ema", saved) else "the checkpoint has none"
@@ -284,7 +284,7 @@ def _log_ema(state: TrainingState, saved: Mapping[str, Any], selection: Selectio
 
 
 def _below(prefix: str, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries whose keys begin with `prefix` and a dot, under keys without this beginning."""
+    """Return the entries of `saved` whose keys begin with `prefix` and a dot. The result has the rest of each key."""
     return {key[len(prefix) + 1 :]: value for key, value in saved.items() if key.startswith(f"{prefix}.")}
 
 
@@ -341,7 +341,7 @@ def _check_optimizer(checkpoint: Path, own: Mapping[str, Values], saved: Mapping
 def _differences(own: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
     missing = [name for name in own if name not in saved]
     unexpected = [name for name in saved if name not in own]
-    misshaped = [f"{n} is {own[n]}, saved {saved[n]}" for n in own if n in saved and own[n] != saved[n]]
+    misshaped = [f"{n} is {own[n]}, in the checkpoint {saved[n]}" for n in own if n in saved and own[n] != saved[n]]
     for title, names in (
         ("missing in the checkpoint", missing),
         ("unexpected in the checkpoint", unexpected),

@@ -46,9 +46,9 @@ class CheckpointManager:
         origin: Origin,
         device: torch.device,
     ):
-        """Create the manager, and the writer for `checkpoint.async_mode`. Without `checkpoint.enable`, the writer is
-        that of `disabled`. Collective. `folder`: folder of all checkpoints. `progress`: the same object as the part
-        `progress` of `state`."""
+        """Create the manager, and the writer for `checkpoint.async_mode`. Without `checkpoint.enable`, use the writer
+        of `async_mode = "disabled"`. Collective. `folder`: folder of all checkpoints. `progress`: the part `progress`
+        of `state`."""
         self._folder = folder
         self._state = state
         self._progress = progress

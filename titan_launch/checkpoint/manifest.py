@@ -45,14 +45,14 @@ class Base:
     """Absolute path of the folder when the checkpoint was saved."""
 
     fingerprint: Fingerprint
-    """Fingerprint of the folder's files. The seed of this fingerprint is always 0."""
+    """Sizes and digests of the folder's files. The seed, which selects samples of a data set, is always 0 here."""
 
     omitted: int
     """Number of parameters that the checkpoint omits, because they are never trained and the folder has their
     values."""
 
     omitted_bytes: int
-    """Bytes of these parameters in the folder."""
+    """Bytes that the omitted parameters have in the folder."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,8 @@ class Origin:
     """Section `[activation_checkpoint]` of the resolved job, with the planner's choices in place of `auto`."""
 
     data: Mapping[str, Fingerprint]
-    """Fingerprints of the files that the run reads, by section: `data` (for a mixture `data.sources.0` and so on),
-    `validation.data`, and the key of the loss that names a second model."""
+    """Sizes and digests of the files that the run reads, by section: `data` (for a mixture `data.sources.0` and so on),
+    `validation.data`, and the key of the loss that names a teacher or reference model."""
 
     command: str
     """Command line that started the run."""
@@ -141,9 +141,9 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 def read_manifest(folder: Path) -> Manifest:
     """Return the manifest of a checkpoint's folder. Raises DamagedCheckpointError for a missing or invalid manifest.
 
-    A manifest is also invalid if it names a file outside of the folder. It is invalid, too, if the name of the folder
-    has another step, because such a folder is a copy. In a process without a phantom GPU, the checkpoint of a run on a
-    phantom GPU is invalid, too.
+    A manifest is also invalid if it names a file outside of the folder, or if the name of the folder has another step,
+    because such a folder is a copy. In a process without a phantom GPU (a simulated GPU that runs no kernels), the
+    manifest of a run with a phantom GPU is invalid, too.
     """
     try:
         content = read_regular(folder / MANIFEST_FILE, MOST_BYTES)
@@ -162,7 +162,7 @@ def read_manifest(folder: Path) -> Manifest:
                 f"{MANIFEST_FILE} is of step {file.manifest.step}, but the folder has the name of another step"
             )
     if phantom.VERSION_KEY in file.manifest.versions and not phantom.is_phantom():
-        raise DamagedCheckpointError("it was saved by a run with a phantom GPU, and has no values")
+        raise DamagedCheckpointError("it was saved by a run with a phantom GPU, and its values have no meaning")
     for name in file.manifest.files:
         if Path(name).name != name:
             raise DamagedCheckpointError(f"{MANIFEST_FILE} names a file outside of the checkpoint: {one_line(name)}")

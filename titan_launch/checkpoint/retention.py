@@ -47,7 +47,7 @@ class Retention:
 
 @dataclass(frozen=True)
 class WriteRequest:
-    """The request for a save, equal on all ranks except for `step_in_copy`."""
+    """A request to save a checkpoint. It is equal on all ranks, except for `step_in_copy`."""
 
     folder: Path
     """Folder of all checkpoints of the run, on a file system that all ranks share."""
@@ -89,8 +89,8 @@ def best_steps(losses: Mapping[int, float | None]) -> list[int]:
 def tidy(
     folder: Path, newest: int, retention: Retention, step_in_copy: int | None = None
 ) -> tuple[list[int], list[str]]:
-    """Update the links, then delete the expendable checkpoints. Return the deleted steps and one clause for each
-    problem.
+    """Update the links, then delete the checkpoints that `retention` does not keep. Return the deleted steps and one
+    clause for each problem.
 
     If a link or folder cannot be changed, this function continues with the other links and folders. A folder whose
     manifest cannot be read stays. The checkpoints of `newest`, the step that was just saved, and of `step_in_copy` are

@@ -17,9 +17,9 @@ from titan_launch.distributed.collectives import on_all_ranks
 from titan_launch.distributed.random_state import RandomState, random_key
 
 Values = dict[str, Tensor]
-"""A flat dict of tensors: DTensors, or plain tensors. All ranks that have a plain tensor of the same full name have
-equal values. The values of the optimizer and of the moving average of the weights may also be `Shard`s. A `Shard` is
-this rank's part of a tensor."""
+"""A flat dict of tensors by name: DTensors, or plain tensors. If several ranks have a plain tensor of the same name,
+their values are equal. The values of the optimizer and of the moving average of the weights may also be `Shard`s. A
+`Shard` is this rank's part of a tensor."""
 
 
 class Part(Protocol):
@@ -29,8 +29,8 @@ class Part(Protocol):
         """Return the state as tensors."""
 
     def load_state_dict(self, state: Values) -> None:
-        """Load a state. Keys are missing if they are excluded from loading, or if an earlier version of the launcher
-        saved the state without them."""
+        """Load a state. `state` lacks the keys that are excluded from loading, and keys that an earlier version of the
+        launcher did not save."""
 
 
 class SizedPart(Part):
@@ -173,7 +173,7 @@ class BaseWeights(Protocol):
 
     @property
     def record(self) -> Base | None:
-        """The facts about the folder for a manifest; None without a folder."""
+        """The facts about the folder that a checkpoint's manifest records; None without a folder."""
 
     def find(self, checkpoint: Path, base: Base, names: Collection[str]) -> Collection[str]:
         """Return the names in `names` for which the folder has values. Collective. `names`: tensors of the model that

@@ -40,9 +40,9 @@ class CheckpointStore:
     """
 
     def __init__(self, config: CheckpointConfig, name: str, folder: Path, record: Path):
-        """Connect to the store, and test the right to write, read and delete. Raises the errors of `_error`. `name`:
-        name of the run. `folder`: folder of the run's checkpoints. `record`: the run's `config.json`, which is copied
-        too."""
+        """Connect to the store, and test the right to write, read and delete. Raises ConfigError or RunError (`_error`)
+        if this fails. `name`: name of the run. `folder`: folder of the run's checkpoints. `record`: the run's
+        `config.json`, which is copied too."""
         assert config.store is not None
         self.url = f"{config.store.rstrip('/')}/{name}"
         self._value, self._folder, self._record = config.store, folder, record
@@ -61,10 +61,10 @@ class CheckpointStore:
         except StoreError as error:
             raise self._error(str(error), error) from None
         self.known = set(self.steps())
-        """Steps that have a copy, as far as this process knows."""
+        """Steps that have a copy: found in the store at the start, or copied by this process."""
 
     def steps(self) -> list[int]:
-        """List the steps that have a copy with a manifest. Raises the errors of `_error`."""
+        """List the steps that have a copy with a manifest. Raises ConfigError or RunError (`_error`)."""
         try:
             return [step for step, names in self._names().items() if MANIFEST_FILE in names]
         except StoreError as error:
@@ -75,7 +75,7 @@ class CheckpointStore:
         copy.
 
         A damaged checkpoint of this step in the run folder is renamed. If the run folder has no `config.json`, the copy
-        of this file is downloaded too. Raises the errors of `_error` if the store fails.
+        of this file is downloaded too. Raises ConfigError or RunError (`_error`) if the store fails.
         """
         name = checkpoint_name(step)
         temporary, final = self._folder / f"{name}{TEMPORARY}", self._folder / name
@@ -86,7 +86,7 @@ class CheckpointStore:
             self._objects.get(f"{name}/{MANIFEST_FILE}", temporary / MANIFEST_FILE)
             manifest = read_manifest(temporary)
             if manifest.step != step:
-                raise DamagedCheckpointError(f"{MANIFEST_FILE} is of step {manifest.step}")
+                raise DamagedCheckpointError(f"{MANIFEST_FILE} is of step {manifest.step}, not of step {step}")
             in_parallel(lambda file: self._objects.get(f"{name}/{file}", temporary / file), manifest.files)
             check(temporary)
             if not self._record.exists() and self._record.name in self._objects.listing():
@@ -100,7 +100,7 @@ class CheckpointStore:
             if isinstance(error, StoreError) and not error.is_missing:
                 raise self._error(f"{name} cannot be downloaded: {error}", error) from None
             self.known.discard(step)
-            return "an object is missing" if isinstance(error, StoreError) else str(error)
+            return "an object of the copy is missing" if isinstance(error, StoreError) else str(error)
         for path in temporary.iterdir():
             sync_file(path)
         if final.exists():

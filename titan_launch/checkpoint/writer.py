@@ -98,8 +98,8 @@ def _read_back(temporary: Path, written: dict[str, FileRecord]) -> dict[str, Fil
 
 
 def _complete(request: WriteRequest, temporary: Path, records: dict[str, FileRecord]) -> tuple[tuple[int, ...], str]:
-    """Rename the folder to its final name, update the links, and delete expendable checkpoints. Runs on rank 0. Return
-    the deleted steps, and a text with the problems of links and deletions."""
+    """Rename the folder to its final name, update the links, and delete the checkpoints that `retention` does not keep.
+    Runs on rank 0. Return the deleted steps, and a text with the problems of links and deletions."""
     missing = [name for name in records if not (temporary / name).exists()]
     if missing:
         reason = f"was written on another host, and is not visible on this host; {_SHARED}"

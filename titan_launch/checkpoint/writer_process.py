@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 
 import torch
@@ -26,10 +27,10 @@ from titan_launch.distributed.collectives import on_rank_0
 from titan_launch.distributed.torch_private import set_timeout
 
 COLLECTIVE_TIMEOUT = timedelta(hours=1)
-"""Timeout of a collective during a save, in which all ranks wait until the slowest rank has written its files."""
+"""Timeout of a save's collectives. In them, all ranks wait until the slowest rank has written its files."""
 
 _PATIENCE = 2 * COLLECTIVE_TIMEOUT
-"""Time for a save after which the writer process is killed."""
+"""Longest time for a save. If a save takes longer, the writer process is killed."""
 
 _TIMEOUT_OF_JOINING = timedelta(minutes=5)
 """Timeout for creating the process group of the writer processes."""
@@ -42,7 +43,7 @@ class WriteOrder:
     request: WriteRequest
     slots: State
     memory: Tensor | None
-    """Memory of the arena. None if the memory is the same as in the previous order."""
+    """Shared memory with the tensors, at the positions in `slots`. None: the same memory as in the previous order."""
 
 
 class WriterProcess:
@@ -55,7 +56,9 @@ class WriterProcess:
         self._connection, theirs = context.Pipe()
         self.process = context.Process(target=serve, args=(theirs, address), name="checkpoint writer", daemon=True)
         # Without CUDA_VISIBLE_DEVICES, a writer could open a CUDA context of 0.5 GB. Without the block, a stop signal
-        # to the process group would kill a writer that has not yet called `ignore_stop_signals`.
+        # to the process group would kill a writer that has not yet called `ignore_stop_signals`. The start of the
+        # resource tracker, which the first `start` would do, unblocks SIGINT and SIGTERM, so it comes before.
+        resource_tracker.ensure_running()
         with environment(CUDA_VISIBLE_DEVICES=""), signals_blocked():
             self.process.start()
         theirs.close()  # so that recv raises EOFError when the process ends
@@ -114,7 +117,7 @@ def _meeting_point() -> tuple[str, int, dist.Store | None]:
 
 def _own_address() -> str:
     """Return an address under which other hosts can reach this host: the address from which this host sends packets to
-    the host of torchrun's store, which may be another host. Without torchrun, all ranks are on this host, and the
+    the host of torchrun's store. That host may be this one. Without torchrun, all ranks are on this host, and the
     address is a local one."""
     master = os.environ.get("MASTER_ADDR", "localhost")
     try:

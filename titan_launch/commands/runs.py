@@ -9,8 +9,7 @@ from typing import Any
 from titan_launch.commands.parser import Parser
 from titan_launch.core.errors import UserError
 from titan_launch.core.process import OK
-from titan_launch.core.terminal import one_line, say, say_data
-from titan_launch.plan.report.table import aligned
+from titan_launch.core.terminal import aligned, one_line, say, say_data
 from titan_launch.report.figures import to_json
 from titan_launch.report.recorded_run import find_runs, load_run
 from titan_launch.report.run_page import describe_run

@@ -1,4 +1,4 @@
-"""The axes of parallelism as rows of one table, which code about all axes reads. No torch."""
+"""The axes of parallelism, as a table. Code for all axes loops over its rows. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -13,21 +13,20 @@ class Axis:
     """One way to divide a model, its batch or its sequences over ranks."""
 
     name: str
-    """Name of the axis in recordings, such as `tensor`. The degree of the axis has the same name in
-    `plan.layout.Layout`."""
+    """Name of the axis, such as `tensor`: in recorded steps, and as the name of its degree in `plan.layout.Layout`."""
 
     short: str
-    """Name in the DeviceMesh, such as `tp`. Reports have it in capitals."""
+    """Name in the DeviceMesh, such as `tp`. Reports print the name in capitals."""
 
     ranks: str
-    """Its ranks, in words."""
+    """Noun for its ranks in messages, such as `tensor-parallel ranks`."""
 
     sends: tuple[CollectiveKind, ...] = ()
-    """Kinds of the collectives along an axis of model parallelism. The predictions assume that each kind is called
-    equally often. Empty for the axes of data parallelism, along which FSDP2 communicates."""
+    """Kinds of the collectives that a model calls along this axis. The predicted traffic assumes that each kind is
+    called equally often. Empty for the axes of data parallelism, along which only FSDP2 communicates."""
 
     is_factor: bool = True
-    """True if the number of ranks is a multiple of the degree. False for experts, which are divided over the ranks of
+    """True if the degree is a factor of the number of ranks. False for `EXPERT`: experts are divided over the ranks of
     `SHARD` and `CONTEXT`."""
 
     is_within_shards: bool = False
@@ -37,19 +36,19 @@ class Axis:
     """True if each rank along the axis has parameters of its own, which FSDP2 then shards."""
 
     delays_computation: bool = False
-    """True if computation waits for the collectives along the axis."""
+    """True if the computation waits for each collective along the axis."""
 
     has_host_work: bool = False
-    """True if each collective takes the host `plan.speeds.Measured.exchange_seconds`, because DTensor starts it."""
+    """True if DTensor starts the collectives, which takes the host `plan.speeds.Measured.exchange_seconds` for each."""
 
     @property
     def setting(self) -> str:
-        """First words of the keys of `[parallelism]` about the axis, such as `tensor_parallel`."""
+        """Prefix of the axis's keys in `[parallelism]`, such as `tensor_parallel`."""
         return f"{self.name}_parallel" if self.sends else f"data_parallel_{self.name}"
 
     @property
     def key(self) -> tuple[str, str]:
-        """Key of the number of ranks along the axis, such as `parallelism.tensor_parallel_degree`."""
+        """Key of the axis's degree, such as `parallelism.tensor_parallel_degree`."""
         return "parallelism", f"{self.setting}_degree"
 
 

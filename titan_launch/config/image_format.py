@@ -1,4 +1,4 @@
-"""The format of the images that a data source has, or that a model takes. No torch."""
+"""The format of the images of a data source, or of the images that a model takes. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -186,7 +186,7 @@ _MODELS: dict[tuple[str, str], tuple[str, str | None, dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Note:
-    """A note about a key of the old file that is not converted, or not exactly."""
+    """A note about a key of the old file that is not converted, or only approximately."""
 
     key: KeyPath
     value: Any
@@ -229,7 +229,7 @@ class Migration:
         self.new[tuple(key.split("."))] = (value, comment)
 
     def keep(self, *keys: str) -> None:
-        """Set keys of the new file that have the same meaning in the old file to their values there."""
+        """Copy the values of keys that have the same name and meaning in both files."""
         for key in keys:
             self.put(key, self.value(key))
 
@@ -245,7 +245,7 @@ class Migration:
 
     @property
     def is_of_transformers(self) -> bool:
-        """True if the new job has a class of `transformers`. Known after the step `_model`."""
+        """True if the model of the new job is a class of `transformers`. `_model` must have run before."""
         return self.new["model", "name"][0] == HUGGINGFACE
 
     def rest(self, section: str = "") -> list[tuple[str, Any]]:
@@ -607,7 +607,7 @@ def _others(job: Migration) -> None:
         elif remedy is not None and value is False:
             job.drop(key, "not needed, because the old file switches it off", changes_run=False)
         elif remedy is not None:
-            is_needless = remedy.startswith("not needed") or value in (None, "", []) or key in _COSMETIC
+            is_needless = remedy.startswith("not needed") or value in (0, None, "", []) or key in _COSMETIC
             job.drop(key, changes_run=not is_needless)
         elif key in _COSMETIC:
             job.drop(key, "not needed here", changes_run=False)

@@ -24,7 +24,7 @@ BLOCK = 256
 
 def names_in_8_bits(name: str) -> tuple[str, str]:
     """Return the names of the codes and the scales of a state tensor in 8 bits. Neither is `name`, so that a checkpoint
-    with codes is not read as one with values."""
+    with 8-bit codes is not read as one with float values."""
     return f"{name}_codes", f"{name}_scales"
 
 
@@ -80,14 +80,14 @@ class ShardSize(NamedTuple):
         return 4 * self.num_elements if DTYPE_BYTES[self.state_dtype(config)] < 4 else 0
 
     def decoding(self, config: OptimizerConfig) -> int:
-        """Return the bytes that are needed, besides the copy itself, to copy a state tensor in 8 bits to float32. At
-        first these are int32 indices, and later the scale of each element. Return 0 for another dtype."""
+        """Return the bytes of the temporary tensors while a state tensor in 8 bits is copied to float32, without the
+        copy: int32 indices, or later the scale of each element. Return 0 for another dtype."""
         return 4 * self._padded if self.state_dtype(config) == "int8" else 0
 
     def encoding(self, config: OptimizerConfig) -> int:
-        """Return the bytes that are needed to store float32 values in a state tensor. For 8 bits, these are the indices
-        of codes, as int32 and then as int8. If rows do not consist of whole blocks, a copy of the values is added. For
-        bfloat16, these are the bytes of `draw`. For float32, 0."""
+        """Return the bytes of the temporary tensors while float32 values are stored in a state tensor. 8 bits: the
+        indices of codes, as int32 and then as int8, and a copy of the values if rows do not consist of whole blocks.
+        bfloat16: the bytes of `draw`. float32: 0."""
         if self.state_dtype(config) != "int8":
             return self.draw(config) if self.state_copy(config) else 0
         return (5 if self._padded == self.num_elements else 8) * self._padded
@@ -153,7 +153,7 @@ class Algorithm:
     of the parameter, and the dtype of `ShardSize.state_dtype`."""
 
     temporaries: Temporaries
-    """Memory of `update`."""
+    """Peak memory of `update`."""
 
     settings: tuple[str, ...] = ()
     """Keys or tables of `[optimizer]` that this algorithm reads, but some other algorithms do not read."""
@@ -170,7 +170,7 @@ class Algorithm:
     within the model, including the stacked matrices of experts.) None: this algorithm updates all parameters."""
 
     lr_factor: Callable[[OptimizerConfig], float] = lambda config: 1.0
-    """Returns this algorithm's factor of the learning rate."""
+    """Returns the number by which the learning rate is multiplied for this algorithm."""
 
     pytorch: PyTorchUpdate | None = None
     """PyTorch's implementation, which is used if it supports the job's dtypes, rounding and master weights. None: there
@@ -199,7 +199,7 @@ def batches(sizes: Sequence[int], limit: int | None = None) -> list[range]:
 
 
 def _in_batches(of_batch: Callable[[Sequence[ShardSize], OptimizerConfig], int]) -> Temporaries:
-    """Return the function for an update in batches (see `batches`). `of_batch`: the function for one batch."""
+    """Return the function for an update in batches (see `batches`). `of_batch`: the same for one batch."""
 
     def temporaries(groups: Sequence[GroupSizes], config: OptimizerConfig, ranks: int) -> int:
         divided = ((group.shards, batches([shard.num_elements for shard in group.shards])) for group in groups)
@@ -382,9 +382,9 @@ def _muon_batch(batch: Sequence[Sequence[ShardSize]], config: OptimizerConfig, r
 
 
 def _muon_direction(part: Sequence[ShardSize], config: OptimizerConfig) -> int:
-    """Return the peak of the bytes that are allocated to compute the directions in which a part's parameters move. The
-    directions in bfloat16 do not count. Float32 copies of gradients, momenta and directions count, and the bytes to
-    decode and encode the momenta."""
+    """Return the peak memory in bytes while the directions are computed in which a part's parameters move. It includes
+    float32 copies of gradients, momenta and directions, and the bytes to decode and encode the momenta. It does not
+    include the directions in bfloat16."""
     gradients = sum(shard.gradient_copy for shard in part)
     momenta = sum(shard.state_copy(config) for shard in part)
     directions = 4 * sum(shard.num_elements for shard in part) if config.muon.nesterov else 0
@@ -392,7 +392,7 @@ def _muon_direction(part: Sequence[ShardSize], config: OptimizerConfig) -> int:
 
 
 def _muon_update(part: Sequence[ShardSize], config: OptimizerConfig) -> int:
-    """Return the bytes that the update of a part's parameters allocates: float32 copies, and the bytes of `draw`."""
+    """Return the bytes that the update of a part's shards allocates: float32 copies, and the bytes of `draw`."""
     copies = sum(shard.parameter_copy(config) for shard in part)
     return copies + _draw(part, config) if copies else 0
 

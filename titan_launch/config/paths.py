@@ -44,8 +44,8 @@ def expand_paths(path: str | tuple[str, ...], suffixes: tuple[str, ...] = ("",))
 
 
 def files_left_out(path: str | tuple[str, ...], suffixes: tuple[str, ...]) -> Counter[str]:
-    """Return the number of files that have none of the `suffixes`, by their own suffix. Only those entries of `path`
-    that are folders count."""
+    """Count the files in the folders of `path` that are not read, because they have none of the `suffixes`. Return the
+    counts by the suffix that the files have."""
     folders = [entry for entry in ((path,) if isinstance(path, str) else path) if os.path.isdir(entry)]
     if "" in suffixes:
         return Counter()
@@ -73,8 +73,8 @@ def describe_ends(ends: Counter[str]) -> str:
 
 
 def glob_of_sort(path: str, end: str) -> str:
-    """Return a glob for the files with the suffix `end`, as a TOML string. `path`: the folder of the files, or a glob
-    that also matches other files. In the second case, only the last part of the glob is returned."""
+    """Return a glob for the files with the suffix `end`, as a TOML string: `"FOLDER/**/*.txt"` if `path` is a folder,
+    and `"*.txt"` if it is a glob that also matches other files."""
     return toml_string(os.path.join(path, "**", f"*{end}") if os.path.isdir(path) else f"*{end}")
 
 

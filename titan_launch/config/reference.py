@@ -111,7 +111,7 @@ def field_docs(section: type[Section]) -> dict[str, str]:
     """Return the docstring of every field of a section, including inherited fields, one line per paragraph."""
     docs: dict[str, str] = {}
     for cls in reversed(section.__mro__):
-        # Mixed kinds are created at run time, so they have no source code.
+        # The classes in MIXED_KINDS are created at run time, so they have no source code.
         if issubclass(cls, Section) and cls is not Section and cls not in MIXED_KINDS.values():
             docs |= _own_docs(cls)
     return {name: docs[name] for name in section.model_fields if name in docs}

@@ -41,7 +41,7 @@ _FILES = "files.json"
 
 
 def built_once(kind: str, identity: Any, build: Callable[[Path], object], task: str = "") -> Path:
-    """Return the folder of the cache for `identity`. If the folder does not exist, `build(folder)` fills a new one.
+    """Return the folder of the cache entry `identity`. If the folder does not exist, `build(folder)` fills a new one.
 
     `kind`: name of the subfolder for entries of this kind. `identity`: a value that JSON can represent. Several
     processes may call this function at once: one builds, and the others wait. The folder gets its final name when it is
@@ -49,7 +49,7 @@ def built_once(kind: str, identity: Any, build: Callable[[Path], object], task: 
     interrupted call wrote. A folder is built again if its files no longer have the content that `build` wrote. If
     `task` is not empty and the folder does not exist, a log line names `task` and the folder.
 
-    Raises UserError if the cache cannot be written, also for an OSError of `build`, and the other errors of `build`.
+    Raises UserError if the cache cannot be written or `build` raises OSError, and other errors of `build`.
     """
     digest = hashlib.blake2b(json.dumps([_VERSION, identity]).encode(), digest_size=12).hexdigest()
     folder = cache_folder() / kind / digest

@@ -23,7 +23,7 @@ class _Unset:
 
 
 UNSET: Any = _Unset()
-"""Marks a problem that has no value, such as a missing key."""
+"""Value of a problem whose key has no value, such as a missing key."""
 
 KeyPath = tuple["str | int", ...]
 """A path into the job file, such as `("precision", "rules", 0, "match")`."""

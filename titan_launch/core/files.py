@@ -62,7 +62,6 @@ class RecordFile:
             raise
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 
@@ -118,7 +117,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def _is_regular(descriptor: int) -> bool:
-    """Return True for a regular file whose size is the length of its content. Files of /proc have the size 0."""
+    """Return True for a regular file with a correct size. (Files of /proc have content, but the size 0.)"""
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         return False
     try:

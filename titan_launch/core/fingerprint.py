@@ -66,8 +66,7 @@ class Fingerprint:
 
     def _changed_names(self, now: Fingerprint) -> list[str]:
         """Return a clause for each kind of change (missing, changed, new), such as `missing: a.txt, b.txt`. Return an
-        empty list if no file has changed, and if one of the two data sets has too many files, or files without a
-        name."""
+        empty list if no file has changed, or if one of the data sets has too many files or unnamed files."""
         if len(self.named) != self.files or len(now.named) != now.files:
             return []
         before, after = dict(self.named), dict(now.named)

@@ -18,7 +18,7 @@ from typing import Any
 from titan_launch.core.errors import KeyPath, config_error, did_you_mean
 
 FOLDERS_CHOOSE_NO_CODE = "a folder alone cannot choose the code to run"
-"""The reason in errors about a folder whose `config.json` names a user's own factory."""
+"""Reason in errors about a folder whose `config.json` names the import string of a factory."""
 
 _OWN_FOLDER = str(Path(__file__).resolve().parents[1]) + os.sep
 _IMPORT_MACHINERY = ("<frozen importlib", str(Path(importlib.__file__).resolve().parent) + os.sep)

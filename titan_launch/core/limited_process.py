@@ -177,7 +177,7 @@ class _Helper:
 
     def _start(self) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "titan_launch.core.limited_process"]
-        if threading.current_thread() is threading.main_thread():  # the signal is sent when the starting thread ends
+        if threading.current_thread() is threading.main_thread():  # the kernel also signals if the starting thread ends
             command.append(_STOP_WITH_PARENT)
         self._process = subprocess.Popen(
             command,

@@ -19,36 +19,38 @@ from titan_launch.core.terminal import one_line, say, short_name, shortened
 Value = TypeVar("Value")
 
 _MODULES = {"s3": "s3fs", "gs": "gcsfs"}
-"""The module of `packages.PACKAGES` that reads the URLs with a scheme."""
+"""The module of `packages.PACKAGES` that reads URLs, by their scheme."""
 
 _OPTIONS: dict[str, dict[str, int]] = {"s3": {"max_concurrency": 2}, "gs": {}}
-"""Options of the class in the module. s3fs holds `max_concurrency` parts of 50 MB of each large file in memory."""
+"""Options of the module's file system class, by scheme. s3fs holds `max_concurrency` parts of 50 MB of each large file
+in memory."""
 
 _WAITS_S = (1.0, 4.0)
-"""Seconds before a failed request is repeated: once for each number. The libraries repeat requests as well."""
+"""Seconds before each repetition of a failed request. The libraries repeat requests as well."""
 
 _CONNECTIONS = 4
 """Number of objects that are transferred at the same time."""
 
 _STALLED_S = 600.0
-"""Seconds without a transferred byte, or without a part of 50 MB of a large file, after which a request has failed. The
-libraries notice a server that does not answer; without this limit, one that does not read would never be noticed."""
+"""A request fails if no byte, or no part of 50 MB of a large file, is moved for this number of seconds. The libraries
+have a timeout for a server that does not answer, but none for a server that does not read."""
 
 _LOCAL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
-"""Errors of the local disk, which are not those of a store."""
+"""Error numbers of the local disk. These errors are raised as OSError, not as StoreError."""
 
 
 class StoreError(Exception):
     """Error of an object store. The message is a clause with the reason and a remedy."""
 
     def __init__(self, reason: str, is_final: bool = True, is_missing: bool = False):
-        """`is_final`: a repetition of the request would fail too. `is_missing`: there is no such object or bucket."""
+        """`is_final`: True if a repetition of the request would fail too. `is_missing`: True if there is no such object
+        or bucket."""
         super().__init__(reason)
         self.is_final, self.is_missing = is_final, is_missing
 
 
 class StoredObject(NamedTuple):
-    """Facts about an object that a store lists."""
+    """Properties of an object in the listing of a store."""
 
     size: int
     """Size in bytes."""
@@ -78,11 +80,11 @@ def module_of(url: str) -> str:
 
 
 class ObjectStore:
-    """The objects below a URL. Their names are relative to the URL, such as `step-1/manifest.json`; the name of an
-    object with the URL itself is empty. All methods raise StoreError, and OSError for errors of the local disk."""
+    """The objects below a URL. Their names are relative to the URL, such as `step-1/manifest.json`; an object at the
+    URL itself has the name "". All methods raise StoreError, and OSError for errors of the local disk."""
 
     def __init__(self, url: str):
-        """Prepare requests; none is sent. Raises StoreError if the package for the URL is not installed."""
+        """Make the fsspec file system, without a request. Raises StoreError if the URL's package is not installed."""
         scheme, _, path = url.partition("://")
         if not is_installed(module_of(url)):
             raise StoreError(not_installed(module_of(url)))
@@ -100,7 +102,7 @@ class ObjectStore:
         self._files.loop.set_exception_handler(lambda *_: None)
 
     def listing(self, folder: str = "") -> dict[str, StoredObject]:
-        """Return all objects, or those below `folder`, by their names relative to it."""
+        """Return the objects below `folder` by their names relative to it. By default, return all objects."""
         top = self._at(folder)
 
         def listed() -> dict[str, StoredObject]:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WatchedStep:
-    """Facts about a step that is about to run."""
+    """Properties of a step that is about to run."""
 
     number: int
     """Number of the step, from 1 on."""
@@ -34,7 +34,7 @@ class StepResult:
     tensor-parallel group compute the same loss. So each of them has this loss divided by the tensor-parallel degree."""
 
     parts: Mapping[str, Tensor]
-    """This rank's part of the other metrics of the loss (`Loss.tags`), by tag."""
+    """This rank's part of the mean of each further metric of the loss (`Loss.tags`), by tag."""
 
     items_local: Tensor
     """Number of this rank's items in `loss_sum`, divided by the tensor-parallel degree."""
@@ -49,13 +49,13 @@ class StepResult:
     """Norm of the whole gradient before clipping."""
 
     is_skipped: Tensor
-    """1 if the step did not change the parameters, else 0."""
+    """1 if the update was skipped, else 0."""
 
 
 class Observer:
     """An object that watches steps and does not change their results. A method that is not overridden does nothing.
 
-    An observer that has state is also a part of checkpoints (`checkpoint.state.Part`).
+    An observer with state also implements `checkpoint.state.Part`, so that checkpoints save the state.
     """
 
     def before_step(self, step: WatchedStep) -> None:

@@ -1,4 +1,4 @@
-"""Detection of a phantom GPU (`phantom_gpu`), which computes no values, and the marks of its output."""
+"""Detection of the phantom GPU, a simulated GPU without kernels (see `phantom_gpu`), and the marks of its output."""
 
 from __future__ import annotations
 

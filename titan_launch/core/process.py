@@ -80,7 +80,7 @@ def in_forks(function: Callable[[T], R], items: Sequence[T], takes_part: bool = 
                 try:
                     help_parent(theirs)
                 finally:
-                    os._exit(OK)  # whatever happens, this process must not go on as if it were its parent
+                    os._exit(OK)  # a fork must never continue with the code of its parent
             os.close(theirs)
             forks[process] = ours
         found = dict[int, R]()
@@ -161,7 +161,7 @@ def remove_folders(folder: str) -> None:
 def rank_folder(environment: Mapping[str, str] = os.environ) -> str | None:
     """Return the folder that torchrun creates for this rank; None in a process that torchrun did not start.
 
-    Its parent folder belongs to one start of all ranks. `launch` removes all these folders when it ends."""
+    Each start of all ranks has its own parent folder. `launch` removes all these folders when it ends."""
     error_file = environment.get("TORCHELASTIC_ERROR_FILE")
     return os.path.dirname(error_file) if error_file else None
 
@@ -226,8 +226,8 @@ def announce_once(text: str, traceback: str = "") -> None:
 
 
 def claim_announcement(environment: Mapping[str, str]) -> bool:
-    """Create the file that marks a failure as printed. Return True if the caller is to print the failure, and False if
-    the file exists already. If torchrun did not start the caller, or if the file cannot be created, return True.
+    """Create the file that marks a failure as printed. Return True if the caller must print the failure, and False if
+    the file already exists. If torchrun did not start the caller, or if the file cannot be created, return True.
 
     `environment`: environment variables of a rank, which name the folder that torchrun has created for this start.
     """

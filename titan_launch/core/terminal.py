@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import unicodedata
 import warnings
+from collections.abc import Sequence
 from typing import TextIO
 
 CLEAR_LINE = "\r\x1b[K"
@@ -65,6 +66,13 @@ def counted(number: float, noun: str) -> str:
 def short_name(name: str) -> str:
     """Return a name from a file as a part of a message: in one line, and without its middle if it is long."""
     return one_line(shortened(name, LONGEST_NAME))
+
+
+def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
+    """Return lines of cells as text, with every column as wide as its widest cell, and control characters escaped."""
+    rows = [[one_line(cell) for cell in line] for line in lines]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def as_message(text: str) -> str:

@@ -36,7 +36,7 @@ beginning, end or word, so marks may change the rendered chat. The sets are trie
 does not change the rendered chat is used."""
 
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
-"""Keys of a message for the thoughts before an answer. A template reads one of the first two keys."""
+"""Keys of a message with the reasoning before an answer. A template reads one of the first two keys."""
 
 _TEXTS = ("content", *_THOUGHTS, "arguments")
 """Keys whose texts get marks, in a message and in its tool calls."""
@@ -48,7 +48,7 @@ class RecordError(Exception):
     def __init__(self, reason: str, detail: str = "", key: str = "path", on_error: Literal["stop", "skip", ""] = ""):
         """`reason`: text that follows "is" in the error, such as `not valid JSON`; skipped records are counted by
         reason. `detail`: further text for the error. `key`: key of the section that may be wrong. `on_error`: the value
-        of `key`, if `key` decides between "stop" and "skip" for the record; "" if the key `on_error` decides."""
+        of `key`, "stop" or "skip", if `key` decides about the record; "" if the key `on_error` decides."""
         super().__init__(reason, detail, key, on_error)
         self.reason, self.detail, self.key, self.on_error = reason, detail, key, on_error
 
@@ -64,7 +64,7 @@ class Span(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """The position of a mark (see `_BEGIN`) in the text of a chat, without the marks."""
+    """The position of a mark (see `_BEGIN`) in the rendered chat, after all marks are removed."""
 
     position: int
     message: int
@@ -231,9 +231,9 @@ class _Turns:
     """The assistant's turns in the text of a chat.
 
     Without `generation` blocks, a turn begins after the prompt for an answer: the text that `add_generation_prompt`
-    adds to a chat. To find the end of a turn, the chat up to this turn is rendered, too: the text that ends the turn
-    there must also end it in the whole chat. Marks in the messages show where the text of each message is. Marks that
-    change the chat's text are not used.
+    adds to a chat. To find the end of a turn, the chat is also rendered only up to this turn: the text after the
+    message there also ends the turn in the whole chat. Marks in the messages show where the text of each message is.
+    Marks that change the chat's text are not used.
     """
 
     template: Renderer
@@ -257,11 +257,11 @@ class _Turns:
         return turn
 
     def blocks(self, turns: Sequence[int], train_on: str) -> list[Span]:
-        """Return the `generation` blocks of the turns `turns`.
+        """Return the `generation` blocks of the messages with the indices `turns`.
 
-        Raises RecordError for a block with text of a message that is not the assistant's. This check is omitted
-        if marks would change the text. Also raises RecordError if the weights of messages exclude an answer and the
-        template does not write one block for each answer.
+        Raises RecordError for a block with text of a message that is not the assistant's. This check is omitted if
+        marks would change the text. Also raises RecordError if an answer is no target (`"weight": 0`) and the template
+        does not write one block for each answer.
         """
         blocks = self.template.rendered(self.messages, self.tools).blocks
         answers = [index for index, message in enumerate(self.messages) if message["role"] == "assistant"]
@@ -280,7 +280,7 @@ class _Turns:
         return blocks
 
     def _start(self, index: int) -> int:
-        """Return the start of the turn `index`, which is the end of the prompt for this answer.
+        """Return the start of the turn of message `index`: the end of the prompt for this answer.
 
         The chat usually begins with the rendering of the earlier messages and this prompt. But some templates change
         earlier messages if later messages follow. Then the prompt is searched for between the text of the earlier
@@ -302,7 +302,7 @@ class _Turns:
         if self._prompt and self.text.count(self._prompt, start, own[0]) == 1:
             return self.text.index(self._prompt, start) + len(self._prompt)
         if self._prompt:
-            raise self._unknown(index, f"the prompt {self._prompt!r} is not exactly once right before the answer")
+            raise self._unknown(index, f"the prompt {self._prompt!r} must occur exactly once right before the answer")
         if index:
             raise self._unknown(index, "the template writes the earlier messages differently if they end the chat")
         before = self.text[: own[0]]
@@ -313,7 +313,7 @@ class _Turns:
         return start
 
     def _stop(self, index: int, start: int) -> int:
-        """Return the end of a turn, after the special token that ends it. `start`: start of the turn.
+        """Return the end of the turn of message `index`, after the special token that ends it. `start`: its start.
 
         The text after the last message of the chat ends its turn. For any other message, the chat up to this message is
         rendered twice: as it is, and with the prompt for the next answer, which is then removed. If `self.text` has the
@@ -342,8 +342,8 @@ class _Turns:
         return not self._text_after(index, start, _QUESTION).startswith(end)
 
     def _text_after(self, index: int, start: int, *further: Message, add_generation_prompt: bool = False) -> str:
-        """Render a chat that ends with message `index` and the messages `further`. Return its text after message
-        `index`. If this message has no text, return the text after `start`."""
+        """Render a chat that ends with message `index` and the messages `further`. Return the rendered text after
+        message `index` or, if this message has no text, after `start`."""
         messages = [*self._marked.messages[: index + 1], *further]
         other = self.template.rendered(messages, self.tools, add_generation_prompt)
         positions = [mark.position for mark in other.marks if mark.message == index]
@@ -471,7 +471,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _without_marks(marked: str) -> Rendered:
-    """Return a text without its marks, the spans of its `generation` blocks, and the other marks."""
+    """Return a text without marks, the spans of its `generation` blocks, and the marks of its messages."""
     text, blocks, marks, begin = "", [], [], 0
     pieces = _MARKS.split(marked)
     for piece, kind, index in zip(pieces[::3], ["", *pieces[1::3]], ["", *pieces[2::3]], strict=True):
@@ -507,8 +507,8 @@ def _environment(today: date) -> Any:
             return f"{_BEGIN}{_MARK_END}{caller()}{_END}{_MARK_END}"
 
     class Variables(Namespace):
-        """Variables that a template may change. Names that begin with an underscore are refused, because Python's
-        internals have such names."""
+        """Variables that a template may change. Names that begin with an underscore are refused, because they lead to
+        Python's internals."""
 
         def __init__(*args: Any, **variables: Any):
             self, *items = args  # so that `self` can be the name of a variable

@@ -1,8 +1,8 @@
 """Token files of other programs: `.bin` and `.idx` of Megatron-LM, files of llm.c, one-dimensional `.npy` files of
-NumPy, and flat files as in nanoGPT.
+NumPy, and flat files (token ids without a header) as in nanoGPT.
 
-These files do not name their tokenizer. Their token ids are therefore compared with the vocabulary of `[tokenizer]`.
-To find the largest id and the ends of the documents, each host reads the files once, and keeps the result in the cache.
+These files do not name their tokenizer. Their token ids are therefore compared with the vocabulary of `[tokenizer]`. To
+find the largest id and the ends of the documents, each host reads the files once, and keeps the result in the cache.
 """
 
 from __future__ import annotations
@@ -115,8 +115,8 @@ def open_foreign_tokens(config: TokensData, tokenizer: Tokenizer, key: KeyPath) 
 
 
 def check_unknown_ids(folder: Path, header: Header) -> None:
-    """Check the shards whose largest token id is not in the header. Raise TokenFilesError if a token id in them is
-    outside of the vocabulary. Each host reads these shards once."""
+    """Check the shards for which the header does not give the largest token id. Raise TokenFilesError if a token id in
+    them is outside of the vocabulary. Each host reads these shards once."""
     unknown = [shard for shard in header.shards if shard.largest is None and shard.num_tokens]
     if not unknown:
         return
@@ -232,7 +232,7 @@ def _megatron_file(path: Path, index: Path) -> _File:
 
 def _scanned(files: Sequence[_File], end_of_document: int | None) -> tuple[Path, list[Any]]:
     """Return the folder of the cache with the result of `_scan`, and the identity of the files. The identity includes
-    samples of the content, for the same reason as in `data.prepare`."""
+    samples of the content (`data.prepare._cached_digests` has the reason)."""
     paths = [path for file in files for path in (file.path, file.index) if path is not None]
     sample = fingerprint_of_files([("", path) for path in paths]).content
     states = [[str(path.resolve()), *file_state(path)] for path in paths]
@@ -243,8 +243,8 @@ def _scanned(files: Sequence[_File], end_of_document: int | None) -> tuple[Path,
 
 
 def _scan(files: Sequence[_File], end_of_document: int | None, folder: Path) -> None:
-    """Write the largest token id and the ends of the documents of each file into `folder`. `end_of_document`: the token
-    that ends a document, in files without an index; None: write no ends of documents."""
+    """Write the largest token id and the ends of the documents of each file into `folder`. `end_of_document`: id of the
+    token that ends a document, in files without an index; None: write no ends."""
     largest, documents = [], []
     for number, file in enumerate(files):
         tokens, found = file.map(), [np.array([file.num_tokens])]

@@ -75,8 +75,8 @@ class LoadedTokenizer:
         return b"".join(parts), [len(encoding) for encoding in encodings]
 
     def encode_chat(self, text: str) -> tuple[bytes, bytes]:
-        """Return the ids of a text, and the offsets of each token: its first character, and the end of its characters.
-        Names of special tokens in the text become these tokens."""
+        """Return the ids of a text, and for each token the start and the end (exclusive) of its characters. Names of
+        special tokens in the text become these tokens."""
         self._tokenizer.encode_special_tokens = False
         try:
             encoding = self._tokenizer.encode(text, add_special_tokens=False)

@@ -274,7 +274,7 @@ class _TrainReader(_Reader):
 
 @dataclass(frozen=True)
 class _ValidationReader(_Reader):
-    """Reader of samples by their indices, some of which are `_PADDING`."""
+    """Reader of samples by their indices. The index `_PADDING` gives a sample without valid targets."""
 
     source: SampleSource
 
@@ -350,7 +350,7 @@ class _StreamPart(IterableDataset[Any]):
 
 
 class _ErrorsAsSamples:
-    """A reader of a stream that returns a UserError in place of a sample, for the same reason as `_Reader`."""
+    """A reader of a stream that returns a UserError in place of a sample (`_Reader.__getitems__` has the reason)."""
 
     def __init__(self, reader: Reader):
         self._reader = reader

@@ -25,7 +25,7 @@ _ROUNDS = 8
 domain (Luby and Rackoff 1988). The small domain of a tiny data set needs more rounds."""
 
 _CACHED_HASHES = 1 << 16
-"""Largest number of hashes that one round of a permutation keeps: all hashes that 4^16 samples need."""
+"""Largest number of hashes that one round of a permutation caches: all hashes for up to 4^16 samples."""
 
 
 class Order(Protocol):
@@ -136,9 +136,9 @@ class _Stage:
     def consumed(self, blocks: int) -> tuple[int, ...]:
         """Return the number of samples of each source before block `blocks` of this stage.
 
-        The exact shares are rounded down. The samples that are then missing go to the sources with the largest
-        remainders, one for each. No number falls from one block to the next, because the exact share of a source in a
-        block is 0, or at least 1.
+        The exact shares are rounded down. The missing samples go to the sources with the largest remainders, one to
+        each. No number falls from one block to the next, because the exact share of a source in a block is 0, or at
+        least 1.
         """
         positions, total = blocks * self.block_size, sum(self.weights)
         counts, remainders = zip(*(divmod(weight * positions, total) for weight in self.weights), strict=True)
@@ -150,7 +150,7 @@ class _Stage:
         )
 
     def _block(self, block: int) -> list[tuple[int, int]]:
-        """Return for each position of a block its source, and the number of earlier samples of this source."""
+        """Return the index of the source, and the number of its earlier samples, for each position of a block."""
         counts = list(self.consumed(block))
         ends = list(accumulate(after - before for before, after in zip(counts, self.consumed(block + 1), strict=True)))
         permute = Permutation(f"{self._seed}/mixture/{self.start + block * self.block_size}", self.block_size)

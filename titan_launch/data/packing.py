@@ -37,7 +37,7 @@ _ARRAYS = ("starts", "lengths", "ends")
 
 @dataclass(frozen=True)
 class PackingSummary:
-    """Numbers about a packing, for the log line."""
+    """The numbers that the log line about a packing shows."""
 
     num_documents: int
     """Number of documents with at least two tokens."""
@@ -61,13 +61,13 @@ class Packing:
     seq_len: int
     summary: PackingSummary
     starts: Indices
-    """For each piece, the number of tokens before the piece in the data."""
+    """For each piece, the position of its first token in the stream of all tokens."""
 
     lengths: npt.NDArray[np.int32]
     """For each piece, the number of its pairs of an input and a target."""
 
     ends: Indices
-    """For each sample, the number of pieces up to its end."""
+    """For each sample, the number of pieces in this sample and all earlier ones."""
 
     def pieces_of(self, samples: Iterable[int]) -> tuple[Indices, list[int]]:
         """Return the indices of the pieces of some samples, and the number of pieces of each of these samples."""
@@ -142,9 +142,8 @@ def best_fit_decreasing(lengths: npt.NDArray[np.int32], capacity: int) -> npt.ND
     """Return the bin of each item. The lengths of the items in a bin, each from 1 to `capacity`, add up to at most
     `capacity`.
 
-    Items of equal length are placed together. A bin with free space f takes f // length of these items, because after
-    each item this bin still has the least free space that suffices. So the time grows with the number of different
-    lengths.
+    Items of equal length are placed together. A bin with free space f takes f // length of these items: after each of
+    them, it still has the least free space that suffices. So the time grows with the number of different lengths.
     """
     counts = np.bincount(lengths, minlength=capacity + 1)
     bin_of = np.empty(len(lengths), np.int32)  # the bin of each item, in the order of falling length

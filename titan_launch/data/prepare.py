@@ -43,7 +43,7 @@ from titan_launch.data.token_files import (
 )
 
 UNFINISHED = "unfinished.json"
-"""Name of a file that exists in a folder until its header is written. It identifies the corpus and the tokenizer."""
+"""Name of a file that is in a folder until the header is written. It identifies the corpus and the tokenizer."""
 
 _BATCH = 1000
 """Largest number of documents that are tokenized at a time."""
@@ -55,8 +55,8 @@ _LARGE_CORPUS = 1 << 26
 """Bytes of text above which a run tokenizes the text in several processes, which take a second to start."""
 
 _NOT_IN_TOKENS = {"path", "packing", "shuffle", "num_workers", "name", "weight", "streaming"}
-"""Keys of the section that do not change the tokens. `path` is one of them, because the contents of its files are
-compared instead."""
+"""Keys of the section that are not compared, because they do not change the tokens. In place of `path`, the contents of
+its files are compared."""
 
 
 @dataclass

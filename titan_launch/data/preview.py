@@ -32,8 +32,8 @@ class ShownDocument:
 def decode_sample(sample: Sample, tokenizer: Tokenizer) -> list[ShownDocument]:
     """Return the documents of a sample of tokens, without its padding.
 
-    The last token of a document is only a target, not an input. It is omitted if the loss ignores it. The first
-    token is only an input, and is shown like the second token. A sample without document numbers is one document.
+    The last token of a document is never an input. It is omitted if the loss ignores it. The first token is never a
+    target; whether it counts is shown as for the second token. A sample without document numbers is one document.
     """
     inputs, targets, *numbers = (column.tolist() for column in sample)
     number_of = numbers[0] if numbers else [0] * len(inputs)

@@ -42,10 +42,10 @@ SHARD_NAME = re.compile(r"[0-9A-Za-z_-]{1,64}")
 """Valid names of shards. A header must not name files outside of its folder."""
 
 CHUNK = 1 << 24
-"""Number of tokens or ends of documents that are processed at a time when a whole file is read."""
+"""When a whole file is read, this number of tokens, or of ends of documents, is processed at a time."""
 
 MOST_LISTED = 256 * MIB
-"""Limit of the bytes of a JSON file with an entry for each file of a corpus."""
+"""Limit of the bytes of a JSON file that lists all files of a corpus."""
 
 _MOST_ENTRIES = 5_000_000
 """Limit of the arrays and objects in a header."""
@@ -266,8 +266,8 @@ class TokenStream:
     vocab_size: int
 
     identity: Sequence[Any]
-    """Values for the key of cached results that depend on the ends of the documents. If an end changes, a value
-    changes. JSON can represent the values."""
+    """Key of cached results that depend on the ends of the documents: values that change if an end changes. JSON can
+    represent the values."""
 
     starts: Sequence[int] = field(init=False)
     """For each shard, the number of tokens before it. The last entry is the number of all tokens."""
@@ -348,7 +348,7 @@ def open_token_files(folder: Path, header: Header) -> TokenStream:
 
 
 def first_without_tokens(ends: npt.NDArray[np.int64]) -> int | None:
-    """Return the index of the first document that does not end after the document before it; None if there is none."""
+    """Return the index of the first document that does not end after the previous document; None if there is none."""
     for start in range(0, len(ends), CHUNK):
         chunk = ends[start : start + CHUNK]
         rises = np.diff(chunk, prepend=ends[start - 1] if start else 0) > 0

@@ -35,7 +35,7 @@ from titan_launch.data.token_files import Tokens, token_dtype
 _log = logging.getLogger(__name__)
 
 Offsets = npt.NDArray[np.int64]
-"""For each token, its first character in the text and the end of its characters: `[tokens, 2]`."""
+"""For each token, the start and the end (exclusive) of its characters in the text: `[tokens, 2]`."""
 
 
 class Tokenizer(Protocol):
@@ -73,8 +73,8 @@ class Tokenizer(Protocol):
         """Names of the special tokens."""
 
     def encode_chat(self, text: str) -> tuple[list[int], Offsets]:
-        """Return the tokens of a text that a chat template has written, and for each token its first character and the
-        end of its characters. Names of special tokens become these tokens."""
+        """Return the tokens of a text that a chat template has written, and their offsets. Names of special tokens
+        become these tokens."""
 
 
 class ByteTokenizer:

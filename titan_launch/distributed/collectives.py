@@ -1,4 +1,4 @@
-"""Actions whose result or error all ranks of a process group share, and further collectives."""
+"""Functions that run an action and share its result or error with all ranks, and further collectives."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ def on_rank_0(action: Callable[[], Value], group: dist.ProcessGroup | None = Non
 
 
 def on_rank_0_slowly(action: Callable[[], Value]) -> Value:
-    """Run `action` on rank 0 as `on_rank_0` does, also if it takes longer than the timeout of collectives. The action
-    runs in a thread, and all ranks take part in a short collective every half second. Collective."""
+    """Run `action` on rank 0 as `on_rank_0` does, even if the action takes longer than the timeout of collectives. The
+    action runs in a thread, and all ranks take part in a short collective every half second. Collective."""
     executor = ThreadPoolExecutor(1)
     try:
         started = [executor.submit(_run, action)] if dist.get_rank() == 0 else []
         while not on_rank_0(lambda: not wait(started, _SECONDS_BETWEEN_SIGNS).not_done):
             pass
         return on_rank_0(lambda: started[0].result().value_or_raise())
-    finally:  # does not wait for the action: if another rank has failed, this one must say so
+    finally:  # does not wait for `action`, because an error of another rank must be raised now
         executor.shutdown(wait=False, cancel_futures=True)
 
 
 _SECONDS_BETWEEN_SIGNS = 0.5
-"""Seconds between the collectives of `on_rank_0_slowly`."""
+"""Seconds between the short collectives of `on_rank_0_slowly`."""
 
 
 def on_all_ranks(action: Callable[[], Value], group: dist.ProcessGroup | None = None) -> list[Value]:

@@ -66,17 +66,17 @@ class Mesh:
         return self.ranks[REPLICATE.short, shard] if self.layout.fsdp_replicas > 1 else sharded
 
     def shards_of(self, unit: Unit) -> DeviceMesh:
-        """Return the mesh for `fully_shard` of a unit: `fsdp`. If expert parallelism has divided the unit's parameters,
-        the shard axis has only the ranks that hold the same experts."""
+        """Return the mesh with which `fully_shard` wraps a unit: the mesh `fsdp`. For a unit of divided experts (expert
+        parallelism), the shard axis has only the ranks that hold the same experts."""
         if not unit.is_divided:
             return self.fsdp
-        assert self.expert_ranks is not None, "the mesh is that of the plan"
+        assert self.expert_ranks is not None, "divided experts need the second grid"
         if self.layout.fsdp_replicas > 1:
             return self.expert_ranks[REPLICATE.short, _EXPERT_SHARD]
         return self.expert_ranks[_EXPERT_SHARD]
 
     def along(self, *axes: Axis) -> DeviceMesh | None:
-        """Return this rank's group along an axis, or along several axes together. Axes of degree 1 are omitted. None if
+        """Return this rank's submesh along an axis, or along several axes together, without axes of degree 1. None if
         all degrees are 1."""
         own = [axis for axis in axes if self.layout.degree(axis) > 1]
         grid = self.ranks if all(axis.is_factor for axis in own) else self.expert_ranks

@@ -1,4 +1,4 @@
-"""Rendezvous of the ranks of one start of a run. A restarted run uses the same store as its earlier starts."""
+"""Rendezvous of all ranks at each start of a run. After a restart, the run uses the same store as before."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _WAIT_AFTER_SIGNAL_S = 15.0
 def wait_for_ranks(
     store: dist.Store, rank: int, world_size: int, timeout_seconds: float, stop_signal: Callable[[], int]
 ) -> dist.Store:
-    """Wait for the other ranks of this start. Return the part of `store` that only these ranks use.
+    """Wait for the other ranks of this start. Return `store` with a prefix for keys that only these ranks use.
 
     torchrun keeps one store across restarts. In it, restarted ranks would read the addresses of dead processes.
     torchrun also has no id that all ranks of a start share and that changes with each start, because each agent counts
@@ -38,7 +38,7 @@ def wait_for_ranks(
 
 
 class _Clock:
-    """Poll interval and deadline of the rendezvous."""
+    """Time between two polls of the store, and deadline of the rendezvous."""
 
     def __init__(self, timeout_seconds: float):
         self.timeout_seconds = timeout_seconds

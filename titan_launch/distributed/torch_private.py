@@ -367,7 +367,7 @@ def pop_forward_order(root: nn.Module) -> ForwardOrder:
 
 
 def restore_forward_order(root: nn.Module, order: ForwardOrder) -> None:
-    """Before a backward, restore FSDP2's record of its forward. The backward prefetches by this record."""
+    """Set FSDP2's record of a forward to `order`, before its backward, which prefetches units in the reverse order."""
     if not is_tested_release():
         return
     assert isinstance(root, FSDPModule)
@@ -438,7 +438,7 @@ def reset_iteration(root: nn.Module) -> None:
     if hasattr(root, "reset_iter_state"):
         root.reset_iter_state()
     else:
-        _reset_iteration_state(root)  # remove with support for torch 2.12
+        _reset_iteration_state(root)  # remove when torch 2.12 is no longer supported
     for group in parameter_groups(root):
         for parameter in group.fsdp_params:
             if parameter.all_gather_outputs:  # reset_iter_state skips units that were interrupted
@@ -446,8 +446,8 @@ def reset_iteration(root: nn.Module) -> None:
 
 
 def _reset_iteration_state(model: FSDPModule) -> None:
-    """Do what `reset_iter_state` does, which torch 2.11 and 2.12 lack: reset FSDP2's state. Work that is started later
-    on the current stream waits for pending collectives."""
+    """Reset FSDP2's state as `reset_iter_state` does, which torch 2.11 and 2.12 lack. Work that is started later on the
+    current stream waits for pending collectives."""
     from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
     assert isinstance(model, nn.Module)
@@ -583,8 +583,8 @@ def _recorder_of(name: str) -> tuple[str, ...]:
 def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     """Set the timeout of later collectives of a process group.
 
-    `torch.distributed.set_timeout` is public from torch 2.14 on. Remove the private function with the support of torch
-    2.13.
+    `torch.distributed.set_timeout` is public from torch 2.14 on. Remove the private function when torch 2.13 is no
+    longer supported.
     """
     set_group_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
     set_group_timeout(timeout, group)

@@ -38,10 +38,10 @@ def build_loss(
 ) -> Loss:
     """Return the loss of a job: the loss that the model computes (`model.loss`), or the loss that `loss.name` names.
 
-    `num_classes`: number of classes of the data. `has_values`: False for a trace, whose tensors have no values to
-    check. `frozen`: the second model of the loss. If this rank has the loss head of the plan, this function changes the
-    head in place: it then computes the loss instead of logits. Raises ConfigError if the function that `loss.name`
-    names cannot be imported or called (`import_loss`).
+    `num_classes`: number of classes of the data. `has_values`: False if the forward is traced with FakeTensors, whose
+    values cannot be checked. `frozen`: the teacher or reference model, if it is a model of its own. With `loss.chunks`,
+    this function changes the output layer in place: the layer then returns the loss instead of logits. Raises
+    ConfigError if the function that `loss.name` names cannot be imported or called (`import_loss`).
     """
     if config.model.loss is not None:
         return ModelLoss(config.model.loss, config.data.unit, has_values)
@@ -59,12 +59,12 @@ def build_loss(
     if isinstance(config.loss.settings, KTOConfig):
         return KTOLoss(check, compiled, config.loss.settings, model, frozen or Base(model))
     if distillation is not None:
-        assert frozen is not None, "the loss has a teacher"
+        assert frozen is not None, "distillation requires a teacher"
         return DistillationLoss(check, compiled, distillation, frozen)
     loss = CrossEntropy(config.loss, check, compiled)
     if plan.loss_head is not None:
         head = model.get_submodule(plan.loss_head)
         dtypes = [torch_dtype(dtype) for dtype in plan.logits_dtypes]
-        if not isinstance(head, PassThrough):  # else another pipeline rank has the head
+        if not isinstance(head, PassThrough):  # in a pipeline, only the last stage has the head
             loss.compute_in(head, dtypes)
     return loss

@@ -79,7 +79,7 @@ class _Running:
     """Statistics of the logits of n targets, over the classes of the chunks so far. Each is fp32 (n, 1)."""
 
     largest: Tensor
-    """The largest logit; if it is known in advance, the largest logit of all classes."""
+    """The largest logit so far, or of all classes if all logits are given."""
 
     sum_exp: Tensor
     """The sum of exp(logit - largest)."""
@@ -114,8 +114,8 @@ class _Running:
 def _add_classes(
     logits: Tensor, index: Tensor, largest: Tensor, sum_exp: Tensor, wanted: Tensor, logit_sum: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the fields of `_Running` after a chunk of logits (n, classes). `index` (n, 1): the target's class, counted
-    from the first class of the chunk. The class may be outside of the chunk."""
+    """Return the fields of `_Running` after a chunk of logits (n, classes). `index` (n, 1): the target's class minus
+    the chunk's first class. The target's class may be outside of the chunk."""
     before, largest = largest, torch.maximum(largest, logits.amax(-1, keepdim=True)).float()
     exponentials = logits.to(torch.float32, copy=True).sub_(largest).exp_()
     sum_exp = sum_exp * (before - largest).exp() + exponentials.sum(-1, keepdim=True)
@@ -136,8 +136,8 @@ def _gradient(  # noqa: PLR0913 - a compiled function takes tensors and numbers
     smoothing: float,
     num_classes: int,
 ) -> Tensor:
-    """Return the gradient of a chunk of logits, in their dtype: `scale` times the sum of three terms. These are softmax
-    (times `z_factor`), -(1 - smoothing) at the target, and -smoothing / num_classes everywhere.
+    """Return the gradient of a chunk of logits, in their dtype. It is `scale` times a sum: softmax (times `z_factor`),
+    minus (1 - smoothing) at the target, minus smoothing / num_classes everywhere.
 
     The softmax is exp((logit - `largest`) - `log_sum`), where `log_sum` is the logarithm of `_Running.sum_exp` over all
     classes. (The sum `largest` + `log_sum` alone would lose digits of large logits.)
@@ -174,7 +174,7 @@ class Method:
     adjust: Adjust | None
     kernels: Kernels
     counts_correct: bool
-    """True if the second sum is the number of correct predictions. False: it is the weighted z-loss."""
+    """True: the second sum of `ChunkedLoss` counts correct predictions. False: it is the weighted z-loss."""
 
     @property
     def chunks(self) -> Iterator[tuple[int, int]]:
@@ -208,8 +208,8 @@ def _logits(x: Tensor, weight: Tensor | None, bias: Tensor | None, first: int, e
 
 
 class ChunkedLoss(torch.autograd.Function):
-    """The two sums of `CrossEntropy.sums`. `x` is the input (n, features) of an output layer or, without a weight, the
-    logits (n, classes).
+    """The autograd function that returns the two sums of `CrossEntropy.sums`. `x` is the input (n, features) of an
+    output layer or, without a weight, the logits (n, classes).
 
     Backward runs through the first sum only. For backward, the function saves its inputs and two fp32 numbers for each
     target.
@@ -292,7 +292,7 @@ class _Best:
         return _Best(logit, torch.zeros_like(logit, dtype=torch.int64))
 
     def with_chunk(self, logits: Tensor, first: int) -> _Best:
-        """Return the state after a chunk of logits. `first`: its first class, counted over all ranks."""
+        """Return the state after a chunk of logits. `first`: index of its first class over all ranks."""
         logit, label = logits.max(-1, keepdim=True)
         is_larger = logit > self.logit
         return _Best(logit.float().where(is_larger, self.logit), (label + first).where(is_larger, self.label))

@@ -1,9 +1,9 @@
 """The cross-entropy of logits, with label smoothing and z-loss.
 
 Without chunks, the model returns logits, and the loss is computed from them. With chunks (`loss.chunks`) and a loss
-head in the plan, the output layer of the model computes the loss (`loss/chunked.py`). Logits then exist only for one
-chunk of classes at a time. With chunks but without a loss head, the model returns logits, and the loss is computed from
-them in chunks.
+head (`ModelPlan.loss_head`), the output layer of the model computes the loss (`loss/chunked.py`). Logits then exist
+only for one chunk of classes at a time. With chunks but without a loss head, the model returns logits, and the loss is
+computed from them in chunks.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class CrossEntropy(Loss):
         self._kernels = Kernels.compiled(compiled)
         self._has_head = False
         self.targets: Tensor | None = None
-        """The targets of the current forward. If the value is None, the output layer returns logits."""
+        """The targets inside a `given` block, for the output layer. None outside: the layer then returns logits."""
 
     def compute_in(self, head: nn.Module, dtypes: Sequence[torch.dtype] = ()) -> None:
-        """Change the forward of `head`, an `nn.Linear`, in place: in a block of `given`, the layer returns the sums of
-        the loss instead of logits.
+        """Change the forward of `head`, an `nn.Linear`, in place: inside a `with loss.given(targets)` block, the layer
+        returns the sums of the loss instead of logits.
 
         The logits are the output of the layer. If the layer has the method `adjust_logits`, an elementwise function
         such as a soft cap, `adjust_logits` is applied to each chunk of logits. Then each chunk is cast to all `dtypes`,
@@ -58,7 +58,7 @@ class CrossEntropy(Loss):
         loss, compute = self, head.forward
         adjust = _adjustment(getattr(head, "adjust_logits", None), dtypes)
 
-        # The explanation of an out-of-memory error finds the module in a frame under the name `self`.
+        # Named `self`, because an out-of-memory message names the module that is `self` in the traceback's frames.
         def forward(self: nn.Module, x: Tensor) -> Tensor:
             return compute(x) if loss.targets is None else loss.of_head(self, x, loss.targets, adjust)
 
@@ -94,7 +94,7 @@ class CrossEntropy(Loss):
             if outputs.shape != (2,):
                 reason = (
                     "the output layer of the model computes the loss, but the model does not return the output of that "
-                    "layer unchanged in every forward; return it unchanged, or set 1"
+                    "layer unchanged in every forward; return it unchanged, or set loss.chunks = 1"
                 )
                 raise config_error(("loss", "chunks"), reason, self._config.chunks)
             return outputs
@@ -119,7 +119,7 @@ class CrossEntropy(Loss):
         self._check((*x.shape[:-1], weight.shape[0]), targets)
         if not isinstance(weight, DTensor):
             return self._in_chunks(Classes(weight.shape[0]), x, weight, bias, targets, adjust)
-        assert isinstance(x, DTensor), "tensor parallelism makes DTensors of the input and the weight"
+        assert isinstance(x, DTensor), "a DTensor weight requires a DTensor input"
         own_weight, own_bias = weight.to_local(), None if bias is None else bias.to_local()
         own_x = x.to_local(grad_placements=[Partial()])  # the gradients from all ranks' classes add up
         classes = Classes.of(weight, own_weight.shape[0])
@@ -143,7 +143,7 @@ class CrossEntropy(Loss):
 
 
 def _adjustment(adjust: Adjust | None, dtypes: Sequence[torch.dtype]) -> Adjust | None:
-    """Return one function that applies `adjust` and then casts to all `dtypes`; None if there is nothing to do."""
+    """Return one function that applies `adjust` and then casts to all `dtypes`; None without `adjust` and `dtypes`."""
     if adjust is None and not dtypes:
         return None
 

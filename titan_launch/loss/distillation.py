@@ -44,7 +44,7 @@ class DistillationLoss(CrossEntropy):
             return super().sums(outputs, targets)
         self._check(outputs.shape, targets)
         of_teacher, self._logits = self._logits, None
-        assert of_teacher is not None, "prepare comes first"
+        assert of_teacher is not None, "call prepare before sums"
         if of_teacher.shape != outputs.shape:
             reason = (
                 f"has {of_teacher.shape[-1]} classes, but the trained model has {outputs.shape[-1]}; name a teacher "

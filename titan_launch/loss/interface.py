@@ -28,7 +28,7 @@ Z_LOSS = "train/z_loss"
 
 
 class Loss:
-    """The loss of a job. A training step calls its methods in this order (`train.forward.run_model` is the `with`
+    """The loss of a job. A training step calls its methods in this order (`train.forward.run_model` has the `with`
     block):
 
     loss.prepare_step(microbatches, device)
@@ -53,11 +53,11 @@ class Loss:
     reported."""
 
     prepares_steps = False
-    """True if `prepare_step` has an effect."""
+    """True if the class overrides `prepare_step`."""
 
     frozen: nn.Module | None = None
-    """The second model of the loss. It is never trained, but wrapped like the trained model. None: the loss has no
-    second model, or it is the trained model without its adapters (`loss.second_model.Base`)."""
+    """The teacher or reference model, which is never trained but wrapped like the trained model. None without one, and
+    if the reference model is the trained model without its adapters (`loss.second_model.Base`)."""
 
     def __init__(self, check: LogitsCheck = lambda shape, targets: None):
         self._check = check
@@ -72,8 +72,7 @@ class Loss:
         the microbatches of this rank, on the host. Not called in validation, in traces and in pipelines. Collective."""
 
     def prepare(self, inputs: Tensor, targets: Tensor, documents: Tensor | None) -> None:
-        """Before the model's forward, compute the other values that the loss needs, such as a teacher's logits.
-        Collective."""
+        """Before the model's forward, compute further values for `sums`, such as a teacher's logits. Collective."""
 
     @contextmanager
     def given(self, targets: Tensor) -> Iterator[None]:
@@ -101,13 +100,13 @@ class Loss:
         raise NotImplementedError
 
     def contract(self, unit: SampleUnit) -> str:
-        """Return the end of an error message: what the model's forward gets, and what it must return."""
+        """Return the end of an error message about a forward: the arguments that it gets, and what it must return."""
         return logits_contract(unit)
 
 
 def means_of_step(sums: Tensor, num_items: Tensor) -> Tensor:
     """Return a microbatch's part of the step's means: its sums divided by `num_items`, the number of items in the whole
-    step on all ranks. If `num_items` is 0, the sums are returned."""
+    step on all ranks. If `num_items` is 0, return the sums undivided."""
     return sums / num_items.clamp(min=1)
 
 

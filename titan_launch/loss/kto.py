@@ -1,9 +1,8 @@
 """Kahneman-Tversky optimization (KTO), a loss of single answers that are desirable or undesirable.
 
-The loss of an answer compares its log-ratio with a baseline, the mean log-ratio of mismatched answers. A sample has
-several chats. The mismatched chats of a sample have the same prompts, but each prompt is followed by the answer to the
-prompt before. So they have as many tokens as the sample, and do not depend on the division of a batch into ranks and
-microbatches.
+The loss of an answer compares its log-ratio (see `KTOLoss`) with a baseline, the mean log-ratio of mismatched answers.
+A sample has several chats. In its mismatched chats, each prompt is followed by the answer to the previous prompt. So
+these chats have as many tokens as the sample, and do not depend on the division of a batch into ranks and microbatches.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from titan_launch.parallel.fsdp import in_evaluation_mode
 
 
 class Answers(NamedTuple):
-    """The answers in a microbatch. Tensors (batch, documents) have an entry for each number that a document may have
+    """The answers in a microbatch. Tensors of shape (batch, documents) have an entry for each possible document number
     (`num_documents`)."""
 
     documents: Tensor
-    """The number of each token's document, int32 (batch, tokens)."""
+    """Document number of each token, int32 (batch, tokens)."""
 
     targets: Tensor
     """The targets without the labels, int64 (batch, tokens)."""
@@ -43,13 +42,13 @@ class Answers(NamedTuple):
     """The labels, int64 (batch, documents): 1 for a desirable answer, and 0 for an undesirable one."""
 
     first: Tensor
-    """Position of the first target of the answer, int64 (batch, documents)."""
+    """Position in the sample of the answer's first target, int64 (batch, documents)."""
 
 
 def answers_in(targets: Tensor, documents: Tensor | None) -> Answers:
     """Return the answers of a microbatch. The last valid target of a document is its label. The other valid targets are
     its answer. `targets`, `documents`: (batch, tokens)."""
-    assert documents is not None, "config.rules demands data with labels"
+    assert documents is not None, "config.rules requires data with labels"
     places = torch.arange(targets.shape[1], device=targets.device).expand_as(targets)
     last = _extreme(places, targets != IGNORED_TARGET, documents, "amax")
     labels = targets.gather(1, last)
@@ -59,8 +58,8 @@ def answers_in(targets: Tensor, documents: Tensor | None) -> Answers:
 
 
 def _extreme(places: Tensor, is_taken: Tensor, documents: Tensor, kind: str) -> Tensor:
-    """Return the first (`amin`) or last (`amax`) taken place of each document, int64 (batch, documents). For a document
-    without a taken place, `amin` returns the last place of the sample, and `amax` returns 0."""
+    """Return for each document the first (`kind` amin) or last (amax) entry of `places` where `is_taken` is True: int64
+    (batch, documents). Without such an entry, amin gives the last position of the sample, and amax gives 0."""
     other = places.shape[1] - 1 if kind == "amin" else 0
     found = places.new_full((len(places), num_documents(places.shape[1])), other)
     return found.scatter_reduce(1, documents.long(), places.where(is_taken, other), kind)
@@ -80,8 +79,8 @@ class Mismatched(NamedTuple):
 
 
 def mismatched(inputs: Tensor, answers: Answers) -> Mismatched:
-    """Return the mismatched chats of a microbatch. Each prompt gets the answer of the chat before. The first prompt of
-    a sample gets the answer of the last chat. Documents without an answer, such as padding, keep their tokens.
+    """Return the mismatched chats of a microbatch. Each prompt gets the answer of the previous chat. The first prompt
+    of a sample gets the answer of its last chat. Documents without an answer, such as padding, keep their tokens.
 
     `inputs`: (batch, tokens). No shape depends on a value, so the host never waits for the device.
     """
@@ -189,10 +188,10 @@ class KTOLoss(Loss):
 
     def sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return four sums over answers: the losses, the rewards (negated for undesirable answers), the number of
-        answers whose reward is on the right side of the baseline, and the baseline. Without gradients, return the first
-        and the third sum."""
+        correct answers (desirable: reward above the baseline; undesirable: below), and the baseline. Without gradients,
+        return the first and the third sum."""
         self._check(outputs.shape, targets)
-        assert self._prepared is not None, "prepare comes first"
+        assert self._prepared is not None, "call prepare before sums"
         (answers, reference, baseline), self._prepared = self._prepared, None
         settings = self._settings
         sign = answers.labels * 2 - 1

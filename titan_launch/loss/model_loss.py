@@ -75,12 +75,11 @@ class ModelLoss(Loss):
 
     @torch.no_grad()
     def _check_shift(self, loss: Tensor, logits: Tensor | None, targets: Tensor) -> None:
-        """Raise ConfigError if the loss is the cross-entropy of the targets shifted by one token, because the data has
-        already shifted them.
+        """Raise ConfigError if the model shifts the targets by one token, because they are shifted already.
 
-        The check compares the loss with the cross-entropies of the targets and of the shifted targets. If these two are
-        equal, the next forward checks again; usually they differ in the first step. The host waits for the device.
-        Without logits there is no check.
+        The check compares the loss with two cross-entropies: of the targets, and of the targets shifted once more. If
+        the two are equal, the next forward checks again; usually they differ in the first step. The host waits for the
+        device. Without logits there is no check.
         """
         if logits is None:
             self._checks_shift = False
@@ -103,7 +102,7 @@ class ModelLoss(Loss):
 
 
 def model_loss_contract(unit: SampleUnit) -> str:
-    """Return the contract of a forward that returns its loss."""
+    """Return the argument `contract` of `forward_error`, for a forward that returns its loss."""
     return (
         f"; with model.loss, forward(inputs, labels=targets) gets {INPUTS[unit]} and must return its loss, a scalar: "
         'alone, first in a tuple, or as the attribute or entry "loss"'

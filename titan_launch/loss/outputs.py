@@ -16,7 +16,7 @@ LogitsCheck = Callable[[Sequence[int], Tensor], None]
 targets."""
 
 FORWARD = "the model's forward "
-"""The first words of every error of a forward. The errors concern the key `model.name`."""
+"""The first words of every error about a model's forward. The key of these errors is `model.name`."""
 
 INPUTS = {"tokens": "token ids (batch, seq_len)", "images": "images (batch, channels, height, width)"}
 _LOGITS = {"tokens": "(batch, seq_len, classes)", "images": "(batch, classes)"}
@@ -84,7 +84,7 @@ def logits_of(model: nn.Module, inputs: Tensor, targets: Tensor, documents: Tens
 def logits_check(unit: SampleUnit, num_classes: int) -> LogitsCheck:
     """Return a check of the shape of logits. The check does not wait for the device.
 
-    `num_classes`: least number of classes of the logits. The check raises ConfigError if the shape is not
+    `num_classes`: smallest allowed number of classes of the logits. The check raises ConfigError if the shape is not
     (*targets.shape, classes), or has too few classes. Without the check, a target beyond the classes would abort the
     process on a GPU.
     """

@@ -85,7 +85,7 @@ def total_log_prob(logits: Tensor, targets: Tensor, documents: Tensor) -> Tensor
     """Return the sum of the log-probabilities of each document's valid targets: fp32 (batch, pairs, 2).
 
     `logits`: (batch, tokens, classes). `targets`, `documents`: (batch, tokens). `pairs` is the largest number of pairs
-    that a sample may have. The results of documents that a sample lacks are 0.
+    that a sample may have. Entries without a document are 0.
     """
     return _in_pairs(log_prob_of_document(logits, targets, documents))
 
@@ -121,14 +121,14 @@ def _are_valid(targets: Tensor) -> Tensor:
 
 
 def _by_document(values: Tensor, documents: Tensor) -> Tensor:
-    """Return the sums of values (batch, tokens) by document: (batch, `num_documents`)."""
+    """Return the sum of `values` (batch, tokens) over the tokens of each document: (batch, `num_documents`)."""
     batch, tokens = values.shape
     return values.new_zeros(batch, num_documents(tokens)).scatter_add(1, documents.long(), values)
 
 
 def num_documents(tokens: int) -> int:
-    """Return the number of entries for the documents of a sample, an even number. The number of a document may be as
-    large as the number of tokens, because padding counts as a document."""
+    """Return the size of the document axis for samples of `tokens` tokens, an even number. Document numbers are 0 to at
+    most `tokens`: every token may be a document, and padding is one more."""
     return 2 * (tokens // 2 + 1)
 
 
@@ -168,13 +168,13 @@ class PreferenceLoss(Loss):
 
     def counts(self, targets: Tensor, documents: Tensor | None) -> Tensor:
         """Return two numbers: the pairs and the valid targets of a microbatch, int64 (2)."""
-        assert documents is not None, "config.rules demands data of pairs"
+        assert documents is not None, "config.rules requires data of pairs"
         return torch.stack([are_pairs(targets, documents).sum(), count_valid(targets)])
 
     def prepare(self, inputs: Tensor, targets: Tensor, documents: Tensor | None) -> None:
         """Keep the documents for `sums`. If the loss has a reference model, run it, and keep its numbers
         (`PairLoss.of_answer`). Collective."""
-        assert documents is not None, "config.rules demands data of pairs"
+        assert documents is not None, "config.rules requires data of pairs"
         reference = None
         if self._reference is not None:
             with torch.no_grad():
@@ -190,7 +190,7 @@ class PreferenceLoss(Loss):
         if self._row.of_answer is score and outputs.shape[-1] != 1:
             found = f"returns {outputs.shape[-1]} numbers for each token"
             raise forward_error(f'{found}, but loss.name = "reward" reads one; give its last layer one output')
-        assert self._prepared is not None, "prepare comes first"
+        assert self._prepared is not None, "call prepare before sums"
         (documents, reference), self._prepared = self._prepared, None
         own = self._of_answer(outputs, targets, documents)
         terms = self._row.terms(own if reference is None else own - reference, self._settings)

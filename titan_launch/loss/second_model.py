@@ -27,7 +27,7 @@ class Base:
     """The reference model of a LoRA run without a second model: the trained model with its adapters disabled."""
 
     module = None
-    """None, because the run already holds the trained model (see `Loss.frozen`)."""
+    """None: there is no second module (see `Loss.frozen`)."""
 
     def __init__(self, model: nn.Module):
         self._model = model
@@ -40,8 +40,8 @@ class Base:
 
 
 class WeightsSource:
-    """A folder of weights that is listed among the run's data sources. A checkpoint stores the folder's fingerprint, so
-    a resumed run notices changed weights."""
+    """A folder of weights in the form of a data source: a checkpoint stores its fingerprint, so a resumed run notices
+    changed weights."""
 
     def __init__(self, folder: WeightsFolder):
         self._folder = folder
@@ -78,7 +78,7 @@ class FrozenModel:
 
     @property
     def plan(self) -> ModelPlan:
-        assert self.wrapping is not None, "assemble_model comes first"
+        assert self.wrapping is not None, "call assemble_model before plan"
         return self.wrapping
 
     def load(self) -> WeightsSource:

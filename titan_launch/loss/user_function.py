@@ -101,8 +101,8 @@ class FunctionLoss(Loss):
 
     @torch.no_grad()
     def _check_is_sum(self, logits: Tensor, targets: Tensor, value: Tensor) -> None:
-        """Raise ConfigError if the loss of a microbatch is not the sum of the losses of its samples. This check runs
-        once, because the host waits for the device."""
+        """Raise ConfigError if the loss of a microbatch is not the sum of the losses of its samples. The check makes
+        the host wait for the device, so it runs only once."""
         self._checks_sum = False
         first, rest = (self._value(self._function, logits[part], targets[part]) for part in (slice(1), slice(1, None)))
         if not (first + rest - value).abs() <= 1e-3 * (first.abs() + rest.abs()):

@@ -107,7 +107,11 @@ def _tensors(
 
 T = TypeVar("T")
 
-SPECS: dict[str, ModelSpec] = {**DECODERS, "resnet": RESNET, "vit": VIT}
+SPECS: dict[str, ModelSpec] = {
+    **DECODERS,
+    "resnet": RESNET,
+    "vit": VIT,
+}
 """The models of this package, by `model.name`."""
 
 

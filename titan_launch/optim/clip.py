@@ -61,7 +61,7 @@ def _norm_over_shards(gradients: Sequence[Tensor]) -> Tensor:
     if not isinstance(gradients[0], DTensor):
         return get_total_norm(gradients)
     sharded = [gradient for gradient in gradients if isinstance(gradient, DTensor)]
-    assert len(sharded) == len(gradients), "parameters are DTensors, all or none"
+    assert len(sharded) == len(gradients), "either all parameters are DTensors, or none"
     squares = [_square_on_mesh(same[0].device_mesh, same) for same in alike(sharded, lambda each: each.device_mesh)]
     dtype = functools.reduce(torch.promote_types, {gradient.dtype for gradient in gradients}, torch.float32)
     return torch.stack(squares).sum().sqrt().to(dtype)

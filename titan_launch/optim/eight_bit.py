@@ -94,7 +94,7 @@ def _decoded(coded: Sequence[Codes], name: str) -> Tensor:
 
 
 def _encode(coded: Sequence[Codes], name: str, values: Tensor) -> None:
-    """Store a flat tensor of values in tensors of one width."""
+    """Store a flat tensor of values as the codes and scales of state tensors of equal width."""
     width, is_root = coded[0].width, name in _ROOTS
     table, bounds = _table(name, values.device), _bounds(name, values.device)
     if is_root:

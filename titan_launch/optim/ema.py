@@ -34,7 +34,7 @@ def update_weight(config: EMAConfig, step: int) -> float:
 class WeightEMA(Observer):
     """A moving average of the trainable parameters: for each parameter a float32 DTensor, sharded like the parameter. A
     shared parameter has one average. If the optimizer is sharded over replicas, each average is a plain tensor instead:
-    that of this replica's chunk of the parameter. Only in that case, a method communicates: `in_model` all-gathers the
+    the average of this replica's chunk of the parameter. Only then a method communicates: `in_model` all-gathers the
     chunks."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, config: EMAConfig):
@@ -120,7 +120,7 @@ class WeightEMA(Observer):
         return self._own(parameter) if master is None else local_tensor(master)
 
     def _own(self, parameter: nn.Parameter) -> Tensor:
-        """Return this rank's part of a parameter, for which the rank has the average."""
+        """Return this rank's shard of a parameter, or its chunk of the shard. The average has the same shape."""
         local = local_tensor(parameter).detach()
         return local if self._replicas is None else self._replicas.of(parameter, local)
 

@@ -126,7 +126,7 @@ def _undecayed_and_inner(model: nn.Module, head: Collection[str]) -> tuple[set[n
         for name, parameter in module._parameters.items():
             if parameter is None:
                 continue
-            num_axes = parameter.ndim - _has_experts(module)  # for stacked parameters, of one expert's part
+            num_axes = parameter.ndim - _has_experts(module)  # stacked parameters: the axes of one expert
             if is_undecayed(name, num_axes, classes):
                 undecayed.add(parameter)
             (inner if is_inner_matrix(name, num_axes, classes, path, head) else others).add(parameter)
@@ -161,7 +161,7 @@ def check_stacks(model: nn.Module, config: OptimizerConfig, head: Collection[str
             if layout.tensor > 1:
                 divided = f"parallelism.tensor_parallel_degree = {layout.tensor} divides each expert of {path}"
             elif sharded_dim((experts, *others), shards, is_stacked=True):
-                divided = f"{shards} FSDP2 shards do not divide the {experts} experts of {path}, so each is sharded"
+                divided = f"{shards} FSDP2 shards do not divide the {experts} experts of {path}, so FSDP2 shards each"
             elif is_within_matrix((-(-experts // shards), *others), layout.optimizer_replicas):
                 divided = (
                     f"parallelism.shard_optimizer_over_replicas = true divides the {-(-experts // shards)} experts of "

@@ -134,8 +134,8 @@ class MatrixGather:
 
     @property
     def _order(self) -> list[int]:
-        """The ranks in the order of their rows. The ranks that share a matrix are numbered replica by replica, but the
-        rows of the matrix are divided over FSDP2's axis first."""
+        """The indices in `ranks`, in the order of the rows that the ranks hold. `ranks` is ordered by replica, but the
+        rows of a matrix are divided over FSDP2's axis first, and over the replicas second."""
         shards = self.size // self.replicas
         return [replica * shards + shard for shard in range(shards) for replica in range(self.replicas)]
 

@@ -64,8 +64,8 @@ def _update_experts(experts: Sequence[Matrix], config: MuonConfig, applied: Tens
 
 
 def _update(division: MatrixGather, batch: Sequence[Sequence[Matrix]], config: MuonConfig, applied: Tensor) -> None:
-    """Update the matrices of a batch. `batch` has at most one stack of equal shapes for each rank that shares the
-    matrices. Each rank computes the updates of its stack."""
+    """Update the matrices of a batch. `batch` has at most one list of matrices of equal shape (a stack) for each
+    rank that shares the matrices. Each rank computes the updates of its stack."""
     matrices = [matrix for stack in batch for matrix in stack]
     shapes = [torch.Size((len(stack), *stack[0].shard.full.shape)) for stack in batch]
     full = division.gather(_directions(matrices, config, applied), shapes)
@@ -81,7 +81,7 @@ def orthogonalized(matrices: Tensor, steps: int) -> Tensor:
     `matrices` is one matrix (rows, columns), or a stack (matrices, rows, columns).
 
     First each matrix is divided by its Frobenius norm. Each iteration applies a quintic polynomial to the singular
-    values. It multiplies the matrix by its transpose on the side that gives the smaller product. `matrices` may be
+    values, by products of the matrix and its transpose, in the order that gives the smaller product. `matrices` may be
     overwritten.
     """
     a, b, c = _COEFFICIENTS
@@ -143,7 +143,7 @@ def _apply(matrices: Sequence[Matrix], updates: Sequence[Tensor], config: MuonCo
 
 
 def _factors(matrix: Matrix, config: MuonConfig) -> tuple[float, float]:
-    """Return the factors of a matrix's weight decay and of its update (see `optimizer.muon.adjust_lr_fn`)."""
+    """Return (lr * weight decay, lr * scale of the update). The scale depends on `optimizer.muon.adjust_lr_fn`."""
     rows, columns = matrix.shard.full.shape[-2:]
     is_original = config.adjust_lr_fn == "original"
     scale = math.sqrt(max(1.0, rows / columns)) if is_original else 0.2 * math.sqrt(max(rows, columns))

@@ -53,7 +53,7 @@ class MixedOptimizer(Optimizer):
         self._seed = seed if config.rounding == "stochastic" else None
         self._names = {p: name for group in groups for name, p in group.parameters.items()}
         self._histories: dict[Tensor, float] = {}
-        """A number for each parameter. If parameters of a group have equal numbers, their step counts are equal."""
+        """A number for each parameter, equal for parameters of a group that had gradients in the same steps."""
 
         super().__init__([as_param_group(group) for group in groups], {"lr": config.lr})
 
@@ -123,9 +123,9 @@ class MixedOptimizer(Optimizer):
     def _shards_by_step(self, group: Mapping[str, Any]) -> list[list[LocalShard]]:
         """Return the shards of a group in lists with equal step counts.
 
-        There is one list if all parameters have gradients in every step. The counts are on the device, because only the
-        device knows which steps are skipped, and the host does not read them. Instead, two counts are taken as equal if
-        both parameters had gradients in the same steps, because a skipped step is skipped for all parameters.
+        There is one list if all parameters have gradients in every step. The host does not
+        read the counts: they are on the device, because only the device knows which steps are skipped. But a skipped
+        step is skipped for all parameters. So two counts are equal if both parameters had gradients in the same steps.
         """
         numbers: dict[tuple[float | None, bool], int] = {}
         for parameter in group["params"]:
@@ -138,7 +138,7 @@ class MixedOptimizer(Optimizer):
         return list(lists.values())
 
     def _shards(self, group: Mapping[str, Any]) -> Iterator[LocalShard]:
-        """Yield the shards of the parameters with a gradient. Create the state of new parameters."""
+        """Yield the shards of the parameters with a gradient. Create the state of a parameter that has none yet."""
         for parameter in group["params"]:
             if parameter.grad is not None:
                 state = self.state[parameter]
@@ -184,8 +184,8 @@ def build_optimizer(
 
     `head`: paths of the modules that run last; Muon does not update their matrices. `seed`: seed of stochastic
     rounding. `replicas`: the replicas over which the optimizer is sharded; None if it is not. `scales`: as in
-    `group_parameters`. Call `check_param_groups` first, which raises the errors of a job. Call `set_lr` before each
-    step.
+    `group_parameters`. Call `check_param_groups` first, which finds settings that do not fit the model. Call
+    `set_lr` before each step.
     """
     groups = group_parameters(model, config, head, scales)
     in_pytorch = [group for group in groups if ALGORITHMS[group.settings.algorithm].pytorch is not None]

@@ -36,7 +36,7 @@ class Chunk(NamedTuple):
     """The part of a parameter's local shard that a replica updates: a range of its elements, which is a box."""
 
     start: int
-    """First element in the flat shard."""
+    """Index of the chunk's first element in the flat shard."""
 
     stop: int
     offsets: tuple[int, ...]
@@ -71,7 +71,7 @@ class _Place(NamedTuple):
 
     parameter: nn.Parameter
     start: int
-    """First element in a row."""
+    """Index of the first element of the parameter's chunk in a row."""
 
     size: int
     """Number of elements of the first replica's chunk, which is the largest chunk."""
@@ -215,7 +215,7 @@ class ReplicaShards:
         self.discard()
 
     def discard(self) -> None:
-        """Drop the gradients that have left, and let no gradients leave until `begin_microbatch` is called again. This
+        """Drop the gradients that have left. Start no reduce-scatter until `begin_microbatch` is called again. This
         method is not collective."""
         self._is_last, self._started = False, None
         for unit in self._units:
@@ -229,7 +229,7 @@ class ReplicaShards:
         # FSDP2 demands that all ranks have gradients of the same parameters.
         places = [place for place in unit.places if place.parameter.grad is not None]
         unit.seen.clear()
-        if not places:  # still frozen (`training.unfreeze`), or all have left
+        if not places:  # all are still frozen (`training.unfreeze`), or all have left
             return
         self._finish()
         sent = torch.zeros(self.replicas, unit.width, dtype=unit.reduce_dtype, device=self._device)
@@ -238,7 +238,7 @@ class ReplicaShards:
             for rows, flat in place.pairs(sent, local_tensor(place.parameter.grad)):
                 rows.copy_(flat)
         for place in places:
-            place.parameter.grad = None  # frees the one tensor of which all of them are views
+            place.parameter.grad = None  # all gradients of the unit are views of one tensor, which this frees
         received = torch.empty(unit.width, dtype=unit.reduce_dtype, device=self._device)
         self._report(REDUCE_SCATTER, received, sent)
         work = reduce_scatter_single(received, sent.view(-1), group=self.group, async_op=True)

@@ -55,9 +55,9 @@ class _Change:
 
 
 def advise(config: JobConfig, layout: Layout, limit_bytes: float, predict: Predict, most: int = 3) -> list[Advice]:
-    """Return up to `most` changes that save at least 0.5 % of the memory: first those with which the job fits into
-    `limit_bytes`. No mode of `config` may be `auto`. If no single change suffices, the first entry combines several
-    changes, and `Advice.fits` says if these suffice.
+    """Return up to `most` changes, each of which saves at least 0.5 % of the memory. Changes with which the job fits
+    into `limit_bytes` come first. No mode of `config` may be `auto`. If no single change suffices, the first entry
+    combines several changes, and `Advice.fits` tells whether the combination suffices.
 
     The time that a change costs is not predicted, so the kinds of changes have a fixed order: first the kinds that
     usually cost the least time, last the kinds that change the results of the training.
@@ -91,9 +91,9 @@ def _combined(config: JobConfig, layout: Layout, limit_bytes: float, predict: Pr
     """Return the advice that combines changes of several kinds. `needed`: predicted memory of the unchanged job, in
     bytes.
 
-    First, the strongest change of one kind after another is applied, the cheapest kind first, until the job fits or no
-    change is left. If the job fits, each change is then replaced by the weakest change of its kind with which the job
-    still fits. The microbatch is not enlarged again, even if later changes leave enough memory.
+    First, the strongest change of each kind is applied, the cheapest kind first, until the job fits. If the job fits,
+    each change is then replaced by the weakest change of its kind with which the job still fits. The microbatch is not
+    enlarged again, even if later changes leave enough memory.
     """
     kinds: list[tuple[_Change, ...]] = []
     changed, predicted = config, needed
@@ -169,8 +169,8 @@ def _changes(config: JobConfig, layout: Layout, limit_bytes: float, predict: Pre
 
 
 def _smaller_batch(config: JobConfig, layout: Layout, limit_bytes: float, predict: Predict) -> int | None:
-    """Return the largest microbatch size below the present one with which the job fits. If no such size fits, return
-    the smallest one; None if no smaller size is possible."""
+    """Return the largest size with which the job fits, among the possible microbatch sizes below the present one. If no
+    such size fits, return the smallest one; None if no smaller size is possible."""
     sizes = [size for size in possible_batch_sizes(config, layout.world_size) if size < layout.local_batch_size]
     for size in reversed(sizes):
         predicted = _predicted(with_local_batch_size(config, size), layout.world_size, predict)

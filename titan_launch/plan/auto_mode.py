@@ -1,8 +1,8 @@
 """The modes that `auto` resolves to, and the modes that a plan recommends. No torch.
 
-The candidates are the choices with the verdict `fits`. If `activation_checkpoint.mode` is `auto`, only the candidates
-with the shortest predicted step remain (or with the fewest FLOPs, if times are unknown). Of the remaining candidates,
-the one with the least link traffic is taken.
+A choice is a gradient accumulation mode with an activation checkpointing mode. The candidates are the choices with the
+verdict `fits`. If `activation_checkpoint.mode` is `auto`, only those with the shortest predicted step remain (or with
+the fewest FLOPs, if times are unknown). Of these, the one with the least link traffic is taken.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from titan_launch.plan.report.modes import Comparison, Row, Subject, compare
 from titan_launch.plan.report.table import format_comparison, format_limit
 
 SET_BY_JOB = "set by the job"
-"""The reason for the choice of a job without `auto`."""
+"""`Resolution.reason` for a job without `auto`."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Resolution:
 
 
 def resolve(comparison: Comparison, hardware: Hardware) -> Resolution:
-    """Return the choice of the job, or the best of the choices that `auto` may take.
+    """Return the choice that the job sets; for a job with `auto`, the best of the choices that `auto` may take.
 
     Raises ConfigError if no choice is possible. For a job with `auto`, also raises ConfigError if no memory limit is
     known, or if no choice fits. The second error contains the table of all compared choices, and remedies.
@@ -43,7 +43,7 @@ def resolve(comparison: Comparison, hardware: Hardware) -> Resolution:
     config = comparison.config
     own = [row for row in comparison.rows if row.is_own]
     if not own:
-        raise ConfigError([_problem_of_auto(config, f"no mode is possible: {'; '.join(comparison.notes)}")])
+        raise ConfigError([_problem_of_auto(config, f"no choice of modes is possible: {'; '.join(comparison.notes)}")])
     if not is_auto(config):
         return Resolution(with_choice(config, own[0].choice), own[0], SET_BY_JOB)
     check_limit(config, hardware)
@@ -95,8 +95,8 @@ def _best(config: JobConfig, candidates: Sequence[Row], hardware: Hardware, by_t
     seconds = f" (~{interval[0]:.3g} to {interval[1]:.3g} s)" if by_time and interval is not None else ""
     criterion = f"{shortest}{seconds}, then the least link traffic," if by_time else "the least link traffic"
     reason = (
-        f"{row.choice.label}, because it has {criterion} among the {len(fitting)} of {len(candidates)} choices that "
-        f"fit into {hardware.memory_gib:.4g} GiB with the margin"
+        f"{row.choice.label}, because it has {criterion} among the {len(fitting)} of {len(candidates)} choices of "
+        f"modes that fit into {hardware.memory_gib:.4g} GiB with the margin"
     )
     overlapping = sum(other.time.ties_with(row.time) for other in fitting if other is not row)
     if interval is not None and overlapping:
@@ -105,9 +105,9 @@ def _best(config: JobConfig, candidates: Sequence[Row], hardware: Hardware, by_t
 
 
 def _durations(rows: Sequence[Row]) -> tuple[dict[str, float], str]:
-    """Return a number for each choice, by its label, and a description of the smallest number. A choice with a smaller
-    number has a shorter step. The numbers are the expected seconds of a step if these are known for all choices; else
-    the FLOPs of a step; if FLOPs are unknown, too, the costs of activation checkpointing in `_COST`."""
+    """Return a number for each choice, by its label, and a description of the smallest number. A smaller number means a
+    shorter step. The numbers are expected seconds if these are known for all choices. Otherwise they are FLOPs; if
+    FLOPs are unknown, too, they are the entries of `_COST`."""
     times = {row.choice.label: row.time.expected for row in rows if row.time.expected is not None}
     if len(times) == len(rows):
         return times, "the shortest predicted step"
@@ -118,7 +118,7 @@ def _durations(rows: Sequence[Row]) -> tuple[dict[str, float], str]:
 
 
 _COST = {"none": 0.0, "selective": 1.0, "memory_budget": 1.0, "full": 2.0}
-"""Order of the activation checkpointing modes by the time that they add."""
+"""Numbers that order the activation checkpointing modes by the time that they add to a step."""
 
 
 def _problem_of_auto(config: JobConfig, reason: str) -> Problem:
@@ -129,9 +129,9 @@ def _problem_of_auto(config: JobConfig, reason: str) -> Problem:
 def _why_nothing_fits(comparison: Comparison, own: Sequence[Row], hardware: Hardware) -> str:
     smallest = min(own, key=lambda row: row.reserved_bytes)
     return (
-        f"none of {len(own)} choices fits into {format_limit(hardware)}; the smallest ({smallest.choice.label}) needs "
-        f"about {smallest.reserved_bytes / GIB:.4g} GiB; {'; '.join(remedies(comparison, own))}\n"
-        f"{format_comparison(comparison)}"
+        f"none of {len(own)} choices of modes fits into {format_limit(hardware)}; the smallest "
+        f"({smallest.choice.label}) needs about {smallest.reserved_bytes / GIB:.4g} GiB; "
+        f"{'; '.join(remedies(comparison, own))}\n{format_comparison(comparison)}"
     )
 
 
@@ -142,7 +142,7 @@ def remedies(comparison: Comparison, own: Sequence[Row]) -> Iterator[str]:
         yield f"these choices fit: {'; '.join(others)}"
     tight = [row.choice.label for row in own if row.verdict == "tight"]
     if tight:
-        yield f"these choices are tight and may run if the job sets them: {'; '.join(tight)}"
+        yield f"these choices are tight (they may run out of memory), but the job may set them: {'; '.join(tight)}"
     yield (
         f"{'or try' if others or tight else 'try'} a smaller training.local_batch_size or training.seq_len, a larger "
         "loss.chunks, more ranks to shard over, or devices with more memory"

@@ -18,8 +18,8 @@ from titan_launch.plan.report.table import format_limit
 KEY: KeyPath = ("training", "local_batch_size")
 
 Predict = Callable[[JobConfig, Layout], Comparison]
-"""A function that predicts the memory of a job in the modes that the job allows. `local_batch_size` of the job is a
-number."""
+"""A function that predicts the memory of a job in the modes that the job allows. `local_batch_size` of the job must not
+be `auto`."""
 
 
 def is_auto_batch(config: JobConfig) -> bool:
@@ -70,8 +70,8 @@ def largest_batch(config: JobConfig, world_size: int, hardware: Hardware, predic
     if fitting:
         return fitting
     reason = (
-        f"not even a microbatch of {sizes[0]} fits into {format_limit(hardware)}: it needs about {needed:.4g} GiB; try "
-        'activation_checkpoint.mode = "auto", a smaller training.seq_len, a larger loss.chunks, more ranks to shard '
-        "over, or devices with more memory"
+        f"even the smallest microbatch size, {sizes[0]}, does not fit into {format_limit(hardware)}: the job needs "
+        f'about {needed:.4g} GiB; try activation_checkpoint.mode = "auto", a smaller training.seq_len, a larger '
+        "loss.chunks, more ranks to shard over, or devices with more memory"
     )
     raise config_error(KEY, reason, "auto", also=(("planner",),))

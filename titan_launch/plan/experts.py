@@ -40,8 +40,8 @@ def is_grouped(device: str, dtype: str, widths: Iterable[int]) -> bool:
 
 
 def check_experts(inventory: Inventory, degree: int) -> None:
-    """Raise ConfigError if the model has no experts to divide over `degree` ranks, or a number of experts that the
-    degree does not divide."""
+    """Raise ConfigError if the model has no experts, or if the number of ranks `degree` does not divide their
+    number."""
     if degree == 1:
         return
     modules = [module for module in inventory.modules if module.has_experts]
@@ -68,7 +68,7 @@ def largest_load(config: JobConfig, layout: Layout) -> float:
 
 def received_rows(num_rows: int, ranks: int, expert_load: float) -> int:
     """Return the number of rows that the rank with the most rows receives, if each of `ranks` ranks sends `num_rows`
-    rows. `expert_load`: this number, divided by the mean over the ranks. A value above `ranks` counts as `ranks`: the
+    rows. `expert_load`: the result, divided by the mean over the ranks. A value above `ranks` counts as `ranks`: one
     rank then receives all rows."""
     return round(num_rows * min(expert_load, ranks))
 
@@ -81,7 +81,7 @@ def active_parameters(config: JobConfig, plan: ModelPlan) -> int:
     if top_k is None:
         return total
     modules = (module for module in plan.inventory.modules if module.has_experts and module.same_as is None)
-    parameters = (p for module in modules for p in module.parameters)  # dim 0 counts the experts of a layer
+    parameters = (p for module in modules for p in module.parameters)  # dim 0: the experts of a layer
     return total - sum(p.numel - p.numel // p.shape[0] * top_k for p in parameters)
 
 

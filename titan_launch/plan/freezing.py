@@ -24,7 +24,7 @@ def is_adapter(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Freezing:
-    """The decisions of `[training]` about frozen parameters. If the model has adapters, the parameters outside of the
+    """The settings of `[training]` that freeze parameters. If the model has adapters, the parameters outside of the
     adapters are frozen, unless `training.trainable` or `training.unfreeze` names them."""
 
     training: TrainingConfig
@@ -72,7 +72,7 @@ class Freezing:
             return Problem(("training", "frozen"), reason, list(training.frozen), also)
         if training.unfreeze:
             return Problem(("training", "unfreeze"), reason)
-        reason = "all parameters of the model have requires_grad = False; name some in training.trainable"
+        reason = "all parameters of the model have requires_grad = False; name parameters in training.trainable"
         return Problem(("model", "name"), reason)
 
 

@@ -37,23 +37,23 @@ def format_memory(num_bytes: float) -> str:
 
 _OVERHEAD_GIB, _FRAGMENTATION = 2.0, 0.15
 """Defaults of `planner.overhead_gib` and `planner.fragmentation` on a GPU. The overhead is a guess. The fragmentation
-is enough for PyTorch's allocator in the shipped jobs on a phantom GPU (`benchmarks/phantom_memory.py`)."""
+is enough for PyTorch's allocator in the shipped jobs (`benchmarks/phantom_memory.py` runs it without a GPU)."""
 
 _WORKSPACE_MIB, _SMALL_WORKSPACE_MIB = 32.0, 8.125
-"""Workspace of cuBLAS in a matrix product, in MiB, on GPUs from Hopper on, and on earlier GPUs (PyTorch's
+"""Workspace of cuBLAS in a matrix product, in MiB: on Hopper and later GPUs, and on earlier GPUs (PyTorch's
 CublasHandlePool.cpp)."""
 
 _PROCESS_GIB = 0.5
 """Default overhead in GiB on a CPU, where ranks share the machine's memory: the interpreter, torch and its threads."""
 
 _MARGIN, _MARGIN_GIB = 0.05, 0.5
-"""Default margin below the memory limit: a fraction of the limit; on a GPU, at least the second number, in GiB."""
+"""Default margin below the memory limit: a fraction of the limit, and the smallest margin on a GPU in GiB."""
 
 
 NO_LIMIT = (
     "needs a memory limit, and none is known; set planner.device or planner.memory_gib (plan: --device, --memory-gib)"
 )
-"""The reason of an error for a key that is `auto`, if `Hardware.memory_gib` is None."""
+"""Error message for a key that is `auto`, if `Hardware.memory_gib` is None."""
 
 
 @dataclass(frozen=True)
@@ -71,13 +71,13 @@ class Hardware:
     """Source of the memory limit, in words."""
 
     overhead_gib: float
-    """Memory outside of tensors, in GiB: of the CUDA context and NCCL on a GPU, of the process on a CPU."""
+    """Memory outside of tensors, in GiB: on a GPU, CUDA context and NCCL; on a CPU, the rest of the process."""
 
     fragmentation: float
     """Memory that the allocator reserves beyond the memory in use, as a fraction of the memory in use."""
 
     workspace_bytes: int
-    """Workspace of cuBLAS in a matrix product."""
+    """Workspace of cuBLAS in a matrix product; 0 on a CPU."""
 
     margin_gib: float
     """Memory in GiB below the limit that stays free if the verdict is `fits`."""
@@ -87,7 +87,7 @@ class Hardware:
     """Fraction of the peak FLOP/s that a step reaches. None: `speeds` give the time of each operation."""
 
     speeds: Speeds | None
-    """None if `mfu` is used instead."""
+    """Speeds of operations and collectives. None: `mfu` gives the time of computation."""
 
     intra_node_gb_per_s: float | None
     inter_node_gb_per_s: float | None
@@ -122,7 +122,7 @@ def hardware_of(
     kernels are assumed if `job.device` is `cpu` and `planner.device` is not set; otherwise, GPU kernels.
 
     `ranks_on_machine`: number of ranks that share the memory of this machine, if this memory is the limit. Raises
-    ConfigError if `planner.device` is not in the table, or for the reasons of `_speeds`.
+    ConfigError if `planner.device` is not in the table, or as `_speeds` does.
     """
     planner = config.planner
     if problems := [*planned_device_exists(config)]:
@@ -213,7 +213,7 @@ def _measured_here(config: JobConfig, name: str | None, known: Device | None, ke
     elif kernels == "cuda" and config.kernels.float32_precision == "tf32":
         reason = (
             "was measured with float32 matrix products in full precision, but this job uses TF32; set "
-            'kernels.float32_precision = "ieee", or remove this key'
+            'kernels.float32_precision = "ieee", or remove planner.speeds'
         )
     if reason is not None:
         raise config_error(("planner", "speeds"), reason, file)
@@ -225,7 +225,7 @@ def _peak_tflops(config: JobConfig, known: Device | None) -> float | None:
 
 
 def _links(config: JobConfig, known: Device | None) -> tuple[float | None, float | None]:
-    """Return the bandwidths within a node and across nodes in GB/s; None for one that is not known."""
+    """Return the bandwidths within a node and across nodes in GB/s; None for an unknown bandwidth."""
     within = config.planner.intra_node_gb_per_s or (known.intra_node_gb_per_s if known else None)
     across = config.planner.inter_node_gb_per_s or (known.inter_node_gb_per_s if known else None)
     return within, across
@@ -240,21 +240,22 @@ _ATTENTION = {(8, 0): (1.13, 0.97), (8, 6): (1.8, 1.2), (8, 9): (1.8, 1.2)}
 
 The numbers are for heads of width 128. All pairs of tokens count, though causal attention computes only half of the
 pairs, so a number may exceed 1. Sources: A100 in SimuMax's table for (8, 0); RTX 4090 with flash attention in tvm's
-table for (8, 6) and (8, 9). Source of the default in `_speeds`: cuDNN on H100, in the charts of FlashAttention-3. Its
-number for backward is that of attention without a mask.
+table for (8, 6) and (8, 9). Source of the default in `_speeds`: cuDNN on H100, in the charts of FlashAttention-3. The
+default for backward is that of attention without a mask.
 """
 
 _IN_A_STEP = 0.8
-"""Speed of matrix products in a step, divided by the speed of the best shape. The number is fitted to the eager rows of
-the H200 in docs/verification/gpu.md. On an MI325X, products of ten published shapes reach 0.74 (AMD's TAF and MAF)."""
+"""Speed of matrix products in a step, divided by the speed of the best shape. The number is fitted to steps without
+torch.compile on an H200 (docs/verification/gpu.md). On an MI325X, ten published shapes reach 0.74 (AMD's TAF and
+MAF)."""
 
 
 def planned_device_exists(config: JobConfig) -> Iterator[Problem]:
     """Yield a problem if `planner.device` is not in the device table."""
     name, names = config.planner.device, [device.name for device in DEVICES]
     if name is not None and name not in names:
-        remedy = "for another device, set memory_gib, the bandwidths and metrics.peak_tflops_per_device instead"
-        reason = f"unknown device; there are {', '.join(names)}; {remedy}{_variants(name, names)}"
+        remedy = "for another device, set planner.memory_gib, both bandwidths and metrics.peak_tflops_per_device"
+        reason = f"unknown device; known devices: {', '.join(names)}; {remedy}{_variants(name, names)}"
         yield Problem(("planner", "device"), reason, name)
 
 
@@ -287,7 +288,7 @@ def _memory(
 
 def process_memory_gib() -> float | None:
     """Return the memory that this process may hold by its resource limits (`ulimit -v`, `ulimit -d`), in GiB; None
-    without a limit. Address space that the process has reserved but does not use is subtracted."""
+    without a limit. Reserved address space that the process does not use is subtracted from the limit."""
     limits = {"VmSize:": resource.RLIMIT_AS, "VmData:": resource.RLIMIT_DATA}
     found = []
     for name, kind in limits.items():

@@ -1,4 +1,4 @@
-"""The plan of a job: its FSDP2 units, and the combinations of modes that a plan compares. No torch."""
+"""The plan of a job: its FSDP2 units, and the choices of modes (`Choice`) that a plan compares. No torch."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def with_choice(config: JobConfig, choice: Choice) -> JobConfig:
 
 
 def with_values(config: JobConfig, values: Mapping[tuple[str, str], Any]) -> JobConfig:
-    """Return the job with new values of keys. `values`: by (section, key); they are not validated."""
+    """Return the job with new `values` of keys, by (section, key). The values are not validated."""
     for section in dict.fromkeys(section for section, _ in values):
         own = {key: value for (of, key), value in values.items() if of == section}
         config = config.model_copy(update={section: getattr(config, section).model_copy(update=own)})
@@ -99,9 +99,9 @@ def with_unsharded_parameters(config: JobConfig, layout: Layout) -> JobConfig:
     """Return the job with `parallelism.fsdp_reshard_after_forward = "never"` if one rank holds all shards and the job
     does not set the key.
 
-    With one shard, FSDP2 all-gathers nothing. If it resharded after forward, it would only copy the parameters again
-    for backward. Two kinds of jobs stay unchanged: with a mode `auto`, low memory is more important; with CPU offload,
-    all parameters would stay on the GPU.
+    With one shard, FSDP2 all-gathers nothing. Resharding after forward would only add a copy of the parameters in
+    backward. A job with a mode `auto` stays unchanged, because low memory is more important. A job with CPU offload
+    stays unchanged, because all parameters would stay on the GPU.
     """
     parallelism = config.parallelism
     is_open = parallelism.fsdp_reshard_after_forward == "default" and not is_auto(config)
@@ -146,8 +146,8 @@ def plan_job(config: JobConfig, inventory: Inventory) -> ModelPlan:
 
 
 def plan_untrained(config: JobConfig, inventory: Inventory) -> ModelPlan:
-    """Return the plan of the second model of a loss, which is never trained. `config`: result of `frozen_job`. Raises
-    ConfigError as `plan_job` does."""
+    """Return the plan of the second model of a loss (reference or teacher), which is never trained. `config`: result of
+    `config.rules.loss.frozen_job`. Raises ConfigError as `plan_job` does."""
 
     def untrained(units: Sequence[Unit]) -> tuple[Unit, ...]:
         return tuple(replace(unit, is_trained=False, gradient_dtype=None) for unit in units)
@@ -159,11 +159,11 @@ def plan_untrained(config: JobConfig, inventory: Inventory) -> ModelPlan:
 def possible_choices(
     config: JobConfig, layout: Layout, inventory: Inventory, only_own: bool = False
 ) -> tuple[list[Choice], list[str]]:
-    """Return the combinations of modes that the job allows, and notes with the reasons why modes are not compared. Of
-    several combinations with the same effect in this layout, only one is returned, and the others have no note.
-    `only_own`: only combinations that the job sets or `auto` may choose.
+    """Return the choices that the job allows, and notes with the reasons why modes are not compared. Of several choices
+    with the same effect in this layout, only one is returned, without a note about the others. `only_own`: True for
+    only the choices that the job sets or `auto` may take.
 
-    Raises ConfigError if the model does not support the job's activation checkpointing, or the compilation with it.
+    Raises ConfigError if the model does not support the job's activation checkpointing, or cannot be compiled with it.
     """
     accumulations, notes = _accumulations(config, layout)
     checkpointings = [c for c in _activation_checkpoints(config) if _is_allowed_by_schedule(config, c, notes)]
@@ -222,7 +222,8 @@ def _accumulations(config: JobConfig, layout: Layout) -> tuple[list[GradientAccu
             found.setdefault(_effect(config, candidate, layout), candidate)
         elif not candidate.keep_params_unsharded or own.keep_params_unsharded:
             key, reason = format_key(problem.key), problem.reason.partition(";")[0]
-            notes.append(f"{accumulation_label(candidate)} is not compared: {key} = {problem.value}: {reason}")
+            label = f"gradient accumulation {accumulation_label(candidate)}"
+            notes.append(f"{label} is not compared: {key} = {problem.value}: {reason}")
     order = [_effect(config, candidate, layout) for candidate in _candidates(layout)]
     return sorted(found.values(), key=lambda it: order.index(_effect(config, it, layout))), list(dict.fromkeys(notes))
 

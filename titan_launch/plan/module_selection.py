@@ -125,8 +125,8 @@ def _check_seen_by_selection(compiled: Sequence[str], checkpointed: Collection[s
 def checkpoints_compiled(config: JobConfig) -> bool:
     """Return True if activation checkpointing is around the compiled graphs, so that backward runs whole graphs again.
     Return False if it is compiled into the graphs."""
-    # With tensor parallelism, a graph with a checkpoint inside would have to save a DeviceMesh. But
-    # `selective_ac_option = "op"` selects operations inside a graph.
+    # With tensor parallelism, a graph with a checkpoint inside would have to save a DeviceMesh. But with
+    # `selective_ac_option = "op"`, the checkpoint must be inside, because it selects operations of the graph.
     return config.parallelism.degree(TENSOR) > 1 and selection(config.activation_checkpoint) != "op"
 
 
@@ -178,7 +178,7 @@ def _nothing_left(blocks: Sequence[str], units: Sequence[Unit], outside: Collect
 _FLOAT8_MODULES: KeyPath = ("float8", "modules")
 _LINEAR = "torch.nn.modules.linear.Linear"
 _MULTIPLE = 16
-"""Number that divides the rows and the columns of all matrices that the 8-bit kernels support."""
+"""The 8-bit kernels support only matrices whose numbers of rows and columns are multiples of this number."""
 
 
 def float8_modules(config: Float8Config, plan: ModelPlan) -> tuple[str, ...]:
@@ -204,7 +204,7 @@ def float8_modules(config: Float8Config, plan: ModelPlan) -> tuple[str, ...]:
         raise config_error(_FLOAT8_MODULES, reason, list(config.modules))
     if not is_named:
         mixtures = {m.path for m in plan.inventory.modules if is_mixture_of_experts(m)}
-        layers = [m for m in layers if parent(m.path) not in mixtures]  # the router is as sensitive as the head
+        layers = [m for m in layers if parent(m.path) not in mixtures]  # a router needs precision, as the head does
     reduced = [m for m in layers if plan.unit_of[m.path].compute_dtype == "bfloat16"]
     problems = [*(_in_other_dtypes(layers, plan, config) if is_named else ()), *_misshapen(reduced, config)]
     if problems:
@@ -234,8 +234,8 @@ def check_shards(config: Float8Config, plan: ModelPlan, layout: Layout) -> None:
         rows = next(p.shape[0] for p in plan.inventory.by_path[path].parameters if p.name == "weight")
         if rows % shards:
             reason = (
-                f"{path} has {rows} outputs, which {shards} shards (parallelism.data_parallel_shard_degree) do not "
-                f"divide; set a shard degree that divides {rows}, name other float8.modules, or set all_gather = false"
+                f"{path} has {rows} outputs, not a multiple of {shards} (parallelism.data_parallel_shard_degree); set "
+                f"a shard degree that divides {rows}, name other float8.modules, or set float8.all_gather = false"
             )
             also = (_FLOAT8_MODULES, ("parallelism", "data_parallel_shard_degree"))
             raise config_error(("float8", "all_gather"), reason, True, also=also)
@@ -248,7 +248,7 @@ def _in_other_dtypes(layers: list[ModuleInfo], plan: ModelPlan, config: Float8Co
             by_unit.setdefault(plan.unit_of[module.path].reason, []).append(module.path)
     for reason, paths in by_unit.items():
         dtype = plan.unit_of[paths[0]].compute_dtype
-        text = f"names {listed(paths)}, which {reason} computes in {dtype}; name bfloat16 layers only, or drop the rule"
+        text = f"names {listed(paths)}, in {dtype} by {reason}; name only bfloat16 layers, or change [precision]"
         yield Problem(_FLOAT8_MODULES, text, list(config.modules), also=(("precision",),))
 
 
@@ -286,10 +286,10 @@ def _why_logits(plan: ModelPlan) -> str | None:
 
 
 def describe_loss(config: JobConfig, plan: ModelPlan) -> str | None:
-    """Return a line of the log: the place where a loss in chunks is computed. None without chunks."""
+    """Return a log line: the module that computes the loss in chunks, or why none does. None without chunks."""
     chunks = config.loss.chunks
     if chunks == 1:
         return None
     if plan.loss_head is not None:
         return f"computed by {plan.loss_head} in {chunks} chunks of classes; logits exist for one chunk at a time"
-    return f"computed in {chunks} chunks of the model's logits, which exist for all classes: {_why_logits(plan)}"
+    return f"computed in {chunks} chunks, but logits exist for all classes at a time, because {_why_logits(plan)}"

@@ -30,8 +30,8 @@ def is_undecayed(name: str, num_axes: int, classes: Iterable[str]) -> bool:
     embedding.
 
     `name`: name of the parameter within the `nn.Module` that owns it (`weight`). `num_axes`: number of axes of the
-    parameter; for stacked parameters of experts, of one expert's part. `classes`: names of the module's class and its
-    base classes, without packages (`LayerNorm`).
+    parameter, without the axis of experts if it is stacked. `classes`: names of the module's class and its base
+    classes, without packages (`LayerNorm`).
     """
     is_norm_or_embedding = any("Norm" in cls or cls in _EMBEDDINGS for cls in classes)
     return num_axes < 2 or name.endswith("bias") or is_norm_or_embedding
@@ -80,8 +80,8 @@ def group_name(index: int | None, settings: GroupSettings, scale: Scale) -> str:
 
 
 def is_mixed(config: OptimizerConfig, storage_dtypes: Iterable[str]) -> bool:
-    """Return True if parameters with these storage dtypes need this package's update. PyTorch's optimizers support only
-    one dtype for parameters and state, one rounding mode, and no master weights."""
+    """Return True if parameters with these storage dtypes need an optimizer of this package. PyTorch's optimizers
+    support only one dtype for parameters and state, one rounding mode, and no master weights."""
     dtypes = set(storage_dtypes)
     in_other_dtype = config.state_dtype is not None and dtypes != {config.state_dtype}
     return in_other_dtype or config.rounding == "stochastic" or has_master(config, *dtypes)

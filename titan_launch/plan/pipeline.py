@@ -59,7 +59,7 @@ def plan_stages(inventory: Inventory, parallelism: ParallelismConfig) -> tuple[S
 def _rank_of_stage(stage: int, parallelism: ParallelismConfig) -> int:
     """Return the pipeline rank that runs a stage. Stages are assigned to the ranks in turn."""
     degree = parallelism.pipeline_parallel_degree
-    if parallelism.pipeline_parallel_schedule == "ZBVZeroBubble":  # two stages per rank; the second ones in reverse
+    if parallelism.pipeline_parallel_schedule == "ZBVZeroBubble":  # the second stages are in reverse order
         return stage if stage < degree else 2 * degree - 1 - stage
     return stage % degree
 
@@ -68,7 +68,7 @@ def _check_pipeline_order(inventory: Inventory, degree: int) -> None:
     if not inventory.pipeline_order:
         reason = (
             "the order of the model's modules is unknown; give the model an attribute pipeline_order (globs, in "
-            "order; see docs/how_to/parallelism.md), or set 1"
+            "order; see docs/how_to/parallelism.md), or set the degree to 1"
         )
         raise config_error(PIPELINE.key, reason, degree)
     among = set(inventory.pipeline_order)
@@ -79,7 +79,7 @@ def _check_pipeline_order(inventory: Inventory, degree: int) -> None:
         if module.same_as is None and not enclosing(module.path, among)
     ]
     if outside:
-        remedy = "add their modules to pipeline_order, or set 1"
+        remedy = "add their modules to pipeline_order, or set the degree to 1"
         reason = f"would drop {listed(outside)}, which no module of the model's pipeline_order contains; {remedy}"
         raise config_error(PIPELINE.key, reason, degree)
 
@@ -163,7 +163,7 @@ def _check_parameters(inventory: Inventory, stages: Sequence[Stage], degree: int
         if stage.index not in trained:
             reason = (
                 f"stage {stage.index} ({listed(stage.modules)}) would have no parameters to train; set "
-                "pipeline_parallel_split_points so that each stage has some"
+                "pipeline_parallel_split_points so that each stage has trained parameters"
             )
             raise config_error(PIPELINE.key, reason, degree, also=(_SPLIT,))
     for module in inventory.modules:
@@ -173,7 +173,7 @@ def _check_parameters(inventory: Inventory, stages: Sequence[Stage], degree: int
             if own != other:
                 reason = (
                     f"{module.path} and {first} share a parameter (tied), and would be on the stages {own} and "
-                    f"{other}; untie them, or set 1 (tensor parallelism and FSDP2 support tied parameters)"
+                    f"{other}; untie them, or set the degree to 1 (tensor parallelism and FSDP2 allow tied parameters)"
                 )
                 raise config_error(PIPELINE.key, reason, degree, also=(("model", "args"),))
 
@@ -181,8 +181,8 @@ def _check_parameters(inventory: Inventory, stages: Sequence[Stage], degree: int
 def balance(costs: Sequence[int], num_parts: int) -> tuple[int, ...]:
     """Divide a sequence into `num_parts` non-empty parts. Return the indices at which the second and later parts begin.
 
-    The cost of a part is the sum of its costs. The largest cost of a part is minimal. Among divisions with the same
-    largest cost, the sum of the squared costs of the parts is minimal.
+    The cost of a part is the sum of the `costs` of its entries. The division has the smallest possible largest cost of
+    a part. Among such divisions, it has the smallest sum of the squared costs of the parts.
     """
     ends, count = (0, *accumulate(costs)), len(costs)
 
@@ -264,11 +264,11 @@ _HOLDS_ALL = ("GPipe", "LoopedBFS")
 
 
 def counts_to_run(parallelism: ParallelismConfig, layout: Layout) -> tuple[int, ...]:
-    """Return the numbers of microbatches of the one or two steps from which the memory of a pipeline is predicted.
+    """Return one or two numbers of microbatches. The memory of a pipeline is predicted from steps with these numbers.
 
     If the schedule holds the activations of all microbatches, or if a step has few microbatches, the result is the
-    number of all microbatches. Otherwise the result has two numbers. From the first number on, more microbatches add no
-    activations to the peak memory. The comparison with the second, larger number shows all other growth.
+    number of all microbatches. Otherwise the result has two numbers. Beyond the first number, more microbatches add no
+    activations to the peak memory. The second number is larger: a comparison of the two steps shows all other growth.
     """
     schedule, every = parallelism.pipeline_parallel_schedule, layout.num_microbatches
     has_one_stage = schedule in ONE_STAGE_SCHEDULES
@@ -277,7 +277,7 @@ def counts_to_run(parallelism: ParallelismConfig, layout: Layout) -> tuple[int, 
     enough = layout.pipeline + 1 if has_one_stage else 3 * layout.pipeline
     if schedule in _HOLDS_ALL or enough >= every:
         return (every,)
-    return enough, min(every, enough + (1 if has_one_stage else layout.pipeline))  # interleaved: whole rounds
+    return enough, min(every, enough + (1 if has_one_stage else layout.pipeline))  # interleaved: a whole round more
 
 
 def scaled_to_step(seen: Traffic, num_seen: int, layout: Layout, accumulation: GradientAccumulationConfig) -> Traffic:

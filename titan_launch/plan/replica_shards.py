@@ -20,8 +20,8 @@ def chunk_numel(shape: Sequence[int], replicas: int) -> int:
     shard.
 
     As in FSDP2, the chunks have equal numbers of rows (of the first dim), except the last ones, which may be smaller or
-    empty. With the stacked matrices of a few experts, this would leave some replicas without a chunk. So each chunk is
-    a part of one expert's matrix if `is_within_matrix` returns True.
+    empty. If dim 0 of a shard has fewer experts than there are replicas, some replicas would get no chunk. So each
+    chunk is a part of one expert's matrix if `is_within_matrix` returns True.
     """
     rows, numel = shape[0], prod(shape)
     if not numel:
@@ -34,8 +34,8 @@ def chunk_numel(shape: Sequence[int], replicas: int) -> int:
 def is_within_matrix(shape: Sequence[int], replicas: int) -> bool:
     """Return True if each chunk of a local shard is a part of one matrix of a stack. `shape`: shape of the shard.
 
-    The number of replicas must be a larger multiple of the number of matrices (the first of three dims). The rows of
-    each matrix must be divisible by the quotient.
+    This requires three dims (matrices, rows, columns), and k replicas for each matrix, for an integer k above 1 that
+    divides the number of rows.
     """
     if len(shape) != 3 or not prod(shape) or replicas <= shape[0] or replicas % shape[0]:
         return False

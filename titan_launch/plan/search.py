@@ -75,21 +75,21 @@ _SCHEDULES = ("1F1B", "Interleaved1F1B")
 case, so they would often come first."""
 
 _OF_RECORDED = 0.97
-"""Lower bound of the share of the model's computation that is proportional to the microbatch size. Other operations
-only read weights."""
+"""Lower bound of the fraction of the computation time that grows in proportion to the microbatch size. The remaining
+operations only read weights."""
 
 _LEAST_TOKENS = 4096
-"""Smallest number of tokens of a sequence on a rank of context parallelism. (The degree in the job is always tried.)"""
+"""Smallest number of tokens of a sequence per context-parallel rank. (The degree in the job is always tried.)"""
 
 SHOWN = 5
 """Largest number of jobs in the result, one for each `Kind`."""
 
 NEAR = 0.05
-"""Largest relative difference to the best step time of jobs that the search looks for. The result may also have slower
-jobs that were found before the best one."""
+"""The search skips jobs whose step takes longer than the best step by more than this fraction. The result may have
+slower jobs that were found before the best one."""
 
 _SAME = 1e-3
-"""Steps whose times differ by less than this share count as equally long. The simpler layout then ranks first."""
+"""Step times that differ by less than this fraction count as equal. The simpler layout then ranks first."""
 
 
 class Kind(NamedTuple):
@@ -131,10 +131,10 @@ class Result:
     """The best job of each kind, the best kind first; at most `SHOWN`."""
 
     tried: int
-    """Number of families that were searched without a problem."""
+    """Number of families that were searched without a ConfigError."""
 
     families: int
-    """Number of families in which no problem was found before the search."""
+    """Number of families that passed the checks before the search (`Search._problem`)."""
 
     refused: Mapping[str, int]
     """Reasons why families are not possible, each with the number of such families."""
@@ -146,8 +146,8 @@ _Degrees = tuple[int, ...]
 
 @dataclass(frozen=True)
 class _Probe:
-    """Predictions for a planned job without a pipeline. They bound all jobs with the same degrees of tensor, context
-    and expert parallelism, and the same activation checkpointing."""
+    """Bounds for all jobs with the same degrees of tensor, context and expert parallelism, and the same activation
+    checkpointing. They come from the prediction for one of these jobs without a pipeline, the planned job."""
 
     exposed: float
     """Lower bound of the seconds during which computation waits for communication in a step."""
@@ -194,8 +194,8 @@ class Search:
         subject_of: Callable[[JobConfig, Layout], Subject],
         say: Callable[[str], None] = lambda text: None,
     ):
-        """`held`: keys of `SEARCHED` that keep the values of the job. `subject_of`: returns the model of a job in a
-        layout, with the engine that predicts the job's memory. `say`: shows progress.
+        """`held`: keys of `SEARCHED` that keep the values of the job. `subject_of`: function that returns the model
+        of a job, with the engine that predicts its memory. `say`: function that shows a line of progress.
 
         Raises ConfigError if the memory or the speed of the device is unknown, or if the model does not support the job
         (`plan_job`). Also raises ConfigError if `activation_checkpoint.mode = "memory_budget"` is held.
@@ -252,7 +252,7 @@ class Search:
                 families.append(family)
             else:
                 refused[problem] += 1
-        self._probes = {}  # those of a search without CPU offload are not valid with it
+        self._probes = {}  # probes without CPU offload are not valid with it
         self._count_flops()
         waiting, found, tried = families, dict[Kind, Found](), 0
         while waiting:
@@ -304,8 +304,8 @@ class Search:
         return with_effective_keys(with_values(config, values))
 
     def _starts(self) -> list[tuple[int, bool]]:
-        """Return the pairs (number of replicas, True if the optimizer is sharded over them) with which each job is
-        planned first. The pair that needs the least memory is the last one."""
+        """Return the pairs with which each job is planned first: (number of replicas, True if the optimizer is sharded
+        over them). The pair that needs the least memory is the last one."""
         own, sharded = value_of(self._config, _REPLICAS), value_of(self._config, _SHARDED)
         if not self._is_free(_REPLICAS):
             return [(own, way) for way in self._values(_SHARDED, (False, True)) if own > 1 or not way]
@@ -350,7 +350,7 @@ class Search:
                 return "no possible microbatch size divides the global batch evenly over the ranks"
             modes = self._modes(with_local_batch_size(family, sizes[0]))
             if not modes:
-                return "no mode is possible"
+                return "no choice of modes is possible"
             if problem := first_problem(modes[0]):
                 return problem.reason
             plan_job(modes[0], self._inventory)
@@ -517,9 +517,9 @@ class Search:
         return best, None
 
     def _until_best(self, job: JobConfig, checkpointing: ActivationCheckpointConfig, limit: float) -> Iterator[Found]:
-        """Yield plans of the job with each pair of `_starts` and each gradient accumulation mode.
+        """Yield predictions for the job with each pair of `_starts` and each gradient accumulation mode.
 
-        Stop if no further plan can take less time than `limit`, or than a plan that fits. If a mode that does not defer
+        Stop if no later prediction can be faster than `limit`, or than one that fits. If a mode that does not defer
         reductions does not fit, skip the modes after it, because they take more memory.
         """
         for replicas, sharded in self._starts():
@@ -536,9 +536,9 @@ class Search:
                     return
 
     def _with_replicas(self, without: Sequence[Found], limit: float) -> Iterator[Found]:
-        """Yield variants of the jobs `without` that fit: with two or more replicas, and with or without an optimizer
-        that is sharded over them. Yield nothing if the number of replicas is held. A variant is planned only if its
-        lower bound of the step time is below `limit` and below the times of `without` and of the yielded jobs."""
+        """Yield those variants of the jobs in `without` that fit: with two or more replicas, and with or without an
+        optimizer that is sharded over the replicas. Yield nothing if the number of replicas is held. A variant is
+        planned only if its step may take less time than `limit`, the jobs in `without` and the yielded jobs."""
         if not self._is_free(_REPLICAS):
             return
         best = min([limit, *(job.seconds for job in without)])
@@ -611,7 +611,6 @@ def _powers(limit: int) -> list[int]:
 
 
 def value_of(config: JobConfig, key: Key) -> Any:
-    """Return the value of a key in a job."""
     return getattr(getattr(config, key[0]), key[1])
 
 

@@ -38,7 +38,7 @@ Points = tuple[tuple[float, float], ...]
 
 
 class Work(NamedTuple):
-    """A number of equal operations of the model, without collectives."""
+    """Equal operations of the model, such as matrix products, and their number. Collectives are not included."""
 
     kind: Literal["product", "convolution", "attention", "attention_backward", "memory"]
 
@@ -83,10 +83,10 @@ class MeasuredCollective:
     kind: CollectiveKind
     ranks: int
     crossings: int
-    """Hops of the group's ring that lead to other nodes."""
+    """Number of hops of the group's ring that lead to another node."""
 
     points: Points
-    """Pairs (bytes that a rank sends, seconds). The bytes are those of a collective that uses a ring."""
+    """Pairs (bytes that a rank sends, seconds). The bytes are computed as if the collective used a ring."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Measured:
     versions: Mapping[str, str]
     created: str
     sizes: tuple[int, ...]
-    """Sizes that the rows, the inner size and the columns of the measured products take, in all combinations."""
+    """Numbers of rows, inner sizes and numbers of columns of the measured matrix products, in all combinations."""
 
     products: Mapping[str, tuple[tuple[tuple[float, ...], ...], ...]]
     """FLOP/s of products by dtype. The three indices of a value are those of its rows, inner size and columns in
@@ -144,7 +144,6 @@ class Measured:
         return "cpu" if self.device == "cpu" else "cuda"
 
     def dumps(self) -> str:
-        """Return the measurements as JSON."""
         import json  # imported here, because checks of a job file import this module
 
         return json.dumps(asdict(self), indent=1)
@@ -269,7 +268,7 @@ class Speeds(ABC):
         return self._least_of_flops(work)
 
     def of_work(self, work: Mapping[Work, int], microbatches: int) -> tuple[float, float]:
-        """Return the seconds of the operations in `microbatches` microbatches, and the lower bound of `least_seconds`.
+        """Return the seconds of the operations in `microbatches` microbatches, and a lower bound (see `least_seconds`).
         On CPUs, the first number includes the work of the host. `work`: the operations of a microbatch, each with its
         number of occurrences."""
         host = 0.0 if self.overlaps else self.host_seconds("operation")
@@ -348,7 +347,7 @@ class Speeds(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class DataSheetSpeeds(Speeds):
-    """Speeds from the figures of a data sheet, times the share of them that large operations reach."""
+    """Speeds of a data sheet, multiplied by the fraction of them that large operations reach."""
 
     flops_per_s: Mapping[str, float]
     """FLOP/s of large products by dtype."""
@@ -394,7 +393,7 @@ OPERATION_SECONDS = 4e-6
 
 
 def no_speeds() -> Speeds:
-    """Return speeds for a replay whose times are not read."""
+    """Return placeholder speeds for a replay whose predicted times are not used."""
     within, across = link_of("within", None), link_of("across", None)
     return DataSheetSpeeds("unknown", within, across, flops_per_s={"float32": 1}, shares={}, memory_bytes_per_s=1)
 
@@ -483,8 +482,8 @@ class MeasuredSpeeds(Speeds):
 
 
 def _of_dtype(table: Mapping[str, T], dtype: str) -> T:
-    """Return the entry of a dtype in a table of speeds. If the entry is missing, return that of bfloat16 for float16,
-    or else that of float32."""
+    """Return the entry of a dtype in a table of speeds. If float16 has no entry, return the entry of bfloat16. If there
+    is still no entry, return the entry of float32."""
     alike = {"float16": "bfloat16"}
     return next(table[name] for name in (dtype, alike.get(dtype, ""), "float32") if name in table)
 

@@ -1,4 +1,4 @@
-"""Floating-point operations of a step, and the time of a step as an interval under stated assumptions. No torch."""
+"""Time of a step, predicted from its FLOPs or from the times of a rank, and its traffic. No torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class StepTime:
     """Seconds of `compute` in which a rank waits for other pipeline stages."""
 
     exposed: float = 0.0
-    """Seconds of `communication` for which computation waits: those of tensor, context and expert parallelism."""
+    """Seconds of `communication` for which computation waits: that of tensor, context and expert parallelism."""
 
     ordered: float | None = None
     """Seconds of the step if computation and collectives run in the order of FSDP2 (`plan.memory.clock`). None: not
@@ -37,8 +37,8 @@ class StepTime:
     """See `plan.memory.clock.Seconds`. None: not known."""
 
     recorded: float | None = None
-    """Seconds of `compute` that the model's own operations take, with the bubble. They are the same in all gradient
-    accumulation modes and for any number of replicas. None: not known."""
+    """Seconds of `compute` for the operations of the model, without those of FSDP2 and the optimizer, with the bubble.
+    They are the same in all gradient accumulation modes and for any number of replicas. None: not known."""
 
     least_recorded: float | None = None
     """See `plan.memory.clock.Seconds`. The bubble is not included. None: not known."""

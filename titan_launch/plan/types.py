@@ -1,4 +1,5 @@
-"""The tables that planner and trainer share: the modules of a model, and its FSDP2 units. No torch."""
+"""The tables that planner and trainer share: the modules of a model, and its FSDP2 units. No torch.
+A precision rule is **in place** if its modules stay in the FSDP2 units around them (`ModelPlan.in_place`)."""
 
 from __future__ import annotations
 
@@ -27,14 +28,14 @@ class TensorInfo:
     """True if the parameter is trained in any step."""
 
     trained_from: int = 0
-    """Number of steps during which a trained parameter is still frozen."""
+    """Number of steps after which training of the parameter begins. 0: it is trained from the start, or never."""
 
     tied_to: str | None = None
     """Full name of the first occurrence of a shared (tied) parameter. None for the first occurrence itself, and for a
     parameter that is not shared."""
 
     is_stacked: bool = False
-    """True for a parameter of `Experts` or of their adapters, whose first dim counts the experts of a layer."""
+    """True for a parameter of `Experts` or of their adapters: dim 0 has one entry for each expert of the layer."""
 
     is_saved: bool = True
     """False for a buffer that is not in the state dict (`persistent=False`)."""
@@ -48,7 +49,7 @@ MIXTURE_OF_EXPERTS = "titan_launch.models.decoder.mixture_of_experts.MixtureOfEx
 """Full name of the class of layers with a router and experts."""
 
 EXPERTS = "titan_launch.models.decoder.mixture_of_experts.Experts"
-"""Full name of the class of modules whose parameters are stacked: the first dim counts the experts."""
+"""Full name of the class of modules whose parameters are stacked: dim 0 has one entry for each expert."""
 
 LORA = "titan_launch.models.lora.LoRA"
 """Full name of the class of adapters, which is also the base class of the adapters of embeddings and of experts."""
@@ -59,7 +60,7 @@ STACKED_LORA = "titan_launch.models.lora.StackedLoRA"
 
 @dataclass(frozen=True)
 class ModuleInfo:
-    """A module of the module tree."""
+    """A module of a model, with the parameters and buffers that it owns directly."""
 
     path: str
     """Dotted path from the root module; empty for the root itself."""
@@ -229,26 +230,26 @@ class Unit:
     """Key of the precision rule that made the unit; None if no rule of the job made it."""
 
     num_parameters: int = 0
-    """Number of elements of the unit's parameters before sharding, including those of rules in place."""
+    """Number of elements of the unit's parameters before sharding, including parameters of rules in place."""
 
     is_trained: bool = True
     """True if any of the unit's parameters takes a gradient. Parameters of rules in place (`ModelPlan.in_place`) do not
     count here."""
 
     gradient_dtype: str | None = None
-    """Dtype of the unit's sharded gradients: the storage dtype of its parameters that take a gradient, including those
-    of rules in place. FSDP2 requires one dtype for all of them. None: the unit reduces no gradients."""
+    """Dtype of the unit's sharded gradients: the storage dtype of its parameters that take a gradient, including
+    parameters of rules in place. FSDP2 requires one dtype for all of them. None: the unit reduces no gradients."""
 
     unshard_in_backward: bool = True
     """True if backward all-gathers the parameters again after a reshard. False: backward does not read them."""
 
     expert_parallel: int = 1
     """Number of ranks over which expert parallelism has divided the parameters, before FSDP2 shards each part over
-    `Layout.shards_of` ranks. If it is above 1, the unit has only the `Experts` of one layer, or adapters of experts."""
+    `Layout.shards_of` ranks. If this number is above 1, the unit has only `Experts` of one layer, or their adapters."""
 
     own_because: str = ""
-    """Reason, in words, why the unit's modules are not in place in the units around them (`precision.placement`).
-    Empty: there is no such reason."""
+    """Reason, in words, why the unit's modules do not stay in the units around them (`precision.placement`). Empty for
+    units that need no reason, such as blocks."""
 
     @property
     def is_divided(self) -> bool:
@@ -256,12 +257,12 @@ class Unit:
         return self.expert_parallel > 1
 
     def part(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of this rank's part of one of the unit's parameters, before FSDP2 shards it. `shape`: that
-        of the whole parameter."""
+        """Return the shape of the part of a parameter that expert parallelism leaves to this rank, before FSDP2 shards
+        the part. `shape`: shape of the whole parameter."""
         return (shape[0] // self.expert_parallel, *shape[1:]) if shape else ()
 
     def whole(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of a whole parameter. `shape`: that of this rank's part, as `part` returns it."""
+        """Return the shape of a whole parameter. `shape`: shape of this rank's part, a result of `part`."""
         return (shape[0] * self.expert_parallel, *shape[1:]) if shape else ()
 
     @property
@@ -305,7 +306,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """The plan of a model's modules, parameters and buffers. Wrapping, audit and planner all read it."""
+    """The FSDP2 units, dtypes and pipeline stages of a model. The trainer, the audit and the planner use them."""
 
     inventory: Inventory
     units: tuple[Unit, ...]
@@ -340,8 +341,8 @@ class ModelPlan:
         return self.loss_head is not None and is_within(self.loss_head, path)
 
     def gathered_dtypes(self) -> list[str]:
-        """Return the dtype of each unit's all-gather, in the order of the units. It is `uint8` for parameters of
-        several dtypes, which FSDP2 gathers as bytes."""
+        """Return the dtype of each unit's all-gather, in the order of the units. The dtype is `uint8` for a unit whose
+        parameters have several dtypes: FSDP2 gathers them as bytes."""
         found = []
         for unit, modules in zip(self.units, self.modules_by_unit(), strict=True):
             computed = {self.unit_of[module.path].compute_dtype for module in modules if module.parameters}
@@ -364,13 +365,13 @@ class ModelPlan:
 
     @cached_property
     def unit_of(self) -> dict[str, Unit]:
-        """The unit, or the entry of `in_place`, whose policy holds for the module's own parameters. By path of the
-        module."""
+        """By path of a module: the unit, or the entry of `in_place`, whose policy applies to the module's own
+        parameters."""
         return _by_module(self.inventory, self.boundaries)
 
     @cached_property
     def sharded_by(self) -> dict[str, Unit]:
-        """The unit that shards the module's own parameters, by path of the module."""
+        """By path of a module: the unit that shards the module's own parameters."""
         return _by_module(self.inventory, self.units)
 
     @cached_property
@@ -385,7 +386,7 @@ class ModelPlan:
         return unit.policy.cast_forward_inputs and all(self.unit_of[path] is unit for path in unit.modules)
 
     def modules_by_unit(self) -> list[list[ModuleInfo]]:
-        """Return the modules whose own parameters each unit shards, in the order of the units."""
+        """Return, for each unit in order, the modules whose own parameters the unit shards."""
         index_of = unit_by_module(self.inventory, self.units)
         modules: list[list[ModuleInfo]] = [[] for _ in self.units]
         for module in self.inventory.modules:

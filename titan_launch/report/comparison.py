@@ -12,8 +12,7 @@ from typing import Any
 from titan_launch.config.loading.provenance import toml_value
 from titan_launch.config.resume_compatibility import differences, role_of
 from titan_launch.core.errors import KeyPath, UserError, format_key
-from titan_launch.core.terminal import one_line
-from titan_launch.plan.report.table import aligned
+from titan_launch.core.terminal import aligned, one_line
 from titan_launch.report.charts import Bar, Points, bar_chart, line_chart, text_chart, value_at
 from titan_launch.report.figures import (
     LOSS,

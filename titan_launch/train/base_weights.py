@@ -1,5 +1,5 @@
-"""The folder of `model.weights` during a run, which has the initial values of the run, and the values of the parameters
-that checkpoints omit."""
+"""The folder that `model.weights` names. It has the initial values of the model's parameters, and during a run the
+values of the parameters that checkpoints omit."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class RunBase:
     """The folder that `model.weights` names, if any. It implements `checkpoint.state.BaseWeights`."""
 
     def __init__(self, model: nn.Module, config: JobConfig, inventory: Inventory):
-        """Read the headers of the files. If the folder cannot be read, an error is raised only when its values are
-        needed. `model`: the allocated model of this rank. `inventory`: the modules of the whole model."""
+        """Read the headers of the folder's files. If this fails, an error is raised only when values are needed.
+        `model`: the allocated model of this rank. `inventory`: the modules of the whole model."""
         self._model, self._config, self._inventory = model, config.model, inventory
         self._saves_frozen = config.checkpoint.save_frozen
         self._folder: WeightsFolder | None = None
@@ -63,7 +63,7 @@ class RunBase:
                 pieces, targets = self._targets(adapters, folder)
                 folder.check(targets, pieces, config, None if self._fingerprint is None else self._fingerprint.digest)
                 if shared := [target.path for target in targets if folder.shares_a(target)]:
-                    message = "adapters: in %s, several modules of this package share one A; each trains its own copy"
+                    message = "adapters: matrix A of %s is copied to several modules, which train it separately"
                     _log.info(message, listed(shared))
                 own = dict(self._model.named_parameters())
                 for target in targets:
@@ -79,8 +79,8 @@ class RunBase:
     def _targets(
         self, adapters: Sequence[Adapter], folder: AdapterFolder
     ) -> tuple[Mapping[str, Piece], Sequence[Target]]:
-        """Return the place of each weight in files, and the modules that `peft` adapts. Their names are those in the
-        adapter folder: the names of this package, or of `transformers`."""
+        """Return the place of each weight in files, and the modules that `peft` adapts. Both use the names in the
+        adapter folder, which are those of this package or of `transformers`."""
         adapted = {name for adapter in adapters for name in (adapter.a, adapter.b)}
         shapes = {
             full_name(module.path, tensor.name): tensor.shape
@@ -99,7 +99,7 @@ class RunBase:
 
     @property
     def record(self) -> Base | None:
-        """The facts about the folder for the manifest of a checkpoint; None without a folder that can be read."""
+        """The facts about the folder that a checkpoint's manifest records; None without a readable folder."""
         if self._fingerprint is None:
             return None
         names = {self._first_names[name] for name in self.omitted}
@@ -116,8 +116,8 @@ class RunBase:
         self._omit(frozenset())
 
     def change_since(self, base: Base) -> str:
-        """Return a clause that says how the folder differs from the folder of a manifest. Return "" if no rank finds a
-        difference, or if the folder cannot be read. Collective."""
+        """Return a clause that says how the folder differs from `base`, the folder in a checkpoint's manifest. Return
+        "" if no rank finds a difference, or if the folder cannot be read. Collective."""
         own = self._fingerprint
         changes = on_all_ranks(lambda: "" if own is None else base.fingerprint.changed_to(own))
         return next(filter(None, changes), "")
@@ -163,8 +163,8 @@ class RunBase:
         _log.info(message, self._config.weights, source.model_type or source.name, format_bytes(loaded), seconds)
 
     def _omit(self, differing: Collection[str]) -> None:
-        """Let later checkpoints omit the parameters that are never trained. Exceptions are the parameters in
-        `differing`, whose values differ from those in the folder."""
+        """Let later checkpoints omit the parameters that are never trained, except those in `differing`, whose values
+        differ from the values in the folder."""
         self._has_begun = True
         self.omitted = frozenset(name for name in self._held if self._first_names[name] not in differing)
         if self.omitted and self.record is not None:
@@ -173,13 +173,13 @@ class RunBase:
 
     @cached_property
     def _weights(self) -> Weights:
-        """The tensors in the folder, by the tensors of the model that they are for. Raises ConfigError if the folder
-        cannot be read, or does not hold the model's tensors."""
+        """The values in the folder for the model's parameters and buffers. Raises ConfigError if the folder cannot be
+        read, or does not hold the model's tensors."""
         return find_weights(self._config, self._inventory, getattr(self._model, "places_in_files", None), self._folder)
 
     @cached_property
     def _first_names(self) -> dict[str, str]:
-        """The name of the first occurrence of each parameter, by each of its names."""
+        """For each name of a parameter, its first name in the model. A shared parameter has several names."""
         return {
             name: tensor.tied_to or name
             for module in self._inventory.modules
@@ -189,8 +189,8 @@ class RunBase:
 
     @cached_property
     def _held(self) -> frozenset[str]:
-        """All names of the parameters that are never trained and for which the folder has values. Empty without a
-        folder, or if checkpoints save all parameters."""
+        """All names of the parameters that are never trained and whose values the folder has. Empty without a folder,
+        and with `checkpoint.save_frozen`."""
         frozen = {
             full_name(module.path, tensor.name)
             for module in self._inventory.modules

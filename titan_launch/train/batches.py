@@ -76,7 +76,7 @@ class ValidationBatches:
 
     loader: Loader
     names: Sequence[str]
-    """The name for each batch of the loader."""
+    """For each batch of the loader, the name of its source."""
 
     def __iter__(self) -> Iterator[tuple[str, Batch]]:
         return zip(self.names, self.loader, strict=True)
@@ -84,7 +84,7 @@ class ValidationBatches:
 
 @dataclass(frozen=True)
 class RunBatches:
-    """The batches of a rank."""
+    """The training and validation batches of a rank."""
 
     order: Order
     """The order of the training samples."""
@@ -108,10 +108,10 @@ class RunData:
     """None without validation."""
 
     validation_parts: Mapping[str, range]
-    """Indices of the samples to validate on, in `validation`, by the name of their source. Empty without validation."""
+    """For each source by name, the indices in `validation` of the samples to validate on. Empty without validation."""
 
     sequence_part: SequencePart | None
-    """This rank's part of every sequence; None without context parallelism."""
+    """The tokens of every sequence that this rank gets; None without context parallelism."""
 
     local_batch_size: int
     """Number of samples of a microbatch on this rank."""
@@ -217,22 +217,23 @@ def build_order(data: DataSource, source: SampleSource, seed: int, global_batch_
 
 
 def _check_answers(config: JobConfig, data: RunData) -> None:
-    """Raise ConfigError if the loss reads pairs of answers, or answers with a label, and a source has none. Also raise
-    it if a source has them, and the loss does not read them."""
+    """Raise ConfigError if a data source does not have the answers that the loss reads (pairs of answers, or answers
+    with a label), or has answers that the loss does not read."""
     flags = {PAIRS: "has_pairs", RATED: "has_ratings"}  # attributes of token files
     for (section, source), (kind, flag) in product(data.sources.items(), flags.items()):
         wanted = config.loss.kind.data_kind == kind
         if getattr(source, flag, wanted) != wanted:
             key = tuple(int(part) if part.isdigit() else part for part in section.split("."))
             has, reads = ("has no", "needs") if wanted else ("has", "does not read")
-            reason = f'{has} {ANSWERS[kind]}, which loss.name = "{config.loss.name}" {reads}; name other data'
+            reason = f'{has} {ANSWERS[kind]}, which loss.name = "{config.loss.name}" {reads}; use other data'
             raise config_error((*key, "path"), reason, also=(("loss", "name"),))
 
 
 def build_train_batches(
     config: JobConfig, data: RunData, layout: Layout, ranks: Ranks, position: int, stack: ExitStack
 ) -> TrainBatches:
-    """Return this rank's microbatches, from a position in the data. Closing `stack` ends the data workers."""
+    """Return this rank's microbatches from `position` on: the number of samples that all ranks have read so far.
+    Closing `stack` ends the data workers."""
     workers = Workers(config.data.num_workers, ranks.device.type == "cuda")
 
     def build_loader(start: int) -> Loader:

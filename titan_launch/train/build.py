@@ -80,7 +80,7 @@ def build_run(config: JobConfig, ranks: Ranks, stack: ExitStack, process: Surrou
     """
     process = process or Surroundings()
     watchdog = process.watchdog or Watchdog(config.comm, ranks)
-    certificate = on_rank_0(partial(find, config))  # of the job as written, before modes replace `auto`
+    certificate = on_rank_0(partial(find, config))  # for the job as the user wrote it, with its `auto`
     job, built = resolve_job(config, ranks, this_attempt())
     config = job.config
     log_job(job, process.locate_key)

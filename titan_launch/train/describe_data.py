@@ -24,7 +24,7 @@ from titan_launch.plan.layout import Layout
 from titan_launch.train.batches import RunData, build_data, with_steps
 
 _DRAWN_SAMPLES = 64
-"""Largest number of samples from which the share of ignored targets is computed."""
+"""Largest number of samples from which the fraction of ignored targets is computed."""
 
 
 def describe_data(config: JobConfig, layout: Layout, num_samples: int) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def _lengths(lengths: npt.NDArray[np.int64]) -> dict[str, Any]:
     """Return the extremes, the mean and percentiles of the lengths, and a histogram whose borders are powers of 2."""
     found = np.percentile(
         lengths, (50, 90, 99), method="inverted_cdf"
-    ).tolist()  # this method returns lengths that occur
+    ).tolist()  # this method does not interpolate between lengths
     percentiles = dict(zip(("p50", "p90", "p99"), found, strict=True))
     counts = np.bincount(np.frexp(lengths)[1])  # 2^(e - 1) <= length < 2^e
     histogram = {
@@ -117,7 +117,7 @@ def _lengths(lengths: npt.NDArray[np.int64]) -> dict[str, Any]:
 
 
 def _ignored_share(source: SampleSource) -> float:
-    """Return the share of ignored targets among all targets that are not padding, in up to `_DRAWN_SAMPLES` samples at
+    """Return the fraction of ignored targets among all targets except padding, in up to `_DRAWN_SAMPLES` samples at
     equal distances."""
     ignored = total = 0
     for index in np.unique(np.linspace(0, len(source) - 1, _DRAWN_SAMPLES, dtype=np.int64)).tolist():
@@ -129,8 +129,8 @@ def _ignored_share(source: SampleSource) -> float:
 
 
 def _samples(data: RunData, layout: Layout) -> Iterator[tuple[dict[str, Any], Sample]]:
-    """Yield (place, sample) for the training samples in the order of the run. The place has the position in this order,
-    the name of the source, and the index in that source.
+    """Yield (place, sample) for the training samples in the order of the run. The place is a dict with the position in
+    this order, the name of the source, and the index in that source.
 
     For a stream, yield the samples that data-parallel rank 0 reads. The place then has the position and the rank.
     """

@@ -15,7 +15,7 @@ from titan_launch.metrics.tags import BEST_LOSS, WITHOUT_IMPROVEMENT
 
 class EarlyStopping:
     """The lowest validation loss of a run, and the number of validations in a row without an improvement. This object
-    is a part of the training state. All ranks decide the same, because a validation all-reduces its loss."""
+    is a part of the training state. All ranks have equal numbers, because a validation all-reduces its loss."""
 
     def __init__(self, patience: int, min_improvement: float, folder: Path, progress: Progress):
         """`patience`, `min_improvement`: keys of `[validation]`. `folder`: folder of the run's checkpoints. `progress`:
@@ -61,7 +61,7 @@ class EarlyStopping:
         return {**best, WITHOUT_IMPROVEMENT: self._without_improvement}
 
     def describe(self, result: int) -> str:
-        """Return a clause that says why the run has ended. `result`: step of the checkpoint that is its result."""
+        """Return a clause that says why the run has ended. `result`: step of the checkpoint to use as the result."""
         number = self._without_improvement
         enough = f" by more than {self._min_improvement:g}" if self._min_improvement else ""
         best = f"best {self._best_loss:.4f} at step {self._best_step}" if self._best_step else "it was never finite"

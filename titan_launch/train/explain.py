@@ -69,8 +69,8 @@ def explain_model(error: BaseException, facts: ModelFacts) -> ConfigError | None
 
 @contextmanager
 def explained_in_trace(facts: ModelFacts) -> Iterator[None]:
-    """If the block, which traces a model, raises an error that `explain_model` explains, raise the explanation
-    instead."""
+    """Replace an error of the block, which traces a model, by its explanation from `explain_model`, if there is
+    one."""
     try:
         yield
     except Exception as error:
@@ -81,10 +81,10 @@ def explained_in_trace(facts: ModelFacts) -> Iterator[None]:
 
 
 def explain_full_disk(error: BaseException, config: JobConfig) -> RunError | None:
-    """Return the RunError for a full disk that has no room for a file of the run folder; None for a different error.
-    (For a report or a checkpoint there is no such error: the run logs a warning, and training continues.)"""
+    """Return the RunError if a full disk prevented a write to the run folder; None for a different error. (A report or
+    checkpoint that does not fit on the disk is only logged as a warning, and training continues.)"""
     if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return None
     reason = f"{config.job.run_folder} cannot be written to: {os.strerror(error.errno)}"
     advice = how_to_resume(config) if config.checkpoint.enable else "begin again (checkpoint.enable is false)"
-    return RunError(f"{reason}; make room, and {advice}")
+    return RunError(f"{reason}; free disk space, and {advice}")

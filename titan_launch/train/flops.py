@@ -7,7 +7,7 @@ counts as one FLOP. Other operations do not count.
 
 The conventions are those of PaLM (arXiv:2204.02311, appendix B) and TorchTitan, so MFUs can be compared. All pairs of
 tokens count in attention, although causal attention needs only half of the pairs, and separate documents need even
-fewer. In a layer with a sliding window, the pairs of each token are as many as the window has tokens. The backward of
+fewer. In a layer with a sliding window, each token has as many pairs as the window has tokens. The backward of
 attention counts as two forwards.
 """
 
@@ -55,8 +55,8 @@ _SAMPLES = 2
 
 
 def flops_of_run(config: JobConfig, built: BuiltModel, plan: ModelPlan, data: RunData) -> int | None:
-    """Return the FLOPs of one sample. A run computes TFLOP/s and MFU from this number. Operations that activation
-    checkpointing or a loss in chunks runs twice count once.
+    """Return the FLOPs of one sample. A run computes TFLOP/s and MFU from this number. An operation counts once
+    even if activation checkpointing, or a loss in chunks (`loss.chunks`), runs it twice.
 
     If a user's own model declares its FLOPs, return these; otherwise count them. If counting fails, log the reason and
     return None. `built` is not changed.
@@ -73,8 +73,8 @@ def flops_of_run(config: JobConfig, built: BuiltModel, plan: ModelPlan, data: Ru
 
 @contextmanager
 def unknown_if_it_fails() -> Iterator[None]:
-    """Suppress and log an error in the block, which means that the model does not run on the meta device. If the model
-    does not run at all, the run itself, or the recording for a plan, raises an error."""
+    """Suppress and log an error in the block: the model does not run on the meta device. If the model does not run on
+    any device, the run or the planner raises that error later."""
     try:
         yield
     except Exception as error:
@@ -96,8 +96,8 @@ def flops_of_job(config: JobConfig) -> Flops:
 def count_flops(
     config: JobConfig, built: BuiltModel, plan: ModelPlan, input_shape: tuple[int, ...], num_classes: int
 ) -> Flops:
-    """Return the FLOPs of one sample, summed over all ranks that share the sample. The forward of the loss's second
-    model counts too. Raises an error of any class if the model does not run without values.
+    """Return the FLOPs of one sample, summed over all ranks that share the sample. The forward of the loss's teacher
+    or reference model counts too. Raises an error of any class if the model does not run on the meta device.
 
     If a model of this package has more than two blocks of one kind, not all of them run. The model first runs with one
     block of each kind. Then it runs once more for each kind, with a second block of this kind. The difference counts
@@ -133,8 +133,8 @@ def count_flops(
 
 
 def _blocks_by_kind(model: nn.Module, plan: ModelPlan) -> Iterator[list[str]]:
-    """Yield a list of paths for each kind of outermost blocks, in order. Blocks of one kind run the same operations in
-    forward and backward.
+    """Yield a list of paths for each kind of blocks, in the order of the model, without blocks inside of blocks. Blocks
+    of one kind run the same operations in forward and backward.
 
     The kind of the first block is a guess, because it depends on the modules before the block. A wrong guess does no
     harm, because the first block of each kind is counted by itself.
@@ -181,7 +181,7 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) ->
 def _masked_attention(
     q: Tensor, k: Tensor, v: Tensor, options: attention.ScoreOptions, documents: attention.Documents | None
 ) -> Tensor:
-    """Replace `attention.masked_attention`: each query reads as many keys as its window has."""
+    """Replace `attention.masked_attention`: each query reads as many keys as the window has tokens."""
     return _attention(q, *(x[:, :, : options.window] for x in (k, v)))
 
 
@@ -229,7 +229,7 @@ class _GroupedProduct(torch.autograd.Function):
 
 
 def attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    """Return the FLOPs of a forward of attention. The tensors have the shapes (batch, heads, tokens, width)."""
+    """Return the FLOPs of one forward of attention. The tensors have the shapes (batch, heads, tokens, width)."""
     batch, heads, queries, width = query.shape
     return int(2 * batch * heads * queries * key.shape[2] * (width + value.shape[3]))
 
@@ -249,8 +249,8 @@ FORMULAS = {
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda _, *args, **options: 2 * attention_flops(*args),
     _GROUPED: _grouped_flops,
 }
-"""For each operation, a function of the operation's arguments that returns its FLOPs: PyTorch's functions and five
-others."""
+"""For each operation, a function of the operation's arguments that returns its FLOPs: PyTorch's functions
+(`flop_registry`), and functions for five more operations."""
 
 
 class _Count(TorchDispatchMode):

@@ -1,5 +1,5 @@
-"""The choice of a run's CUDA kernels, made once before anything is allocated, and logged. On a CPU the switch
-`cpu.switch` chooses the kernel of attention, unless `kernels.attention` names one."""
+"""The choice of a run's CUDA kernels, made once before anything is allocated, and logged. On a CPU,
+`titan_launch.cpu.switch` chooses the attention kernel, unless `kernels.attention` names one."""
 
 from __future__ import annotations
 
@@ -96,9 +96,9 @@ def use_kernels(
 def use_planned_kernels(
     config: JobConfig, built: BuiltModel, plan: ModelPlan, layout: Layout, capability: tuple[int, int]
 ) -> None:
-    """Decide for a plan whether attention pads its values, as `use_kernels` would on a GPU of this compute capability.
-    `plan.attention_kernels.takes` decides which backends are usable, without calls of attention. If `takes` refuses the
-    backend that `kernels.attention` names, values are padded."""
+    """Decide for a plan whether attention pads its value tensors to the width of the queries, as `use_kernels` would on
+    a GPU of this compute capability. Instead of a call of attention, `plan.attention_kernels.takes` decides which
+    backends are usable. If `takes` refuses the backend that `kernels.attention` names, values are padded."""
 
     def obstacle(dtype: str, pads_values: bool) -> Obstacle:
         assert built.attention is not None
@@ -117,8 +117,8 @@ def _choose_attention(
     order: Sequence[str],
     obstacle: Callable[[str, bool], Obstacle],
 ) -> dict[str, list[str]]:
-    """Return the result of `choose` for each dtype of attention. Values may have another width than queries. If the
-    chosen backends take such values, let attention pass them unpadded. With context parallelism, values are padded.
+    """Return the result of `choose` for each dtype of attention. If the value tensors have another width than the
+    queries, and the chosen backends allow this, do not pad the values. With context parallelism, values are padded.
 
     `obstacle`: function of a dtype and of `ScoreOptions.pads_values` that returns an `Obstacle`. Raises ConfigError as
     `choose` does.
@@ -208,7 +208,7 @@ def choose(wanted: str, order: Sequence[str], obstacle: Obstacle) -> list[str]:
         reason = obstacle(wanted)
         if reason is not None:
             raise config_error(
-                ("kernels", "attention"), f'cannot be used: {reason}; set "auto", which finds a usable one', wanted
+                ("kernels", "attention"), f'cannot be used: {reason}; set "auto", which finds a usable backend', wanted
             )
         return [wanted]
     reasons: list[str] = []
@@ -221,15 +221,15 @@ def choose(wanted: str, order: Sequence[str], obstacle: Obstacle) -> list[str]:
 
 
 def _either(first: Obstacle, second: Obstacle) -> Obstacle:
-    """Return a function that returns the second obstacle, or None if one of the functions returns None."""
+    """Return an `Obstacle` that gives the reason of `second`; None if either `first` or `second` gives None."""
     return lambda name: None if first(name) is None else second(name)
 
 
 def _check_on(
     device: torch.device, built: BuiltModel, layout: Layout, dtype: str, seq_len: int, pads_values: bool
 ) -> Obstacle:
-    """Return an `Obstacle` for the model's attention. This function makes one call of attention with the shapes of a
-    rank. `pads_values`: as in `ScoreOptions`."""
+    """Return an `Obstacle` that calls attention once with the shapes that the model's attention has on a rank.
+    `pads_values`: as in `ScoreOptions`."""
     heads = built.attention
     assert heads is not None
     tokens, (width, value_width) = layout.tokens_on_rank(seq_len), heads.widths(pads_values)

@@ -82,9 +82,9 @@ class Due:
     statistics on all ranks."""
 
     restore_statistics: bool
-    """Restore each rank's own running statistics after the save, for which `pool` has averaged them. Due if only time
-    or a signal is the reason for the checkpoint, and the step has no regular validation. Such a checkpoint must not
-    change later steps."""
+    """After the save, restore each rank's own running statistics, which `pool` has averaged over ranks. Due if only
+    `checkpoint.interval_minutes` or a signal is the reason for the checkpoint, and `validation.freq` demands no
+    validation after the step. Such a checkpoint must not change later steps."""
 
 
 def due_after_step(config: JobConfig, step: int, first_step: int, stop_signal: int, save_is_due: bool) -> Due:
@@ -96,7 +96,7 @@ def due_after_step(config: JobConfig, step: int, first_step: int, stop_signal: i
     if checkpoint.enable:
         regular_save = is_last or step % checkpoint.interval == 0
         save = regular_save or save_is_due or stop_signal != 0
-    else:  # no save before a restart: without checkpoint.enable, the run would not resume from it
+    else:  # no save before a restart: without checkpoint.enable, the restart would not load it
         regular_save = checkpoint.save_last and is_last
         save = checkpoint.save_last and (is_last or stop_signal not in (0, RESTART_SIGNAL))
     validate = regular_validation and (is_last or not stop_signal)
@@ -129,7 +129,7 @@ def fit(run: Run) -> None:
     if reason := nothing_to_do(run):
         _log.info("%s", reason)
         if run.checkpoints is not None:
-            run.checkpoints.finish()  # copies the last checkpoint to `checkpoint.store`, if that has failed before
+            run.checkpoints.finish()  # copies the last checkpoint to `checkpoint.store` if an earlier copy failed
         return
     if clipping := describe_clipping(run.config.lr_scheduler, last):
         _log.info("%s", clipping)
@@ -325,7 +325,7 @@ def perplexities(run: Run, scalars: Mapping[str, float]) -> dict[str, float]:
 
 
 def values_of_run(run: Run) -> dict[str, float]:
-    """Return the metrics that `TAGS` defines as functions of the run, and those of the sources of a mixture, by tag."""
+    """Return the metrics that `TAGS` defines as functions of the run, and those of each source of a mixture, by tag."""
     found = {tag.name: tag.value(run) for tag in TAGS if tag.value is not None}
     values = {name: value for name, value in found.items() if value is not None}
     if isinstance(run.batches.order, MixtureOrder):
@@ -338,7 +338,7 @@ def values_of_run(run: Run) -> dict[str, float]:
 
 
 def warn_of_collapse(run: Run, scalars: Mapping[str, float]) -> None:
-    """Warn once of each mixture of experts that has collapsed since the last report."""
+    """Warn once of each mixture of experts that left more than half of its experts unused since the last report."""
     collapsed = run.step.experts.newly_collapsed(scalars)
     if collapsed and run.ranks.is_rank_0:
         run.output.clear_progress()
@@ -347,8 +347,8 @@ def warn_of_collapse(run: Run, scalars: Mapping[str, float]) -> None:
 
 def pool_statistics(run: Run, purpose: str, temporarily: bool) -> dict[str, float]:
     """Pool BatchNorm's running statistics over all ranks that have the same parameters. Collective. Return the
-    `batchnorm/*` metrics by tag; an empty dict without BatchNorm, or without other such ranks. `purpose`: name of the
-    pause of training to which the time counts. `temporarily`: True if `save` restores each rank's own statistics."""
+    `batchnorm/*` metrics by tag; an empty dict without BatchNorm, or without other such ranks. `purpose`: see the
+    argument of `Meter.paused`. `temporarily`: True if `save` restores each rank's own statistics."""
     with run.observers.meter.paused(purpose):
         divergence = run.step.statistics.pool(run.mesh.data_group, temporarily=temporarily)
         if run.mesh.pipeline_group is not None:
@@ -363,7 +363,7 @@ def pool_statistics(run: Run, purpose: str, temporarily: bool) -> dict[str, floa
 
 def validation_scalars(run: Run) -> dict[str, float]:
     """Validate the parameters, their moving average or both, and return the metrics by tag. Collective. Call this
-    function after `pool_statistics`. The time does not count as training time."""
+    function after `pool_statistics`. The time of validation does not count as training time."""
     ema = run.observers.ema
     weights = "parameters" if ema is None else run.config.ema.validate_with
     scalars: dict[str, float] = {}

@@ -24,7 +24,7 @@ def train(
     config: JobConfig, provenance: Provenance, stop: StopRequest, log_level: str = "INFO", quiet: bool = False
 ) -> None:
     """Train on this rank until the run is done, until early stopping ends it, or until a signal sets `stop`. Close all
-    writers at the end, even after an error.
+    sinks and files at the end, even after an error.
 
     `provenance`: the location of each key of the job. `log_level`: lowest level of the messages on the console.
     `quiet`: True disables reports and progress on the console. The log files and the other sinks get everything.

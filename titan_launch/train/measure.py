@@ -1,5 +1,5 @@
-"""Measurements of a run: traffic, exposed communication, compile time, and peak memory compared with the planner's
-prediction."""
+"""Measurements of a run: bytes of collectives, time in which computation waits for communication, compile time, and
+peak memory compared with the planner's prediction."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TOLERANCE = 0.1
 
 @dataclass(frozen=True)
 class Prediction:
-    """The planner's prediction of a step's peak active memory."""
+    """The planner's prediction of the largest memory of live tensors in a step."""
 
     gib: float
     peak_point: str
@@ -50,10 +50,10 @@ class MemoryCheck:
     """The predicted peak memory of a step, which is reported as a metric and compared once with the measured peak."""
 
     def __init__(self, config: JobConfig, layout: Layout, hardware: Hardware, stack: ExitStack):
-        """Predict the peak from the recordings of an earlier plan or run. Without recordings, a run on GPUs starts a
-        process that records the job. Closing `stack` ends the process.
+        """Predict the peak from the operations that an earlier plan or run has recorded for this job. Otherwise a run
+        on GPUs starts a process that records them. Closing `stack` ends the process.
 
-        On CPUs no process records the job, because it would slow down the run. The memory of compiled, float8 and
+        On CPUs no process records them, because that would slow down the run. The memory of compiled, float8 and
         pipelined jobs is not predicted. (The plan of a pipeline predicts the highest peak of all ranks, and rank 0 may
         have a lower one.) On an untested release of PyTorch, nothing is predicted.
         """
@@ -133,7 +133,7 @@ before this step."""
 
 
 def hold_frozen(memory: LiveMemory, loss: Loss) -> None:
-    """Record the shards of the loss's second model in `memory`, if there is one."""
+    """Count the shards of the loss's teacher or reference model, if there is one, as tensors in use."""
     if loss.frozen is not None:
         memory.hold(loss.frozen.parameters(), Category.PARAMETERS)
         memory.hold(loss.frozen.buffers(), Category.BUFFERS)
@@ -163,7 +163,7 @@ class StepMeasurements(Observer):
         self._compile_time = stack.enter_context(compile_time()) if is_compiled else None
         self._seen: dict[str, float] = {}
         self._watched = ExitStack()
-        """The measurement of the current step."""
+        """The context managers that measure the current step."""
 
         self._first_step: int | None = None  # of this process
         self._steps = self._window_start = 0
@@ -206,8 +206,8 @@ class StepMeasurements(Observer):
 
     @property
     def is_steady(self) -> bool:
-        """True if no validation or checkpoint has run since the last report. False if the first step of this process
-        has run since then."""
+        """True if neither a validation, nor a checkpoint, nor the first step of this process has run since the last
+        report."""
         return self._only_training and self._first_step is not None and self._window_start > self._first_step
 
     def end_window(self, step: int, only_training: bool) -> None:
@@ -219,7 +219,7 @@ class StepMeasurements(Observer):
 
     @contextmanager
     def _memory_tracked(self, microbatches: Sequence[Sequence[Tensor | None]]) -> Iterator[None]:
-        """Measure active memory. As on a GPU, the inputs of only one microbatch count."""
+        """Measure the memory of live tensors. As on a GPU, the inputs of only one microbatch count."""
         ledger = Ledger()
         ledger.enter(StepPoint(0, "step", ""))
         with track(self._train_step.model, ledger, self._train_step.optimizer) as memory:

@@ -1,5 +1,5 @@
-"""Choice of the modes and of the microbatch size that replace "auto". All ranks choose the same, before anything is
-allocated. A resumed run keeps its modes if the job still allows them."""
+"""Choice of the modes (of gradient accumulation and activation checkpointing) and of the microbatch size that replace
+"auto". It is equal on all ranks, and made before anything is allocated. A resumed run keeps its modes if possible."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def inspect_model(config: JobConfig, built: BuiltModel) -> Inventory:
 
 
 def plan_precision(config: JobConfig, built: BuiltModel) -> ModelPlan:
-    """Return the units and dtypes of a model on the meta device. Raises ConfigError as `inspect_model` and `plan_job`
-    do."""
+    """Return the plan of a model on the meta device: its FSDP2 units and their dtypes. Raises ConfigError as
+    `inspect_model` and `plan_job` do."""
     return plan_job(config, inspect_model(config, built))
 
 
@@ -73,8 +73,8 @@ Decision = tuple[Choice, str]
 
 def hardware_of_run(config: JobConfig, ranks: Ranks) -> Hardware:
     """Return the planner's assumptions about the devices of this run. Collective. On GPUs, the memory limit is the
-    memory of the smallest device. On CPUs, the memory limit is this rank's part of the host's memory, or the limit of
-    this process (`ulimit`) if that is lower. Keys of `[planner]` may set another limit."""
+    memory of the smallest device. On CPUs, the memory limit is the host's memory divided by the ranks on the host, or
+    the limit of this process (`ulimit`) if that is lower. Keys of `[planner]` may set another limit."""
     if ranks.device.type != "cuda":
         return hardware_of(config, ranks.on_host, kernels="cpu")
     properties = torch.cuda.get_device_properties(ranks.device)
@@ -87,9 +87,9 @@ def resolve_batch_size(config: JobConfig, hardware: Hardware, ranks: Ranks) -> J
     """Return the job with a number in place of `training.local_batch_size = "auto"`. A job without this `auto` is
     unchanged. Collective.
 
-    Rank 0 chooses the largest microbatch that fits by the plan. Then each rank tries this microbatch in a trial, in a
-    process of its own. As long as a rank runs out of memory, all ranks try the next smaller microbatch. With expert
-    parallelism there is no trial. Raises UserError on all ranks if no microbatch fits.
+    Rank 0 chooses the largest microbatch that fits by the plan. Then each rank starts a trial of this microbatch:
+    three training steps in a process of its own. As long as a rank runs out of memory, all ranks try the next smaller
+    microbatch. With expert parallelism there is no trial. Raises UserError on all ranks if no microbatch fits.
     """
     if not is_auto_batch(config):
         return config
@@ -106,7 +106,7 @@ def resolve_batch_size(config: JobConfig, hardware: Hardware, ranks: Ranks) -> J
             _log.info("auto: microbatches of %d samples; a trial of three steps fitted into memory", tried)
             return resized
         _log.warning("auto: microbatches of %d samples were planned to fit, but ran out of memory in a trial", tried)
-    reason = "no microbatch passed its trial: every rank trains three steps, and one ran out of memory"
+    reason = "with every microbatch size, a rank ran out of memory in a trial of three training steps"
     raise config_error(("training", "local_batch_size"), reason, "auto")
 
 
@@ -189,8 +189,8 @@ def _resolved(config: JobConfig, layout: Layout, built: BuiltModel, hardware: Ha
 
 
 def _least_memory(config: JobConfig, layout: Layout, inventory: Inventory) -> Decision:
-    """Return the choice with the least memory: the strongest activation checkpointing that the job allows, with the
-    first accumulation mode."""
+    """Return the modes that need the least memory: the strongest activation checkpointing that the job allows, with the
+    first gradient accumulation mode of `possible_choices`."""
     own, _ = possible_choices(config, layout, inventory, only_own=True)
     choice = next(choice for choice in own if choice.activation_checkpoint == own[-1].activation_checkpoint)
     reason = "because it takes the least memory; on an untested release of PyTorch the planner cannot compare the modes"

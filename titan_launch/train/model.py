@@ -126,10 +126,10 @@ class _Identity:
     """Digests of the module that a factory made on one rank."""
 
     owner: int
-    """The rank of the same host that has the values."""
+    """The rank of the same host that keeps the initial values."""
 
     digests: tuple[str, str] | None = None
-    """Digests of the tensors without values, and of the other attributes; None without a module."""
+    """Digests of the names, dtypes and shapes of the tensors, and of the other attributes; None without a module."""
 
     values: str = ""
     """Digest of the values; empty on ranks that do not compare them."""
@@ -185,7 +185,7 @@ class SampleFormat(Protocol):
 
     @property
     def sequence_part(self) -> SequencePart | None:
-        """This rank's part of every sequence; None without context parallelism."""
+        """The tokens of every sequence that this rank gets; None without context parallelism."""
 
     @property
     def num_classes(self) -> int:
@@ -203,11 +203,11 @@ class AssembledModel:
     """The model, whose module was wrapped in place."""
 
     plan: ModelPlan
-    """The plan of the whole model, according to which it was wrapped."""
+    """The plan of the whole model. The modules of this rank are wrapped as the plan says."""
 
     mesh: Mesh
     sequence_part: SequencePart | None
-    """This rank's part of every sequence; None without context parallelism."""
+    """The tokens of every sequence that this rank gets; None without context parallelism."""
 
     frozen: FrozenModel | None = None
     """The teacher or reference model of the loss (its second model), also wrapped; None if the loss has none."""

@@ -64,7 +64,7 @@ class Observers:
 def build_learned(
     config: JobConfig, plan: ModelPlan, model: nn.Module, ranks: Ranks, stack: ExitStack, replicas: int
 ) -> Learned | None:
-    """Return the measurements of the modules that `metrics.modules` names; None if the key is empty. `replicas`: see
+    """Return the observer that measures the modules in `metrics.modules`; None if the key is empty. `replicas`: see
     `Learned`. Raises ConfigError for a glob that matches no module."""
     if not config.metrics.modules:
         return None

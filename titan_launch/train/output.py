@@ -118,7 +118,7 @@ def build_output(
 _NOT_SETTINGS = ("job", "metrics", "profiling", "planner", "comm")
 """Sections whose keys are not compared between runs, because they do not change the results."""
 
-_LONGEST_SETTING = 100
+_LONGEST_SETTING = 100  # characters
 
 
 def settings_of(config: JobConfig) -> dict[str, int | float | str]:
@@ -143,7 +143,7 @@ def _settings(section: Section, prefix: str = "") -> Iterator[tuple[str, int | f
 
 
 def _later_metrics(job: ResolvedJob) -> Iterator[str]:
-    """Yield the tags that may be missing in the first report of the run and appear in a later one."""
+    """Yield the metric tags that the first report of the run may lack, and a later report may have."""
     config = job.config
     if config.validation.freq:
         kinds = ["loss", "accuracy", *(["perplexity"] if config.data.unit == "tokens" else [])]

@@ -39,12 +39,12 @@ class StageFacts:
     pipeline: Pipeline
     accumulation: Accumulation
     device: torch.device
-    splits_backward: bool
+    splits_backward: bool  # the schedule computes the gradients of weights in a separate backward
     given: Callable[[int], AbstractContextManager[None]]
     """Function that takes the index of a microbatch, and returns the context manager in which its forward runs."""
 
     timeline: Parts
-    """Counter of the time of forward, backward and communication."""
+    """Clock that measures the time of forward, backward and communication."""
 
 
 class ScheduledStage(PipelineStage):
@@ -177,8 +177,8 @@ class PipelinedStep:
         self._is_abandoned = False
 
     def __call__(self, microbatches: list[Batch], loss: Loss, num_items: Callable[[], Tensor]) -> Tensor:
-        """Compute the gradients of all microbatches. Return this rank's part of the step's sums (`Loss.sums`): zeros if
-        the last stage is on another rank. `num_items` returns the number of the step's items over all ranks.
+        """Compute the gradients of all microbatches. Return the sums over them (`Loss.sums`), divided by `num_items()`:
+        zeros if the last stage is on another rank. `num_items` returns the step's number of items over all ranks.
 
         Raises the errors of stages unchanged, and the ConfigError of `schedule_for`. After an error in the schedule,
         messages to other ranks may be pending, so a further call raises RunError.
@@ -237,7 +237,7 @@ class PipelinedStep:
         stages = [ScheduledStage(local, boundaries, self._facts) for local in self._pipeline.local]
         kind = get_schedule_class(self._parallelism.pipeline_parallel_schedule)
         what: Any = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
-        loss = lambda outputs, targets: self._losses.compute(outputs, targets)  # noqa: E731 - of the step that runs
+        loss = lambda outputs, targets: self._losses.compute(outputs, targets)  # noqa: E731 - of the current step
         return kind(what, num_microbatches, loss_fn=loss, scale_grads=False), stages
 
     @property
@@ -255,14 +255,14 @@ class _Losses:
         self._targets = targets
         self._num_items = num_items
         self.sums: list[Tensor] = []
-        """Each microbatch's part of the step's sums, detached."""
+        """For each microbatch, its sums (`Loss.sums`) divided by `num_items`, detached."""
 
     def given(self, index: int) -> AbstractContextManager[None]:
         """Return a context manager that provides the targets of a microbatch to the output layer."""
         return self._loss.given(self._targets[index])
 
     def compute(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return a microbatch's part of the step's loss, a scalar."""
+        """Return the sum of a microbatch's losses, divided by `num_items`: a scalar."""
         means = means_of_step(self._loss.sums(outputs, targets), self._num_items)
         self.sums.append(means.detach())
         return means[

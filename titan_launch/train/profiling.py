@@ -77,7 +77,7 @@ class StepProfiler(Observer):
             self._write(self._end())
 
     def abandon_step(self, error: BaseException) -> None:
-        """End a profile without writing it."""
+        """Stop the profiler, if it runs, without writing a profile."""
         if self._profile is not None:
             self._end()
 

@@ -23,18 +23,18 @@ from titan_launch.train.run_folder.attempt import Attempt
 
 @dataclass(frozen=True)
 class ResolvedJob:
-    """The job after all decisions, equal on all ranks. (On CPUs, `hardware` has the memory of this rank's host.)
+    """The job after all decisions. It is equal on all ranks, except for the memory of the host in `hardware` (on CPUs).
 
     Build and train with `config`. Use `requested` for the run folder, its checkpoints and comparisons with them,
     because a later start may have another number of ranks.
     """
 
     config: JobConfig
-    """The resolved job: the global batch size is set, modes replace `auto`, and `parallelism` is complete. After
-    `resolve_steps`, `training.steps` is also set."""
+    """The resolved job: the global batch size is set, `parallelism` is complete, and the chosen modes of gradient
+    accumulation and activation checkpointing replace `auto`. After `resolve_steps`, `training.steps` is also set."""
 
     requested: JobConfig
-    """The same job with the user's `parallelism`, which resolves differently on another number of ranks."""
+    """The same job with `parallelism` as the user wrote it: unset degrees still depend on the number of ranks."""
 
     reason: str | None
     """Text with the reason for the chosen modes; None if the job has no `auto`."""

@@ -1,4 +1,4 @@
-"""One optimizer step, and validation."""
+"""One optimizer step, and validation. The items of a loss are the terms of its sum, such as the valid targets."""
 
 from __future__ import annotations
 
@@ -59,16 +59,15 @@ class MicrobatchesInTurn:
     computes_loss = True
 
     def __init__(self, model: nn.Module, accumulation: Accumulation, device: torch.device, timeline: Parts = UNCOUNTED):
-        """`timeline` counts the time of forward and backward."""
+        """`timeline` measures the time of forward and backward."""
         self.timeline = timeline
         self._model = model
         self._accumulation = accumulation
         self._device = device
 
     def __call__(self, microbatches: list[Batch], loss: Loss, num_items: Callable[[], Tensor]) -> Tensor:
-        """Compute the gradients of all microbatches. Return this rank's part of the step's sums (`Loss.sums`).
-        `num_items` returns the number of the step's items over all ranks. This method calls `num_items` after each
-        forward."""
+        """Compute the gradients of all microbatches. Return the sums over them (`Loss.sums`), divided by `num_items()`.
+        `num_items` returns the step's number of items over all ranks. This method calls it after each forward."""
         sums = torch.zeros(loss.num_sums, device=self._device)
         if loss.prepares_steps:
             self.timeline.group("before the microbatches")
@@ -114,7 +113,7 @@ class TrainStep:
         """BatchNorm's running statistics, and a copy from before the step, which an abandoned step restores."""
 
         self.experts = ExpertBalance(model, mesh.data_group, device)
-        """The loads and the selection biases of mixtures of experts."""
+        """The loads (tokens per expert) and the selection biases of mixtures of experts."""
 
         self._replicas = replicas_of(self.optimizer)
         self._parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
@@ -220,10 +219,10 @@ def forward_backward(
     loss: Loss,
     timeline: Parts = UNCOUNTED,
 ) -> Tensor:
-    """Run forward and backward over one microbatch. Return its part of the step's sums (`Loss.sums`), detached.
+    """Run forward and backward over one microbatch. Return its sums (`Loss.sums`), divided by `num_items()`, detached.
 
     `num_items` returns the number of the step's items over all ranks, and is called after the forward. `timeline`
-    counts the time of forward and backward.
+    measures the time of forward and backward.
 
     When this function returns, inputs, outputs and loss are freed, before the next microbatch allocates its own.
     """
@@ -294,7 +293,7 @@ def build_step(
     timeline: Parts,
 ) -> TrainStep:
     """Return the training step. `num_classes`: number of classes of the data; for tokens, the vocabulary size.
-    `timeline` counts the parts of the step's time."""
+    `timeline` measures the time of forward, backward, communication and optimizer."""
     accumulation = Accumulation(config.gradient_accumulation, replicas_of(optimizer))
     pipeline = pipeline_of(model.module)
     gradients: MicrobatchesInTurn | PipelinedStep

@@ -29,7 +29,7 @@ class StreamBatches(SizedPart):
     """
 
     def __init__(self, source: StreamSource, layout: Layout, dp_rank: int, part: SequencePart | None, workers: Workers):
-        """`part`: this rank's part of every sequence; None without context parallelism."""
+        """`part`: the tokens of every sequence that this rank gets; None without context parallelism."""
         self._loader = StreamLoader(source, dp_rank, layout.data_parallel, layout.local_batch_size, workers)
         self._division = f"{layout.data_parallel} data-parallel ranks with {workers.number} workers"
         self._key = f"{layout.data_parallel}x{workers.number}.{dp_rank}"

@@ -1,4 +1,4 @@
-"""The planner in a separate process, because a recording needs a process group of its own."""
+"""The planner in a separate process, because tracing a job needs a process group of its own."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class TraceProcess:
         advises: bool = False,
     ):
         """Start the process. Closing `stack` ends the process and removes its files. `trial`: rank and device of a
-        trial (`trace.trial`), which the process runs after the plan; None for no trial. `advises`: True if the plan
-        also names changes that save memory."""
+        trial (`trace.trial`), three training steps that the process runs after the plan; None for no trial. `advises`:
+        True if the plan also names changes that save memory."""
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="titan-launch-plan-", dir=rank_folder())))
         self._job = folder / "job.json"
         self._job.write_text(dump_job(with_hardware(config, hardware)))
@@ -63,7 +63,7 @@ class TraceProcess:
             start_new_session=True,  # signals to the run's process group do not reach the planner
         )
         stack.callback(self._process.wait)
-        stack.callback(self._process.kill)  # is called first
+        stack.callback(self._process.kill)  # an ExitStack calls this one before `wait`
 
     @property
     def is_running(self) -> bool:
@@ -85,7 +85,7 @@ class TraceProcess:
         message = _error(self._errors.read())
         if status < 0 or not message:
             message = f"{message}\n{_describe_end(status)}".lstrip()
-        if status == BAD_INPUT:  # the message is complete
+        if status == BAD_INPUT:  # the message is complete: it needs no traceback
             message = message.replace(f"{self._job}: ", "")  # the user does not know this temporary file
             key, _, reason = message.partition(": ")
             if reason.startswith(FORWARD):

@@ -134,7 +134,7 @@ def test_modes_that_a_job_file_could_not_set_are_not_compared_and_the_reason_is_
     comparison, _ = compared(make_job(precision={"reduce_dtype": "bfloat16"}))
     assert labels(comparison) == ["immediate", f"immediate{UNSHARDED}"]
     (note,) = comparison.notes
-    assert note.startswith("deferred is not compared: precision.reduce_dtype = bfloat16")
+    assert note.startswith("gradient accumulation deferred is not compared: precision.reduce_dtype = bfloat16")
     assert note in format_comparison(comparison)
     freed = {"rules": [{"type": "RMSNorm", "reshard_after_forward": True}]}
     assert labels(compared(make_job(precision=freed))[0]) == ["immediate", "deferred"]
@@ -154,7 +154,8 @@ def test_modes_that_a_schedule_with_split_backward_does_not_support_are_not_comp
     )
     coarse = make_job(parallelism=split, precision={"reduce_dtype": "bfloat16"}, **auto(memory_gib=10))
     with pytest.raises(
-        ConfigError, match=r"no mode is possible: immediate is not compared.*; deferred is not compared"
+        ConfigError,
+        match=r"no choice of modes is possible: .* immediate is not compared.*; .* deferred is not compared",
     ):
         resolve(compared(coarse, ranks=4)[0], hardware)
 

@@ -296,7 +296,7 @@ def test_modules_without_parameters_get_no_unit() -> None:
 
 
 def test_a_rule_behind_another_that_takes_all_its_modules_is_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"already under precision\.rules\.0"):
+    with pytest.raises(ConfigError, match=r"already follows precision\.rules\.0"):
         units_of({"type": "LayerNorm"}, {"match": "norm"})
 
 
@@ -360,7 +360,7 @@ def test_running_statistics_follow_a_rule_that_names_the_batchnorm_and_its_param
     rule = {"match": "a.norm", "param_dtype": "bfloat16", "buffer_dtype": "bfloat16"}
     reduced = {name for name, dtype in buffers_of(rule).items() if dtype == "bfloat16"}
     assert reduced == {"a.norm.running_mean", "a.norm.running_var"}
-    with pytest.raises(ConfigError, match="float32 parameters beside bfloat16 running statistics"):
+    with pytest.raises(ConfigError, match="float32 parameters and bfloat16 running statistics"):
         buffers_of({**rule, "param_dtype": "float32"})
 
 
@@ -419,7 +419,7 @@ def test_a_rule_may_match_several_paths_and_each_must_match() -> None:
 
 def test_tied_modules_may_be_in_one_rule() -> None:
     rule: dict[str, object] = {"match": ["embedding", "output"], "param_dtype": "float32"}
-    with pytest.raises(ConfigError, match="one rule must match both"):
+    with pytest.raises(ConfigError, match="write one precision rule for both"):
         units_of({**rule, "match": "output"}, model={"tied": True})
     with pytest.raises(ConfigError, match="set output_dtype"):
         units_of(rule, model={"tied": True})
@@ -578,7 +578,7 @@ def test_a_rule_in_place_may_be_inside_of_another() -> None:
     [
         ({"unit_per": "module"}, {}, 'unit_per = "module"'),
         ({"reshard_after_forward": True}, {}, "reshard_after_forward = true"),
-        ({"reduce_dtype": "bfloat16"}, {}, "layers.0.norm1 reduces in bfloat16, and layers.0 in float32"),
+        ({"reduce_dtype": "bfloat16"}, {}, "layers.0.norm1 reduces gradients in bfloat16, and layers.0 in float32"),
         ({"storage_dtype": "bfloat16"}, {}, "layers.0.norm1 is stored in bfloat16, and layers.0 in float32"),
         ({}, {"storage_dtype": "bfloat16"}, "layers.0.norm1 computes in float32, neither its storage dtype nor"),
         ({}, {"placement": "own_unit"}, 'precision.placement = "own_unit"'),

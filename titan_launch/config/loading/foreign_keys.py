@@ -279,7 +279,7 @@ FOREIGN_KEYS: dict[str, str] = {
     **TORCHTITAN_KEYS,
     **COMMON_NAMES,
     "optimizer.beta": _BETAS,  # in other sections, `beta` is that of DPO
-    # Sections of this job file that other tools set to a single value.
+    # Names that are sections here, and keys with a single value in other tools.
     "activation_checkpoint": "activation_checkpoint.mode",
     "compile": "compile.enable",
     "data": "data.path",

@@ -18,7 +18,7 @@ from titan_launch.core.terminal import shortened
 
 
 class JobFile:
-    """One file of a job. It is read, but not validated."""
+    """One file of a job, as it was read: nothing in it is validated."""
 
     def __init__(self, path: str):
         self.path = path
@@ -55,7 +55,7 @@ def read_job(path: str) -> list[JobFile]:
     """Return a job file and all files that it extends, in the order in which they are merged. The job file is the last.
 
     `path`, and the paths in `extends`, may also be names of job files in the package (`llama_bn`). A file that several
-    `extends` lead to is merged once, at the first of these places. Raises UserError with the problems of all files.
+    files extend is merged once, before the first of them. Raises UserError with the problems of all files.
     """
     reader = _Reader()
     reader.read(path, place=None)

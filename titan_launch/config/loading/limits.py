@@ -1,5 +1,5 @@
-"""Limits of the size and content of a job file. So a file from somebody else can cause an error message, but cannot use
-up memory or time."""
+"""Limits of the size and content of a job file. A job file that somebody else wrote can then cause an error, but cannot
+use up memory or time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MOST_ITEMS = 1_000
 compared with each other or with all modules."""
 
 MOST_PATHS = 10_000
-"""Largest number of items in an array `path`."""
+"""Largest number of items in the `path` of a data source."""
 
 MOST_KEY_LENGTH = 200
 

@@ -69,8 +69,8 @@ def dump_job(config: JobConfig) -> str:
 def _merge_all(
     path: str | None, overrides: Sequence[str], aliases: Mapping[str, str] | None
 ) -> tuple[Draft, list[Problem]]:
-    """Return the merged files and overrides of a job, and their problems. These are overrides that cannot be applied,
-    URLs that cannot be copied, and problems of the model's folder (see `_model_of_folder`).
+    """Return the merged files and overrides of a job, and their problems: overrides that cannot be applied, URLs that
+    cannot be copied, and problems of the model's folder (see `_model_of_folder`).
 
     If the job has URLs, and its keys or values are wrong, raises UserError before anything is copied.
     """

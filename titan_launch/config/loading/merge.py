@@ -22,7 +22,7 @@ class Override:
 
     def __init__(self, text: str, key: tuple[str, ...], value: Any):
         self.text = text
-        """Text as the user wrote it."""
+        """The override as the user wrote it."""
         self.key = key
         """Path of the key. Indices of arrays are still strings of digits."""
         self.value = value
@@ -102,8 +102,7 @@ def _split_key(name: str) -> tuple[str, ...]:
 
 
 def parse_value(text: str) -> Any:
-    """Return the value that `text` is in TOML. Text that is not TOML is returned as a string, so most strings need no
-    quotes.
+    """Parse a TOML value. Text that is not TOML is returned as a string, so most strings need no quotes.
 
     Raises ValueError for a table or an array that is not valid TOML, for a value that is nested too deeply, and for a
     number with too many digits.
@@ -122,7 +121,7 @@ def parse_value(text: str) -> Any:
 
 
 _ALTERNATIVES: Mapping[KeyPath, str] = {("training", "steps"): "epochs", ("training", "epochs"): "steps"}
-"""Pairs of keys of which a job has only one. Each key has the other key of its table as the value."""
+"""Pairs of keys in one table of which a job sets only one. The value is the name of the other key."""
 
 
 class Draft:
@@ -166,7 +165,7 @@ class Draft:
                 self._put(container, name, override.value, key, override)
 
     def _merge(self, table: dict[str, Any], new: Mapping[str, Any], key: KeyPath, source: Source) -> None:
-        # If `new` changes the kind of the table, remove the keys that the new kind has not, or with another meaning.
+        # If `new` changes the kind of the table, remove keys that the new kind lacks or gives another meaning.
         if kinds := kinds_of(key):
             for name in kinds.dropped_keys(table, new):
                 self._forget((*key, name), table.pop(name))

@@ -19,7 +19,7 @@ class TableSchema(NamedTuple):
     """Header of the table in the file: `[training]`, or `[[precision.rules]]` for an array of tables."""
 
     key: KeyPath
-    """Path of the table. An array of tables has the path of the array."""
+    """Path of the table, or of the array of tables."""
 
     section: type[Section]
     """Section class that declares the keys of the table."""
@@ -151,7 +151,7 @@ TAGGED: Mapping[KeyPath, Kinds] = {
         {choices(section.model_fields["kind"].annotation)[0]: section for section in alternatives(SchedulerConfig)}
     ),
 }
-"""The tables with a `kind`. An array of such tables has the path of the array."""
+"""The kinds of each table with a key `kind`, by the path of the table or of the array of tables."""
 
 
 def kinds_of(table: KeyPath) -> Kinds | None:

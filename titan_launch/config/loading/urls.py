@@ -31,7 +31,7 @@ WRITTEN: Mapping[KeyPath, str] = {
     ("job", "dump_folder"): "; checkpoint.store copies checkpoints to an object store",
     ("compile", "cache_folder"): "",
 }
-"""Keys of local folders that a run writes, each with a further remedy."""
+"""Keys of local folders that a run writes, each with text for the end of the error about a URL."""
 
 STORE: KeyPath = ("checkpoint", "store")
 """Key of a URL to which a run writes."""

@@ -55,7 +55,7 @@ def data_suits_the_model(config: JobConfig) -> Iterator[Problem]:
 
 def all_data_has_one_unit(config: JobConfig) -> Iterator[Problem]:
     """Report a problem for each data table whose unit (tokens or images) differs from that of the first table. This
-    rule is for models whose unit is unknown, such as those of a factory. For other models, `data_suits_the_model`
+    rule is for models whose unit is unknown, such as models of a factory. For other models, `data_suits_the_model`
     checks all tables."""
     if unit_taken(config.model) is not None:
         return
@@ -69,7 +69,7 @@ def all_data_has_one_unit(config: JobConfig) -> Iterator[Problem]:
 
 def mixtures_are_complete(config: JobConfig) -> Iterator[Problem]:
     """Report a problem for a mixture without sources. Also report each source whose name cannot be part of a metric, or
-    is that of an earlier source."""
+    is the name of an earlier source."""
     for key, data in _tables(config):
         if not isinstance(data, MixtureData):
             continue
@@ -83,14 +83,14 @@ def mixtures_are_complete(config: JobConfig) -> Iterator[Problem]:
             if re.fullmatch(r"[\w.-]+", name, re.ASCII) is None:
                 yield Problem((*place, "name"), "must consist of letters, digits, ., _ and -", name)
             elif name in owners:
-                reason = f'its name is "{name}", which is also that of {format_key(owners[name])}; set another name'
+                reason = f'its name is "{name}", which is also the name of {format_key(owners[name])}; set another name'
                 yield Problem((*place, "name") if source.name else place, reason, source.name or UNSET)
             owners.setdefault(name, place)
 
 
 def mixture_weights_are_usable(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem for each weight of a mixture that has no effect, is not valid, or is too small. Also report if
-    all weights are 0 at once."""
+    """Report a problem for each weight of a mixture that has no effect, is not valid, or is too small. Also report a
+    problem if all weights are 0 at the same step."""
     for key, data in _tables(config):
         if not isinstance(data, MixtureData):
             continue
@@ -107,7 +107,7 @@ def mixture_weights_are_usable(config: JobConfig) -> Iterator[Problem]:
             limit = f"1/{_SMALLEST_SHARE} of the sum of all weights"
             reason = f"is less than {limit} from step {step} on; set 0 or a larger weight"
             if shares and not total:
-                too_small, reason = [0], f"must not be 0 for all sources at once, as from step {step} on"
+                too_small, reason = [0], f"all sources have the weight 0 from step {step} on; set a larger weight"
             for index in too_small:
                 yield Problem(weights[index], reason, as_written(data.sources[index].weight), also=tuple(weights))
 
@@ -254,7 +254,6 @@ DATA_RULES = (
     validation_samples_are_held_out,
     validation_sequences_are_new,
 )
-"""The rules of this file."""
 
 
 def _tables(config: JobConfig) -> Iterator[tuple[KeyPath, DataSource]]:
@@ -275,7 +274,7 @@ def sources_of(config: JobConfig) -> Iterator[tuple[KeyPath, DataSource]]:
 
 
 def sources_with(config: JobConfig, kind: type[Kind]) -> Iterator[tuple[KeyPath, Kind]]:
-    """Yield the pairs of `sources_of` whose table is an instance of the class `kind`."""
+    """Yield (key, table) for each table of `sources_of` that is an instance of the class `kind`."""
     yield from ((key, data) for key, data in sources_of(config) if isinstance(data, kind))
 
 
@@ -297,14 +296,14 @@ def pairs_of(config: JobConfig) -> Iterator[tuple[tuple[KeyPath, DataSource], tu
 
 def _why_no_weight(source: MixtureEntry, is_training: bool) -> str | None:
     if not is_training:
-        return None if source.weight == 1 else "validation reads all samples, so weights do not count; remove this key"
+        return None if source.weight == 1 else "validation reads all samples, so a weight has no effect; remove it"
     if not isinstance(source.weight, tuple):
         return None
     if not source.weight or any(len(pair) != 2 for pair in source.weight):
         return "must be a number or an array of [step, weight] pairs"
     steps = [step for step, _ in source.weight]
     if steps[0] != 0 or any(not step.is_integer() for step in steps) or steps != sorted(set(steps)):
-        return "the steps must be whole numbers that rise from 0: [[0, 3], [1000, 1]]"
+        return "the steps must be whole numbers that rise from 0, as in [[0, 3], [1000, 1]]"
     return None
 
 
@@ -314,8 +313,8 @@ def as_written(value: object) -> object:
 
 
 def keys_of_packed_documents(config: JobConfig) -> Iterator[tuple[KeyPath, str]]:
-    """Yield (key, value) for each data source whose documents are separated. The key is `packing`, `samples` for a
-    factory, or `kind` for data that is always packed like this."""
+    """Yield (key, value) for each data source with several documents in a sample that do not attend to each other. The
+    key is `packing`, `samples` for a factory, or `kind` if all data of the kind is like this."""
     for source, data in sources_of(config):
         if separates_documents(data):
             keys = (name for name in ("packing", "samples") if name in type(data).model_fields)
@@ -325,7 +324,7 @@ def keys_of_packed_documents(config: JobConfig) -> Iterator[tuple[KeyPath, str]]
 
 def beyond_causal_attention(config: JobConfig) -> Iterator[tuple[str, tuple[KeyPath, ...]]]:
     """Yield (setting, keys on which the setting depends) for settings that plain causal attention does not support.
-    These are at most one model argument, and each data source whose documents are separated."""
+    These are at most one model argument, and the pairs of `keys_of_packed_documents`."""
     args, seq_len = known_args(config.model), config.training.seq_len
     option = args.beyond_causal_attention(seq_len) if args is not None else None
     if option is not None:
@@ -352,8 +351,8 @@ def _why_no_file(entry: str, suffixes: tuple[str, ...]) -> str:
 
 
 def _vocabulary(config: JobConfig, source: KeyPath, data: DataSource) -> tuple[int, str, KeyPath]:
-    """Return (size, name, key): the vocabulary size of a data source, the name of what sets the size, and its key. The
-    name is that of a table or a tokenizer, for messages."""
+    """Return (size, name, key): the vocabulary size of a data source, the table or tokenizer that sets this size, as a
+    noun for messages, and its key."""
     own = data.own_vocabulary()
     if own is not None:
         return own, f"[{format_key(source)}]", (*source, "vocab_size")

@@ -34,7 +34,7 @@ def image_keys_have_an_effect(config: JobConfig) -> Iterator[Problem]:
     for source, data in sources_with(config, ImageData):
         reasons = {
             "augment": _why_not_augment(data, is_training=source[0] == "data"),
-            "padding": data.padding and "crop" not in data.augment and 'has an effect only with augment = ["crop"]',
+            "padding": data.padding and "crop" not in data.augment and 'has no effect without "crop" in augment',
             "label_field": data.label_field is not None
             and images_named(data.path) != "shards"
             and "is only for WebDataset shards, whose path ends in .tar; remove the key",
@@ -54,7 +54,7 @@ def class_folders_are_the_same(config: JobConfig) -> Iterator[Problem]:
         if ours != theirs:
             differences = (("lacks", theirs - ours), ("also has", ours - theirs))
             found = " and ".join(f"{verb} {listed(sorted(names))}" for verb, names in differences if names)
-            wanted = f"the class folders of {format_key((*first, 'path'))}, which number the classes"
+            wanted = f"the same class folders as {format_key((*first, 'path'))}, whose order numbers the classes"
             yield Problem(
                 (*key, "path"),
                 f"must have {wanted}, but it {found}",
@@ -96,16 +96,15 @@ IMAGE_RULES = (
     digits_suit_the_model,
     validation_images_are_normalized_as_in_training,
 )
-"""The rules of this file."""
 
 
 def _why_not_augment(data: ImageData, is_training: bool) -> str | None:
     if not is_training:
         return "applies only to training data; remove the key"
     if len(set(data.augment)) < len(data.augment) or {"crop", "resized_crop"} <= set(data.augment):
-        return "must have each entry once, and either crop or resized_crop"
+        return "must list each entry once, and not both crop and resized_crop"
     if data.crop is None and ("resized_crop" in data.augment or ("crop" in data.augment and not data.padding)):
-        return "needs the size of the random part; set the key crop"
+        return "needs the key crop, the size of the random part in pixels; set it"
     return None
 
 

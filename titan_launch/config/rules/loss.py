@@ -86,9 +86,8 @@ def _is_used(config: JobConfig, key: tuple[str, str]) -> bool:
 
 def answers_are_for_their_losses(config: JobConfig) -> Iterator[Problem]:
     """Report a problem for each data source whose kind does not suit the loss. Only losses of pairs read pairs of
-    answers, and only `kto` reads answers with a label. These losses read nothing else. (Token files may have both; the
-    run checks these files. A factory with `samples = "documents"` may have them for such a loss, and is not
-    checked.)"""
+    answers, and only `kto` reads answers with a label. These losses read nothing else. (Token files and factories with
+    `samples = "documents"` may also have such answers. A run checks these token files, but not the factories.)"""
     name, needed = config.loss.name, config.loss.kind.data_kind
     for source, data in sources_of(config):
         if data.kind == needed or isinstance(data, TokensData):
@@ -99,7 +98,7 @@ def answers_are_for_their_losses(config: JobConfig) -> Iterator[Problem]:
                 yield Problem((*source, "kind"), reason, data.kind, also=(_NAME,))
         elif data.kind in ANSWERS:
             known = [f'"{loss}"' for loss, kind in LOSSES.items() if kind.data_kind == data.kind]
-            choice = "it" if len(known) == 1 else "one of them"
+            choice = "that name" if len(known) == 1 else "one of these names"
             used = f"which only loss.name = {' or '.join(known)} uses"
             reason = f'has {ANSWERS[data.kind]}, {used}, not "{name}"; set {choice}'
             yield Problem((*source, "kind"), reason, data.kind, also=(_NAME,))
@@ -107,8 +106,8 @@ def answers_are_for_their_losses(config: JobConfig) -> Iterator[Problem]:
 
 def outputs_suit_the_loss(config: JobConfig) -> Iterator[Problem]:
     """For a model of this package, report a problem if `num_labels` does not suit the loss or the data. There are four
-    cases. A model with labels has a loss of language models. The number of labels is wrong. A model with labels has
-    data without labels. The loss does not read the targets (`train_on`)."""
+    problems: a loss for language models with `num_labels`; a wrong number of labels; `num_labels` with data without
+    labels; and targets that the loss does not read (`train_on`)."""
     args, name = known_args(config.model), config.loss.name
     if args is None or not args.supports_labels:
         return
@@ -139,7 +138,7 @@ def outputs_suit_the_loss(config: JobConfig) -> Iterator[Problem]:
 
 
 def base_is_frozen(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem if the reference model of a loss is `base`, and the job has no adapters, or also trains
+    """For a loss with `reference = "base"`, report a problem if the job has no adapters, or if it also trains
     parameters of the base model."""
     settings = config.loss.settings
     if not isinstance(settings, ReferenceConfig) or settings.reference != BASE:
@@ -158,8 +157,8 @@ def base_is_frozen(config: JobConfig) -> Iterator[Problem]:
 
 
 def second_model_fits(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem if the folder of the second model cannot be read. Also report if the second model does not take
-    the inputs of the trained model: their unit, vocabulary, or sequence length."""
+    """Report a problem if the folder of the second model cannot be read. Also report a problem if the second model does
+    not take the inputs of the trained model: their unit, vocabulary, or sequence length."""
     second = config.loss.frozen_model()
     if second is None:
         return
@@ -174,12 +173,14 @@ def second_model_fits(config: JobConfig) -> Iterator[Problem]:
         return
     theirs, own = vocabulary_taken(model), vocabulary_taken(config.model)
     if None not in (theirs, own) and theirs != own:
-        reason = f"its vocabulary has {theirs} tokens, but that of the trained model has {own}; name another model"
+        reason = f"has a vocabulary of {theirs} tokens, but the trained model has one of {own}; name another model"
         yield Problem(second.key, reason, second.folder, also=(("model", "name"), ("model", "args")))
     args, seq_len = known_args(model), config.training.seq_len
     longest = None if args is None else args.longest_sequence()
     if longest is not None and seq_len > longest[1]:
-        reason = f"has positions for {longest[1]} tokens, but training.seq_len is {seq_len}; set at most {longest[1]}"
+        reason = (
+            f"has positions for only {longest[1]} tokens; set training.seq_len (now {seq_len}) to {longest[1]} or less"
+        )
         yield Problem(second.key, reason, second.folder, also=(("training", "seq_len"),))
 
 
@@ -244,4 +245,3 @@ LOSS_RULES = (
     base_is_frozen,
     second_model_fits,
 )
-"""The rules of this file."""

@@ -148,8 +148,8 @@ def weights_are_of_the_model(config: JobConfig) -> Iterator[Problem]:
 def adapter_is_of_the_job(config: JobConfig) -> Iterator[Problem]:
     """Report a problem if the folder `lora.adapter` is missing, has a key that is not supported, or differs from
     `[lora]` in rank or scale. If the job does not set `lora.dropout`, the dropout must be equal, too. (If the run
-    folder exists, the folder is not checked, because a run that resumes does not need it. When a new run starts, the
-    tensors in the folder, and the ranks and scales of single modules, are compared with the targets.)"""
+    folder exists, `lora.adapter` is not checked, because a run that resumes does not read it. The start of a new run
+    checks the tensors in the folder, and the ranks and scales of single modules.)"""
     lora, key = config.lora, ("lora", "adapter")
     if lora.adapter is None or not lora.targets or config.job.run_folder.exists():
         return
@@ -215,7 +215,6 @@ MODEL_RULES = (
     parameters_are_unfrozen_in_the_run,
     settings_of_frozen_parameters_have_an_effect,
 )
-"""The rules of this file."""
 
 
 def args_problem(config: JobConfig, fields: tuple[str, ...], reason: str, also: tuple[KeyPath, ...] = ()) -> Problem:

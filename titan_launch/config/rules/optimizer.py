@@ -30,8 +30,8 @@ def settings_are_of_a_used_algorithm(config: JobConfig) -> Iterator[Problem]:
 
 
 def implementation_is_pytorchs(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem if `implementation` is set together with a setting that PyTorch's optimizers do not support.
-    (`fused` is accepted, because it is the default.)"""
+    """Report a problem if `optimizer.implementation` is not the default, `fused`, and the job has a setting that
+    PyTorch's optimizers do not support."""
     optimizer = config.optimizer
     chosen, _ = next(optimizer.changed("state_dtype", "rounding", "master_weights"), (None, None))
     if optimizer.implementation != "fused" and chosen is not None:
@@ -62,7 +62,7 @@ def width_is_scaled(config: JobConfig) -> Iterator[Problem]:
         yield Problem(key, reason, base, also=(("model", "name"),))
         return
     if width % base and base % width:
-        reason = f"is neither a divisor nor a multiple of the model's width, {width}; set one"
+        reason = f"is neither a divisor nor a multiple of the model's width, {width}; set such a number"
         yield Problem(key, reason, base, also=(("model", "args", "dim"), ("model", "flavor")))
     for what in args.beyond_mup():
         reason = f"muP has no rule for {what}{'' if ';' in what else '; remove this key'}"
@@ -81,4 +81,3 @@ OPTIMIZER_RULES = (
     average_is_updated_in_the_run,
     width_is_scaled,
 )
-"""The rules of this file."""

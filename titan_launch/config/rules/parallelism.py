@@ -31,7 +31,7 @@ def matrices_can_be_divided(config: JobConfig) -> Iterator[Problem]:
     misfits = [f"{name} ({size})" for name, size in sizes.items() if size % degree]
     if misfits:
         remedy = f"set {_divisors(gcd(*sizes.values()))}"
-        reason = f"must divide {', '.join(misfits)}, since each rank has a part of every matrix; {remedy}"
+        reason = f"must divide {', '.join(misfits)}, because each rank holds a shard of every matrix; {remedy}"
         yield Problem(TENSOR.key, reason, degree, also=_MODEL)
 
 
@@ -57,7 +57,7 @@ def ring_attention_is_causal(config: JobConfig) -> Iterator[Problem]:
     documents, which ring attention does not support."""
     degree = config.parallelism.context_parallel_degree
     for what, also in beyond_causal_attention(config) if degree > 1 else ():
-        reason = f"is not supported with {what}: ring attention supports only plain causal attention; set 1"
+        reason = f"is not supported with {what}: ring attention is plain causal; set context_parallel_degree = 1"
         yield Problem(CONTEXT.key, reason, degree, also)
 
 
@@ -92,8 +92,8 @@ def sequences_can_be_divided(config: JobConfig) -> Iterator[Problem]:
     if config.data.unit != "tokens":
         return
     if context > 1 and seq_len % parts:
-        of = f"twice parallelism.context_parallel_degree ({context}), for load balance" if parts > context else ""
-        reason = f"must be a multiple of {parts}, {of or 'parallelism.context_parallel_degree'}"
+        of = f"2 x context_parallel_degree ({context}), for context_parallel_load_balance" if parts > context else ""
+        reason = f"must be a multiple of {parts} = {of or 'parallelism.context_parallel_degree'}"
         yield Problem(_SEQ_LEN, f"{reason}; nearest: {nearest_multiples(seq_len, parts)}", seq_len, also=also)
     elif tensor > 1 and parallelism.sequence_parallel and seq_len // context % tensor:
         product, of = context * tensor, f"parallelism.tensor_parallel_degree ({tensor})"
@@ -112,11 +112,13 @@ def batch_norm_sees_whole_sequences(config: JobConfig) -> Iterator[Problem]:
     if setting is None:
         return
     if parallelism.tensor_parallel_degree > 1 and parallelism.sequence_parallel:
-        reason = f"the BatchNorms (model.args.{setting}) would compute statistics from a part of the tokens; set false"
+        reason = (
+            f"the BatchNorms (model.args.{setting}) would see only a shard of the tokens; set sequence_parallel = false"
+        )
         yield Problem(_SEQUENCE, reason, True, also=(TENSOR.key, *_MODEL))
     if parallelism.context_parallel_degree > 1 and config.batchnorm.statistics == "local":
         reason = (
-            f"the BatchNorms (model.args.{setting}) would compute statistics from a part of the tokens; set "
+            f"the BatchNorms (model.args.{setting}) would compute statistics from a shard of the tokens; set "
             'batchnorm.statistics = "synchronized", or set context_parallel_degree = 1'
         )
         key: KeyPath = ("batchnorm", "statistics")
@@ -133,7 +135,7 @@ def experts_can_be_divided(config: JobConfig) -> Iterator[Problem]:
         return
     if args is not None:
         number = args.num_experts()
-        reason = NO_EXPERTS if number is None else misfit_of_experts(degree, number, "the experts of a layer")
+        reason = NO_EXPERTS if number is None else misfit_of_experts(degree, number, "the number of experts in a layer")
         if reason is not None:
             yield Problem(EXPERT.key, reason, degree, also=_MODEL)
     if shard != -1:
@@ -142,12 +144,12 @@ def experts_can_be_divided(config: JobConfig) -> Iterator[Problem]:
             yield Problem(EXPERT.key, reason, degree, also=(SHARD.key, CONTEXT.key))
 
 
-NO_EXPERTS = "divides experts over ranks, but the model has no experts; set 1"
+NO_EXPERTS = "divides experts over ranks, but the model has no experts; set expert_parallel_degree = 1"
 
 
 def misfit_of_experts(degree: int, num_experts: int, experts: str) -> str | None:
-    """Return the reason why a degree does not divide a number of experts; None if it divides the number. `experts`:
-    name of these experts in the reason."""
+    """Return the reason why `degree` does not divide `num_experts`; None if it does. `experts`: noun for these experts
+    in the reason."""
     if num_experts % degree == 0:
         return None
     return f"must divide {experts} ({num_experts}), since each rank holds whole experts; set {_divisors(num_experts)}"
@@ -235,8 +237,8 @@ def misfit_of_microbatches(
     """Return the reason why the schedule does not support a number of microbatches per step, with the nearest valid
     global batch sizes. Return None if the schedule supports the number, and for a job without pipeline parallelism.
 
-    `samples_each`: samples per microbatch over all ranks. None if unknown: the reason then names numbers of
-    microbatches, or no number.
+    `samples_each`: samples per microbatch, over all ranks. If it is None (unknown), the reason names numbers of
+    microbatches in place of global batch sizes, or no number.
     """
     schedule, degree = parallelism.pipeline_parallel_schedule, parallelism.pipeline_parallel_degree
     if degree == 1:
@@ -310,8 +312,8 @@ def layers_suffice_for_the_stages(config: JobConfig) -> Iterator[Problem]:
 
 
 def microbatches_suit_the_schedule(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem if the schedule does not support the number of microbatches per step. (`plan_layout` checks the
-    number for a job with a global batch size if the number of ranks or the local batch size is still unknown here.)"""
+    """Report a problem if the schedule does not support the number of microbatches per step. (If the number of ranks or
+    the local batch size is still unknown, `plan_layout` checks the number later.)"""
     parallelism, training = config.parallelism, config.training
     shard, batch = parallelism.data_parallel_shard_degree, training.global_batch_size
     ranks = None if shard == -1 else shard * parallelism.data_parallel_replicate_degree
@@ -329,8 +331,8 @@ def microbatches_suit_the_schedule(config: JobConfig) -> Iterator[Problem]:
 
 
 def split_backward_is_reduced_once(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem if the schedule splits backward, and the gradient accumulation mode reduce-scatters after every
-    microbatch or does not keep parameters unsharded.
+    """For a schedule that splits backward, report a problem if gradients are reduce-scattered after every microbatch,
+    or if parameters do not stay unsharded.
 
     In modes that reduce-scatter after every microbatch, FSDP2 reduces gradients at the end of each microbatch's
     backward. If backward is split, the gradients of weights are not yet complete at that point.
@@ -344,15 +346,15 @@ def split_backward_is_reduced_once(config: JobConfig) -> Iterator[Problem]:
         reason = f'{why}, and supports only one reduction per step; set "deferred"{kept}, or use Interleaved1F1B'
         yield Problem(("gradient_accumulation", "mode"), reason, accumulation.mode, also=(_SCHEDULE,))
     elif not accumulation.keep_params_unsharded and accumulation != GradientAccumulationConfig(mode="auto"):
-        reason = f"{why}, so the parameters must stay unsharded; set true, or use Interleaved1F1B"
+        reason = f"{why}, so parameters must stay unsharded; set keep_params_unsharded = true, or use Interleaved1F1B"
         key: KeyPath = ("gradient_accumulation", "keep_params_unsharded")
         value = bool(accumulation.keep_params_unsharded)
         yield Problem(key, reason, value, also=(_SCHEDULE, ("gradient_accumulation", "mode")))
 
 
 def split_backward_checkpoints_whole_modules(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem if the schedule splits backward, and activation checkpointing is selective by operation (`op`)
-    or `auto`.
+    """For a schedule that splits backward, report a problem if activation checkpointing is `auto` or selective by
+    operation (`op`).
 
     A schedule that splits backward reads each saved result twice, but selective checkpointing by operation frees a
     result after it was read once.
@@ -373,8 +375,8 @@ def split_backward_checkpoints_whole_modules(config: JobConfig) -> Iterator[Prob
 
 
 def split_backward_supports_experts(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem if the schedule splits backward, the model has experts, and the installed PyTorch cannot split
-    the backward of experts."""
+    """For a schedule that splits backward, report a problem if the model has experts and the installed PyTorch cannot
+    split their backward."""
     args, schedule = known_args(config.model), config.parallelism.pipeline_parallel_schedule
     if SPLITS_BACKWARD_OF_EXPERTS or not splits_backward(config.parallelism) or args is None:
         return

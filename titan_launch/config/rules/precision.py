@@ -1,4 +1,4 @@
-"""Rules across sections for precision rules, attention kernels and gradient accumulation."""
+"""Rules across sections for `[[precision.rules]]`, attention kernels and gradient accumulation."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def parameters_can_stay_unsharded(config: JobConfig) -> Iterator[Problem]:
     if not config.gradient_accumulation.keep_params_unsharded:
         return
     if config.loss.kind.frees_parameters:
-        reason = f'is not supported with loss.name = "{config.loss.name}", which frees the parameters; set false'
+        reason = f'is not supported with loss.name = "{config.loss.name}", which reshards after each forward; set false'
         yield Problem(key, reason, True, also=(("loss", "name"),))
     reshards = ("parallelism", "fsdp_reshard_after_forward")
     for other, reshard in _with_rules(config, reshards, "reshard_after_forward"):
@@ -98,7 +98,7 @@ def attention_backend_is_used(config: JobConfig) -> Iterator[Problem]:
     if backend == "auto" or known_args(config.model) is None:
         return
     for what, also in islice(beyond_causal_attention(config), 1):
-        reason = f'is a kernel for plain causal attention, which {what} is not; set "auto"'
+        reason = f'supports only plain causal attention, but the job has {what}; set "auto"'
         yield Problem(("kernels", "attention"), reason, backend, also)
 
 

@@ -26,7 +26,7 @@ class NoEffect(NamedTuple):
     then a problem. (Default values are accepted, because the `config.json` of a run contains every key.)"""
 
     keys: tuple[str, ...]
-    """The keys. The name of a section, such as `ema`, stands for all keys of the section."""
+    """Dotted keys. The name of a section, such as `ema`, stands for all its keys."""
 
     other: str
     """The key on which the effect of `keys` depends."""
@@ -132,7 +132,7 @@ class Contradiction(NamedTuple):
     """A key that contradicts other keys."""
 
     key: str
-    """The key of the problem."""
+    """The key for which the problem is reported."""
 
     when: Callable[[JobConfig], bool]
     """Returns True if the keys contradict each other."""
@@ -205,7 +205,7 @@ CONTRADICTIONS = (
         "parallelism.context_parallel_degree",
         # If `job.device` is "auto", `parallel/context_parallel.py` checks this.
         lambda job: job.parallelism.context_parallel_degree > 1 and job.job.device == "cpu",
-        "PyTorch's ring attention has no kernels for the CPU, but the job has {job.device}; set 1",
+        "PyTorch's ring attention has no kernels for the CPU ({job.device}); set context_parallel_degree = 1",
     ),
     Contradiction(
         "parallelism.pipeline_parallel_schedule",
@@ -329,7 +329,7 @@ CONTRADICTIONS = (
     Contradiction(
         "checkpoint.save_last",
         lambda job: job.checkpoint.enable and not job.checkpoint.save_last,
-        "the last step is always saved with {checkpoint.enable}; set true, or checkpoint.enable = false",
+        "the last step is always saved with {checkpoint.enable}; set save_last = true, or enable = false",
     ),
     Contradiction(
         "checkpoint.store",

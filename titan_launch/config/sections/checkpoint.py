@@ -70,11 +70,11 @@ class CheckpointConfig(Section):
     store: Annotated[str, AfterValidator(_store_url)] | None = None
     """URL of a folder in an object store, such as `s3://bucket/runs`. Each complete checkpoint is also copied to
     `STORE/NAME/step-N/`, where `NAME` is `job.name`. Training does not wait for a copy, but the end of the run does. If
-    a checkpoint is complete while an older one is being copied, the newest checkpoint is copied next. Older ones that
-    wait are omitted, unless `keep_every` or `keep_best` keeps them, or `keep_latest` is 0. Copies are deleted by the
-    same rules as checkpoints. With `load = "latest"`, a run resumes from the newest copy if the run folder has no
-    newer undamaged checkpoint. `s3://` needs `pip install 'titan-launch[s3]'`, and `gs://` needs
-    `pip install 'titan-launch[gs]'`."""
+    a checkpoint is complete while an older one is being copied, the newest checkpoint is copied next. Older checkpoints
+    that still wait are not copied, unless `keep_every` or `keep_best` keeps them, or `keep_latest` is 0. Copies are
+    deleted by the same rules as checkpoints. With `load = "latest"`, a run resumes from the newest copy if the run
+    folder has no newer undamaged checkpoint. `s3://` needs `pip install 'titan-launch[s3]'`, and `gs://` needs `pip
+    install 'titan-launch[gs]'`."""
 
     initial_load_path: str | None = None
     """Path of a checkpoint from which a new run loads parameters and buffers. If the path is a run folder, its newest

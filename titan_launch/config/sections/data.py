@@ -40,7 +40,7 @@ class DataSource(Section):
     `DATA_KINDS`. The key `kind` selects the class."""
 
     unit: ClassVar[SampleUnit] = "tokens"
-    """Unit of the samples. The throughput is reported in this unit."""
+    """Unit of the samples, in which the throughput is reported."""
 
     kind: str
     """Kind of data source. It decides which other keys are valid."""
@@ -217,13 +217,13 @@ class PreferenceData(ChatData):
     train_on: Literal["assistant", "last", "all", "end"] = "last"  # type: ignore[assignment]
     """Tokens that count as the answer; the loss uses the probabilities of these tokens. `last`: the last turn of the
     assistant, with the token that ends it. `assistant`: all turns of the assistant. `all`: all tokens. `end`: no token;
-    the loss uses the model's output after the last token of the chat, as `loss.name = "reward"` needs it."""
+    the loss uses the model's output after the last token of the chat. `loss.name = "reward"` needs `end`."""
 
     truncation: Literal["skip", "stop", "right", "left"] = "skip"
     """Use of a pair whose two chats do not fit into `training.seq_len` together. `skip`: the pair is not used, and the
     log reports the number of such pairs. `stop`: the run ends with an error that names the pair. `right`, `left`: each
-    chat is cut to at most half of `training.seq_len`, plus one token, because the last token of a chat is only a
-    target. Tokens are removed at the end of the chat (`right`) or at its beginning (`left`)."""
+    chat is cut to at most half of `training.seq_len`, plus one token, because the last token of a chat is never an
+    input. Tokens are removed at the end of the chat (`right`) or at its beginning (`left`)."""
 
 
 class UnpairedPreferenceData(ChatData):
@@ -302,7 +302,8 @@ class HuggingFaceData(RecordsData):
     """Name of the subset (configuration) of a data set that has several, such as `wikitext-2-raw-v1`."""
 
     hf_split: str = "train"
-    """Split of the data set, as its publisher names it. (`split` divides the rows of this split again.)"""
+    """Split of the data set, as its publisher names it. (The key `split` divides the rows of this split into training
+    and validation.)"""
 
     streaming: bool = False
     """Read the rows as a stream while the run trains, instead of tokenizing all rows when it starts. A stream has no
@@ -489,7 +490,7 @@ class MixtureData(DataSource):
 
     @property
     def unit(self) -> SampleUnit:  # type: ignore[override]
-        """Unit of the samples of the first source. A rule requires that all sources have the same unit."""
+        """Unit of the first source. A rule requires that all sources have the same unit."""
         return self.sources[0].unit if self.sources else "tokens"
 
     def own_vocabulary(self) -> int | None:

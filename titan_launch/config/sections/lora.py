@@ -59,9 +59,9 @@ class LoRAConfig(Section):
 
     adapter: str | None = None
     """Folder of `peft` with the initial values of the adapters: `adapter_config.json` and `adapter_model.safetensors`,
-    as `titan-launch export --adapter` and `peft` write them. Its rank, scale and targets must be those of the job, and
-    so must its dropout if `lora.dropout` is not set. A key that this package does not understand is an error. A run
-    that resumes does not read the folder."""
+    as `titan-launch export --adapter` and `peft` write them. Its rank, scale and targets must equal those of the job.
+    Its dropout must equal the default of `lora.dropout`, unless the job sets this key. A key that this package does not
+    understand is an error. A run that resumes does not read the folder."""
 
     def of(self, path: str) -> LoRAConfig:
         """Return the settings for the adapter of the module at `path`: the first rule that matches the module overrides
@@ -78,7 +78,7 @@ class LoRAConfig(Section):
 
     @property
     def scale(self) -> float:
-        """Factor of the product B A."""
+        """Number by which the product B A is multiplied."""
         return self.alpha / (self.rank**0.5 if self.rank_stabilized else self.rank)
 
     def alpha_of(self, scale: float, rank: int) -> float:

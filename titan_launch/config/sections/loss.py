@@ -16,7 +16,7 @@ ANSWERS = {PAIRS: "pairs of answers", RATED: "answers with a label"}
 """The values of `data.kind` that only some losses read, with a noun for each."""
 
 BASE = "base"
-"""Value of `reference` of a loss: the trained model without its adapters."""
+"""Value of the key `reference` of a loss for the trained model without its adapters."""
 
 
 class ReferenceConfig(Section):
@@ -61,16 +61,16 @@ class KTOConfig(ReferenceConfig):
     """Kahneman-Tversky optimization (KTO, arXiv:2402.01306): the model learns from single answers that are desirable or
     undesirable. The loss of a desirable answer is `desirable_weight` x sigmoid(baseline - reward), and that of an
     undesirable answer `undesirable_weight` x sigmoid(reward - baseline). The reward is `beta` x log-ratio, where the
-    log-ratio is that of `dpo`. The baseline is the mean reward of mismatched answers in the step, but at least 0. A
-    mismatched answer follows the prompt of a different chat in its sample. Each step runs both models once more for the
-    mismatched answers."""
+    log-ratio is defined as for `dpo`. The baseline is the mean reward of mismatched answers in the step, but at least
+    0. A mismatched answer follows the prompt of a different chat in its sample. Each step runs both models once more
+    for the mismatched answers."""
 
     beta: Annotated[float, Field(gt=0)] = 0.1
     """Strength of the reference model. A small value lets the trained model move further from it."""
 
     desirable_weight: Annotated[float, Field(gt=0)] = 1.0
-    """Weight of the desirable answers, called λ_D in the paper. Recommendation of the paper: `desirable_weight` x their
-    number should be 1 to 1.5 times `undesirable_weight` x the number of undesirable answers."""
+    """Weight of the desirable answers, called λ_D in the paper. Recommendation of the paper: `desirable_weight` x the
+    number of desirable answers should be 1 to 1.5 times `undesirable_weight` x the number of undesirable answers."""
 
     undesirable_weight: Annotated[float, Field(gt=0)] = 1.0
     """Weight of the undesirable answers, called λ_U in the paper."""
@@ -82,7 +82,7 @@ class SimPOConfig(Section):
     is the mean over the tokens of an answer."""
 
     beta: Annotated[float, Field(gt=0)] = 2.0
-    """Factor of the log-probabilities."""
+    """Number by which the log-probabilities are multiplied."""
 
     gamma: Annotated[float, Field(ge=0)] = 1.0
     """Margin by which the reward of the chosen answer, `beta` x log-probability, should exceed that of the rejected
@@ -122,7 +122,7 @@ class DistillationConfig(Section):
 class LossConfig(Section):
     """The training loss. It is summed in fp32. With `cross_entropy` and `distillation`, validation reports the
     cross-entropy without label smoothing and z-loss, so that jobs can be compared. With any other loss, and with
-    `model.loss`, validation reports this loss."""
+    `model.loss`, validation reports the training loss."""
 
     name: str = "cross_entropy"
     """The loss. `cross_entropy`: the mean cross-entropy of all targets that are not ignored. `dpo`, `ipo`, `simpo` and
@@ -167,8 +167,8 @@ class LossConfig(Section):
     1e-4. `train/loss` does not contain the z-loss; `train/z_loss` reports it."""
 
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Part of the target's probability that is spread evenly over all classes, as in `torch.nn.CrossEntropyLoss`.
-    `train/loss` is computed with label smoothing."""
+    """Fraction of the target's probability that is distributed evenly over all classes, as in
+    `torch.nn.CrossEntropyLoss`. `train/loss` is computed with label smoothing."""
 
     @property
     def is_of_package(self) -> bool:
@@ -214,8 +214,8 @@ class FrozenModelConfig(NamedTuple):
 
 @dataclass(frozen=True)
 class LossKind:
-    """The facts about a loss that rules and the data of a run need: its second model, its data, and the keys that it
-    refuses."""
+    """The properties of a loss that rules and the data of a run depend on: its second model, its data, and the keys
+    that it does not support."""
 
     second_model: str | None = None
     """The key that names the second model, in the table of the loss: `reference` in `[loss.dpo]`. None: the loss has no
@@ -230,8 +230,8 @@ class LossKind:
     are neither pairs nor answers with a label."""
 
     frees_parameters: bool = False
-    """True for a loss that runs the trained model without a backward in each step, after which FSDP2 frees the
-    parameters. The planner cannot count their all-gathers if they stay unsharded between microbatches."""
+    """True for a loss that also runs the trained model without backward, after which FSDP2 frees the parameters.
+    `keep_params_unsharded = true` is then refused, because the planner could not predict the all-gathers."""
 
     unsupported: Mapping[tuple[str, str], str] = field(default_factory=dict)
     """The keys that cannot be used with the loss, each with the reason. In a reason, `{}` stands for the name of the
@@ -245,7 +245,7 @@ class LossKind:
 
 _OPTION = 'is an option of the cross-entropy, and loss.name is "{}"; remove this key'
 _WHOLE = 'is not supported with loss.name = "{}", which reads the logits of all classes and of whole sequences; set '
-_SECOND = 'is not supported with loss.name = "{}", which runs a second model, which is not divided; set 1'
+_SECOND = 'is not supported with loss.name = "{}", whose second model does not support this parallelism; set 1'
 
 _OF_WHOLE_LOGITS: Mapping[tuple[str, str], str] = {
     ("loss", "chunks"): _OPTION,
@@ -292,7 +292,7 @@ MODEL_LOSS = LossKind(
             *(("loss", name) for name in LossConfig.model_fields),
             ("compile", "components"),
         ),
-        "cannot be used with {}, for which the launcher computes the loss; remove either",
+        "cannot be used with {}, for which the launcher must compute the loss; remove one of the two keys",
     )
 )
 """The row of a loss that a model computes itself (`model.loss`)."""

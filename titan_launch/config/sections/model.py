@@ -39,7 +39,8 @@ class ModelConfig(Section):
     segment of a module path, `**` crosses dots. Default: the blocks of the model. With a factory or `huggingface`, the
     default is the first of three groups that the model has: 1. The entries of the outermost `nn.ModuleList`s that have
     a matrix (so no norms). 2. The repeated modules in `nn.Sequential`s. 3. The instances of the most repeated class.
-    The modules of 2 and 3 must hold more than half of the parameters outside of embeddings. A run logs the choice."""
+    The modules of 2 and 3 must hold more than half of the parameters outside of embeddings. A run logs the chosen
+    blocks."""
 
     weights: str | None = None
     """Folder with the initial values of the parameters: a Hugging Face folder (`config.json` and `*.safetensors`), or a

@@ -115,8 +115,8 @@ class BatchNormConfig(Section):
 
 
 class Float8Config(Section):
-    """8-bit floating-point products of linear layers, in forward and backward, by torchao (`pip install
-    'titan-launch[float8]'`). The factors of each product are scaled dynamically. Parameters keep their storage dtype.
+    """Float8 matrix products of linear layers, in forward and backward, by torchao (`pip install
+    'titan-launch[float8]'`). The operands of each product are scaled dynamically. Parameters keep their storage dtype.
     They are all-gathered in `precision.param_dtype`, or in 8 bits with `all_gather`. The products require GPUs with FP8
     tensor cores: NVIDIA with compute capability 8.9 or later (H100, H200, B200, L40S)."""
 
@@ -140,7 +140,7 @@ class Float8Config(Section):
     each step."""
 
     emulate: bool = False
-    """Round the factors to 8 bits, and multiply in the dtype of the computation. Use this to test the numerics on
+    """Round the operands to 8 bits, and multiply in the dtype of the computation. Use this to test the numerics on
     hardware without FP8 tensor cores."""
 
 
@@ -161,10 +161,10 @@ class KernelsConfig(Section):
 
     float32_precision: Literal["ieee", "tf32"] = "ieee"
     """Precision of matrix products and convolutions of float32 tensors on a GPU. `ieee`: full float32. `tf32`: the
-    factors are rounded to 10 bits of mantissa, on matrix units that are several times faster; sums stay in float32.
+    operands are rounded to 10 bits of mantissa, on matrix units that are several times faster; sums stay in float32.
     `tf32` also applies to modules for which a precision rule sets float32. (PyTorch's own default is `tf32` for
     convolutions only.)"""
 
     bf16_reduced_precision_reduction: bool = True
     """Allow cuBLAS to add the partial results of a split bfloat16 product in bfloat16. This is PyTorch's default, and
-    it is faster. The sums within each part are always float32."""
+    it is faster. Each partial result is always summed in float32."""

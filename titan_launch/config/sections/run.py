@@ -68,9 +68,9 @@ class MetricsConfig(Section):
 
     modules: Array[str] = ()
     """Globs of modules to measure in every reported step. `learned/*` are the norms of their gradients, parameters and
-    updates. `activations/*` are the scales of their outputs, and of the outputs of the modules that each precision rule
-    matches. A measured step needs memory for a float32 copy of the parameters of these modules. With `compile.enable`,
-    outputs are not measured."""
+    updates. `activations/*` are the root mean square, overflow and underflow of their outputs, and of the outputs of
+    the modules that each precision rule matches. A measured step needs memory for a float32 copy of the parameters of
+    these modules. With `compile.enable`, outputs are not measured."""
 
     sinks: Annotated[Array[str], AfterValidator(_sinks)] = ()
     """Further destinations of the reports. `wandb`: Weights & Biases (`pip install 'titan-launch[wandb]'`), offline in
@@ -94,7 +94,7 @@ class ProfilingConfig(Section):
     """First step of the profile, counted from 1. Unset: no profile, except by the signal."""
 
     num_steps: Annotated[int, Field(ge=1)] = 1
-    """Number of consecutive steps in the profile. One trace has all of them."""
+    """Number of consecutive steps in the profile. One trace contains all these steps."""
 
     ranks: Array[int] = (0,)
     """Ranks that write a profile."""
@@ -113,9 +113,9 @@ class DebugConfig(Section):
     error."""
 
     audit_precision: bool | None = None
-    """Compare the dtypes of the first step with the plan: those of all inputs, parameters, gradients, buffers, outputs
-    and collectives. If one differs, the run ends before its first update; with a release of PyTorch that is not tested,
-    a warning is logged instead. The result is in `precision_audit.json`. Later steps are not affected. Unset: true for
+    """Compare the dtypes of all inputs, parameters, gradients, buffers, outputs and collectives of the first step with
+    the plan. If one differs, the run ends before its first update; with a release of PyTorch that is not tested, a
+    warning is logged instead. The result is in `precision_audit.json`. Later steps are not affected. Unset: true for
     the `debug` flavor and for a model of your own."""
 
     on_nonfinite: Literal["stop", "skip"] = "stop"
@@ -157,8 +157,8 @@ class ProveConfig(Section):
     many rows as this number. Default: 64, or less if the model's argument `vocab_size` is smaller."""
 
     certificate: str | None = None
-    """File that `prove --out` wrote, relative to the working directory. `launch --require-proof` and the header of a
-    run's log read this file instead of the certificates in the cache of this host."""
+    """Path of the certificate that `prove --out` wrote, relative to the working directory. `launch --require-proof` and
+    the header of a run's log read this file instead of the certificates in the cache of this host."""
 
 
 UNWATCHED_GROUPS = ("checkpoint",)
@@ -206,17 +206,17 @@ class PlannerConfig(Section):
     device: str | None = None
     """Accelerator to plan for, by its name in the device table: `h100-80gb`, `a100-40gb`, ... (the error for an unknown
     name lists all names). The device sets memory, peak and bandwidths; the keys below override them. Default: in a run,
-    the GPU of the machine; in `plan`, none. Without a device, `plan` gives no verdicts unless `memory_gib` is set or
-    the job is for CPUs."""
+    the GPU of the machine; in `plan`, none. Without a device, `plan` does not say whether the job fits, unless
+    `memory_gib` is set or the job is for CPUs."""
 
     memory_gib: Positive | None = None
     """Memory limit of one device, in GiB, as torch reports it. Default: the memory of the device. On a CPU (`job.device
-    = "cpu"`, no `planner.device`): the machine's memory divided by the ranks on the machine. If the process has a lower
-    limit (`ulimit`), that limit."""
+    = "cpu"`, no `planner.device`): the machine's memory divided by the ranks on the machine. A lower limit of the
+    process (`ulimit`) counts instead."""
 
     margin_gib: Annotated[float, Field(ge=0)] | None = None
-    """Memory, in GiB, that must stay free below the limit. A choice of modes that leaves less memory free does not have
-    the verdict `fits`, and `auto` does not take it. Default: 5 % of the limit, and on a GPU at least 0.5."""
+    """Memory, in GiB, that must stay free below the limit. If a combination of modes leaves less memory free, `plan`
+    does not say that it fits, and `auto` does not choose it. Default: 5 % of the limit, and on a GPU at least 0.5."""
 
     intra_node_gb_per_s: Positive | None = None
     """Bandwidth of one GPU to other GPUs on its node, in GB/s (1e9 bytes, one direction). Default: the bandwidth of the
@@ -236,9 +236,9 @@ class PlannerConfig(Section):
 
     mfu: Annotated[float, Field(gt=0, le=1)] | None = None
     """Fraction of the peak FLOP/s that a step reaches. If this key is set, step times are predicted from this fraction,
-    not from the times of single operations. The peak is `metrics.peak_tflops_per_device`, or else that of the device.
-    The FLOPs that activation checkpointing repeats count too, as in HFU; `throughput/mfu_percent` does not count them.
-    Default: 0.38 if neither `speeds` is set nor the device is in the table."""
+    not from the times of single operations. The peak is `metrics.peak_tflops_per_device`, or else the peak of the
+    device. The FLOPs that activation checkpointing repeats count too, as in HFU; `throughput/mfu_percent` does not
+    count them. Default: 0.38 if `speeds` is not set and the device is not in the table."""
 
     expert_load: Annotated[float, Field(ge=1)] = 1.0
     """Assumed imbalance with expert parallelism: the largest number of rows (tokens) that a rank receives for its

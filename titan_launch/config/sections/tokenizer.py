@@ -114,7 +114,7 @@ def _tokens(config: TokenizerConfig) -> dict[str, int]:
     try:
         return _parse(file, tuple(file_state(file)))
     except OSError:
-        read_tokenizer_json(config)  # raises
+        read_tokenizer_json(config)  # raises ConfigError with the reason
         raise
     except ValueError as error:
         reason = f"is not a {TOKENIZER_FILE} of Hugging Face: {error}; name such a file, or a folder that contains one"

@@ -93,7 +93,7 @@ class TrainingConfig(Section):
     @property
     def total_steps(self) -> int:
         """The number of steps. It is known in a job without `epochs`, and in any job after its data was opened."""
-        assert self.steps is not None, "the data decides how many steps the epochs are"
+        assert self.steps is not None, "the number of steps is unknown before the data is opened"
         return self.steps
 
     @property
@@ -104,8 +104,7 @@ class TrainingConfig(Section):
 
 @dataclass(frozen=True)
 class AccumulationMode:
-    """The times at which a step communicates the gradients of its microbatches: after every microbatch, or after the
-    last one."""
+    """The collectives that a mode runs after every microbatch. The others run once, after the last microbatch."""
 
     reduce_scatters_each: bool
     """Reduce-scatter after every microbatch. False: every rank sums unsharded gradients until the last microbatch."""
@@ -146,7 +145,7 @@ class GradientAccumulationConfig(Section):
     the replica after every microbatch, all-reduce between the replicas after the last; a rank holds only sharded
     gradients. `auto`: of the modes whose predicted memory fits, the one with the least traffic. If
     `activation_checkpoint.mode` is also `auto`, the combination with the shortest expected step. `plan` shows the
-    choice and the reason. A run records the chosen mode, and keeps it on resume."""
+    chosen mode and the reason. A run records the chosen mode, and keeps it on resume."""
 
     keep_params_unsharded: bool | None = None
     """All-gather the parameters once per step instead of up to twice per microbatch, and keep them unsharded (in
@@ -172,13 +171,13 @@ class ParamGroup(Section):
     """Glob for parameter paths: `*` matches within one segment, `**` crosses dots, as in `layers.*.attention.**`."""
 
     lr_factor: Annotated[float, Field(ge=0)] = 1.0
-    """Factor of the scheduled learning rate for these parameters."""
+    """Number by which the scheduled learning rate is multiplied for these parameters."""
 
     weight_decay: Annotated[float, Field(ge=0)] | None = None
-    """Weight decay of these parameters. Unset: the same as without this group."""
+    """Weight decay of these parameters. Unset: the value that they have without this group."""
 
     algorithm: AlgorithmName | None = None
-    """Algorithm that updates these parameters. Unset: the same as without this group."""
+    """Algorithm that updates these parameters. Unset: the algorithm that they have without this group."""
 
 
 class MuonConfig(Section):
@@ -197,12 +196,14 @@ class MuonConfig(Section):
     and 1.2."""
 
     adjust_lr_fn: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
-    """Factor of the learning rate for a matrix of A rows and B columns. `match_rms_adamw`: 0.2 sqrt(max(A, B)); updates
-    are then as large as AdamW's, so that AdamW's learning rate and weight decay fit (arXiv:2502.16982). `original`:
-    sqrt(max(1, A / B)), the author's factor, which needs a learning rate of about 0.02."""
+    """Number by which the learning rate is multiplied for a matrix of A rows and B columns. `match_rms_adamw`: 0.2
+    sqrt(max(A, B)); updates are then as large as AdamW's, so that AdamW's learning rate and weight decay fit
+    (arXiv:2502.16982). `original`: sqrt(max(1, A / B)), the author's factor, which needs a learning rate of about
+    0.02."""
 
     lr_factor: Annotated[float, Field(gt=0)] = 1.0
-    """Factor of the learning rate for Muon's parameters, in addition to the factor of their parameter group."""
+    """Number by which the learning rate of Muon's parameters is multiplied, in addition to the `lr_factor` of their
+    group."""
 
 
 class SGDConfig(Section):

@@ -109,7 +109,7 @@ class PreferenceCorpus(ChatCorpus):
         pair = preference_messages(record)
         chosen, rejected = (self.tokenized(messages, record) for messages in pair)
         rule, longest = self.config.truncation, self.seq_len + 1
-        if len(chosen.tokens) + len(rejected.tokens) - 2 > self.seq_len:  # n tokens take n - 1 places of a sample
+        if len(chosen.tokens) + len(rejected.tokens) - 2 > self.seq_len:  # n tokens take n - 1 positions of a sample
             if rule in ("skip", "stop"):
                 reason = f"longer than training.seq_len = {self.seq_len:,} tokens"
                 detail = f"its two chats have {len(chosen.tokens):,} and {len(rejected.tokens):,}"

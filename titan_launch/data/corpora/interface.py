@@ -42,7 +42,7 @@ class Part:
 
     files: tuple[File, ...]
     num_bytes: int
-    """Approximate size, for the progress bar."""
+    """Approximate size in bytes, for the progress bar."""
 
     start: int = 0
     """Start of the part. The class of the corpus decides the unit: bytes, rows or row groups."""
@@ -63,8 +63,8 @@ class Document:
     """The input of `Corpus.encode`: UTF-8 bytes, unless the corpus has an `encode` of its own."""
 
     file: tuple[str, int]
-    """Name and size of the document's file. For a data set of Hugging Face: the names of subset and split, and the size
-    of all files."""
+    """(Name, size in bytes) of the document's file. For a data set of Hugging Face: the names of subset and split, and
+    the size of all its files."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Corpus(ABC):
     """Documents in files. Instances are sent to worker processes."""
 
     unit = "file"
-    """Noun for messages: the part of the data that is one document."""
+    """Noun in messages for the data of one document, such as `file` or `line`."""
 
     remedy = "name other files"
     """Remedy in the error for data without any usable document."""
@@ -94,7 +94,7 @@ class Corpus(ABC):
     """True if every record is two documents: the chosen and the rejected answer to a prompt."""
 
     has_ratings = False
-    """True if the last token of every document is a label of its answer, 0 or 1, and only a target."""
+    """True if the last token of every document is a label of its answer, 0 or 1. The label is never an input."""
 
     def __init__(self, config: CorpusData, tokenizer: Tokenizer, key: KeyPath, seq_len: int):
         """`key`: path of the section in the job file, for errors. `seq_len`: tokens of a sample."""
@@ -102,8 +102,7 @@ class Corpus(ABC):
 
     @property
     def identity(self) -> Sequence[object]:
-        """Further values that decide the tokens, in addition to the files, the keys of the section, and the
-        tokenizer."""
+        """Values that decide the tokens in addition to the files, the keys of the section, and the tokenizer."""
         return []
 
     @property

@@ -153,7 +153,7 @@ class ClassificationCorpus(TokenizedLinesCorpus):
         return Document(content, scored(tokens, label, self.seq_len, rule), file)
 
     def _label(self, value: object) -> int:
-        """Return the number of a label. Raises RecordError."""
+        """Return the index of a label in the key `labels`. Raises RecordError."""
         labels = self.config.labels
         if isinstance(value, str) and value in labels:
             return labels.index(value)

@@ -19,7 +19,7 @@ _MOST_DICTIONARY = 32 * MIB
 """Limit of the bytes of the dictionary of a column. Writers usually limit dictionaries to 1 MiB."""
 
 _AT_ONCE = 32 * MIB
-"""Limit of the bytes of the rows that are read at a time, if each row is as large as the whole dictionary."""
+"""Limit of the bytes of the rows that are read at a time. Each row counts like the whole dictionary."""
 
 
 class ParquetCorpus(FileCorpus, ColumnCorpus):
@@ -63,9 +63,9 @@ class ParquetCorpus(FileCorpus, ColumnCorpus):
                 yield document
 
     def _batches(self, table: Any, stream: BinaryIO, file: File, groups: Iterable[int]) -> Iterator[Any]:
-        """Yield the rows of row groups in batches that fit into memory. Any number of rows may repeat a value of the
-        dictionary, so the size of the dictionary limits the number of rows in a batch. Raises ConfigError for a
-        dictionary that is too large."""
+        """Yield the rows of row groups in batches that fit into memory. A short column of indices may repeat a large
+        value of the dictionary in every row. So the more bytes the dictionary has, the fewer rows are in a batch.
+        Raises ConfigError for a dictionary that is too large."""
         from pyarrow.parquet import ParquetFile
 
         column = self.config.column

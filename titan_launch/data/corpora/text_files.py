@@ -119,7 +119,7 @@ def is_compressed(file: File) -> bool:
 
 
 def most_of_records(file: File) -> int:
-    """Return the limit of the bytes that the lines or rows of a compressed file have after decompression."""
+    """Return the number of bytes that the lines or rows of a compressed file may have after decompression."""
     return 100 * file.size + MOST_RECORDS
 
 

@@ -54,7 +54,7 @@ class ArrayImages:
         return self._images.shape
 
     def as_file(self, chosen: npt.NDArray[np.int64]) -> tuple[str, int]:
-        """See `Images.as_file`. The name is the dtype and the shape of an image. The size includes the labels."""
+        """See `Images.as_file`. The name is the dtype and shape of an image. The bytes of the labels count too."""
         images, labels = self._images, self.labels
         image_bytes = images.dtype.itemsize * int(np.prod(images.shape[1:]))
         return f"{images.dtype} {images.shape[1:]}", len(chosen) * (image_bytes + labels.itemsize)
@@ -103,7 +103,7 @@ def open_digits(path_key: KeyPath) -> ArrayImages:
 
 
 class ArrayFileError(Exception):
-    """Error for an `.npy` or `.npz` file that is refused. The message is a clause."""
+    """Error for an `.npy` or `.npz` file that is refused. The message is a clause without the name of the file."""
 
 
 def open_npz(path: str, path_key: KeyPath) -> ArrayImages:
@@ -192,7 +192,7 @@ def _read_header(stream: Any) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
 
 
 def _check_size(shape: tuple[int, ...], dtype: np.dtype[Any], size: int) -> None:
-    """Raise ArrayFileError unless an array of such a shape and dtype has `size` bytes."""
+    """Raise ArrayFileError unless an array of this shape and dtype has `size` bytes."""
     if min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != size:
         described = f"{dtype!s:.40} of the shape {shape!s:.80}"
         raise ArrayFileError(f"is damaged: an array has {size:,} bytes, but its header says {one_line(described)}")

@@ -41,10 +41,10 @@ _MOST_LABEL = MIB
 """Limit of the bytes of KEY.cls and KEY.json."""
 
 _MOST_EXTENSION = 1 << 16
-"""Limit of the bytes of a tar member that only has the name or other records of the next member."""
+"""Limit of the bytes of a tar member that only contains the name or other header fields of the next member."""
 
 _MOST_GLOBAL = 1 << 10
-"""Limit of the bytes of a tar member with records for all later members. tarfile copies the records to each member."""
+"""Limit of the bytes of a tar member with header fields for all later members, to each of which tarfile copies them."""
 
 
 @dataclass
@@ -313,7 +313,7 @@ def _list_class(root: Path, name: str, label: int, listing: _Listing) -> int:
 
 
 class _ImagesError(Exception):
-    """Error for a problem in a shard. The message is the text that follows the name of the shard."""
+    """Error for a problem in a shard. The message can follow the name of the shard."""
 
 
 class _Member(tarfile.TarInfo):

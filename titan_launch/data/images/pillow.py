@@ -1,8 +1,8 @@
 """The only module that opens image files with Pillow.
 
 Pillow guesses the format of a file from its content, and some of its formats start other programs: a file that begins
-as PostScript is given to Ghostscript, whatever the name of the file is. So only the formats below are tried. A small
-file may also become gigabytes of pixels. The limits below refuse such a file before its pixels are decoded.
+like PostScript is given to Ghostscript, even if its name ends in `.jpg`. So only the formats below are tried. A small
+file may also become gigabytes of pixels. A file outside of the limits below is refused before its pixels are decoded.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _MOST_EXIF = 1 << 16
 with the square of this size."""
 
 _READ_TWICE = 2 * MIB
-"""Bytes that Pillow may read in addition to the size of a file until the file is open. Many tags of a TIFF may refer to
-the same bytes, which Pillow reads once for each tag."""
+"""Until a file is open, Pillow may read the size of the file plus this number of bytes. Many tags of a TIFF may refer
+to the same bytes, which Pillow reads once for each tag."""
 
 _LEAST_READ, _MOST_SMALL_READS = 256, 50_000
 """Limit of the number of Pillow's reads of a file: 50,000, plus one for every 256 bytes of the file. Without a limit, a

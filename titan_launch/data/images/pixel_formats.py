@@ -1,4 +1,5 @@
-"""Pixels of image files. Each file format and mode of Pillow is read exactly as this module says, or refused by name.
+"""Pixels of image files. Each file format and mode of Pillow is read exactly as this module says, or refused with an
+error.
 
 Pillow converts any mode into any other, and clips, drops or reinterprets values on the way. So an image is converted
 only if its file format, its mode and the stored layout ("raw mode") of its pixels are in the tables below.
@@ -55,7 +56,8 @@ _UPRIGHT = {
     7: "TRANSVERSE",
     8: "ROTATE_90",
 }
-"""Pillow's name of the change for each orientation. Orientation 1 is upright, and other values have no meaning."""
+"""Pillow's operation that makes an image upright, by orientation. Orientation 1 is upright; other values mean
+nothing."""
 
 _EIGHT_BITS = "convert it to 8 bits per channel, or save arrays in an .npz file"
 
@@ -134,7 +136,7 @@ def _raw_mode(image: Any) -> tuple[str, tuple[Any, ...]]:
 
 
 def _tag(image: Any, number: int) -> Any:
-    """Return the value of a tag of a TIFF file; None for other formats and without the tag."""
+    """Return the value of a tag of a TIFF file; None if the file lacks the tag, and for other formats."""
     return image.tag_v2.get(number) if image.format == "TIFF" else None
 
 

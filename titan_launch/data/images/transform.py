@@ -26,7 +26,7 @@ _AREA, _RATIO = (0.08, 1.0), (3 / 4, 4 / 3)
 """Ranges of `resized_crop`: fraction of the image's area, and width divided by height (arXiv:1409.4842)."""
 
 _ATTEMPTS = 10
-"""Number of random parts that `resized_crop` draws until one lies inside of the image."""
+"""Largest number of random parts that `resized_crop` draws until one fits into the image."""
 
 
 class Draw:

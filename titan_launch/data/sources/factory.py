@@ -120,7 +120,7 @@ class SampleCheck:
     """Import string of the factory, for errors."""
 
     forms: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
-    """Name, shape and dtype of each tensor of a sample."""
+    """(Name, shape, dtype) of each tensor of a sample."""
 
     num_tokens: int | None
     """Size of the vocabulary of the inputs; None for images."""

@@ -22,7 +22,7 @@ Sample = tuple[Tensor, ...]
 
 A target of `IGNORED_TARGET` does not count. `documents`, int32 `[seq_len]`, has a number for each token. The numbers
 never decrease along the sequence. Tokens with the same number are one document: they attend to each other only, and
-their positions count from 0. Padding has numbers of its own, and ignored targets.
+their positions count from 0. Padding has document numbers that no document has, and ignored targets.
 """
 
 
@@ -53,7 +53,7 @@ class SampleSource(Protocol):
         """Number of classes of the targets. For tokens, this is the size of the vocabulary."""
 
     def describe(self) -> str:
-        """Return the amount of data as part of a log line."""
+        """Return a text for a log line: the amount and kind of the data."""
 
     def fingerprint(self, seed: int) -> Fingerprint | None:
         """Return a fingerprint of the source's data; None if the source reads no data, is a mixture, or is a stream.
@@ -75,8 +75,8 @@ class BatchSource(Protocol):
     """A source that reads a whole batch faster than one sample after another."""
 
     def read_batch(self, indices: Sequence[int], positions: Sequence[int] | None, /) -> Sample:
-        """Return the result of the function `read_batch` of this module for this source. Integers may have a smaller
-        dtype than int64; the loader converts them."""
+        """Return the same batch as the function `read_batch` below. Integers may have a smaller dtype than int64; the
+        loader converts them."""
 
 
 @dataclass(frozen=True)

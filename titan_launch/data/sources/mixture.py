@@ -67,5 +67,5 @@ class MixtureSource:
 
 
 def single_sources(source: SampleSource) -> dict[str, SampleSource]:
-    """Return the sources of a mixture by name. The name of any other source is ""."""
+    """Return the sources of a mixture by name. For any other source, return {"": source}."""
     return source.sources if isinstance(source, MixtureSource) else {"": source}

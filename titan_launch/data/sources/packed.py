@@ -91,7 +91,7 @@ class PackedSource:
 def token_details(header: Header, stream: TokenStream, **amounts: Any) -> Details:
     """Return the contents of token files. `amounts`: further entries of `Details.amounts`."""
     found = {
-        "files": len(header.files) or None,  # the header may not name the files of the text
+        "files": len(header.files) or None,  # empty if the header does not name the files
         "skipped": header.skipped or None,
         "documents": stream.num_documents,
         "tokens": len(stream),

@@ -1,8 +1,8 @@
 """Streams: samples that can only be read in order.
 
-Each data-parallel rank reads its own part of a stream. After the end of its part, a rank begins again. The order of the
-samples therefore depends on the number of data-parallel ranks. A reader has a state that JSON can represent. A
-checkpoint saves the state of each rank's reader.
+Each data-parallel rank reads its own part of a stream. At the end of its part, a rank starts again from the beginning
+of the part. The order of the samples therefore depends on the number of data-parallel ranks. A reader has a state that
+JSON can represent. A checkpoint saves the state of each rank's reader.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class TextReader:
         self._file = (corpus.config.path, 0)
         self._cursor = _Cursor(lambda: _part_of_rows(corpus, part, parts))
         self._tokens = np.zeros(0, np.int64)
-        """Tokens of the rows read so far that belong to the next samples."""
+        """Tokens of rows that were read, but are not yet in a sample."""
 
     def __iter__(self) -> TextReader:
         return self

@@ -43,7 +43,7 @@ class Seconds(NamedTuple):
     more efficient."""
 
     def with_recorded(self, recorded: float, least: float) -> Seconds:
-        """Return the times with other values of `recorded` and `least_recorded`, and with totals that fit them."""
+        """Return the times with other `recorded` and `least_recorded`. `total` and `compute` change by as much."""
         more = recorded - self.recorded
         return self._replace(
             total=self.total + more, compute=self.compute + more, recorded=recorded, least_recorded=least
@@ -71,7 +71,7 @@ class Clock:
         self._compute = self._communication = self._exposed = self._least_exposed = 0.0
         self._recorded = self._least = 0.0
         self._copies = 0.0, 0.0
-        """Times of the last two copies out of a buffer, the older one first."""
+        """Times of the last two copies out of all-gather buffers, the older one first."""
 
     @property
     def seconds(self) -> Seconds:

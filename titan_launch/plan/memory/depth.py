@@ -22,13 +22,13 @@ from titan_launch.plan.types import (
 )
 
 _DEPTHS = (4, 5, 6)
-"""Numbers of periods of the repeated blocks in the shallower models: the shorter one, the longer one, and the one that
-checks the extrapolation."""
+"""Numbers of periods (`Repeat`) that three shallower models keep: the shorter model, the longer model, and the model
+that checks the extrapolation."""
 
 
 @dataclass(frozen=True)
 class Shortcut:
-    """Shallower models. Memory, traffic and times of the whole model are extrapolated linearly from two of them."""
+    """The blocks to remove for each shallower model, and the factor of the linear extrapolation to the whole model."""
 
     removed_from_shorter: tuple[str, ...]
     removed_from_longer: tuple[str, ...]
@@ -36,11 +36,11 @@ class Shortcut:
     """The prediction for the whole model is `shorter + factor * (longer - shorter)`."""
 
     removed_for_check: tuple[str, ...]
-    """Blocks to remove for the third model of `_DEPTHS`. Its memory must agree with the extrapolation at factor 2."""
+    """Blocks to remove for the model that checks the extrapolation: its memory must be that of `factor = 2`."""
 
 
 def find_shortcut(plan: ModelPlan) -> Shortcut | None:
-    """Return models with fewer repetitions of equal blocks; None if the blocks do not repeat often enough."""
+    """Return the blocks to remove for shallower models; None if equal blocks do not repeat often enough."""
     blocks, repeat = outermost(plan.inventory.blocks), longest_repeat(block_signatures(plan))
     if repeat.times <= _DEPTHS[1]:
         return None
@@ -66,8 +66,8 @@ def block_signatures(plan: ModelPlan) -> list[Hashable]:
         if block := enclosing(module.path, inside):
             inside[block].append(module)
     modules, embeddings = plan.inventory.by_path, plan.inventory.embeddings
-    # Backward computes that gradient only if a parameter before the block is trained. An unknown embedding counts as
-    # trained, so that the first block is like the others.
+    # Backward computes a gradient of a block's inputs only if a parameter before the block is trained. An unknown
+    # embedding counts as trained, so that the first block is like the others.
     follows_trained = not embeddings or any(p.requires_grad for path in embeddings for p in modules[path].parameters)
     signatures: list[Hashable] = []
     blocks = [*inside]
@@ -100,8 +100,8 @@ def _unit_signature(unit: Unit, block: str) -> Hashable:
 
 
 def without_blocks(plan: ModelPlan, removed: Collection[str]) -> ModelPlan:
-    """Return the result of `without_modules`. Raises ValueError if a removed block has the first occurrence of a shared
-    module or parameter."""
+    """Return the plan without the `removed` blocks. Raises ValueError if a removed block contains the first occurrence
+    of a shared module or parameter."""
     left = without_modules(plan, removed)
     shared = {m.same_as or "" for m in left.inventory.modules}
     shared |= {p.tied_to or "" for m in left.inventory.modules for p in m.parameters}

@@ -30,7 +30,7 @@ class Category(IntEnum):
     """Sharded gradients after the reduce-scatter, also before the all-reduce between replicas (HSDP)."""
 
     UNSHARDED_GRADIENTS = 3
-    """Unsharded gradients of this microbatch, and in the mode `deferred` also of all earlier ones."""
+    """Unsharded gradients of this microbatch, and in the mode `deferred` also of all earlier microbatches."""
 
     UNSHARDED_PARAMETERS = 4
     """Unsharded parameters in the compute dtype."""
@@ -48,7 +48,7 @@ class Category(IntEnum):
     """Gradients of activations."""
 
     INPUTS = 9
-    """All tensors of the microbatch."""
+    """All tensors of the microbatch, such as token ids and targets."""
 
     BUFFERS = 10
     """The model's buffers."""
@@ -75,8 +75,8 @@ MICROBATCHES = 4
 """Largest number of microbatches in a replay. Memory is the same from the third microbatch to the last but one."""
 
 SMALLEST_OFFLOADED = 1 << 16
-"""Bytes of the smallest storage that activation offloading copies to the host. The copy of a smaller one takes longer
-to start than to run."""
+"""Bytes of the smallest storage that activation offloading copies to the host. The copy of a smaller storage takes
+longer to start than to run."""
 
 _STREAMS = {Category.ALL_GATHER: 1, Category.GRADIENTS: 2}
 """Index of the CUDA stream that allocates a category. Other categories are in stream 0, the compute stream. CUDA's
@@ -106,7 +106,7 @@ class StepPoint(NamedTuple):
 
 
 class Peak(NamedTuple):
-    """A local maximum of memory at one point of a step, or the highest maximum of the point."""
+    """A local maximum of memory at one point of a step, or the highest of all local maxima of the point."""
 
     total: float
     """Bytes of all categories."""
@@ -220,7 +220,7 @@ class Footprint:
 
     def with_workspace(self, num_bytes: int) -> Footprint:
         """Return the footprint with the workspaces of cuBLAS, each of `num_bytes`, from PyTorch's allocator. From torch
-        2.15 on, each matrix product allocates one and frees it."""
+        2.15 on, each matrix product allocates a workspace and frees it."""
 
         def grown(peak: Peak) -> Peak:
             if KEEPS_WORKSPACES:  # one for the thread of forward, and one for the thread of backward
@@ -268,8 +268,8 @@ def extrapolate(shorter: Footprint, longer: Footprint, factor: float) -> Footpri
     """Return the footprint at another depth: `shorter + factor * (longer - shorter)` for each local maximum of memory.
     Return None if the two footprints have different numbers of local maxima at a point.
 
-    Memory at a local maximum is an affine function of the number of repeated blocks. The peak of a step point is not,
-    because the depth may decide which local maximum is the highest. So all local maxima are extrapolated. For each
+    Memory at a local maximum is an affine function of the number of repeated blocks. The peak of a step point is not:
+    which local maximum is the highest may depend on the depth. So all local maxima are extrapolated. For each
     point, the result has the highest maximum in a matrix product, and the highest of the others.
 
     Blocks at the front and at the back must have the same names at all depths. Points that only one of the footprints

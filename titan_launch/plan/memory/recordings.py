@@ -1,8 +1,8 @@
 """The recordings of a job: the table of its model's modules, the FLOPs of a sample, and the tapes of its microbatches.
 They come from the user's cache, or from a `Recorder` that runs PyTorch now. No torch.
 
-`recorded_job` returns the job that is recorded. Keys on which a recording does not depend have fixed values in this
-job: usually those of the number of shards, gradient accumulation, the optimizer, the length of the run, and the files
+`recorded_job` returns the job that is recorded. In this job, all keys that do not affect a recording have fixed values.
+Usually, these keys set the number of shards, gradient accumulation, the optimizer, the length of the run, and the files
 that the run writes. The recorded job is also part of the key in the cache.
 """
 
@@ -39,14 +39,14 @@ from titan_launch.plan.types import Inventory
 
 @dataclass(frozen=True)
 class Subject:
-    """The model of a job."""
+    """The recorded facts about the model of a job."""
 
     inventory: Inventory
     flops_per_sample: int | None
     """The FLOPs of forward and backward that a user's own model declares; None if it declares none."""
 
     second: Inventory | None = None
-    """The second model of the loss: a reference or a teacher."""
+    """The second model of the loss: a reference or a teacher. None: the loss has no second model."""
 
 
 class Recorder(Protocol):
@@ -61,8 +61,8 @@ class Recorder(Protocol):
     def tapes(
         self, job: JobConfig, kernels: Kernels, subject: Subject, pipeline_rank: int, counts: tuple[int, ...]
     ) -> Sequence[Tape]:
-        """Return the tapes of `Recordings.tapes`. Raises ConfigError for the same jobs as a run, and for a model that
-        cannot be traced."""
+        """Record the tapes that `Recordings.tapes` returns. Raises ConfigError for the same jobs as a run, and for a
+        model that cannot be traced."""
 
     def files(self) -> list[str]:
         """Return the files of the user's own modules that this process has imported."""
@@ -92,7 +92,7 @@ _KEPT = ("model", "lora", "loss", "precision", "batchnorm", "kernels", "float8")
 def recorded_job(config: JobConfig, layout: Layout) -> JobConfig:
     """Return the job that is recorded for `config`. It has only those settings on which a recording depends.
 
-    Its step is one microbatch. It has two shards, or more if expert parallelism needs more.
+    The recorded job has one microbatch per step, and two shards, or more if expert parallelism needs more.
     """
     blank = JobConfig()
     training, parallelism, planner = config.training, config.parallelism, config.planner
@@ -155,8 +155,8 @@ class Recordings:
         recorder: Callable[[], Recorder] | None,
         say: Callable[[str], None] = lambda text: None,
     ):
-        """`recorder`: returns the recorder. It is called when a recording is not in the cache. None: only the cache is
-        used. `say`: called with one line of text before tapes are recorded."""
+        """`recorder`: function that returns the recorder, called when a recording is not in the cache. None: only the
+        cache is used. `say`: function that shows a line of text, called before tapes are recorded."""
         self.job = recorded_job(config, layout)
         self._kernels = kernels
         self._recorder = None if recorder is None else cache(recorder)
@@ -166,7 +166,6 @@ class Recordings:
         self._tapes: dict[TapesOf, tuple[Tape, ...]] = {}
 
     def subject(self) -> Subject:
-        """Return the model."""
         if self._subject is None:
             value = self._known("model", self.job, None, lambda recorder: asdict(recorder.subject(self.job)))
             self._subject = TypeAdapter(Subject).validate_python(value)
@@ -207,8 +206,8 @@ class Recordings:
         return self._flops[checkpointing]
 
     def tapes(self, wanted: TapesOf) -> tuple[Tape, ...]:
-        """Return the tape of a microbatch, as a tuple of one. With pipeline parallelism, return the tape of a step for
-        each number in `TapesOf.counts`."""
+        """Return the tape of a microbatch, in a tuple with one entry. With pipeline parallelism, return the tape of a
+        step for each number in `TapesOf.counts`."""
         if wanted not in self._tapes:
             self._tapes[wanted] = self._recorded(*wanted)
         return self._tapes[wanted]
@@ -222,7 +221,7 @@ class Recordings:
             tasks = [task for task in tasks if _is_missing(task)]
         if self._recorder is None or not tasks:
             return
-        self._recorder()  # imports torch, for all processes
+        self._recorder()  # imports torch once, before the forks
         parent = os.getpid()
 
         def run(task: Callable[[], object]) -> None:
@@ -237,7 +236,7 @@ class Recordings:
     ) -> tuple[Tape, ...]:
         training, subject = self.job.training, self.subject()
         assert training.global_batch_size is not None
-        batch = {"global_batch_size": training.global_batch_size * counts[0]}  # a schedule needs that many
+        batch = {"global_batch_size": training.global_batch_size * counts[0]}  # enough microbatches for the schedule
         job = self.job.model_copy(
             update={"activation_checkpoint": checkpointing, "training": training.model_copy(update=batch)}
         )
@@ -280,7 +279,7 @@ def _is_missing(task: Callable[[], object]) -> bool:
 
 
 def recorded_inventory(config: JobConfig, recorder: Callable[[], Recorder] | None) -> Inventory:
-    """Return the table of modules of the model that `[model]` of a job names, without adapters and parallelism.
+    """Return the inventory of the model in section `[model]` of a job, without adapters and parallelism.
 
     Raises NotRecordedError if the table is not in the cache and `recorder` is None, and ConfigError for the same jobs
     as a run."""
@@ -326,7 +325,7 @@ def _package_digest() -> str:
 
 
 def _files_named_in(value: Any) -> list[Any]:
-    """Return the states of the files that a job names, and of `config.json` and `adapter_config.json` in the folders
+    """Return `file_state` of the files that a job names, and of `config.json` and `adapter_config.json` in the folders
     that it names."""
     if isinstance(value, Mapping):
         return [entry for part in value.values() for entry in _files_named_in(part)]

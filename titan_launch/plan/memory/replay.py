@@ -1,4 +1,5 @@
-"""Replay of one optimizer step of one rank: the tape of a microbatch, with FSDP2's memory and collectives. No torch."""
+"""Replay of one rank's step: the tape of a microbatch (`plan.memory.tape`), with FSDP2's memory and collectives. No
+torch."""
 
 from __future__ import annotations
 
@@ -124,7 +125,7 @@ def group_sizes(
 
 @dataclass(frozen=True)
 class SecondModel:
-    """The second model of a loss."""
+    """The frozen second model of a loss: the reference of DPO, or the teacher of distillation."""
 
     config: JobConfig
     """Result of `config.rules.loss.frozen_job`."""
@@ -150,8 +151,8 @@ _OF_CONTEXT = frozenset(dir(Context))
 
 
 def _joined(units: Mapping[Unit, ExchangedUnit], whole: ModelPlan) -> list[ExchangedUnit]:
-    """Return the exchanged units of a rank. The parts of one unit in several stages of the rank are joined, because
-    they are exchanged together. `whole`: the plan of all stages."""
+    """Return the sizes of the units whose gradients a rank exchanges. Parts of one unit in several stages of the rank
+    are added, because they are exchanged together. `whole`: the plan of all stages."""
     found: dict[Unit, ExchangedUnit] = {}
     for unit, part in units.items():
         own = whole.sharded_by[unit.modules[0]]
@@ -174,7 +175,7 @@ class RankModel:
 
     tape: Tape
     first: Tape | None
-    """The tape of the first microbatch, if it differs from `tape`."""
+    """The tape of the first microbatch; None if it is the same as `tape`."""
 
     layout: Layout
     optimizer: OptimizerConfig
@@ -182,18 +183,18 @@ class RankModel:
 
     @cached_property
     def local_plans(self) -> list[ModelPlan]:
-        """For each plan, the result of `local_plan`."""
+        """The plans, with the shapes of parameters that tensor parallelism leaves to this rank."""
         return [local_plan(plan, self.tape.shapes) for plan in self.plans]
 
     @cached_property
     def groups(self) -> list[GroupSizes]:
-        """The result of `group_sizes`."""
+        """Sizes of the shards of the trained parameters, by optimizer group (`group_sizes`)."""
         pairs = zip(self.plans, self.local_plans, strict=True)
         return group_sizes(pairs, self.optimizer, self.layout, self.scales)
 
     @cached_property
     def exchanged(self) -> dict[Unit, ExchangedUnit]:
-        """The result of `communication.exchanged_units` for all plans."""
+        """Sizes of the gradients that the replicas exchange, by unit (`communication.exchanged_units`)."""
         return {unit: size for plan in self.local_plans for unit, size in exchanged_units(plan, self.layout).items()}
 
 

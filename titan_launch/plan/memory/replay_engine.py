@@ -46,7 +46,7 @@ class Parts(NamedTuple):
 
 
 class ReplayEngine:
-    """A predictor of a job's step with the modes of a `Choice`."""
+    """A predictor of the memory, traffic and times of a step, for the modes of each `Choice` (`plan.job`)."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class ReplayEngine:
         speeds: Speeds | None = None,
     ):
         """`speeds`: None if no times are needed, or if the speeds of the device are not known."""
-        # A compiled job is planned as an eager one.
+        # A compiled job is planned without compilation.
         self._config = config.model_copy(update={"compile": CompileConfig()})
         self._layout = layout
         self._kernels = kernels
@@ -118,8 +118,8 @@ class ReplayEngine:
         self._recordings.record_ahead([tapes for tapes in dict.fromkeys(chain.from_iterable(wanted)) if tapes])
 
     def _wanted(self, choice: Choice, rank: int) -> tuple[TapesOf, TapesOf | None]:
-        """Return the recording that a prediction needs for a pipeline rank, and the recording of the first microbatch.
-        The second one is None if the first microbatch does not differ from later ones."""
+        """Return the recording that a prediction needs for a pipeline rank, and the recording of its first microbatch.
+        The latter is None if the first microbatch does not differ from later ones."""
         checkpointing, layout = choice.activation_checkpoint, self._layout
         own, first = TapesOf(checkpointing, rank, self._counts), TapesOf(checkpointing, is_deferred=True)
         is_deferred = layout.num_microbatches > 1 and not choice.accumulation.row.reduce_scatters_each

@@ -30,11 +30,11 @@ OF_FSDP = frozenset(
         Category.OPTIMIZER_TEMPORARIES,
     }
 )
-"""The categories that a replay adds. They are not on a tape."""
+"""Categories of memory that a replay adds. They are not on a tape."""
 
 
 SECOND = "@"
-"""Prefix of the paths of the loss's second model."""
+"""Prefix of the paths of modules of the loss's second model (reference or teacher)."""
 
 
 def root_path(part: int | None) -> str:
@@ -44,7 +44,7 @@ def root_path(part: int | None) -> str:
 
 
 class Bytes(NamedTuple):
-    """Memory that is allocated or freed."""
+    """Memory that is allocated or freed at one time."""
 
     changes: tuple[tuple[Category, int], ...]
     """Pairs (category, bytes). Bytes are negative if they are freed. Freed bytes come first."""
@@ -79,7 +79,7 @@ class Gradient(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """A collective along an axis of the mesh, without those of FSDP2."""
+    """A collective of tensor, context, pipeline or expert parallelism, but not of FSDP2."""
 
     axis: str
     """Name of an axis of model parallelism, such as `tensor`."""
@@ -96,7 +96,7 @@ class Segment:
 
     phase: str
     module: str
-    """`phase` and `module` are `StepPoint.phase` and `StepPoint.unit`."""
+    """`phase` and `module` have the meaning of `StepPoint.phase` and `StepPoint.unit`."""
 
     events: tuple[Event, ...]
     microbatch: int = 0
@@ -104,7 +104,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Blocks:
-    """The outer blocks of a model, or of a pipeline stage."""
+    """The outer blocks of a model or of a pipeline stage, and which of them were recorded."""
 
     paths: tuple[str, ...]
     likes: Mapping[str, str] = field(default_factory=dict)
@@ -122,9 +122,9 @@ class Blocks:
         one kind allocate the same memory. `variants`: the variant of a block, by path. Blocks of one kind and one
         variant also compute the same.
 
-        Of each kind, the first two and the last two blocks are recorded, and one block of each other variant. The
-        second block, or that of its variant, stands for a block that is not recorded. `is_uniform` checks that the
-        second block equals the last but one. The blocks in between are then alike.
+        Of each kind, the first two and the last two blocks are recorded, and one block of each other variant. A
+        recorded block of the same kind and variant stands for each block that is not recorded. `is_uniform` checks that
+        the second block equals the last but one. The blocks in between are then assumed to be alike.
         """
         variant_of = variants or {}
         members: dict[Hashable, list[str]] = {}
@@ -158,8 +158,8 @@ class Tape:
     """Shape of this rank's part of each parameter that tensor parallelism divides, by full name."""
 
     reduced: Mapping[str, int] = field(default_factory=dict)
-    """Number of elements that this rank sends when tensor parallelism reduces the gradient of a parameter, before FSDP2
-    does. By full name of the parameter."""
+    """By full name of a parameter: number of elements that this rank sends when tensor parallelism reduces the
+    gradient, before FSDP2 reduces it."""
 
     @cached_property
     def sent(self) -> Counter[str]:
@@ -246,8 +246,8 @@ def _visits(tape: Tape) -> _Visits:
 
 def is_uniform(tape: Tape, compares_work: bool = False) -> bool:
     """Return True if the blocks of each pair in `Blocks.equals` have the same events, and if all recorded blocks run
-    equally often. A part whose blocks were all recorded is not checked. `compares_work`: True if the blocks of a pair
-    must also have the same computation."""
+    equally often. Entries of `Tape.parts` whose blocks were all recorded are not checked. `compares_work`: True if the
+    blocks of a pair must also have the same computation."""
     visits = _visits(tape)
     phases = {(microbatch, phase) for microbatch, phase, _ in visits}
 
@@ -302,8 +302,8 @@ def with_blocks(tape: Tape, removed: Collection[str] = ()) -> Tape:
 
 
 def _of_blocks(by_name: Mapping[str, T], like: Mapping[str, str], removed: Collection[str]) -> dict[str, T]:
-    """Return a table by full names, without the `removed` blocks. Each block in `like` gets copies of the entries of
-    its stand-in."""
+    """Return the table `by_name` (by full names) without the `removed` blocks. Each block in `like` gets copies of the
+    entries of its stand-in."""
     added = {
         _rename(name, {model: path}): value
         for path, model in like.items()

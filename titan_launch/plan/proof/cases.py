@@ -1,5 +1,5 @@
-"""The runs of a proof: layouts of the job's small twin (`plan.proof.twin`), and the single process that they are
-compared with. No torch."""
+"""The runs of a proof: layouts of the twin, a small copy of the job (`plan.proof.twin`), and the single process with
+which they are compared. No torch."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from typing import Any
 from titan_launch.config.axes import PIPELINE, REPLICATE, SHARD, TENSOR
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.parallelism import ActivationCheckpointConfig, CompileConfig, ParallelismConfig
-from titan_launch.config.sections.training import GradientAccumulationConfig
+from titan_launch.config.sections.training import ACCUMULATION_MODES, GradientAccumulationConfig
 from titan_launch.plan.job import with_values
 from titan_launch.plan.proof.twin import NAMED_AXES, num_microbatches, splits_backward, world_size
 
 MOST_RANKS = 8
-"""Largest number of processes of a run. A layout of more ranks is replaced by pairs of its axes."""
+"""Largest number of processes of a run. For a layout of more ranks, each run has only two of its axes."""
 
 LAYOUT_PARTS = (*NAMED_AXES, "sharded optimizer")
-"""Parts of a layout that a run may have or lack. The part "sharded optimizer" needs the part "replicas"."""
+"""Parts of a layout that a run may use or not. The part "sharded optimizer" needs the part "replicas"."""
 
 MODES = ("accumulation", "checkpointing", "chunks", "compile")
-"""Other parts of a job that a run may have or lack, by the names that a certificate uses."""
+"""Modes: other features of a job that a run may use or not, by their names in a certificate."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,8 @@ class Case:
 
 
 def cases(twin: JobConfig) -> Iterator[Case]:
-    """Yield the runs of a twin. The first run is one process with the first result of `_choices`. The further runs are:
+    """Yield the runs of a twin. A choice is a result of `_choices`. The first run is one process with the first choice.
+    The other runs are:
 
     - for a layout with one rank: one process for each other choice;
     - for a layout with at most `MOST_RANKS` ranks: this layout, once for each choice;
@@ -131,7 +132,8 @@ def without(config: JobConfig, parts: tuple[str, ...]) -> JobConfig:
     changed = config.model_copy(update=changes)
     if "accumulation" in parts and splits_backward(parallelism):
         changed = changed.model_copy(update={"gradient_accumulation": _ONCE})
-    if changed.gradient_accumulation.mode == "deferred_all_reduce" and not _all_reduces(parallelism):
+    accumulation = changed.gradient_accumulation
+    if accumulation.mode != "auto" and accumulation.row.needs_all_reduces and not _all_reduces(parallelism):
         changed = changed.model_copy(update={"gradient_accumulation": immediate})
     if changed.activation_checkpoint.mode == "memory_budget" and not changed.compile.enable:
         changed = changed.model_copy(update={"activation_checkpoint": ActivationCheckpointConfig()})
@@ -139,7 +141,7 @@ def without(config: JobConfig, parts: tuple[str, ...]) -> JobConfig:
 
 
 _ONCE = GradientAccumulationConfig(mode="deferred", keep_params_unsharded=True)
-"""The only gradient accumulation mode with which schedules can split backward."""
+"""The only gradient accumulation mode that schedules with a split backward (zero-bubble) support."""
 
 
 def with_batch(config: JobConfig) -> JobConfig:
@@ -179,10 +181,12 @@ def _choices(twin: JobConfig) -> Iterator[JobConfig]:
     if splits_backward(twin.parallelism):
         modes = [_ONCE]
     elif accumulation.mode == "auto":
-        names = ["immediate", *(["deferred_all_reduce"] if _all_reduces(twin.parallelism) else [])]
-        modes = [GradientAccumulationConfig(mode=name, keep_params_unsharded=False) for name in names]
-        kept = accumulation.keep_params_unsharded is not False and not twin.loss.kind.frees_parameters
-        modes.append(GradientAccumulationConfig(mode="deferred", keep_params_unsharded=kept))
+        can_keep = accumulation.keep_params_unsharded is not False and not twin.loss.kind.frees_parameters
+        modes = [
+            GradientAccumulationConfig(mode=name, keep_params_unsharded=can_keep and not row.reduce_scatters_each)
+            for name, row in ACCUMULATION_MODES.items()
+            if _all_reduces(twin.parallelism) or not row.needs_all_reduces
+        ]
     else:
         modes = [accumulation.model_copy(update={"keep_params_unsharded": bool(accumulation.keep_params_unsharded)})]
     chosen = ("full", "selective") if checkpointing.mode == "auto" else (checkpointing.mode,)

@@ -1,4 +1,4 @@
-"""The certificate of a proof: what was compared with one process, what differs, and what was not proven. No torch."""
+"""The certificate of a proof: how training of the twin (`plan.proof.twin`) differs from one process. No torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from titan_launch.plan.report.table import aligned
+from titan_launch.core.terminal import aligned
 
 Verdict = Literal["proven", "differs", "cannot be proven"]
 
@@ -40,7 +40,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Finding:
-    """The first place where a run departs from the single process. The fields from `result` to `how` describe the
+    """The first place where a run differs from the single process. The fields from `result` to `how` describe the
     smallest run with one or two of its axes and modes that shows the difference, if there is one."""
 
     run: str
@@ -54,14 +54,14 @@ class Finding:
 
     cosine: float
     module: str
-    """Path of the first module in which tensors depart, or another place in words, such as `gradient clipping`."""
+    """Path of the first module in which tensors differ, or another place in words, such as `gradient clipping`."""
 
     how: str
     """The results that depart at this place, in words: `its output departs by 1.6e-01`."""
 
     parts: tuple[str, ...]
-    """Names of the runs with a single axis or mode that show the difference; if there are none, names of the runs with
-    two axes or modes that show the difference."""
+    """Names of the runs with one axis or mode that show the difference. If there are none, names of the runs with two
+    axes or modes that show it."""
 
     is_alone: bool = True
     """False if no run with a single axis or mode shows the difference."""
@@ -87,7 +87,7 @@ class Certificate:
     findings: tuple[Finding, ...]
     problems: tuple[str, ...]
     """Reasons why the layout cannot be proven: parameters without a gradient, or a model that is not deterministic.
-    Differences are no such reasons."""
+    Differences from the single process are not listed here."""
 
     unshrunk: tuple[str, ...]
     unproven: tuple[str, ...]
@@ -99,15 +99,14 @@ class Certificate:
     seconds: float
 
     def dumps(self) -> str:
-        """Return the certificate as JSON."""
         return json.dumps(asdict(self), indent=2)
 
     @property
     def headline(self) -> str:
         """The verdict in one line."""
         return {
-            "proven": f"layout proven ({self.layout}): it trains what one process trains",
-            "differs": f"layout NOT proven ({self.layout}): it does not train what one process trains",
+            "proven": f"layout proven ({self.layout}): the twin trains as in one process",
+            "differs": f"layout NOT proven ({self.layout}): the twin does not train as in one process",
             "cannot be proven": f"layout not proven ({self.layout}): the twin cannot be compared with one process",
         }[self.verdict]
 

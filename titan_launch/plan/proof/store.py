@@ -1,8 +1,8 @@
 """Certificates in the user's cache, or in a file that the job names. No torch.
 
-A certificate is found by a digest of the job's twin, of the code, and of the job's weights. The digest does not depend
-on the host, and usually not on the sizes of the model or on degrees above 1. So a job may be proven on a laptop and run
-on a cluster.
+A certificate is found by a digest of the job's twin (`plan.proof.twin`), of the code, and of the job's weights. The
+digest does not depend on the host, and usually not on the sizes of the model or on degrees above 1. So a job may be
+proven on a laptop and run on a cluster.
 """
 
 from __future__ import annotations
@@ -114,5 +114,5 @@ def describe(certificate: Certificate | None) -> str:
         return "layout not proven; titan-launch prove compares it with one process"
     if certificate.verdict == "proven":
         return f"layout proven on {certificate.created} ({certificate.digest})"
-    result = f"compared with one process, it {certificate.verdict}"
+    result = f"compared with one process: {certificate.verdict}"
     return f"layout NOT proven on {certificate.created}: {result} ({certificate.digest})"

@@ -1,4 +1,4 @@
-"""The small twin of a job: the same structure at the smallest sizes, in fp32 and without dropout. No torch."""
+"""The twin of a job: a small copy with the same structure, fp32, no dropout, for `titan-launch prove`. No torch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _UNKNOWN_SHARDS = 8
 """Number of shards to assume for `data_parallel_shard_degree = -1`. Usual numbers of GPUs are multiples of 8."""
 
 SECOND = "TWIN_OF_SECOND_MODEL"
-"""Placeholder for the folder of the second model's twin, which each proof writes to a new place."""
+"""Placeholder for the folder of the twin of the loss's second model. Each proof writes this twin to a new folder."""
 
 NAMED_AXES = {axis.name if axis.sends else axis.ranks: axis for axis in AXES.values()}
 """The axes of a layout by their names in a certificate. Those of data parallelism are `replicas` and `shards`."""
@@ -63,7 +63,7 @@ class Twin:
     """Sentences about the parts of the job that a proof does not cover."""
 
     second: ModelConfig | None = None
-    """The twin of the loss's second model. The twin's loss has `SECOND` as its folder. None without a second model."""
+    """The twin of the loss's second model, None without one. In `config.loss`, its folder is `SECOND`."""
 
 
 def twin_of(config: JobConfig) -> Twin:
@@ -181,7 +181,7 @@ def _model(config: JobConfig, seq_len: int, unshrunk: list[str]) -> ModelConfig:
     if model.name == HUGGINGFACE:
         return _of_transformers(config, without_weights, wanted, seq_len, unshrunk)
     if not wanted:
-        unshrunk.append(f"the twin keeps the arguments of model {model.name}; set smaller ones in [prove.args]")
+        unshrunk.append(f"the twin keeps the arguments of model {model.name}; set smaller arguments in [prove.args]")
     return without_weights.model_copy(update={"args": {**model.args, **wanted}})
 
 
@@ -260,10 +260,10 @@ _SIZES: tuple[tuple[str, int], ...] = (
 """Patterns of keys in `config.json`, with the sizes of a twin."""
 
 _STAGES = {"depths": 1, "layer_depths": 1, "hidden_sizes": 16, "embed_dims": 16, "num_attention_heads": 2}
-"""Keys with an entry for each stage of a model for images, with the sizes of a twin."""
+"""Keys of `config.json` whose lists have an entry for each stage of an image model, with the sizes of a twin."""
 
 _LISTS = ("layer_types", "mlp_layer_types", "no_rope_layers")
-"""Keys with an entry for each layer."""
+"""Keys of `config.json` whose lists have an entry for each layer."""
 
 
 def _of_transformers(
@@ -274,7 +274,7 @@ def _of_transformers(
     args = dict(model.args)
     if _names_layers(config):
         kept = f"the twin keeps the arguments of model {args.get('model_type')}"
-        unshrunk.append(f"{kept}, because globs of the job name layers by number; set smaller ones in [prove.args]")
+        unshrunk.append(f"{kept}, because globs of the job name layers by number; set smaller values in [prove.args]")
         return model.model_copy(update={"args": {**_without_dropout(args), **wanted}})
     small: dict[str, Any] = {}
     for key, value in args.items():
@@ -286,7 +286,7 @@ def _of_transformers(
             small[key] = [min(value, size) for value in args[key]]
     image, patch = args.get("image_size"), args.get("patch_size")
     if isinstance(image, int) and isinstance(patch, int) and image > 2 * patch and "depths" not in args:
-        small["image_size"] = 2 * patch  # a model with stages would reduce it further
+        small["image_size"] = 2 * patch  # later stages of a model make the image smaller
     depth, heads, kv_heads = (
         next((key for key in args if re.fullmatch(pattern, key)), None) for pattern, _ in _SIZES[:3]
     )
@@ -319,8 +319,8 @@ def _without_dropout(args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _data(config: JobConfig, model: ModelConfig, unshrunk: list[str]) -> Any:
-    """Return a section `[data]` with random samples of the same form as those of the job, with different numbers of
-    ignored targets. If the size of images is unknown, return the job's own section."""
+    """Return a section `[data]` with random samples of the same form as those of the job. The samples have different
+    numbers of ignored targets. If the size of images is unknown, return the job's own section."""
     if config.data.unit == "images":
         taken = images_taken(model)
         if taken is None or taken.height is None or taken.width is None:
@@ -346,9 +346,9 @@ def _unproven(config: JobConfig) -> Iterator[str]:
     if config.job.device != "cpu":
         yield "kernels of CUDA and NCCL: all runs were on CPUs with gloo"
     if config.float8.enable:
-        yield "[float8]: the twin computes these layers in the other dtypes of the job"
+        yield "[float8]: the twin computes the converted layers in the dtypes of [precision]"
     if config.compile.enable and config.compile.backend == "inductor":
-        yield "compile.backend: only one process runs the kernels of inductor; layouts run its graphs with aot_eager"
+        yield "compile.backend: only the single process runs the kernels of inductor; other runs use aot_eager"
     if config.training.enable_cpu_offload:
         yield "training.enable_cpu_offload: there is no copy between a host and a GPU"
     if config.activation_checkpoint.offload:
@@ -368,7 +368,7 @@ def size_of(config: JobConfig) -> str:
 
 
 def structure(config: JobConfig) -> str:
-    """Return a job as text. Jobs with equal keys have the same text."""
+    """Return a job as text. Two jobs with the same values of all keys have the same text."""
     return json.dumps(config.model_dump(mode="json"), sort_keys=True)
 
 

@@ -10,8 +10,9 @@ from typing import Any
 from titan_launch.config.axes import MODEL_AXES, PIPELINE, Axis
 from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.provenance import toml_value
+from titan_launch.core.terminal import aligned
 from titan_launch.plan.hardware import Hardware
-from titan_launch.plan.report.table import aligned, format_gib
+from titan_launch.plan.report.table import format_gib
 from titan_launch.plan.search import SEARCHED, Found, Result, value_of
 
 
@@ -99,8 +100,8 @@ def describe_result(result: Result) -> dict[str, Any]:
 
 
 def overlay(base: JobConfig, config: JobConfig, extends: str) -> str:
-    """Return a job file for `config` that extends `extends`, the file of `base`. A file cannot unset keys of the file
-    that it extends. If a key must be unset, return a complete job file."""
+    """Return the text of a job file for `config` that extends `extends`, the file of `base`. If `config` leaves a key
+    unset that `base` sets, return a complete job file instead, because `extends` cannot unset keys."""
     lines = [f"extends = {toml_value(extends)}"]
     try:
         tables = list(_tables(base, config))
@@ -111,7 +112,7 @@ def overlay(base: JobConfig, config: JobConfig, extends: str) -> str:
 
 
 class _UnsetError(ValueError):
-    """`base` sets a key that the other job leaves unset."""
+    """Raised if `base` sets a key that the other job leaves unset."""
 
 
 def _tables(base: JobConfig, config: JobConfig) -> Iterator[tuple[str, list[str]]]:
@@ -121,7 +122,7 @@ def _tables(base: JobConfig, config: JobConfig) -> Iterator[tuple[str, list[str]
     for section, table in after.items():
         own = before[section]
         if "kind" in table and own.get("kind") != table["kind"]:
-            own = {}  # a section of another class
+            own = {}  # for another kind, all keys of the section are new
         elif own.keys() - table.keys():
             raise _UnsetError
         changed = {key: value for key, value in table.items() if own.get(key) != value}

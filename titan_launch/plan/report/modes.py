@@ -23,7 +23,7 @@ from titan_launch.plan.types import Inventory
 
 
 class Engine(Protocol):
-    """A predictor of a step with the modes of a `Choice`: the replay of recordings, or the trace of the whole step."""
+    """A predictor of a step's memory, traffic and time: the replay of recordings, or the trace of a whole step."""
 
     def __call__(self, choice: Choice) -> Footprint:
         """Return the active memory of the rank with the highest peak. Raises ConfigError for the same jobs as a run."""
@@ -76,7 +76,7 @@ class Row:
 
     verdict: Verdict | None
     """`does not fit`: active memory and overhead exceed the limit. `fits`: `reserved_bytes` leaves the margin below the
-    limit free. `tight`: neither. None: the memory limit is unknown."""
+    limit free. `tight`: neither condition is true. None: the memory limit is unknown."""
 
     is_own: bool
     """True if the job sets these modes, or `auto` may choose them."""

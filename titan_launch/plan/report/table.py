@@ -8,7 +8,7 @@ from typing import Any
 
 from titan_launch.config.axes import MODEL_AXES, Axis
 from titan_launch.config.job import JobConfig
-from titan_launch.core.terminal import one_line
+from titan_launch.core.terminal import aligned
 from titan_launch.core.torch_release import planned_release
 from titan_launch.plan.hardware import DEFAULT_MFU, GIB, Hardware
 from titan_launch.plan.report.modes import Comparison, Row
@@ -171,13 +171,6 @@ def meaning_of_marks(best: str | None) -> list[tuple[str, str]]:
     return [(">", "set by the job, or open to `auto`"), *([("*", best)] if best else [])]
 
 
-def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
-    """Return lines of cells as text, with every column as wide as its widest cell, and control characters escaped."""
-    rows = [[one_line(cell) for cell in line] for line in lines]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-
-
 def format_gib(num_bytes: float) -> str:
     """Return bytes in GiB without the unit: `1234.5`, `68.83`, or below 1 GiB `0.0621`."""
     gib = num_bytes / GIB
@@ -252,14 +245,14 @@ def _unknowns(hardware: Hardware, has_flops: bool) -> list[str]:
         found.append("no compute seconds: set --device, or metrics.peak_tflops_per_device")
     elif not has_flops and hardware.speeds is None:
         found.append(
-            "no compute seconds: the model does not run on the meta device, so its FLOPs cannot be counted; a method "
-            "flops_per_sample(seq_len) can declare them"
+            "no compute seconds: the model does not run on the meta device, so its FLOPs cannot be counted; give it a "
+            "method flops_per_sample(seq_len) that returns them"
         )
     return found
 
 
 def accuracy(config: JobConfig, has_flops: bool) -> list[tuple[str, str]]:
-    """Return pairs (`exact`, `predicted`, `estimated` or `ignored`; the numbers or features that are so)."""
+    """Return pairs (accuracy, numbers or features). Accuracy is `exact`, `predicted`, `estimated` or `ignored`."""
     ignored = [name for name in ("compile", "float8") if getattr(config, name).enable]
     replaced = f"active memory of the job without {' and '.join(ignored)}; --measure measures the job itself"
     lines = [

@@ -16,7 +16,7 @@ from titan_launch.config.sections.model import HUGGINGFACE
 from titan_launch.config.sections.training import GradientAccumulationConfig, TrainingConfig
 from titan_launch.core.errors import KeyPath, format_key, listed
 from titan_launch.core.globs import alike
-from titan_launch.core.terminal import one_line
+from titan_launch.core.terminal import aligned, one_line
 from titan_launch.models.architectures import named_flavor
 from titan_launch.models.huggingface.args import class_name
 from titan_launch.plan.communication import Collectives, collectives_of_step, collectives_of_unit
@@ -27,7 +27,6 @@ from titan_launch.plan.layout import Layout
 from titan_launch.plan.module_selection import describe_float8
 from titan_launch.plan.mup import describe_scales, width_scales
 from titan_launch.plan.pipeline import stage_part
-from titan_launch.plan.report.table import aligned
 from titan_launch.plan.types import Inventory, ModelPlan, TensorInfo, Unit, enclosing, full_name, parameters_by_unit
 from titan_launch.plan.units.rule_assignment import BATCH_NORM_DEFAULT, is_batch_norm
 

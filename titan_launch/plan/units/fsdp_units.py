@@ -48,8 +48,8 @@ from titan_launch.plan.units.rule_assignment import (
 from titan_launch.plan.units.rule_problems import check_rules
 
 _SMALL_UNIT = 2**20
-"""Largest number of elements of a rule's unit that is not divided for its size. Unsharded, such a unit takes at most 4
-MiB per rank."""
+"""A rule's unit with at most this number of elements is not divided because of its size. Its unsharded parameters take
+at most 4 MiB per rank."""
 
 
 @dataclass(frozen=True)
@@ -100,14 +100,14 @@ def _latest_first(phase: _Phase) -> float:
 
 
 def _kept(phases: Iterable[_Phase]) -> _Phase:
-    """Return the latest of the phases of a unit's parameters: parameters of this phase stay in the unit. None (never
-    trained) is later than any number."""
+    """Return the latest phase of a unit's parameters. Parameters of this phase stay in the unit. None (never trained)
+    is later than any number."""
     return min(phases, key=_latest_first, default=None)
 
 
 @dataclass
 class _UnitPlanner:
-    """Builder of the units of one model. Its result is not in wrapping order."""
+    """Builder of the units of one model, in any order. Drafts are the units before `_uniform` divides them."""
 
     inventory: Inventory
     precision: PrecisionConfig
@@ -211,7 +211,7 @@ class _UnitPlanner:
         if phases != {None} and trained != unit.storage_dtype:
             return f"{path} is stored in {trained}, and {unit.name} in {unit.storage_dtype}"
         if policy.reduce_dtype != unit.policy.reduce_dtype:
-            return f"{path} reduces in {policy.reduce_dtype}, and {unit.name} in {unit.policy.reduce_dtype}"
+            return f"{path} reduces gradients in {policy.reduce_dtype}, and {unit.name} in {unit.policy.reduce_dtype}"
         if any((policy.param_dtype or dtype) not in (dtype, unit.policy.param_dtype) for dtype in stored):
             return f"{path} computes in {policy.param_dtype}, neither its storage dtype nor the dtype of {unit.name}"
         return None
@@ -245,7 +245,7 @@ class _UnitPlanner:
         return pairs
 
     def _in_place_units(self) -> list[Unit]:
-        """Return an entry for each rule in place, before `_uniform` divides the entries."""
+        """Return an entry of `ModelPlan.in_place` for each rule in place, before `_uniform` divides it."""
         return [
             replace(self._ruled_unit(paths, assignment, policy), reshard_after_forward=None)
             for (reason, policy), (assignment, paths) in self._rule_groups.items()
@@ -299,8 +299,8 @@ class _UnitPlanner:
         return ruled or frozen or self.precision.storage_dtype
 
     def _uniform(self, drafts: Sequence[Unit], rules: Sequence[Unit]) -> tuple[list[Unit], list[Unit]]:
-        """Return the units, and the entries of rules in place. Each of them is divided so that all its parameters have
-        the same phase, as far as FSDP2 can wrap the modules apart. `rules`: the entries before the division.
+        """Divide the drafts and the entries of rules in place (`rules`), so that all parameters of a unit or an entry
+        have the same phase, if FSDP2 can wrap the modules separately.
 
         FSDP2 all-gathers, reshards and reduces a unit as a whole. So trained modules are taken out of a unit with
         frozen modules, or they are in place in it. Modules that are taken out of equal units share a unit, like the
@@ -337,8 +337,8 @@ class _UnitPlanner:
         return units, in_place
 
     def _taken_units(self, phase: _Phase, like: Unit, paths: list[str], own_because: str | None) -> Iterator[Unit]:
-        """Yield the units of modules that `_uniform` takes out of units like `like`. `own_because`: the reason for
-        units of their own. None: the modules are in place, and share one entry."""
+        """Yield the units of the modules `paths`, which `_uniform` takes out of other units. `like`: such a unit.
+        `own_because`: the reason for units of their own. None: the modules are in place, and share one entry."""
         what = "trained" if not phase else f"trained after step {phase}"
         assignment = self.assignments.governing(paths[0])
         reason = what if assignment is None else f"{what}, {assignment.reason}"
@@ -376,8 +376,8 @@ class _UnitPlanner:
         return found
 
     def _kept_phases(self, drafts: Sequence[Unit], boundaries: Sequence[Unit]) -> dict[tuple[int, int], _Phase]:
-        """Return the result of `_kept` for the parameters that are both in a draft and in a boundary, by (index of the
-        draft, index of the boundary)."""
+        """Return the phase that stays (`_kept`) among the modules that one unit of `drafts` shards and whose policy is
+        that of one unit of `boundaries`. By (index of the draft, index of the boundary)."""
         shards, policies = unit_by_module(self.inventory, drafts), unit_by_module(self.inventory, boundaries)
         found: dict[tuple[int, int], list[_Phase]] = {}
         for path, phase in self._phases.items():
@@ -433,7 +433,7 @@ class _UnitPlanner:
         return groups
 
     def _parts(self, paths: list[str], unit_per: str) -> list[list[str]]:
-        """Return the modules of each unit for `paths`. `unit_per`: the key of the modules' rule.
+        """Divide the modules `paths` into units. `unit_per`: value of this key in the modules' rule.
 
         A unit all-gathers all its parameters at once. So a unit that is larger than the largest block, and larger than
         `_SMALL_UNIT`, is divided into one unit per block.
@@ -579,7 +579,7 @@ def _tied_remedy(module: ModuleInfo, first: str, assignments: RuleAssignments) -
     """Return the remedy that brings two modules with a shared parameter into one unit."""
     own, other = assignments.governing(module.path), assignments.governing(first)
     if own is not other:
-        return f'one rule must match both: match = ["{first}", "{module.path}"]'
+        return f'write one precision rule for both: match = ["{first}", "{module.path}"]'
     if own is not None:
         return "set output_dtype in the rule that covers both modules"
     if module.same_as is None:

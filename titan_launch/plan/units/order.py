@@ -12,8 +12,8 @@ from titan_launch.plan.types import ModelPlan, Unit, is_within, outward
 
 
 def in_wrapping_order(units: Sequence[Unit]) -> tuple[Unit, ...]:
-    """Return the units, inner units first. Two units of which each has a module inside a module of the other are
-    divided into one unit per module. The same applies to longer cycles of units."""
+    """Return the units, inner units first. If each of two units has a module inside a module of the other unit, both
+    are divided into one unit per module. The same applies to longer cycles of units."""
     graph = _inner_units(units)
     try:
         return tuple(units[i] for i in TopologicalSorter(graph).static_order())

@@ -38,7 +38,7 @@ class RuleAssignments:
     that no rule matches."""
 
     own: Mapping[str, RuleAssignment]
-    """Assignment of each module that a rule matches directly, by path. Of one rule, parents are before children."""
+    """Assignment of each module that a rule matches directly, by path. For each rule, parents come before children."""
 
     precision: PrecisionConfig
 

@@ -54,11 +54,11 @@ def _unused_rules(
             yield from useless
         elif assignment.key not in used:
             others = sorted({assignments.own[path].reason for path in matched})
-            reason = f"every module it matches is already under {', '.join(others)}"
+            reason = f"every module that this rule matches already follows {', '.join(others)}"
             yield _problem(assignment, f"{reason}; the first matching rule applies, so put the narrower rule first")
         elif not any(_has_tensors(inventory, path, assignment.rule) for path in matched):
             tensors = "parameters" if assignment.rule.buffer_dtype is None else "parameters or floating buffers"
-            yield _problem(assignment, f"matches only modules without {tensors} ({listed(matched)}); drop the rule")
+            yield _problem(assignment, f"matches only modules without {tensors} ({listed(matched)}); remove the rule")
 
 
 def _idle_buffer_dtypes(
@@ -72,7 +72,7 @@ def _idle_buffer_dtypes(
         if assignment.rule.buffer_dtype is not None and assignment.key not in followed:
             reason = "applies to no floating buffer: the rule's modules have none, or other rules apply to them"
             remedy = (
-                "drop this key (buffers of a BatchNorm follow only a rule that matches the BatchNorm itself, and "
+                "remove this key (buffers of a BatchNorm follow only a rule that matches the BatchNorm itself, and "
                 "buffers of a mixture of experts stay float32)"
             )
             yield Problem(
@@ -112,7 +112,7 @@ def _nothing_matched(inventory: Inventory, assignment: RuleAssignment, candidate
     found = [m for m in candidates if any(matches(pattern, m.path) for pattern in rule_patterns(rule))]
     if found:
         others_class = f"{found[0].path} is a {found[0].class_name}"
-        return _problem(assignment, f"matches no module of class {rule.type}: {others_class}; drop type or match")
+        return _problem(assignment, f"matches no module of class {rule.type}: {others_class}; remove type or match")
     return _problem(assignment, nothing_matched(rule_patterns(rule)[0], [m.path for m in candidates]))
 
 
@@ -126,8 +126,8 @@ def _mixed_batch_norms(candidates: Sequence[ModuleInfo], assignments: RuleAssign
             continue
         statistics_dtype = assignments.buffer_dtype(module) or statistics[0].dtype
         if statistics_dtype != dtype:
-            reason = f"{module.path} would have {dtype} parameters beside {statistics_dtype} running statistics"
-            remedy = 'set param_dtype = "float32" without a buffer_dtype, or drop the rule'
+            reason = f"{module.path} would have {dtype} parameters and {statistics_dtype} running statistics"
+            remedy = 'set param_dtype = "float32" without a buffer_dtype, or remove the rule'
             yield _problem(assignment, f"{reason}, which kernels do not support; {remedy}")
             return
 

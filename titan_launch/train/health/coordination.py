@@ -95,7 +95,7 @@ class StepCoordinator:
         the largest of their numbers."""
 
         self.save_is_due = False
-        """True if the interval between two checkpoints has passed on any rank."""
+        """True if `checkpoint.interval_minutes` have passed on any rank since the last save."""
 
     def agree(self) -> None:
         """Update `stop_signal` and `save_is_due`, equal on all ranks. Collective."""

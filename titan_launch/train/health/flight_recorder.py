@@ -122,13 +122,13 @@ def _parse(trace: dict[str, Any]) -> _Record:
     for entry in trace["entries"]:
         (group, description), name = entry["process_group"], entry["profiling_name"]
         if not all(isinstance(text, str) and len(text) < 1000 for text in (group, description, name)):
-            raise ValueError("a name that is no text")  # such as nested tuples, whose hash may take forever
+            raise ValueError("a name is not text, or too long")  # such as nested tuples, whose hash may take forever
         if description in UNWATCHED_GROUPS:
             continue
         is_p2p = bool(entry["is_p2p"])
         number = entry["p2p_seq_id" if is_p2p else "collective_seq_id"]
         if not isinstance(number, int) or number.bit_length() > 64:
-            raise ValueError("a sequence number that is no number")
+            raise ValueError("a collective has no valid sequence number")
         ranks = members.get(group, ())
         started.append(_Collective(group, ranks, description, name, number, is_p2p))
         if not entry["retired"] and entry["state"] != "completed":

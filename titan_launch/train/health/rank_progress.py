@@ -52,7 +52,7 @@ class ProgressBoard:
 
     def __init__(self, ranks: Ranks):
         self.rank, self._world_size = ranks.rank, ranks.world_size
-        # While a client of the store waits, it blocks all threads that use it. So each board has a client of its own.
+        # While one thread waits in a client of the store, no other thread can use it. So each board has its own client.
         self._store = default_store().clone()  # type: ignore[attr-defined]
         self._store.set_timeout(timedelta(seconds=STORE_TIMEOUT_S))
 

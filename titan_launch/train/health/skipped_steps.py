@@ -50,7 +50,7 @@ def act_on_skipped_steps(run: Run) -> bool:
 
 def _stop_or_go_back(run: Run, skipped: SkippedStep, what: str, recorded: str) -> None:
     """Go back to a checkpoint or raise RunError, as `[debug]` demands. `skipped`: see `SkippedSteps.last`. `what`:
-    clause that says why the step was skipped. `recorded`: sentence that names the record of the step."""
+    clause that says why the step was skipped. `recorded`: sentence that names the file with the step's samples."""
     debug = run.config.debug
     if skipped.reason == "nonfinite" and debug.on_nonfinite == "stop":
         raise RunError(
@@ -104,7 +104,7 @@ def _go_back(run: Run, reason: str) -> None:
 
 def _describe(run: Run, skipped: SkippedStep, losses: list[float]) -> str:
     """Return a clause that says why a step was skipped, without the reaction of the run. `losses`: each rank's part of
-    the loss."""
+    the loss. The parts sum to the loss."""
     if skipped.reason == "nonfinite":
         ranks = [str(rank) for rank, loss in enumerate(losses) if not math.isfinite(loss)]
         where = f", on rank {', '.join(ranks)}" if ranks else ""

@@ -13,7 +13,7 @@ from torch import Tensor
 from titan_launch.config.sections.run import DebugConfig
 
 Reason = Literal["nonfinite", "spike"]
-"""Reason for a skipped step: loss or gradient norm is not finite, or far above its recent values."""
+"""Reason for a skipped step: the loss or the gradient norm is not finite, or far above its recent values (a spike)."""
 
 MAX_WINDOW = 1024
 """Largest `debug.spike_window`. The history always has this length, so that the setting may change at a resume."""
@@ -158,7 +158,7 @@ class StepGuard:
         """Restore a saved state. If the job does not detect spikes, drop the saved history, because it would not be
         updated. Raises ValueError for invalid counts."""
         if any(int(state[name]) < 0 for name in ("filled", "skips") if name in state):
-            raise ValueError("a negative number of steps in the guard's state")
+            raise ValueError("the step guard has a negative number of steps")
         for name, own in (("history", self._history), ("filled", self._filled), ("skips", self._skips)):
             if name in state:
                 own.copy_(state[name])

@@ -35,7 +35,7 @@ _CHECKS_PER_LIMIT = 20
 _CHECK_INTERVAL_S = (0.05, 10.0)
 
 _STDERR = 2
-"""File descriptor, because faulthandler writes without Python objects."""
+"""Standard error, as a file descriptor: faulthandler does not use Python's file objects."""
 
 _TIMED_OUT = ("Timed out waiting", "wait timeout after", "operation timeout")
 _CONNECTION_LOST = ("Connection closed by peer", "Connection reset by peer")
@@ -98,7 +98,7 @@ class Watchdog:
         self._now = ProgressPoint(self._now.sequence + 1, step, phase, time.monotonic(), limit)
 
     def each_batch_as_phase(self, batches: Iterable[T], phase: str, step: int) -> Iterator[T]:
-        """Yield the batches, and enter a phase for each."""
+        """Yield the batches. Before each batch, enter a phase named after `phase` and the number of the batch."""
         for number, batch in enumerate(batches, start=1):
             self.enter(f"{phase}, batch {number}", step)
             yield batch

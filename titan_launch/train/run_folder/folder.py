@@ -86,13 +86,13 @@ def check_earlier_run(folder: Path, config: JobConfig, load: Load) -> None:
     """Raise ConfigError if the earlier run in the folder prevents this run from starting.
 
     There are five cases:
-    - The checkpoints that this run would resume are of another experiment.
+    - The checkpoints that this run would resume are of a run with another configuration (experiment).
     - The earlier run's config.json is damaged.
-    - One of the two runs has a phantom GPU, and the other has none.
+    - One of the two runs has a phantom GPU (a simulated GPU that runs no kernels), and the other has none.
     - The checkpoint, weights or adapter to load are in the folder, which will be moved away.
     - An entry of the folder has the wrong kind, for example a FIFO.
 
-    `config`: job with its global batch size resolved. `load`: the checkpoint to load. This function only reads files.
+    `config`: job whose `training.global_batch_size` is set. `load`: the checkpoint to load. This function only reads.
     """
     _check_kinds(folder, config)
     if not _has_begun(folder):
@@ -265,7 +265,7 @@ def _check_kinds(folder: Path, config: JobConfig) -> None:
 
 
 def _has_begun(folder: Path) -> bool:
-    """Return True if the folder has a `config.json` or checkpoints. Before `record_run`, a run has neither."""
+    """Return True if the folder has a `config.json` or checkpoints. A run has neither until it calls `record_run`."""
     return (folder / CONFIG_FILE).exists() or bool(checkpoint_steps(checkpoint_folder(folder)))
 
 
@@ -376,7 +376,7 @@ def _in_use_error(folder: Path, config: JobConfig) -> ConfigError:
 
 
 def _move_aside(folder: Path) -> None:
-    """Append the start time of an earlier run to the name of its folder."""
+    """Rename the folder of an earlier run: append the start time of that run."""
     started = datetime.fromtimestamp((folder / LOCK_FILE).stat().st_mtime)
     aside = folder.with_name(f"{folder.name}.{started:%Y-%m-%d_%H-%M-%S}")
     if aside.exists():

@@ -70,7 +70,7 @@ def rank_log() -> Iterator[LogFile]:
     level, propagate, raising = _PACKAGE.level, _PACKAGE.propagate, logging.raiseExceptions
     _PACKAGE.setLevel(logging.DEBUG)
     _PACKAGE.propagate = False
-    logging.raiseExceptions = False  # of a closed pipe, only the next line on the console raises an error
+    logging.raiseExceptions = False  # with a closed pipe, logging prints no traceback of its own
     _PACKAGE.addHandler(file)
     try:
         with _warnings_logged_to(file):
@@ -134,5 +134,5 @@ def _error_record(error: BaseException) -> logging.LogRecord:
 
 
 def _record(level: int, text: str) -> logging.LogRecord:
-    """Return a record for the log file alone."""
+    """Return a log record that is written to the log file, but not to the console."""
     return logging.LogRecord("titan_launch", level, "", 0, text, None, None)

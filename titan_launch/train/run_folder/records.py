@@ -39,7 +39,7 @@ AUDIT_FILE = "precision_audit.json"
 """Planned and observed dtypes of the first step."""
 
 PROOF_FILE = "proof.json"
-"""The certificate of the layout (`titan-launch prove`), if one was found when the run started."""
+"""Certificate of the layout (result of `titan-launch prove`), if one was found when the run started."""
 
 UNITS_FILE = "units.json"
 """Table of the FSDP2 units."""

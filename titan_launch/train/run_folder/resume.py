@@ -60,18 +60,18 @@ SAME_COMMAND = "run the same command again"
 
 
 class Source(Protocol):
-    """Data of a run, or the folder of its second model."""
+    """A data source of a run, or the folder of the loss's teacher or reference model."""
 
     def fingerprint(self, seed: int) -> Fingerprint | None:
-        """Return the fingerprint of the files; None if there are none. `seed` selects the samples that are hashed."""
+        """Return sizes and digests of the files; None without files. `seed` selects the samples to hash."""
 
     def __len__(self) -> int:
         """Return the number of samples."""
 
 
 Sources = Mapping[str, Source]
-"""Files that the run reads, by section of the job file: `data`, `validation.data` if the run validates, and the key of
-the loss that names a second model. A source of a mixture has a section such as `data.sources.0`."""
+"""Sources of a run by section of the job file: `data`, `validation.data` if the run validates, and the key of the loss
+that names a teacher or reference model. A source of a mixture has a section such as `data.sources.0`."""
 
 
 @dataclass(frozen=True)
@@ -101,10 +101,10 @@ def load_or_begin(
     """Load the checkpoint with which a run starts. If there is none, load the weights and the adapters that the job
     names, if any. Collective.
 
-    `config`: the job as requested (`ResolvedJob.requested`). `store`: result of `open_store`. `adapters`: those of the
-    whole model. Raises ConfigError or UserError on all ranks if the checkpoint is missing, damaged or of another model.
-    Without `checkpoint.accept_changes`, also raises ConfigError if the training data, or other files that this run
-    depends on, have changed since the checkpoint was saved.
+    `config`: the job as requested (`ResolvedJob.requested`). `store`: result of `open_store`. `adapters`: the LoRA
+    adapters of the whole model. All ranks raise ConfigError or UserError if the checkpoint is missing, damaged or of
+    another model. Without `checkpoint.accept_changes`, also raises ConfigError if the training data, or other files
+    that this run depends on, have changed since the checkpoint was saved.
     """
     folder, selection = config.job.run_folder, Selection(config.checkpoint.exclude_from_loading)
     load = on_rank_0(lambda: effective_load(folder, config, attempt))
@@ -220,8 +220,8 @@ def _resume(config: JobConfig, checkpoint: Path, selection: Selection, run: Resu
     accepted change of the tokenizer and of the training data.
 
     Without `checkpoint.accept_changes`, raises ConfigError for a change of the training data, its tokenizer, the
-    weights with which the run began, or the second model of the loss. The training data may change if `selection` omits
-    the position in the data.
+    weights with which the run began, or the loss's teacher or reference model. The training
+    data may change if `selection` omits the position in the data.
     """
     sources, before = run.sources, read_manifest(checkpoint).base
     is_needed = before is not None and before.omitted > 0  # then `load_state` compares the folders
@@ -282,7 +282,7 @@ def _changed_data(config: JobConfig, section: str, change: str) -> Problem:
 
 class ConsumedSamples:
     """The number of samples that a run has consumed, for each data source. Checkpoints save these numbers, and a resume
-    compares them. So a run with other weights of a mixture neither repeats nor omits samples of a source."""
+    compares them. So a run that changes the weights of a mixture neither repeats nor omits samples."""
 
     def __init__(self, order: Order, progress: Progress):
         """`progress`: a part of the same training state that is loaded before this part."""
