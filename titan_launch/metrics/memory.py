@@ -44,8 +44,8 @@ _PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.at
 """Matrix products that call cuBLAS on CUDA. `addmm` is missing, because it calls cuBLASLt."""
 
 OP_DEVICE = torch.ops.prim.device.default
-"""Operation that returns the device of a fake tensor: more than half of all operations of a traced step. A dispatch
-mode returns the device itself, so that the operation takes no time in other modes."""
+"""Operation that returns the device of a fake tensor. More than half of the operations of a traced step are this one. A
+dispatch mode answers it at once, so that it takes no time in other modes."""
 
 
 class LiveMemory(TorchDispatchMode):

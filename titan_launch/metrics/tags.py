@@ -524,8 +524,8 @@ def tag_of(name: str) -> Tag | None:
 def dashboard_layout(expected: Collection[str]) -> dict[str, dict[str, list[str]]]:
     """Return the dashboard as nested dicts: page -> chart title -> names of the tags in the chart.
 
-    `expected`: the metrics that the run reports, at first or later. The dashboard has no other tags, and no chart
-    without a tag.
+    `expected`: all metrics that the run reports, from the start or only later. The dashboard has no other tags, and no
+    chart without a tag.
     """
     layout: dict[str, dict[str, list[str]]] = {page: {} for page in PAGES}
     reported = {tag.name for name in expected if (tag := tag_of(name)) is not None}

@@ -73,7 +73,7 @@ def check_documents(model: nn.Module, seq_len: int, key: KeyPath, value: str) ->
     """Raise ConfigError for a model on the meta device whose forward does not separate documents.
 
     A model of `transformers` is checked by a forward. Any other model must have a forward with the argument
-    `documents`. `key`, `value`: the key that separates documents, and its value.
+    `documents`. `key`, `value`: the key of the job that asks for separate documents, and its value.
     """
     name = type(model).__name__
     if _takes_positions(model):

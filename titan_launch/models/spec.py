@@ -123,4 +123,4 @@ class ModelSpec:
     attention: Callable[[Any, int], AttentionHeads | None] | None = None
     """Function of (args, seq_len) that describes the plain causal attention of sequences of `seq_len` tokens. It
     returns None if no layer has plain causal attention with these arguments. None in place of the function: the model
-    never has any."""
+    never has plain causal attention."""

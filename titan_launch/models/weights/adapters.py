@@ -162,8 +162,8 @@ class Target:
         return a.reshape(experts * whole, num_in), b.permute(1, 2, 0).reshape(self.num_out, whole * experts)
 
     def _columns(self, whole: int) -> Iterator[tuple[Part, slice]]:
-        """Yield each part with the slice of its rows of A in the file. `whole`: number of rows of A, for one expert. If
-        `whole` is below `self.rank`, all parts share the rows."""
+        """Yield (part, slice), where the slice selects the part's rows of A in the file. `whole`: number of rows of A,
+        for one expert. If `whole` is below `self.rank`, all parts share the rows."""
         start = 0
         for part in self.parts:
             yield part, slice(start, start + part.adapter.rank)

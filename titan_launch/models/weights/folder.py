@@ -42,8 +42,8 @@ FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def vocabulary_of(has_labels: bool) -> tuple[str, ...]:
-    """Return the names of the parameters with a row for each token. A job may pad these parameters with rows of zeros.
-    `has_labels`: the model is a classifier or a reward model."""
+    """Return the names of the parameters with a row for each token of the vocabulary. A job may pad these parameters
+    with rows of zeros. `has_labels`: the model is a classifier or a reward model."""
     return ("tok_embeddings.weight",) if has_labels else ("tok_embeddings.weight", "output.weight")
 
 
