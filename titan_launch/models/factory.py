@@ -105,7 +105,7 @@ def build_without_values(
     config: ModelConfig, factory: Callable[..., Any], host: HostBuild
 ) -> tuple[nn.Module, HostValues]:
     """Build a factory's module on the meta device, for a rank that gets the values from another rank. While the factory
-    runs, `torch.load` returns tensors without values. Raise ConfigError if the factory fails."""
+    runs, `torch.load` loads tensors to the meta device. Raise ConfigError if the factory fails."""
 
     def load_without_values(*args: Any, **kwargs: Any) -> Any:
         return load(*args, **{**kwargs, "map_location": "meta"})
