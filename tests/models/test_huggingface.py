@@ -185,18 +185,20 @@ ERRORS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "no plan of tensor parallelism": (
         {"name": "gpt2"},
         TWO,
-        "parallelism.tensor_parallel_degree: GPT2LMHeadModel of transformers has no plan for tensor parallelism; set 1",
+        "parallelism.tensor_parallel_degree: GPT2LMHeadModel of transformers has no plan for tensor parallelism; set "
+        "tensor_parallel_degree = 1",
     ),
     "divided tokens": (
         {"name": "llama"},
         TWO,
-        "parallelism.sequence_parallel: the forward of LlamaForCausalLM needs all tokens between its layers; set false",
+        "parallelism.sequence_parallel: the forward of LlamaForCausalLM needs all tokens between its layers; set "
+        "sequence_parallel = false",
     ),
     "another plan of tensor parallelism": (
         {"name": "llama", "model_type": "phi3", "architectures": ["Phi3ForCausalLM"], "pad_token_id": 0},
         {**TWO, "sequence_parallel": False},
         "parallelism.tensor_parallel_degree: Phi3ForCausalLM divides modules in a way that is not supported: "
-        "model.layers.*.self_attn.qkv_proj (colwise_gather_output) and 3 more; set 1",
+        "model.layers.*.self_attn.qkv_proj (colwise_gather_output) and 3 more; set tensor_parallel_degree = 1",
     ),
 }
 """Arguments, `[parallelism]` and a part of the error."""

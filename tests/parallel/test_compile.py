@@ -180,7 +180,10 @@ def compiled_and_not(names: Sequence[str]) -> dict[str, tuple[int, int]]:
 
 def _explain() -> None:
     for args, reason in (
-        ({"looks": False}, r"graph of blocks.0 \(test_compile.py:\d+\): .*print.*; change that line, or set false"),
+        (
+            {"looks": False},
+            r"graph of blocks.0 \(test_compile.py:\d+\): .*print.*; change that line, or set compile.enable",
+        ),
         ({"looks": True}, r"graph of blocks.0 \(test_compile.py:\d+\): .*data-dependent"),
     ):
         model = {"name": "tests.parallel.test_compile:Breaking", "args": args}
@@ -203,7 +206,7 @@ def _check_stance() -> None:
     assert not torch._dynamo.utils.counters["stats"], "hooks inside of blocks would not see this"
     assert describe_pieces(plan, config.compile) == (
         "compiled by aot_eager, in one graph each: 3 x layers.*.attention, 3 x layers.*.feed_forward; "
-        "not the units of precision.rules.0"
+        "not compiled: FSDP2 units of precision.rules.0"
     )
 
 

@@ -77,7 +77,7 @@ def refusal(model: nn.Module, axes: dict[str, int] | None) -> str:
 def test_models_that_cannot_be_divided_are_refused() -> None:
     model = Model()
     check(model, {"positions": 0})
-    assert "does not declare that its sequences can be divided" in refusal(model, None)
+    assert "has no attribute context_parallel" in refusal(model, None)
     assert 'context_parallel["position"] matches no buffer of the model; did you mean "positions"?' in refusal(
         model, {"position": 0}
     )

@@ -112,7 +112,7 @@ def test_without_torchao_the_error_says_how_to_install_it(monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
     model = nn.Sequential(nn.Linear(16, 16))
     plan = ModelPlan(take_inventory(model, ()), (), {}, float8=("0",))
-    with pytest.raises(ConfigError, match=r"pip install 'titan-launch\[float8\]'; or set false"):
+    with pytest.raises(ConfigError, match=r"pip install 'titan-launch\[float8\]'; or set float8.enable = false"):
         convert_to_float8(model, plan, Float8Config(enable=True))
 
 

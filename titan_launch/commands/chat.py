@@ -101,7 +101,7 @@ def _say_limit(answer: Answer, most: int, longest: int) -> None:
 
 @contextmanager
 def _first_interrupt_noted(is_terminal: bool) -> Iterator[Callable[[], bool]]:
-    """Yield a function that returns True after the first Ctrl-C in the block.
+    """Yield a function that returns True after the first Ctrl-C in the `with` block.
 
     On a terminal, the first Ctrl-C raises no error, so that it does not interrupt the model within a forward. The
     second Ctrl-C raises KeyboardInterrupt. Without a terminal, the first Ctrl-C raises KeyboardInterrupt.

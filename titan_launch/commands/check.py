@@ -31,7 +31,7 @@ def run(arguments: Namespace) -> int:
 
 
 def _warning_of_epochs(config: JobConfig, world_size: int | None) -> str | None:
-    """Return a warning if the steps of the job are too many epochs of its data, else None.
+    """Return a warning if `training.steps` is too many epochs of the data, else None.
 
     Also return None if the job does not set `training.steps`, or if the global batch size or the number of samples is
     unknown without reading the data. `world_size`: number of ranks, from which an unset global batch size follows; None

@@ -16,10 +16,10 @@ from titan_launch.core.terminal import counted, one_line, printable, say_data, s
 from titan_launch.plan.layout import plan_layout, smallest_world_size
 
 _WIDTH = 24
-"""Width of the column of names."""
+"""Width of the column of names, in characters."""
 
 _BAR = 40
-"""Length of the longest bar of a histogram."""
+"""Length of the longest bar of a histogram, in characters."""
 
 _MAX_ROWS = 20
 """Largest number of rows of a histogram in text. JSON has all rows."""

@@ -108,8 +108,8 @@ def _copy(name: str, file: str) -> str:
 
 
 def _recipe(arguments: Namespace, file: str) -> str:
-    """Return the text of a job file from a recipe. If sizes can be planned for a GPU, the text is made twice: the sizes
-    in the second text are planned from the job in the first."""
+    """Return the text of a job file from a recipe. If sizes can be planned for a GPU, a first text with small sizes is
+    made, and its job is planned. The result is a second text with the planned sizes."""
     name = arguments.name
     model = None if arguments.model is None else look_at_model(arguments.model)
     data, machine = find_data(name, arguments.data), _machine(arguments)

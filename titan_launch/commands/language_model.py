@@ -136,7 +136,7 @@ def check_sampling(arguments: Namespace) -> None:
 
 
 def sampling_of(arguments: Namespace, model: LanguageModel) -> tuple[Sampling, torch.Generator]:
-    """Return the sampling of tokens that the options describe, and a random generator for it. If the model has no
+    """Return the settings by which tokens are chosen, from the options, and a random generator. If the model has no
     key-value cache, print a note to the standard error."""
     import torch
 

@@ -55,7 +55,7 @@ def _check_proof(loaded: LoadedJob, file: str) -> None:
         raise UserError(loaded.provenance.describe(error.problems)) from None
     if certificate is None:
         command = f"titan-launch prove --config {file}"
-        remedy = f"run {command} with the same overrides, or name the file of its --out as prove.certificate"
+        remedy = f"run {command} with the same overrides, or set prove.certificate to the file of its --out"
         reason = f"found no certificate for this job, this code and these versions of torch and transformers; {remedy}"
         raise UserError(f"error: --require-proof: {reason}")
     if certificate.verdict != "proven":

@@ -219,8 +219,8 @@ class NoTorchError(UserError):
 
 @contextmanager
 def torch_needed(config: JobConfig) -> Iterator[None]:
-    """Raise NoTorchError if the block imports torch and torch is not installed. If the block is the first to import
-    torch, run it as `without_garbage_collection` does."""
+    """Raise NoTorchError if the `with` block imports torch, and torch is not installed. If torch is not imported yet,
+    disable garbage collection in the block (`without_garbage_collection`)."""
     try:
         with nullcontext() if "torch" in sys.modules else without_garbage_collection():
             yield

@@ -2,7 +2,8 @@
 
 The first plan of a model records microbatches with torch, and stores the recordings in the user's cache. Later plans of
 the model use these recordings, also with other numbers of shards, modes, optimizers or paths. They take a fraction of a
-second, and do not import torch.
+second, and do not import torch. The modes of a job are `gradient_accumulation.mode` and `activation_checkpoint.mode`; a
+choice is one of each.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from titan_launch.plan.types import ModelPlan
 EngineName = Literal["replay", "trace"]
 
 _LONG = 10.0
-"""Duration of a plan in seconds above which a message recommends `--rows own`."""
+"""A plan that takes more than this number of seconds prints a message that recommends `--rows own`."""
 
 _BANDWIDTH = "GB/s that a device sends {}, in one direction (default: that of --device)"
 
@@ -173,15 +174,15 @@ class _Planned:
     """True if the plan has chosen the microbatch."""
 
     recommendation: Resolution | None
-    """The best choice of modes: with `auto`, the same as `resolution`. None if no choice fits, if no memory limit is
-    known, or if not all choices were compared."""
+    """The best choice of modes. If the job has a mode `auto`, it is the same as `resolution`. None if no choice fits,
+    if no memory limit is known, or if not all choices were compared."""
 
     advice: tuple[Advice, ...] = ()
-    """The cheapest changes that save memory. They are sought only if all choices were compared and none fits, or if
-    `PlanOptions.advises` is set. Empty if they were not sought or not found."""
+    """The changes of the job that save memory at the lowest cost in step time. They are sought if all choices were
+    compared and none fits, or if `PlanOptions.advises` is set. Empty if not sought or not found."""
 
     sufficient_ranks: int | None = None
-    """Number of ranks on which a job that does not fit is planned to fit. None if not sought or not found."""
+    """If the job does not fit: a number of ranks on which it is planned to fit. None if not sought or not found."""
 
     trial: dict[str, Any] | None = None
     """Memory of a trial on a GPU or a phantom GPU. None without a trial, or after a trial on a CPU."""
@@ -196,8 +197,8 @@ class _Planned:
 def print_plan(config: JobConfig, world_size: int, locate_key: unit_table.KeyLocator, options: PlanOptions) -> None:
     """Print the plan of a job on `world_size` ranks, as text or as JSON, and write a picture if `options` asks for it.
 
-    Raises the same ConfigErrors as the start of a run, also if no choice of `auto` fits. Raises UserError for a trial
-    or measurement that is impossible, and RunError if the memory of its device does not suffice.
+    Raises the same ConfigErrors as the start of a run, also if no choice fits that `auto` may make. Raises UserError
+    for a trial or measurement that is impossible, and RunError if the memory of its device does not suffice.
     """
     if options.trial is not None and options.trial >= world_size:
         raise UserError(f"--trial {options.trial}: there are {world_size} ranks, counted from 0 (--world-size)")
@@ -271,9 +272,9 @@ def _measure(planned: _Planned) -> dict[str, Any]:
 
 
 def print_dry_run(config: JobConfig, world_size: int, rank: int) -> None:
-    """Run one training step as rank `rank` of `world_size`, on tensors without values. Print what the rank holds.
+    """Run one training step as rank `rank` of `world_size`, on fake tensors. Print what the rank holds.
 
-    Raises the same ConfigErrors as the start of a run, also if no choice of `auto` fits.
+    Raises the same ConfigErrors as the start of a run, also if no choice fits that `auto` may make.
     """
     config = with_batch_size(config, world_size)
     layout = plan_layout(config.parallelism, config.training, world_size)

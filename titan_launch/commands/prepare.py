@@ -122,7 +122,7 @@ def _chosen(paths: Sequence[str], overrides: Sequence[str]) -> list[str]:
 
 
 def _rows(found: DataFolder) -> list[Row]:
-    """Return `data.kind`, and the other keys that describe the text, unless their values are the defaults."""
+    """Return rows for `data.kind`, and for the other keys that describe the text and differ from their defaults."""
     fields = DATA_KINDS[found.kind].model_fields
     kind = Row("kind", found.kind, found.reason or found.description)
     return [kind, *(row for row in found.rows if row.value != fields[row.key].default)]

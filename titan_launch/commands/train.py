@@ -1,4 +1,4 @@
-"""The command `train`, and its dry runs: one step as one rank of N, without a GPU and without tensor values."""
+"""The command `train`, and its dry runs: one step as one rank of N, on fake tensors and without a GPU."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def dry_run(arguments: Namespace) -> NoReturn:
 
 
 _VARIABLES = {"WORLD_SIZE": 1, "RANK": 0, "LOCAL_WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_PORT": 1}
-"""The environment variables of torchrun that are numbers, each with its smallest valid value."""
+"""The environment variables of torchrun whose values are numbers, and the smallest valid value of each."""
 
 
 def torchrun_world_size() -> int:

@@ -1,7 +1,7 @@
 """Reuse of the memory of freed tensors on a CPU.
 
-Plain twin (the behaviour that this file replaces): glibc's defaults, which return large freed blocks to the operating
-system. A test compares the page faults of both (tests/cpu/test_allocator.py). The allocator does not affect values.
+The file replaces glibc's defaults, which return large freed blocks to the operating system. A test compares the page
+faults with and without it (tests/cpu/test_allocator.py). The allocator does not affect values.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Causal attention on a CPU in blocks of tokens, which is faster than PyTorch's kernel for short sequences.
 
-Plain twin (the behaviour that this file replaces): PyTorch's CPU kernel behind `F.scaled_dot_product_attention`. The
-twin computes one head at a time, in small matrix products. Blocked attention multiplies a block of queries of several
-heads by all keys up to the block, in one batched matrix product. The scores of a block stay in the cache. Neither
-kernel saves scores for backward: backward computes them again (arXiv:2205.14135). Tests compare both kernels with the
-formula in float64 (tests/cpu/test_blocked_attention.py).
+The file replaces PyTorch's CPU kernel behind `F.scaled_dot_product_attention`. That kernel computes one head at a time,
+in small matrix products. Blocked attention multiplies a block of queries of several heads by all keys up to the block,
+in one batched matrix product. The scores of a block stay in the cache. Neither kernel saves scores for backward:
+backward computes them again (arXiv:2205.14135). Tests compare both kernels with the formula in float64
+(tests/cpu/test_blocked_attention.py).
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def lengths() -> Mapping[torch.dtype, range]:
     """Return, by dtype, the sequence lengths in tokens for which blocked attention is used on this CPU.
 
     At these lengths blocked attention was faster for all measured numbers of heads, widths and threads
-    (docs/verification/cpu.md). A dtype is missing if it was not measured on this kind of CPU: fp32 without AVX-512,
-    bf16 without AVX-512 BF16, and bf16 with AMX, for which PyTorch has another kernel.
+    (docs/verification/cpu.md). A dtype is missing if it was not measured on this kind of CPU. These are fp32 without
+    AVX-512, bf16 without AVX-512 BF16, and bf16 with AMX, for which PyTorch has another kernel.
     """
     has = torch.cpu.get_capabilities()
     found = {}
@@ -55,7 +55,7 @@ PyTorch allows only one registration at a time."""
 
 @contextmanager
 def blocked_attention() -> Iterator[None]:
-    """Replace PyTorch's CPU kernel for the calls that `takes` accepts, until the end of the block.
+    """Replace PyTorch's CPU kernel for the calls that `takes` accepts, until the `with` block ends.
 
     Autograd, activation checkpointing, tracing and torch.compile see the same operation as before. Other calls reach
     PyTorch's kernel, which then runs while Python's GIL is held. Do not use this context with ring attention: backward
@@ -230,7 +230,7 @@ _PRECISION = Lock()
 
 @contextmanager
 def _products_of(dtype: torch.dtype) -> Iterator[None]:
-    """Round the factors of fp32 matrix products to `dtype` until the end of the block. Sums and results stay fp32.
+    """Round the factors of fp32 matrix products to `dtype` until the `with` block ends. Sums and results stay fp32.
 
     PyTorch has no CPU product of bf16 tensors with an fp32 result. The caller therefore casts bf16 factors to fp32: the
     rounding does not change factors that were cast from bf16.

@@ -1,9 +1,9 @@
 """All-reduces of gradients between replicas (HSDP) that overlap with backward on a CPU.
 
-Plain twin (the behaviour that this file replaces): FSDP2's all-reduce. On a GPU it runs on a separate stream, but on a
-CPU it blocks backward. gloo has no streams, but its threads can all-reduce while backward continues. This file changes
-FSDP2's call so that it only starts the all-reduce. The end of backward waits for all started all-reduces. Gradients are
-bitwise equal to the twin's (tests/cpu/test_overlapped_all_reduce.py).
+The file replaces FSDP2's all-reduce. On a GPU, that all-reduce runs on a separate stream, but on a CPU it blocks
+backward. gloo has no streams, but its threads can all-reduce while backward continues. This file changes FSDP2's call
+so that it only starts the all-reduce. The end of backward waits for all started all-reduces. Gradients are bitwise
+equal to those of FSDP2's own all-reduce (tests/cpu/test_overlapped_all_reduce.py).
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ class _OverlappingGroup(ReplicaGroup):
     def _is_read_at_once(self, reduced: Tensor) -> bool:
         """Return True if FSDP2 reads the sum before backward ends, or if no backward runs.
 
-        FSDP2 reads the sum if its dtype is not that of the parameters, if earlier microbatches have left gradients, or
-        if parameters have hooks. A pipeline reduces its gradients outside of backward.
+        FSDP2 reads the sum in three cases: its dtype is not that of the parameters, earlier microbatches have left
+        gradients, or parameters have hooks. A pipeline reduces its gradients outside of backward.
         """
         return (
             reduced.dtype != self._parameters[0].dtype

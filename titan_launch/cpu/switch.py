@@ -1,7 +1,7 @@
 """The switch for all CPU speedups: `cpu_speedups`, which only `train/build.py` calls.
 
-Each other file of this folder implements one speedup, and names the behaviour of PyTorch that it replaces: its plain
-twin. A test compares the two. A run without this folder has the same losses, up to rounding, but is slower.
+Each other file of this folder implements one speedup, and names the behaviour of PyTorch or glibc that it replaces. A
+test compares the two. A run without this folder has the same losses, up to rounding, but is slower.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 def cpu_speedups(
     model: nn.Module, kernels: KernelsConfig, layout: Layout, seq_len: int, dtypes: Sequence[str]
 ) -> Iterator[None]:
-    """Speed up the training of a wrapped model on a CPU until the end of the block.
+    """Speed up the training of a wrapped model on a CPU until the `with` block ends.
 
     Blocked attention replaces PyTorch's kernel if `kernels.attention` is `auto`, ranks have whole sequences, and the
     kernel supports `seq_len` tokens. `dtypes`: the dtypes in which the model's attention computes. If `dtypes` is

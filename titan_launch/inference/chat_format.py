@@ -62,9 +62,9 @@ def template_section(job: JobConfig, has_template: bool = False) -> ChatData:
 
 
 def ends_of_answers(template: ChatTemplate | None, tokenizer: Tokenizer) -> tuple[frozenset[int], tuple[str, ...]]:
-    """Return (tokens, texts) that end an answer: the token with which the template ends the last answer of a chat or,
-    if the end is not one token, its text. Both are empty if the template writes no end, or if there is no template.
-    Raises ConfigError if the template cannot be used."""
+    """Return (tokens, texts) that end an answer. The template decides how the last answer of a chat ends: with one
+    token, which is returned as a token, or with several, which are returned as a text. Both are empty if the template
+    writes no end, or if there is no template. Raises ConfigError if the template cannot be used."""
     end = "" if template is None else str(template.call("end_of_answer"))
     tokens, _ = tokenizer.encode_chat(end)
     if len(tokens) == 1:

@@ -36,10 +36,10 @@ class Answer(NamedTuple):
 class Conversation:
     """A conversation that caches its keys and values from one answer to the next.
 
-    For each answer, the template renders the whole conversation again. The new text may differ from the cached tokens:
-    the template may render an earlier message differently if a later message follows, for example without its thoughts.
-    Also, the tokens of the rendered text may differ from the generated tokens. So the keys and values before the first
-    difference are kept, if the cache can be shortened. All later keys and values are computed again.
+    For each answer, the template renders the whole conversation again. The new text may differ from the cached tokens.
+    For example, a template may omit the thoughts of an answer if a later message follows. Also, the tokens of the
+    rendered text may differ from the generated tokens. So the keys and values before the first difference are kept, if
+    the cache can be shortened. All later keys and values are computed again.
     """
 
     def __init__(self, model: LanguageModel, sequence: TokenSequence, system: str | None = None):
@@ -49,7 +49,6 @@ class Conversation:
         self.sequence = sequence
         self._first: list[Message] = [] if system is None else [{"role": "system", "content": system}]
         self.messages = self._first
-        """The messages so far."""
 
     def reset(self) -> None:
         self.messages = self._first

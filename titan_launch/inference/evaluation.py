@@ -48,7 +48,7 @@ class EvaluatedModel(TemplateLM):
     """
 
     def __init__(self, model: LanguageModel, batch_size: int):
-        """If `model` has a chat template, the harness passes texts that `apply_chat_template` has rendered."""
+        """If `model` has a chat template, the texts of later calls must come from `apply_chat_template`."""
         super().__init__()
         self.model = model
         self.batch_size = batch_size
@@ -76,8 +76,8 @@ class EvaluatedModel(TemplateLM):
         """Return the text of a chat up to the answer (see `Renderer.prompt`). Raises UserError if the template refuses
         the chat. `add_generation_prompt` has no effect: the role of the last message decides how the text ends.
 
-        Two details are as with the harness's model `hf`. Names of special tokens in documents become these tokens. If
-        the template refuses system messages, these messages are removed.
+        As in the harness's model class `hf`, names of special tokens in documents become these tokens, and system
+        messages are removed if the template refuses them.
         """
         assert self.model.template is not None
         messages = list(chat_history)

@@ -111,7 +111,7 @@ def export(run: Path, out: Path, options: ExportOptions) -> str:
     if statistics and (options.average or options.soup):  # see `torch.optim.swa_utils.update_bn`
         notes.append(
             f"the running statistics of {statistics} BatchNorm layers are means, not those of the averaged weights; "
-            "a short run from this folder with optimizer.lr = 1e-30 computes these"
+            "a short run from this folder with optimizer.lr = 1e-30 computes them anew"
         )
     with new_folder(out) as folder:
         num_tensors, num_bytes = write(source, folder, options)

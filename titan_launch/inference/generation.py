@@ -1,4 +1,4 @@
-"""Generation of text: a cache of keys and values, the choice of the next token, and the decoding of tokens."""
+"""Generation of text: a cache of keys and values, sampling of the next token, and decoding of tokens."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ class _DecoderSequence(TokenSequence):
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """Until the end of the block, let the model's attention layers use the caches, and its output layer compute
+        """Until the `with` block ends, let the model's attention layers use the caches, and its output layer compute
         only the last token."""
 
         def last_token(output: nn.Module, args: tuple[Tensor]) -> Tensor:
@@ -162,7 +162,7 @@ class _DecoderSequence(TokenSequence):
 
 @contextmanager
 def token_sequence(module: nn.Module, max_tokens: int = 0) -> Iterator[TokenSequence]:
-    """Yield an empty sequence of `module`, which can be used until the end of the block.
+    """Yield an empty sequence of `module`, which can be used until the `with` block ends.
 
     In a decoder of this package, each attention layer gets a cache with memory for `max_tokens` tokens. For more
     tokens, the cache grows. A model whose forward takes `past_key_values` and `use_cache`, like the classes of

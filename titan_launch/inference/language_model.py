@@ -99,8 +99,8 @@ def load_language_model(
 ) -> LanguageModel:
     """Build a saved model on a device, and read its weights. `source`: the folder of the model.
 
-    `dtype`: dtype of the parameters, by default the widest dtype of the saved tensors. `model`: value of `--model`.
-    A model of the user's own code is only loaded if this value names it, because a folder must not choose the code that
+    `dtype`: dtype of the parameters, by default the widest dtype of the saved tensors. `model`: value of `--model`. A
+    user's own model is loaded only if this value names its factory, because a folder must not choose the code that
     runs. `chat`: options of the chat template; None: no template is loaded. Raises WeightsError, ConfigError and
     UserError.
     """

@@ -71,8 +71,8 @@ def _row(name: str, text: str) -> str:
 
 
 def _named(source: SavedModel, section: str) -> str:
-    """Return the path, or else the kind, of the data source in `section` of the job, and a comma; "" without such a
-    source. `section`: for example `data.sources.0`."""
+    """Return the path, or else the kind, of the data source in `section` of the job, followed by a comma; "" if the job
+    has no such source. `section`: for example `data.sources.0`."""
     table: Any = source.record
     for part in section.split("."):
         table = table[int(part)] if part.isdecimal() else table.get(part, {})

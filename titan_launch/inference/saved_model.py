@@ -47,7 +47,7 @@ sequences."""
 
 @dataclass(frozen=True)
 class SavedModel:
-    """The tensors of a trained model, with this package's names."""
+    """The tensors of a trained model, under the names of this package."""
 
     record: Mapping[str, Any]
     """The `config.json` in the format of this package: at least the sections `model` and `training`."""
@@ -61,8 +61,7 @@ class SavedModel:
 
     description: str
     companions: Path | None
-    """Folder with the Hugging Face `config.json` and tokenizer that came with the weights; None without such a
-    folder."""
+    """Folder with the Hugging Face `config.json` and tokenizer that came with the weights; None if there is none."""
 
     notes: tuple[str, ...] = ()
     """Sentences about keys of a Hugging Face `config.json` that have no effect here."""

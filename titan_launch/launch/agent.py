@@ -40,8 +40,8 @@ class ElasticAgent(LocalElasticAgent):
         **kwargs: Any,
     ):
         """`stopping`: gets the processes of the ranks after every start, to forward signals to them. `on_failure`:
-        called with the failures of ranks before a restart. `final_statuses`: exit statuses of ranks after which a
-        restart would fail in the same way."""
+        called with the failures of ranks before a restart. `final_statuses`: exit statuses of ranks after which the
+        ranks are not restarted, because they would fail again."""
         super().__init__(*args, **kwargs)
         self._stopping = stopping
         self._on_failure = on_failure

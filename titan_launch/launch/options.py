@@ -97,7 +97,7 @@ LAST_PORT = 65535
 _MOST = 10**6
 _MOST_PER_HOST = 1024
 _RANGES = {"master-port": (1, LAST_PORT), "max-restarts": (0, _MOST), "shutdown-timeout": (0, _MOST)}
-"""First and last valid value of options that are numbers."""
+"""Smallest and largest valid value of each option that is a number."""
 
 
 def _number(text: str, first: int, last: int) -> int | None:

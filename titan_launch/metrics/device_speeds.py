@@ -32,16 +32,15 @@ from titan_launch.plan.speeds import Measured, MeasuredAttention, MeasuredCollec
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _REPETITIONS = 5
-"""Repetitions of a measurement, of which the median counts."""
+"""Number of repetitions of a measurement. Its result is their median."""
 
 _KEPT_BYTES = 31 * MIB
 """Bytes of a host tensor that is created and freed before the measurements. After that, glibc keeps the memory of freed
 tensors up to this size (mallopt(3), M_MMAP_THRESHOLD), similar to a CPU run (`cpu/allocator.py`)."""
 
 _OLD_BYTES = 64 * MIB
-"""Smallest size in bytes of the tensors from which matrix products and elementwise operations take their inputs. Each
-call takes the next part. All parts together do not fit into a core's own cache. So a call reads its input from outside
-of this cache, as an operation in training does."""
+"""The inputs of matrix products and elementwise operations are parts of tensors of at least this size in bytes, which
+exceeds a core's own cache. Each call takes the next part. So it reads from outside of this cache, as in training."""
 
 _MOST_OLD = 4096
 """Largest number of parts that `_in_turn` takes from a tensor."""
@@ -58,13 +57,14 @@ class Scope:
     """Sizes of the measured operations, and the time that each measurement takes."""
 
     sizes: tuple[int, ...]
-    """Rows, inner sizes and columns of the matrix products, in ascending order. All combinations are measured."""
+    """Sizes in ascending order. Matrix products are measured with all combinations of them as rows, inner size and
+    columns."""
 
     heads: tuple[int, int]
     """Batch size and number of heads, for attention."""
 
     widths: tuple[int, ...]
-    """Widths of a head, in ascending order."""
+    """Widths of an attention head, in ascending order."""
 
     tokens: tuple[int, ...]
     """Lengths of the sequences for attention, in ascending order."""
@@ -211,8 +211,8 @@ def _products(
 ) -> tuple[tuple[tuple[float, ...], ...], ...]:
     """Return the FLOP/s of matrix products, indexed by rows, inner size and columns.
 
-    Each value comes from the mean time of the three products that forward and backward of a linear layer need: one
-    without a transposed factor, one with a transposed right factor, and one with a transposed left factor.
+    Each value comes from the mean time of the three products of a linear layer in forward and backward. One has no
+    transposed factor, one has a transposed right factor, and one has a transposed left factor.
     """
     numel = max(sizes[-1] ** 2, _OLD_BYTES // dtype.itemsize)
     left, right = (torch.randn(numel, dtype=dtype, device=watch.device) for _ in range(2))
@@ -279,7 +279,7 @@ def _memory(watch: _Stopwatch, elements: int) -> tuple[float, float]:
 
 
 def _step_of(stack: nn.Module, x: Tensor) -> Callable[[], None]:
-    """Return a function that runs forward and backward."""
+    """Return a function that runs forward and backward of `stack` on `x`."""
 
     def step() -> None:
         stack.zero_grad()  # not at the end, because `_unit_seconds` needs the gradients of the last call
@@ -382,8 +382,8 @@ def _stage_seconds(watch: _Stopwatch) -> float:
 
 
 def _ranks_per_core(ranks: Ranks) -> float:
-    """Return the threads of all ranks of a host, divided by the cores that they may use, but at least 1. Return 1 on a
-    GPU."""
+    """Return the number of threads of all ranks on this host, divided by the number of cores that they may use, but at
+    least 1. Return 1 on a GPU."""
     if ranks.device.type != "cpu":
         return 1.0
     threads = torch.get_num_threads() * max(Counter(on_all_ranks(lambda: ranks.first_on_host)).values())

@@ -1,4 +1,4 @@
-"""Measurements of single modules: norms of gradients, parameters and updates, and the scale of outputs."""
+"""Measurements of single modules: norms of gradients, parameters and updates, and root mean squares of outputs."""
 
 from __future__ import annotations
 
@@ -91,8 +91,8 @@ class Learned(Observer):
         return [local_tensor(p).detach().to(torch.float32, copy=True) for p in self._parameters]
 
     def _squares(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return the sum of squares of each module's tensors. `tensors`: one for each parameter. Copies of a tensor on
-        several ranks count as one in the sum over ranks."""
+        """Return the sum of squares of each module's tensors. `tensors`: one for each parameter. If several ranks have
+        copies of a tensor, the sum over ranks counts only one copy."""
         sums = self._norms.new_zeros(len(self._paths))
         if not tensors:
             return sums

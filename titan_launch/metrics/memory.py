@@ -2,7 +2,7 @@
 
 Tracking works on real CPU tensors and on fake tensors. A storage counts from the operation that returns it until its
 last reference is gone. Temporary memory inside a kernel does not count. If a tensor is used twice, autograd adds its
-two gradients in place, but under a `TorchDispatchMode` into a new tensor. For a moment, this tensor counts too.
+two gradients in place, but under a `TorchDispatchMode` into a new tensor. So this new tensor counts for a moment, too.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ _PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.at
 """Matrix products that call cuBLAS on CUDA. `addmm` is missing, because it calls cuBLASLt."""
 
 OP_DEVICE = torch.ops.prim.device.default
-"""Operation that returns the device of a fake tensor: more than half of all operations of a traced step. A dispatch
-mode returns the device itself, so that the operation takes no time in other modes."""
+"""Operation that returns the device of a fake tensor. More than half of the operations of a traced step are this one. A
+dispatch mode answers it at once, so that it takes no time in other modes."""
 
 
 class LiveMemory(TorchDispatchMode):
@@ -122,7 +122,7 @@ class LiveMemory(TorchDispatchMode):
         return call
 
     def scope(self, category: Category | None) -> None:
-        """Set the category of later allocations. None: activations and their gradients."""
+        """Set the category to which later allocations belong. None: activations and their gradients."""
         self._current_category = category
 
     def stop(self) -> None:
@@ -179,7 +179,7 @@ class LiveMemory(TorchDispatchMode):
 
 @contextmanager
 def track(model: nn.Module, ledger: Ledger, optimizer: Optimizer | None = None) -> Iterator[LiveMemory]:
-    """Record the memory of a wrapped model, and all allocations until the end of the block, in `ledger`.
+    """Record the memory of a wrapped model, and all allocations until the `with` block ends, in `ledger`.
 
     `model` is on its device and wrapped by FSDP2. With `optimizer`, the ledger has the optimizer state as a separate
     category. Enter the first StepPoint of the ledger before the block, and read the footprint inside the block:

@@ -61,7 +61,7 @@ class Meter(Observer):
         self._flops_per_step = flops_per_step_per_device
         self._peak_flops = peak_flops
         self.timeline = timeline
-        """The parts of the window's time on this rank."""
+        """Clock that divides the window's time on this rank into parts."""
 
         self._targets, self._losses, self._counted = (
             torch.zeros((), dtype=torch.float64, device=self._device) for _ in range(3)
@@ -75,7 +75,7 @@ class Meter(Observer):
 
     @contextmanager
     def paused(self, part: str) -> Iterator[None]:
-        """Exclude the time of the block from step time and throughput, and count it under `part`, one of `PAUSES`.
+        """Exclude the time of the `with` block from step time and throughput. Count it under `part` (see `PAUSES`).
 
         The host waits for the device at both ends of the block. So step time includes all work that was queued before
         the block, and no work that was queued in the block.
@@ -92,8 +92,8 @@ class Meter(Observer):
     def pauses(self) -> dict[str, float]:
         """Return the time of the pauses that belong to the last report, by tag, in seconds per step.
 
-        These are all pauses up to now that no earlier report contains: those between the last two reports, and those
-        after the last report, such as the validation of its step. The dict is empty before the first report.
+        These are the pauses between the last two reports, and those since the last report, such as the validation of
+        its step. The dict is empty before the first report.
         """
         if not self._reported_steps:
             return {}

@@ -10,7 +10,7 @@ STEP_PARTS = ("data", "forward", "backward", "communication", "optimizer")
 """Parts of a step. Their times and the time of `other` add up to the time of the step."""
 
 PAUSES = ("validation", "checkpoint")
-"""Parts that do not count as step time."""
+"""Parts of a run's time that do not count as step time."""
 
 BEST_LOSS, WITHOUT_IMPROVEMENT = "validation/best_loss", "validation/without_improvement"
 """Metrics of early stopping (`validation.patience`)."""
@@ -18,8 +18,6 @@ BEST_LOSS, WITHOUT_IMPROVEMENT = "validation/best_loss", "validation/without_imp
 
 @dataclass(frozen=True)
 class Tag:
-    """A metric."""
-
     name: str
     """Name of the metric. In a name, `<source>` stands for a source of a mixture, `<layer>` and `<module>` for the path
     of a module, and `<group>` for a group of parameters."""
@@ -172,14 +170,14 @@ TAGS = [
     ),
     Tag(
         "activations/underflow/<module>",
-        "With `metrics.modules`: share of the outputs of `activations/rms` that are not 0 and have a magnitude below "
-        "the smallest normal bfloat16 number, 1.2e-38.",
+        "With `metrics.modules`: fraction of the outputs in `activations/rms` that are not 0 and have a magnitude "
+        "below the smallest normal bfloat16 number, 1.2e-38.",
         chart=("Precision", "share of outputs that underflow (0 to 1)"),
     ),
     Tag(
         "activations/overflow/<module>",
-        "With `metrics.modules`: share of the outputs of `activations/rms` that are NaN, or whose magnitude is above "
-        "the largest bfloat16 number, 3.4e38.",
+        "With `metrics.modules`: fraction of the outputs in `activations/rms` that are NaN, or whose magnitude is "
+        "above the largest bfloat16 number, 3.4e38.",
         chart=("Precision", "share of outputs that overflow (0 to 1)"),
     ),
     Tag(
@@ -195,7 +193,7 @@ TAGS = [
     ),
     Tag(
         "data/share/<source>",
-        "Share of a source of the mixture in all samples so far, from 0 to 1.",
+        "Fraction of all samples so far that came from a source of the mixture, from 0 to 1.",
         chart=("Data", "share of each source in the samples (0 to 1)"),
     ),
     Tag(
@@ -471,9 +469,9 @@ TAGS = [
     ),
     Tag(
         "experts/load_max_over_mean/<layer>",
-        "Load of the expert with the largest load, divided by the mean load of the layer's experts. The load is the "
-        "number of choices since the last report, over all ranks. 1 is an equal load; `num_experts / top_k` is the "
-        "largest possible value.",
+        "Load of the expert with the largest load, divided by the mean load of the layer's experts. The load of an "
+        "expert is the number of tokens that chose it since the last report, over all ranks. 1 is an equal load; "
+        "`num_experts / top_k` is the largest possible value.",
         combine="max",
         chart=("Experts", "largest load over mean load"),
     ),
@@ -486,8 +484,8 @@ TAGS = [
     ),
     Tag(
         "experts/unused/<layer>",
-        "Share of the layer's experts with a load below 1 % of the mean load, from 0 to 1. 0 if the mean load is below "
-        "20, which is too small to tell.",
+        "Fraction of the layer's experts with a load below 1 % of the mean load, from 0 to 1. 0 if the mean load is "
+        "below 20, which is too small to tell.",
         combine="max",
         chart=("Experts", "share of unused experts (0 to 1)"),
     ),
@@ -508,7 +506,7 @@ TAGS = [
     ),
     Tag(
         "experts/dropped",
-        "Choices of an expert by a token that were not computed. Always 0, because no token is dropped.",
+        "Number of tokens, once for each chosen expert, that were not computed. Always 0: no token is dropped.",
         combine="sum",
     ),
 ]
@@ -526,8 +524,8 @@ def tag_of(name: str) -> Tag | None:
 def dashboard_layout(expected: Collection[str]) -> dict[str, dict[str, list[str]]]:
     """Return the dashboard as nested dicts: page -> chart title -> names of the tags in the chart.
 
-    `expected`: the metrics that the run reports, at first or later. The dashboard has no other tags, and no chart
-    without a tag.
+    `expected`: all metrics that the run reports, from the start or only later. The dashboard has no other tags, and no
+    chart without a tag.
     """
     layout: dict[str, dict[str, list[str]]] = {page: {} for page in PAGES}
     reported = {tag.name for name in expected if (tag := tag_of(name)) is not None}

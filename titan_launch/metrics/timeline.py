@@ -51,7 +51,7 @@ class Timeline(Parts):
         self._group_range: AbstractContextManager[Any] = nullcontext()
         self._part_range: AbstractContextManager[Any] = nullcontext()
         self._is_whole = False
-        """True in a block of `whole`, where changes of parts do not count."""
+        """True while a `with` block of `whole` runs. Changes of the part then do not count."""
 
         self.last_unit = ""
         """The path of the FSDP2 unit that was used last."""
@@ -72,7 +72,7 @@ class Timeline(Parts):
 
     @contextmanager
     def inner(self, part: str) -> Iterator[None]:
-        """Count the time of the block under a part. After the block, time counts under the previous part again.
+        """Count the time of the `with` block under a part. After the block, time counts under the previous part again.
         Backward may call this method in a thread of autograd, while the thread of the step waits."""
         before = self.part
         self._enter(part)
@@ -82,7 +82,7 @@ class Timeline(Parts):
 
     @contextmanager
     def whole(self, name: str) -> Iterator[None]:
-        """Count the whole time of the block under one part, even if the block begins other parts."""
+        """Count the whole time of the `with` block under one part, even if the block begins other parts."""
         with self.inner(name):
             self._is_whole = True
             try:

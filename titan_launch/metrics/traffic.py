@@ -48,7 +48,7 @@ class TrafficCount:
 def count_collectives(
     *models: nn.Module, watch_replicas: Callable[[CollectiveCallback], AbstractContextManager[None]] | None = None
 ) -> Iterator[TrafficCount]:
-    """Count the collectives of models that FSDP2 wraps, on this rank, until the end of the block. Yield the counter.
+    """Count the collectives of models that FSDP2 wraps, on this rank, until the `with` block ends. Yield the counter.
 
     The count includes all-gathers of parameters, reduce-scatters of gradients, and all-reduces between replicas (HSDP),
     with the bytes that `titan_launch.plan.communication.Traffic` defines. It excludes communication along other mesh
@@ -86,7 +86,7 @@ def count_collectives(
 
 @contextmanager
 def communication_counted(model: nn.Module, timeline: Timeline) -> Iterator[None]:
-    """Count the time of FSDP2's communication as the part `communication` of `timeline` until the end of the block.
+    """Count the time of FSDP2's communication as the part `communication` of `timeline` until the `with` block ends.
 
     On a CPU, this is the time in which the units of a wrapped model communicate, or wait for a collective. On CUDA, it
     is the time in which the computing stream waits for a collective, or copies to and from its buffers. A unit with a
@@ -125,8 +125,8 @@ class Kernel(NamedTuple):
 
 @contextmanager
 def exposed_time_profiled(device: torch.device, seen: dict[str, float]) -> Iterator[None]:
-    """Profile the kernels of a CUDA device until the end of the block. Then set `seen["comm/exposed_s"]` to the exposed
-    communication time in seconds. The end of the block waits for the device."""
+    """Profile the kernels of a CUDA device until the `with` block ends. Then set `seen["comm/exposed_s"]` to the
+    exposed communication time in seconds. The host waits for the device when the block ends."""
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         yield
         torch.cuda.synchronize(device)

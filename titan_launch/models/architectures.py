@@ -30,7 +30,7 @@ class Architecture:
     """Class of the table `[model.args]`. Its methods describe the model; `ModelArgs` documents them."""
 
     flavors: Mapping[str, Mapping[str, Any]]
-    """The size table: for each flavor, the values of arguments."""
+    """The size table: for each flavor, the arguments that it sets, with their values."""
 
 
 ARCHITECTURES = {
@@ -42,13 +42,13 @@ ARCHITECTURES = {
 
 
 ALL_IN_ARGS = "none"
-"""Name of a flavor without values. Every model of this package has this flavor. `[model.args]` then sets all arguments
-that have no default."""
+"""Name of the flavor that sets no arguments, which every model of this package has. With this flavor, `[model.args]`
+must set all arguments that have no default."""
 
 
 def named_flavor(name: str, flavor: str | None) -> str:
-    """Return the flavor to show with a model's name. The result is "" for no flavor, for the flavor `none`, and for a
-    model without flavors. (The `config.json` of a run has a flavor for every model.)"""
+    """Return the flavor to show with a model's name. The result is "" if there is no flavor to show: for None, for the
+    flavor `none`, and for a model without flavors. (The `config.json` of a run has a flavor for every model.)"""
     return "" if flavor in (None, ALL_IN_ARGS) or name not in ARCHITECTURES else str(flavor)
 
 
@@ -98,7 +98,7 @@ def known_args(model: ModelConfig) -> ModelArgs | None:
 
 
 def unit_taken(model: ModelConfig) -> SampleUnit | None:
-    """Return the unit of a model's samples; None for an unknown name, and for a user's own model."""
+    """Return the unit of a model's samples, tokens or images; None for an unknown name, and for a user's own model."""
     if model.name == HUGGINGFACE:
         return unit_of(model.args)
     return ARCHITECTURES[model.name].args.unit if model.name in ARCHITECTURES else None

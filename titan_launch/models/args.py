@@ -29,18 +29,18 @@ NumTokens = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
 
 @dataclass(frozen=True)
 class TwinNeeds:
-    """The properties of a job that its twin must keep. A twin is a small model with the same structure, which the
-    command `prove` trains."""
+    """The properties of a job that its twin must keep. A twin is a small model with the same structure as the job's
+    model. The command `prove` trains it in place of the job's model."""
 
     shards: int
-    """Number of ranks over which the job shards rows of parameters, tensor parallelism included."""
+    """Number of ranks over which FSDP2 and tensor parallelism together shard the rows of the job's parameters."""
 
     is_tensor_parallel: bool
     stages: int
     """Number of pipeline stages of the twin; 1 without pipeline parallelism."""
 
     keeps_depth: bool
-    """True if globs of the job name layers by number. The twin then has as many layers as the job's model."""
+    """True if globs in the job contain layer numbers. The twin then has as many layers as the job's model."""
 
     seq_len: int
     """Tokens per sequence of the job."""
@@ -48,8 +48,8 @@ class TwinNeeds:
     twin_seq_len: int
 
     def rows(self, own: int, small: int) -> int:
-        """Return the number of rows of a parameter of the twin: that of the job, `own`, or else at most `small`. If the
-        job shards `own` rows unevenly, the twin shards the result unevenly too."""
+        """Return the number of rows that a parameter of the twin has, if it has `own` rows in the job's model: `own` if
+        this is at most `small`, else `small`, or less if the job shards the parameter unevenly."""
         uneven = small - (2 if self.is_tensor_parallel else 1)
         return own if own <= small else small if own % self.shards == 0 else uneven
 
@@ -62,7 +62,7 @@ class ModelArgs(Section):
     """
 
     unit: ClassVar[SampleUnit] = "tokens"
-    """Unit of the model's samples."""
+    """Unit of the model's samples: tokens or images."""
 
     supports_tensor_parallel: ClassVar[bool] = False
     supports_context_parallel: ClassVar[bool] = False
@@ -93,8 +93,8 @@ class ModelArgs(Section):
         return None
 
     def beyond_causal_attention(self, seq_len: int) -> str | None:
-        """Return the argument that makes attention in sequences of `seq_len` tokens differ from plain causal attention,
-        with its value, such as `sliding_window = 4096`. Return None if there is none."""
+        """Return the setting that makes attention differ from plain causal attention, such as `sliding_window = 4096`.
+        Return None if there is none, or if it has no effect on sequences of `seq_len` tokens."""
         return None
 
     def images_taken(self) -> ImageFormat | None:
@@ -130,9 +130,9 @@ class ModelArgs(Section):
         return None
 
     def twin(self, needs: TwinNeeds) -> dict[str, Any]:
-        """Return the arguments that a small twin changes. The twin has the same structure, the fewest layers that
-        include every kind of block, and the smallest sizes that `needs` allows. If the result is empty, the model is
-        not shrunk."""
+        """Return the arguments that make a small twin of the model, with their values. The twin has the same structure,
+        the fewest layers that include every kind of block, and the smallest sizes that `needs` allows. If the result is
+        empty, the model is not shrunk."""
         return {}
 
     def batchnorm_over_tokens(self) -> str | None:

@@ -22,7 +22,7 @@ class Blocks(NamedTuple):
 
     paths: tuple[str, ...]
     origin: str
-    """The reason for the choice, in words."""
+    """The rule that chose these modules, in words, such as `by model.blocks`."""
 
 
 def choose_blocks(module: nn.Module) -> Blocks:
@@ -135,7 +135,7 @@ def find_pipeline_order(module: nn.Module, patterns: Sequence[str]) -> tuple[str
             )
         pipeline_order += found
     problems += [
-        f"the model's pipeline_order has {path} twice, or also has a module that contains this module; list each "
+        f"the model's pipeline_order has {path} twice, or both {path} and a module that contains it; list each "
         "module once"
         for path in pipeline_order
         if pipeline_order.count(path) > 1 or enclosing(parent(path), pipeline_order)
@@ -167,7 +167,7 @@ def remove_blocks(model: nn.Module, removed: Iterable[str]) -> None:
 
 @contextmanager
 def blocks_removed(model: nn.Module, removed: Collection[str]) -> Iterator[None]:
-    """Remove blocks from their containers until the end of the block. Raises ValueError as `remove_blocks` does."""
+    """Remove blocks from their containers until the `with` block ends. Raises ValueError as `remove_blocks` does."""
     containers = [model.get_submodule(path)._modules for path in dict.fromkeys(map(parent, removed))]
     before = [dict(modules) for modules in containers]
     try:
@@ -187,9 +187,9 @@ class PassThrough(nn.Module):
 
 
 def cut(model: nn.Module, stages: Sequence[Collection[str]], others: Collection[str]) -> tuple[nn.Module, ...]:
-    """Return one module for each stage of this rank: the model's module tree, or a shallow copy of the tree if the rank
-    has several stages. Pass-through modules replace the modules of other stages, and in `model` those of other ranks.
-    So module paths, names in checkpoints and initial values are those of the whole model.
+    """Return one module for each pipeline stage of this rank: `model` itself for a single stage, else a shallow copy of
+    its module tree. A `PassThrough` replaces every module of another stage there, and every module of another rank in
+    `model`. So module paths, names in checkpoints and initial values are those of the whole model.
 
     `stages`: the paths of the modules of each stage of this rank. `others`: the paths of the modules of other ranks.
     `stages` and `others` together contain the whole pipeline order. Modules outside of the pipeline order have no

@@ -117,7 +117,7 @@ SPECS: dict[str, ModelSpec] = {
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """A model on the meta device, without values, and the facts about it that the launcher needs."""
+    """A model on the meta device, and the facts about it that the launcher needs."""
 
     module: nn.Module
 
@@ -128,7 +128,7 @@ class BuiltModel:
     """Paths of the modules that run last, in order; empty if unknown."""
 
     initializer: Initializer | HostValues
-    """Function that fills parameters and buffers after `models.init.allocate`, or the values from a factory."""
+    """Function that fills parameters and buffers after `models.init.allocate`, or the values from a user's factory."""
 
     flops_per_sample: int | None = None
     """FLOPs of forward and backward for one sample that a user's own model declares; None to count them. A sample of a
@@ -151,12 +151,12 @@ class BuiltModel:
     """Numbers of heads and features in the model's attention; None if unknown."""
 
     blocks_origin: str = ""
-    """The reason for the choice of blocks, in words; empty for the blocks that a model of this package declares."""
+    """The rule that chose the blocks, in words; empty for the blocks that a model of this package declares."""
 
 
 def _blocks_of(config: ModelConfig, module: nn.Module) -> Blocks:
-    """Return the blocks that `model.blocks` names. If that key is unset, return those that a model of this package
-    declares, or those that `choose_blocks` finds in a user's own model."""
+    """Return the blocks that `model.blocks` names. If that key is unset, return the blocks that the model declares (a
+    model of this package), or the result of `choose_blocks` (a user's own model)."""
     if config.blocks is not None:
         return Blocks(find_blocks(module, config.blocks), "by model.blocks")
     if config.is_of_package:
@@ -170,10 +170,10 @@ def build_model(
     """Build the model that `model.name` selects: a model of this package, or a user's factory by its import string.
     With `lora`, add its adapters.
 
-    `host`: the settings with which a user's factory is called to get the initial values of its tensors. If
-    `model.weights` has all parameters of a class of `transformers`, only the buffers get values. A factory with
-    `meta_device = True` ignores `host`, because `reset_parameters` fills its module later. None: the model of any other
-    factory never gets values, and serves for planning.
+    `host`: the settings with which a user's factory is called to get the initial values of its tensors. With None,
+    these tensors never get values, and the model serves for planning. A factory with `meta_device = True` ignores
+    `host`, because `reset_parameters` fills its module later. If `model.weights` has all parameters of a class of
+    `transformers`, only the buffers get values.
 
     A user's module may have the method `flops_per_sample(seq_len)`, and the attributes `pipeline_order`,
     `tensor_parallel` and `context_parallel`, which `ModelSpec` explains. Raise ConfigError for errors of a user's
@@ -187,8 +187,8 @@ def build_model(
 
 
 def values_of_width(config: ModelConfig, base_width: int, scales: WidthScales) -> Initializer:
-    """Return the initializer of a decoder with muP: the values of the same model with the width `base_width`,
-    multiplied by `scales`."""
+    """Return the initializer of a decoder with muP. It draws the values of the same model with the width `base_width`,
+    and multiplies each parameter by its scale in `scales`."""
     base = resolve_args(config.name, config.flavor, config.args).model_copy(update={"dim": base_width})
     return scaled_values(SPECS[config.name].initializer(base), scales)
 

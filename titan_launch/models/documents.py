@@ -60,8 +60,7 @@ def separate_by_positions(model: Any) -> None:
 
     model.separates_by_positions = True
     # The original function compares the values of the positions, so every forward would wait for the device. In a
-    # trace, which has no values, the function would assume documents, and attention would use another kernel than in a
-    # run.
+    # trace, on fake tensors, the function would assume documents, and attention would use another kernel than in a run.
     masking_utils.find_packed_sequence_indices = _documents_at
 
 
@@ -74,7 +73,7 @@ def check_documents(model: nn.Module, seq_len: int, key: KeyPath, value: str) ->
     """Raise ConfigError for a model on the meta device whose forward does not separate documents.
 
     A model of `transformers` is checked by a forward. Any other model must have a forward with the argument
-    `documents`. `key`, `value`: the key that separates documents, and its value.
+    `documents`. `key`, `value`: the key of the job that asks for separate documents, and its value.
     """
     name = type(model).__name__
     if _takes_positions(model):
@@ -120,7 +119,7 @@ def _obstacle_in_transformers(model: Any, seq_len: int) -> str | None:
                 stack.callback(hook.remove)
         stack.enter_context(replaced(masking_utils, "find_packed_sequence_indices", find))
         stack.enter_context(torch.no_grad())
-        stack.enter_context(suppress(Exception))  # some layers fail without values, after the masks are made
+        stack.enter_context(suppress(Exception))  # some layers fail on meta tensors, but after the masks are made
         model(tokens, position_ids=positions_in(tokens))
     if own_positions:
         return f"looks up {own_positions[0]} at positions that are not made from position_ids"

@@ -30,7 +30,7 @@ from titan_launch.plan.hardware import GIB, free_memory_gib
 
 
 class TooLargeError(ConfigError):
-    """Error: a model is larger than any real model. A build with this error is not tried again on another device."""
+    """Error: a model is larger than any real model. After this error, the build is not repeated on another device."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ def build_on_meta(config: ModelConfig, factory: Callable[..., Any]) -> nn.Module
 def build_for_planning(config: ModelConfig, factory: Callable[..., Any]) -> nn.Module:
     """Build a factory's module for planning, with parameters and buffers on the meta device.
 
-    If the factory fails on the meta device, it is called again on the host. Raise ConfigError if both calls fail, and
-    TooLargeError without a second call. Tensors on the meta device that are plain attributes become zeros on the host.
+    If the factory fails on the meta device, it is called again on the host. Raise ConfigError if both fail, and
+    TooLargeError at once. Tensors on the meta device that are plain attributes become zeros on the host.
     """
     module = None
     try:
@@ -105,7 +105,7 @@ def build_without_values(
     config: ModelConfig, factory: Callable[..., Any], host: HostBuild
 ) -> tuple[nn.Module, HostValues]:
     """Build a factory's module on the meta device, for a rank that gets the values from another rank. While the factory
-    runs, `torch.load` returns tensors without values. Raise ConfigError if the factory fails."""
+    runs, `torch.load` loads tensors to the meta device. Raise ConfigError if the factory fails."""
 
     def load_without_values(*args: Any, **kwargs: Any) -> Any:
         return load(*args, **{**kwargs, "map_location": "meta"})
@@ -176,8 +176,8 @@ def _call(
 def scalars_as_vectors(module: nn.Module) -> None:
     """Give the scalar parameters of a module the shape (1,), in place, because FSDP2 shards along the first axis.
 
-    The module's code still reads scalars. Each submodule with scalar parameters gets a subclass of its class, in which
-    a property with the name of each such parameter returns the scalar. Checkpoints have the shape (1,).
+    The module's code still reads scalars. For this, each submodule with scalar parameters gets a subclass of its class.
+    A property of the subclass returns the scalar under the name of the parameter. Checkpoints have the shape (1,).
     """
     vectors: dict[nn.Parameter, nn.Parameter] = {}
     for child in module.modules():
@@ -253,13 +253,13 @@ class _OutOfHostMemory(Exception):  # noqa: N818 - never leaves this module
     def __init__(self, counted_bytes: int):
         super().__init__(counted_bytes)
         self.counted_bytes = counted_bytes
-        """Bytes of the tensors that the factory had registered, including the one that exceeded the limit. 0 if PyTorch
-        could not allocate a tensor."""
+        """Bytes of the tensors that the factory had registered, including the tensor that exceeded the limit. 0 if
+        PyTorch failed to allocate a tensor."""
 
 
 @contextmanager
 def _memory_limited(limit_bytes: int) -> Iterator[None]:
-    """Raise _OutOfHostMemory as soon as the modules built in the block hold tensors of more than `limit_bytes`.
+    """Raise _OutOfHostMemory as soon as the modules built in the `with` block hold tensors of more than `limit_bytes`.
 
     A tensor counts as soon as a module registers it. The free memory of the host shows a tensor only later, because
     `torch.empty` does not write to the memory that it allocates.
@@ -299,7 +299,7 @@ def _too_large(
         with torch.device("meta"):
             module = factory(**config.args)
         needed, qualifier = num_bytes([*module.parameters(), *module.buffers()]), ""
-    except Exception:  # the factory needs values, so only the bytes before the error are known
+    except Exception:  # it fails on the meta device, so only the bytes before the error are known
         needed, qualifier = error.counted_bytes or host.free_bytes, "more than "
     reason = (
         f"needs {qualifier}{needed / GIB:.1f} GiB of host memory, but only {host.free_bytes / GIB:.1f} GiB are free; "

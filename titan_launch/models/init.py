@@ -25,7 +25,7 @@ from titan_launch.plan.types import full_name
 
 
 def allocate(model: nn.Module, device: torch.device, parameters_on_host: bool = False) -> None:
-    """Move a model from the meta device to `device`, in place, without values. Shared parameters stay shared.
+    """Replace a model's meta tensors by uninitialized tensors on `device`, in place. Shared parameters stay shared.
     `parameters_on_host`: True to allocate the parameters on the host."""
     before = [(module, dict(module._parameters)) for module in model.modules()]
     model.to_empty(device="cpu" if parameters_on_host else device)
@@ -90,8 +90,8 @@ def load_weights(model: nn.Module, weights: Weights, names: Collection[str] | No
 
 @torch.no_grad()
 def differing_weights(model: nn.Module, weights: Weights, names: Collection[str]) -> list[str]:
-    """Return the tensors of `names` whose values in the model and in `weights` differ, within this rank's part. Weights
-    are converted to the dtype of the model and then compared."""
+    """Return those of `names` whose values differ between the model and `weights`, within this rank's part of each
+    tensor. Weights are converted to the dtype of the model and then compared."""
     parts = _own_parts(model, weights, names)
     return [name for name, own, part in parts if not torch.equal(own, part.to(own))]
 
@@ -151,7 +151,7 @@ def _unsharded_twin(module: nn.Module, device: torch.device) -> nn.Module:
     twin.__dict__["_buffers"] = {
         name: None if b is None else _uninitialised(b, device) for name, b in module._buffers.items()
     }
-    if not isinstance(module, nn.MultiheadAttention):  # its reset zeroes its child's bias, or a shard of it
+    if not isinstance(module, nn.MultiheadAttention):  # its reset zeroes the bias of its child, whole or sharded
         twin.__dict__["_modules"] = {}
     return twin
 
@@ -175,7 +175,7 @@ def _copy_shard(target: Tensor, source: Tensor) -> None:
 
 @contextmanager
 def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed the default generators of the host and of `device` for the block, and restore their states."""
+    """Seed the default generators of the host and of `device`. Restore their states when the `with` block ends."""
     devices = [] if device.type == "cpu" else [device]
     with torch.random.fork_rng(devices, device_type="cuda" if device.type == "cpu" else device.type):
         # torch.manual_seed would also store the seed, with a stack trace, for every kind of device not in use.

@@ -4,8 +4,8 @@ A target is a layer that gets an adapter. The target keeps its path and the name
 `lora`. The target computes W x + scale * B A x, and the child returns the second term. The child has a forward of its
 own, so that it can be an FSDP2 unit with its own dtypes.
 
-The sum is formed where `nn.Linear` or `nn.Embedding` computes W x. If the forward of the target then changes this
-product, as an output layer with a soft cap does, the change applies to the sum.
+The sum is formed where `nn.Linear` or `nn.Embedding` computes W x. Some targets change this product, such as an output
+layer with a soft cap. The change then applies to the sum.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ class EmbeddingLoRA(LoRA):
 
 class StackedLoRA(LoRA):
     """The adapter of one stacked weight of experts: `a` is (experts, rank, in), and `b` is (experts, out, rank). Its
-    forward gets rows that are sorted by expert, and the `product` of the experts."""
+    forward gets rows that are sorted by expert, and as `product` the function that multiplies each row by the matrix of
+    its expert."""
 
 
 def delta(a: Tensor, b: Tensor, scale: float, is_embedding: bool = False) -> Tensor:
@@ -104,7 +105,7 @@ def adapters_of(model: nn.Module) -> Iterator[Adapter]:
 
 @contextmanager
 def adapters_disabled(model: nn.Module) -> Iterator[None]:
-    """Let a model, wrapped or not, compute the same as without adapters until the end of the block. The results of
+    """Let a model, wrapped or not, compute the same as without adapters until the `with` block ends. The results of
     adapters are still computed, and multiplied by 0. So the same FSDP2 units run as in any forward."""
     adapters = [(module, module.scale) for module in model.modules() if isinstance(module, LoRA)]
     try:
@@ -125,9 +126,9 @@ def add_adapters(
     all other parameters.
 
     Raises ConfigError for an ambiguous entry, an entry that names no module that can have an adapter, and a rule of
-    `lora.rules` that applies to no target. Also raises ConfigError for a target in three cases. Its forward does not
-    call that of `nn.Linear` or `nn.Embedding`. Another module reads or shares its weight. The rank is above the smaller
-    dimension of its weight.
+    `lora.rules` that applies to no target. Also raises ConfigError for a target whose forward does not call that of
+    `nn.Linear` or `nn.Embedding`, for a target whose weight another module reads or shares, and for a rank above the
+    smaller dimension of the target's weight.
     """
     if not config.targets:
         return
@@ -204,8 +205,8 @@ def _adapted(cls: Any, product: Any) -> type[nn.Module]:
 def _find_targets(
     model: nn.Module, entries: Sequence[str], blocks: Sequence[str]
 ) -> tuple[dict[str, nn.Module], list[Problem]]:
-    """Return the modules that get an adapter, by their first path, and a problem for each entry of `lora.targets` that
-    is ambiguous or names no such module."""
+    """Return (modules that get an adapter, by their first path; problems). An entry of `lora.targets` is a problem if
+    it is ambiguous, or names no module that can have an adapter."""
     everything = {path: module for path, module in model.named_modules(remove_duplicate=False) if path}
     first = {module: path for path, module in reversed(everything.items())}
     targets: dict[str, nn.Module] = {}
@@ -232,7 +233,7 @@ def _named(entry: str, modules: Mapping[str, nn.Module], blocks: Sequence[str]) 
 
 def _why_ambiguous(entry: str, modules: Mapping[str, nn.Module]) -> str | None:
     """Return the reason why an entry is ambiguous; None if it is not. An entry is ambiguous if it names a single weight
-    of the experts, here or in `transformers`, because all weights of the experts get adapters together."""
+    of experts, because all weights of experts get adapters together."""
     if any(matches(entry, path) for path in modules):
         return None
     stacked = [path for path, module in modules.items() if isinstance(module, Experts)]

@@ -38,7 +38,7 @@ _CLASSES: dict[str, type[nn.Module]] = {
     "shared_colwise": nn.Linear,
     "shared_rowwise": nn.Linear,
 }
-"""The class of module that each style requires. Styles that are not in this table allow any module."""
+"""The class that a module must have, by style of tensor parallelism. Other styles allow any module."""
 
 DIVIDED_AXIS = {
     "embedding": 0,
@@ -110,8 +110,8 @@ def _tensor_problems(
         return
     if not styles:
         reason = getattr(model, "no_tensor_parallel", None) or (
-            "the model does not declare how tensor parallelism divides it (attribute tensor_parallel of the module: a "
-            "dict from globs of modules to styles; see docs/how_to/parallelism.md); declare it, or set 1"
+            "the model has no attribute tensor_parallel, a dict from globs of modules to styles, which declares how it "
+            "is divided; add it (see docs/how_to/parallelism.md), or set tensor_parallel_degree = 1"
         )
         yield Problem(TENSOR.key, reason, degree)
         return
@@ -124,7 +124,8 @@ def _tensor_problems(
         yield from _misfits(path, model.get_submodule(path), style, degree)
         if style == "embedding" and ADAPTER in model.get_submodule(path)._modules:
             reason = (
-                f"divides the rows of {path}, whose adapter (lora.targets) needs all of them; set 1, or other targets"
+                f"divides the rows of {path}, but its adapter needs all rows; set tensor_parallel_degree = 1, or "
+                "remove the module from lora.targets"
             )
             yield Problem(TENSOR.key, reason, degree, also=(("lora", "targets"),))
     yield from _unassigned(model, found)
@@ -207,19 +208,19 @@ def _divided_ties(model: nn.Module, found: Mapping[str, TensorStyle]) -> Iterato
 
 
 def _not_by_sequence(model: nn.Module, found: Mapping[str, TensorStyle]) -> Iterator[Problem]:
-    """Yield a problem for each reason why a model cannot use sequence parallelism: its forward needs all tokens, no
-    module has the style `embedding`, or it has a BatchNorm, whose statistics need all tokens."""
+    """Yield a problem for each reason why a model cannot use sequence parallelism. The reasons: its forward needs all
+    tokens, no module has the style `embedding`, or a BatchNorm needs all tokens for its statistics."""
     if getattr(model, "sequence_parallel", True) is False:
-        reason = f"the forward of {type(model).__name__} needs all tokens between its layers; set false"
-        yield Problem(_SEQUENCE, reason, True, also=(_NAME,))
+        reason = f"the forward of {type(model).__name__} needs all tokens between its layers"
+        yield Problem(_SEQUENCE, f"{reason}; set sequence_parallel = false", True, also=(_NAME,))
         return
     if "embedding" not in found.values():
-        reason = 'the model has no module of the style "embedding", whose output is divided by token; set false'
-        yield Problem(_SEQUENCE, reason, True)
+        reason = 'the model has no module of the style "embedding", whose output is divided by token'
+        yield Problem(_SEQUENCE, f"{reason}; set sequence_parallel = false", True)
     norms = [path for path, style in found.items() if isinstance(model.get_submodule(path), _BatchNorm)]
     if norms:
-        reason = f"{norms[0]} is a BatchNorm, whose statistics would cover only a part of the tokens; set false"
-        yield Problem(_SEQUENCE, reason, True, also=(("model", "args"),))
+        reason = f"{norms[0]} is a BatchNorm, whose statistics would cover only a part of the tokens"
+        yield Problem(_SEQUENCE, f"{reason}; set sequence_parallel = false", True, also=(("model", "args"),))
 
 
 Buffer = tuple[nn.Module, str, int]
@@ -244,9 +245,9 @@ def _context_problems(model: nn.Module, axes: Mapping[str, int] | None, config: 
         return
     if axes is None:
         reason = (
-            "the model does not declare that its sequences can be divided (attribute context_parallel of the module: "
-            "a dict from globs of buffers with one row per position to the axis of the positions; see "
-            "docs/how_to/parallelism.md); declare it, or set 1"
+            "the model has no attribute context_parallel, a dict from globs of buffers with one row per position to "
+            "the axis of the positions, which declares that its sequences can be divided; add it (see "
+            "docs/how_to/parallelism.md), or set context_parallel_degree = 1"
         )
         yield Problem(CONTEXT.key, reason, degree)
         return

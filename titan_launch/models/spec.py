@@ -44,9 +44,9 @@ features) between layers. With sequence parallelism each rank has a part of the 
     head        1/T of the output features of an nn.Linear          stream -> 1/T of the classes
     mixture     nothing (style of a MixtureOfExperts)               stream -> stream, summed over ranks
     router      all parameters                                      all tokens and features -> the same on all ranks
-    experts     1/T of the width of each expert                     all tokens and features -> parts of sums over ranks
+    experts     1/T of the width of each expert                     all tokens and features -> partial sums
     shared_colwise    as colwise, within a mixture                  all tokens and features -> 1/T of the features
-    shared_rowwise    as rowwise, within a mixture                  1/T of the features -> parts of sums over ranks
+    shared_rowwise    as rowwise, within a mixture                  1/T of the features -> partial sums
 
 Latents are vectors that all ranks compute whole, and from which each rank computes its own heads only. So each rank has
 only its own heads' part of a latent's gradient. These parts are not summed. Instead, the gradients of the parameters of
@@ -123,4 +123,4 @@ class ModelSpec:
     attention: Callable[[Any, int], AttentionHeads | None] | None = None
     """Function of (args, seq_len) that describes the plain causal attention of sequences of `seq_len` tokens. It
     returns None if no layer has plain causal attention with these arguments. None in place of the function: the model
-    never has any."""
+    never has plain causal attention."""

@@ -1,4 +1,4 @@
-"""Gradient accumulation: the choice of the collectives that FSDP2 runs in each microbatch of a step."""
+"""Gradient accumulation: which collectives FSDP2 runs in each microbatch of a step."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from titan_launch.optim.replica_shards import ReplicaShards
 
 
 class Accumulation:
-    """The rule of the section `[gradient_accumulation]` for the collectives of each microbatch. The training step calls
-    `begin_microbatch` before each forward. If the rule keeps parameters unsharded until the step's last backward, as in
-    ZeRO-2, FSDP2 units do not reshard after forward; `ModelPlan` sets this for each unit."""
+    """The section `[gradient_accumulation]`, applied to the collectives of each microbatch. The training step calls
+    `begin_microbatch` before each forward. If the section keeps parameters unsharded until the step's last backward, as
+    in ZeRO-2, FSDP2 units do not reshard after forward; `ModelPlan` sets this for each unit."""
 
     def __init__(self, config: GradientAccumulationConfig, replicas: ReplicaShards | None = None):
         """`replicas`: the exchange of gradients between the replicas, if the optimizer is sharded over them; else None.

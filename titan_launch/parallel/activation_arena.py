@@ -20,11 +20,11 @@ _ENDLESS = 1 << 62
 
 
 class ActivationArena:
-    """Memory for tensors that live until backward. A tensor's place is free again when the tensor is dropped.
+    """Memory for tensors that live until backward. A place is a range of its bytes that holds one tensor. The place is
+    free again when the tensor is dropped.
 
-    Forwards show how much memory is needed. Until `fit` is called, tensors that find no place are in ordinary memory.
-    Copies to and from ordinary memory are slower. A free place may be used again at once, so the caller must order the
-    copies.
+    At first the arena is empty. A tensor that does not fit is in ordinary memory, whose copies are slower, until `fit`
+    enlarges the arena. A free place may be used again at once, so the caller must order the copies.
     """
 
     def __init__(self, device: torch.device):
@@ -37,9 +37,8 @@ class ActivationArena:
         self._locks = ExitStack()
         weakref.finalize(self, self._locks.close).atexit = False
         self.memory = torch.empty(0, dtype=torch.uint8)
-        """One-dimensional tensor of bytes."""
         self.needed = 0
-        """Number of bytes that the memory must have for all places so far."""
+        """Size in bytes of an arena that would have had room for all tensors so far."""
 
     def place(self, num_bytes: int) -> Tensor:
         """Return a new one-dimensional tensor of bytes: in the arena if it has a free place, else in ordinary

@@ -53,9 +53,9 @@ SAVED_OPS = _MATRIX_PRODUCTS | {
     _higher_order.flex_attention,
     _higher_order.inductor_compiled_code,
 }
-"""Operations whose results the option `op` saves: costly operations, collectives, and the choice of experts. Exception:
-of the matrix products, only every second one is saved, beginning with the first. In a compiled block, FlexAttention is
-`flex_attention`; elsewhere it is a compiled graph of its own, `inductor_compiled_code`
+"""Operations whose results `selective_ac_option = "op"` saves: costly operations, collectives, and the `topk` that
+chooses experts. Of the matrix products, only every second one is saved, beginning with the first. In a compiled block,
+FlexAttention is `flex_attention`; elsewhere it is a compiled graph of its own, `inductor_compiled_code`
 (`models.decoder.attention._compiled_flex_attention`)."""
 
 
@@ -166,15 +166,15 @@ class _SelectiveMode(TorchDispatchMode):
             return func(*args, **kwargs)
         if not self._is_first:
             return self._results.popleft()(args, kwargs)
-        inputs = tuple(args[1]) if func is _higher_order.inductor_compiled_code else ()  # the graph clears its list
+        inputs = tuple(args[1]) if func is _higher_order.inductor_compiled_code else ()  # the graph empties this list
         result = func(*args, **kwargs)
         self._results.append(_saved_result(func, inputs, result))
         return result
 
 
 _Recall = Callable[[Any, Any], Any]
-"""A function of the arguments of an operation in the second forward, positional and by name. It returns the saved
-result of the operation."""
+"""A function that returns the saved result of an operation in the second forward. Its arguments are the positional and
+the keyword arguments of the operation."""
 
 
 def _saved_result(func: Any, inputs: Sequence[Any], result: Any) -> _Recall:
@@ -204,7 +204,7 @@ def _saved_result(func: Any, inputs: Sequence[Any], result: Any) -> _Recall:
 
 
 def _largest(indices: Tensor, x: Tensor, k: int, dim: int = -1, *options: Any, **others: Any) -> tuple[Tensor, Tensor]:
-    """Return the result of `topk` with known indices."""
+    """Return the result of `topk` from its known `indices`, without a search."""
     return x.gather(dim, indices), indices
 
 
@@ -219,14 +219,13 @@ def _saved(value: Any, is_complete: bool = True) -> Callable[[], Any]:
 
 
 class _SavePolicy:
-    """The choice of the operations whose results a forward saves. Call `saves` for every operation of the forward, in
-    order."""
+    """The rule that decides which operations of a forward save their results. Call `saves` for every operation of the
+    forward, in order."""
 
     def __init__(self) -> None:
         self._num_products = 0
 
     def saves(self, op: Any) -> bool:
-        """Return True if the result of `op` is saved."""
         self._num_products += op in _MATRIX_PRODUCTS
         return op in SAVED_OPS and not (op in _MATRIX_PRODUCTS and self._num_products % 2 == 0)
 

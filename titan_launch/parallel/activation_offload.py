@@ -71,8 +71,9 @@ class HostCopies:
 class CudaCopies(HostCopies):
     """Copies between the device and page-locked host memory, in a stream of their own.
 
-    Every copy follows the work that the compute stream has been given so far: the kernels that write its source, and
-    those that used the memory of its target before. Memory of the arena is used again by later copies of this stream.
+    Every copy waits for all kernels that are queued in the compute stream at that time. Among them are those that write
+    its source, and those that used the memory of its target before. Memory of the arena is used again by later copies
+    of this stream.
     """
 
     device_type = "cuda"
@@ -140,8 +141,8 @@ class _Group:
 
     def __init__(self, before: _Group | None):
         self.before = before
-        """The group of the block that ran before; None for the first block, and after backward has begun to load that
-        group."""
+        """The group of the block that ran before this one. None for the first block, and as soon as backward has begun
+        to load the group before."""
         self.by_storage: dict[tuple[int, int], _Saved] = {}
         """Storages by address and version, during the forward. An operation in place begins a new version."""
         self.storages: list[weakref.ref[_Saved]] = []

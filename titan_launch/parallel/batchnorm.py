@@ -70,7 +70,7 @@ def check_batch_norms(model: nn.Module, config: BatchNormConfig) -> None:
             "which synchronizes statistics by itself, and only on GPUs; use an nn.BatchNorm instead"
             if isinstance(norm, nn.SyncBatchNorm)
             else "whose forward does not call super().forward(...), so its statistics cannot be synchronized; call it, "
-            'or set "local"'
+            'or set batchnorm.statistics = "local"'
         )
         if overrides_forward(norm):
             reason = f"{path} is a {type(norm).__name__}, {why}"

@@ -33,8 +33,8 @@ from titan_launch.plan.types import ModelPlan, enclosing, parent
 _log = logging.getLogger(__name__)
 
 _GRAPHS_PER_MODULE = 8
-"""Limit on graphs per compiled module: training, evaluation, other batch shapes. It equals PyTorch's default limit per
-function. All compiled modules of a class share one function, so `_prepare` multiplies the limit by their number."""
+"""Largest number of graphs per compiled module, for training, evaluation and other batch shapes: PyTorch's default per
+function. The modules of a class share one function, so `_prepare` multiplies the limit by their number."""
 
 
 def compile_pieces(
@@ -72,7 +72,7 @@ def describe_pieces(plan: ModelPlan, config: CompileConfig) -> str:
     pieces = ", ".join(f"{count} x {pattern}" for pattern, count in alike(plan.compiled).items())
     inside = [u for u in plan.units if any(enclosing(parent(path), plan.inventory.blocks) for path in u.modules)]
     around = ", ".join(dict.fromkeys(unit.reason for unit in inside))
-    excluded = f"; not the units of {around}" if around else ""
+    excluded = f"; not compiled: FSDP2 units of {around}" if around else ""
     return f"compiled by {config.backend}, in one graph each: {pieces}{excluded}"
 
 
@@ -153,7 +153,8 @@ def _compile_error(error: Exception, config: CompileConfig, name: str) -> Config
     if isinstance(error, FailOnRecompileLimitHit):
         what = f"{name}: the inputs have too many different shapes, or the code has too many variants"
     remedy = "change that line" if lines else "give blocks inputs of equal shapes"
-    return config_error(("compile", "enable"), f"cannot make one graph of {what}; {remedy}, or set false", True)
+    reason = f"cannot make one graph of {what}; {remedy}, or set compile.enable = false"
+    return config_error(("compile", "enable"), reason, True)
 
 
 _PYTORCH = str(Path(torch.__file__).parent)
@@ -164,7 +165,7 @@ _TRITON = "TRITON_CACHE_DIR"
 
 @contextmanager
 def cache_folder(config: CompileConfig) -> Iterator[None]:
-    """Let the compiler read and write kernels in `compile.cache_folder` until the end of the block.
+    """Let the compiler read and write kernels in `compile.cache_folder` until the `with` block ends.
 
     Enter the block before the first graph of a run. At the end of the block the environment is restored, and all graphs
     are dropped, so that a later run uses its own folder. Ranks and runs may share a folder, because the key of an entry
@@ -255,7 +256,7 @@ class CompileTime:
 
 @contextmanager
 def compile_time() -> Iterator[CompileTime]:
-    """Measure all compilation until the end of the block, including that of backward graphs in the first backward."""
+    """Measure all compilation until the `with` block ends, including that of backward graphs in the first backward."""
     from torch._dynamo.callback import callback_handler
 
     counted = CompileTime()

@@ -112,7 +112,7 @@ def divide_buffers(model: nn.Module, axes: Mapping[str, int] | None, part: Seque
 
 @contextmanager
 def ring_attention(mesh: DeviceMesh | None, parallelism: ParallelismConfig, device: torch.device) -> Iterator[None]:
-    """Let `F.scaled_dot_product_attention` attend to the tokens of all ranks of `mesh` until the end of the block. Do
+    """Let `F.scaled_dot_product_attention` attend to the tokens of all ranks of `mesh` until the `with` block ends. Do
     nothing if `mesh` is None.
 
     The block must contain forward and backward, because PyTorch replaces that function and DTensor's dispatcher only
@@ -126,7 +126,7 @@ def ring_attention(mesh: DeviceMesh | None, parallelism: ParallelismConfig, devi
     from torch.distributed.tensor.experimental._context_parallel import _attention
 
     if device.type == "cpu" and _CPU_KERNEL not in _attention.custom_ops:
-        reason = "PyTorch's ring attention has no kernels for the CPU; train on GPUs, or set 1"
+        reason = "PyTorch's ring attention has no kernels for the CPU; use GPUs, or set context_parallel_degree = 1"
         raise config_error(CONTEXT.key, reason, mesh.size(), also=(("job", "device"),))
     # PyTorch reads its own options, and the length of a buffer that it divides. The buffer's values do not matter.
     options = _attention._cp_options

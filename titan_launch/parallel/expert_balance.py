@@ -26,7 +26,7 @@ from titan_launch.plan.types import ModelPlan
 _log = logging.getLogger(__name__)
 
 UNUSED = 0.01
-"""Fraction of the mean load. An expert with a smaller load counts as unused."""
+"""An expert counts as unused if its load is below this fraction of the mean load of its layer."""
 
 _MIN_MEAN_LOAD = 20
 """Smallest mean load at which an expert can count as unused. At this mean load, an expert that is chosen with the mean
@@ -106,16 +106,17 @@ def _logits_dtype(plan: ModelPlan, router: str) -> str:
 class ExpertBalance:
     """The loads of all mixtures of experts of this rank, and the selection biases that balance them.
 
-    Each layer counts the choices of its experts in its buffer `load`, in training, over the microbatches of a step. At
-    the end of a step, `end_step` adds the loads to a window, which covers the steps since the last report. Then the
-    step calls `reset`, which sets the loads to 0.
+    In training, each layer counts in its buffer `load` how many tokens chose each expert, over the microbatches of a
+    step. At the end of a step, `end_step` adds the loads to a window, which covers the steps since the last report.
+    Then the step calls `reset`, which sets the loads to 0.
 
     Selection biases move if a layer's `selection_bias_rate` is above 0. The loads of each step are then summed over all
-    ranks with other tokens, by one all-reduce for all layers. Otherwise only the window is summed, when it is read.
+    ranks that have different tokens, by one all-reduce for all layers. Otherwise, only the loads of the window are
+    summed over these ranks, when the window is read.
     """
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup | None, device: torch.device):
-        """`group`: the ranks with other tokens but the same parameters; None for all ranks."""
+        """`group`: the ranks that have different tokens and the same parameters; None for all ranks."""
         self._group = group
         self._layers = _layers(model)
         args = [layer.args for layer in self._layers.values()]
@@ -240,7 +241,7 @@ def describe_collapse(step: int, collapsed: Mapping[str, tuple[float, float]]) -
 
 
 _STATISTICS = ("load_max_over_mean", "entropy", "unused")
-"""Names of the metrics of each layer."""
+"""Names of the metrics `experts/NAME/<layer>`."""
 
 
 def _layers(model: nn.Module) -> dict[str, MixtureOfExperts]:
@@ -249,10 +250,10 @@ def _layers(model: nn.Module) -> dict[str, MixtureOfExperts]:
 
 @contextmanager
 def choices_watched(model: nn.Module) -> Iterator[Callable[[], list[str]]]:
-    """Watch whether both forwards of activation checkpointing choose the same experts, until the end of the block.
+    """Watch whether both forwards of activation checkpointing choose the same experts, until the `with` block ends.
 
-    Yield a function that returns a line for each layer in which the choices differed. The function waits for the
-    device.
+    Yield a function that returns a line for each layer in which both forwards chose different experts. The function
+    waits for the device.
     """
     digests: dict[str, dict[object, list[Tensor]]] = {}
 

@@ -6,7 +6,7 @@
 A row is the hidden vector of a token for one of the experts that the token chooses.
 
 The parameters of experts become DTensors. On the expert axis of the mesh each rank holds whole experts. On the tensor
-axis each rank holds a part of every expert's width, so its results are parts of sums. FSDP2 then shards each rank's
+axis each rank holds a part of every expert's width, so its results are partial sums. FSDP2 then shards each rank's
 part.
 """
 
@@ -113,8 +113,8 @@ def split_sizes(counts: Tensor, there: Tensor, num_rows: int) -> tuple[list[int]
 
 
 def order_by_expert(there: Tensor, num_rows: int) -> Tensor:
-    """Return the indices that sort received rows by expert, then by the rank that sent the row, then by the order in
-    which that rank sent them: int64 (rows).
+    """Return the indices that sort received rows by expert: int64 (rows). Rows of one expert are sorted by the rank
+    that sent them, and rows of one rank keep their order.
 
     `there`: result of `exchanged_counts`. `num_rows`: sum of `there` as a Python number, so that the host does not wait
     for the device.
@@ -124,7 +124,7 @@ def order_by_expert(there: Tensor, num_rows: int) -> Tensor:
 
 
 class _Exchanged(torch.autograd.Function):
-    """Rows after an all-to-all. The backward sends gradients the other way."""
+    """An all-to-all of rows. The backward sends the gradients of the received rows back."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, received: Sequence[int], sent: Sequence[int], group: str) -> Tensor:

@@ -34,8 +34,8 @@ def convert_to_float8(model: nn.Module, plan: ModelPlan, config: Float8Config) -
         try:
             from torchao.float8 import Float8LinearConfig, convert_to_float8_training
         except ImportError as error:
-            reason = f"needs torchao, which cannot be imported ({error}): {install('torchao')}; or set false"
-            raise config_error(("float8", "enable"), reason, True) from error
+            reason = f"needs torchao, which cannot be imported ({error}): {install('torchao')}"
+            raise config_error(("float8", "enable"), f"{reason}; or set float8.enable = false", True) from error
         recipe = replace(Float8LinearConfig.from_recipe_name(config.recipe), emulate=config.emulate)
         recipe = replace(recipe, enable_fsdp_float8_all_gather=config.all_gather)
     chosen = set(plan.float8)

@@ -138,9 +138,9 @@ def _sum_gradients(unit: FSDPModule) -> None:
     """Let FSDP2 sum a unit's gradients instead of averaging them: the loss is already divided by the step's global
     target count.
 
-    Plain SUM is forced, because FSDP2 implements factor 1 by PREMUL_SUM, which gloo does not have. The setters do not
-    recurse, so they are called for every unit; a missed unit would silently average. Do not call this function for a
-    single rank: FSDP2 would copy and divide all gradients without need.
+    Plain SUM is forced, because FSDP2 implements the divide factor 1 by PREMUL_SUM, which gloo does not have. The
+    setters do not recurse, so call this function for every unit; FSDP2 would silently average the gradients of a missed
+    unit. Do not call this function for a single rank: FSDP2 would copy and divide all gradients without need.
     """
     unit.set_gradient_divide_factor(1.0)
     unit.set_force_sum_reduction_for_comms(True)
@@ -149,7 +149,7 @@ def _sum_gradients(unit: FSDPModule) -> None:
 class Unfreezing:
     """The parameters of a wrapped model that are trained only after a number of steps (`training.unfreeze`).
 
-    Until the first call of `apply`, these parameters count as trained: the optimizer and checkpoints know all
+    Until the first call of `apply`, these parameters require gradients, so that the optimizer and checkpoints have all
     parameters that the run will ever train.
     """
 
@@ -214,7 +214,7 @@ def reset_iterations(model: nn.Module) -> None:
 
 @contextmanager
 def without_backward(model: nn.Module) -> Iterator[None]:
-    """Allow forwards of a wrapped model without a backward during the block, also between microbatches of a step.
+    """Allow forwards of a wrapped model without a backward in the `with` block, also between microbatches of a step.
 
     At the end of the block, unsharded parameters are freed, and FSDP2's record of these forwards is deleted. Otherwise
     parameters would stay unsharded, and the next backward would prefetch units in the order of these forwards.
@@ -231,8 +231,8 @@ def without_backward(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put a wrapped model into evaluation mode during the block, for forwards without a backward (`without_backward`).
-    At the end, each module gets its former mode back."""
+    """Put a wrapped model into evaluation mode in the `with` block, for forwards without a backward
+    (`without_backward`). At the end, each module gets its former mode back."""
     # Modes are restored module by module, because a frozen BatchNorm is always in evaluation mode.
     was_training = {module: module.training for root in roots(model) for module in root.modules()}
     for root in roots(model):

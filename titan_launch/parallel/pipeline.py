@@ -50,7 +50,7 @@ class Pipeline:
     """The plan of the whole model."""
 
     local: tuple[LocalStage, ...]
-    """The stages of this rank, in order."""
+    """The stages of this rank, in the order of the pipeline."""
 
     boundaries: Boundaries
     group: dist.ProcessGroup
@@ -189,8 +189,8 @@ class _OrderCheck:
 
     @contextmanager
     def watched(self, model: nn.Module) -> Iterator[None]:
-        """Check the forward of `model` that runs in the block. The input of a module is checked before the module's own
-        hooks run. Its output is noted after they have run."""
+        """Check the forward of `model` that runs in the `with` block. The input of a module is checked before the
+        module's own hooks run. Its output is noted after they have run."""
         with ExitStack() as stack:
             for path in self._next:
                 module = model.get_submodule(path)

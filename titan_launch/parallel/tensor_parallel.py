@@ -106,9 +106,8 @@ def _appliers(
 
 
 def _divide_positions(module: nn.Module, mesh: DeviceMesh, sequence_parallel: bool) -> None:
-    """Replicate a module's own parameters. With sequence parallelism, let its forward get only this rank's tokens: its
-    buffers are narrowed along dim 0, and all inputs except the first along dim 1. The first input is already
-    divided."""
+    """Replicate a module's own parameters. With sequence parallelism, let its forward get only this rank's tokens.
+    Buffers are narrowed along dim 0, and inputs along dim 1, except for the first input, which is already divided."""
     _replicate(module, mesh, Partial() if sequence_parallel else Replicate())
     if not sequence_parallel:
         return
@@ -143,11 +142,11 @@ def _gather_input(module: nn.Module, mesh: DeviceMesh, stream: Placement) -> Non
 
 
 def _sum_outputs(module: nn.Module, mesh: DeviceMesh, stream: Placement) -> None:
-    """Let a module get the whole residual stream as its first input, and sum its output over the ranks, because each
-    rank computes a part of the sum. With sequence parallelism, each rank gets the sum for its own tokens.
+    """Let a module get the whole residual stream as its first input, and sum its output over the ranks, because the
+    output of each rank is a partial sum. With sequence parallelism, each rank gets the sum for its own tokens.
 
-    Within the module, all activations are plain tensors. On each rank, their gradients are parts of sums, as the output
-    is. `stream`: placement of the residual stream.
+    Within the module, all activations are plain tensors. Like the output, their gradients are partial sums on each
+    rank. `stream`: placement of the residual stream.
     """
 
     def add(_: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
@@ -177,14 +176,14 @@ def _normalize_heads(module: nn.Module, mesh: DeviceMesh) -> None:
 
 def _compute_latent(module: nn.Module, mesh: DeviceMesh) -> None:
     """Replicate a module's own parameters, and let it take its first input, a DTensor from `_gather_input`, as a plain
-    tensor. On each rank, the gradients of the parameters and of the input are parts of sums."""
+    tensor. On each rank, the gradients of the parameters and of the input are partial sums."""
     _replicate(module, mesh, Partial())
     _take_locally(module)
 
 
 def _take_locally(module: nn.Module) -> None:
     """Let a module take its first input, a DTensor from `_gather_input`, as a plain tensor. This rank's gradient of the
-    input is a part of a sum."""
+    input is a partial sum."""
     module.register_forward_pre_hook(lambda _, args: (_local(args[0], [Partial()]), *args[1:]))
 
 
@@ -202,8 +201,8 @@ def divide_locally(module: nn.Module, mesh: DeviceMesh, placements: Mapping[str,
     """Divide a module's own parameters over ranks, and let its forward use plain tensors: this rank's parts.
 
     `placements`: for each parameter, its placements on the axes of `mesh`. A parameter that is replicated along the
-    tensor axis must be a bias that is added to a sum, of which each rank computes a part. So all ranks of the tensor
-    axis except the first compute with zeros in place of the bias. The gradients of the bias on all ranks are added.
+    tensor axis must be a bias that is added to partial sums. So only the first rank of the tensor axis adds the bias,
+    and the other ranks compute with zeros in its place. The gradients of the bias on all ranks are added.
     """
     _distribute(module, mesh, placements)
     names = (name for name, _ in module.named_parameters(recurse=False))
@@ -215,8 +214,8 @@ def divide_locally(module: nn.Module, mesh: DeviceMesh, placements: Mapping[str,
 def divide_adapter(adapter: LoRA, mesh: DeviceMesh, placements: Mapping[str, Sequence[Placement]]) -> None:
     """Divide the parameters of an adapter over ranks, and let its forward use plain tensors: this rank's parts.
 
-    `placements`: those of `a` and `b` on the axes of `mesh`. If a matrix is not divided, its gradients on all ranks are
-    added.
+    `placements`: the placements of `a` and `b` on the axes of `mesh`. If a matrix is not divided, its gradients on all
+    ranks are added.
     """
     _distribute(adapter, mesh, placements)
     _compute_locally(adapter, _of_gradients(placements))
@@ -230,7 +229,7 @@ def _divide_adapter(adapter: LoRA, style: TensorStyle, mesh: DeviceMesh, sequenc
     """Divide an adapter as `style` divides its target: `b` along the output features, or `a` along the input features.
     A matrix that is not divided is replicated. The forward of the adapter needs no communication.
 
-    If `a` is divided, `a x` is a part of a sum on each rank, and so is `b a x`, to which the target adds its own part.
+    If `a` is divided, `a x` is a partial sum on each rank, and so is `b a x`, which the target adds to its own.
     """
     if style in ("sequence", "positions"):
         _replicate(adapter, mesh, Partial() if sequence_parallel else Replicate())

@@ -72,7 +72,7 @@ def replace_operators() -> list[torch.library.Library]:
     """Replace PyTorch's kernels for CUDA. The replacements last as long as the returned objects."""
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
-        # torch before 2.13 warns
+        # torch before 2.13 warns that an operator is replaced
         warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
         for name in _replaceable():
             operator = _operator(name)
@@ -289,9 +289,9 @@ def _uniform(operator: Any, args: tuple[Any, ...], result: Tensor) -> Tensor:
 
 
 def _rotate(args: tuple[Any, ...], kwargs: dict[str, Any], results: tuple[Tensor, Tensor]) -> None:
-    """Write the results of `topk`. The values are zeros. The indices are 0, 1, 2, ... in the order of their memory,
-    modulo the size of the input along `dim` (the number of experts). So the numbers of tokens of two experts differ by
-    at most 1."""
+    """Write the results of `topk`. The values are zeros. The indices count 0, 1, 2, ... in the order of memory, modulo
+    the size of the input along `dim` (the number of experts). So the numbers of tokens of two experts differ by at most
+    1."""
     values, indices = results
     _zeroed(values)
     dim = args[2] if len(args) > 2 else kwargs.get("dim", -1)

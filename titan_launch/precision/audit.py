@@ -34,7 +34,7 @@ class Finding:
 
     what: str
     planned: tuple[str, ...]
-    """All correct dtypes. If empty, the observed dtypes are shown but not checked."""
+    """The dtypes that are correct. If empty, the observed dtypes are shown but not checked."""
 
     observed: tuple[str, ...]
     """All observed dtypes. Empty if no such tensor was observed."""
@@ -59,7 +59,8 @@ class Audited:
 
     classes: str
     unit: Unit
-    """For a unit, the unit itself. For a module, the unit or the rule in place that sets its parameters' dtypes."""
+    """For a unit, the unit itself. For a module, the entry of `ModelPlan.units` or `ModelPlan.in_place` that sets the
+    dtypes of its parameters."""
 
     findings: tuple[Finding, ...]
     remark: str
@@ -135,9 +136,9 @@ def _gradient_dtypes(unit: Unit) -> tuple[str, ...]:
 
     Before torch 2.15, autograd converts gradients to the compute dtype. From torch 2.15 on, FSDP2 chooses the dtype
     (`_set_unsharded_grad_dtypes` in its source). A reduce dtype that is not larger than the compute dtype is the dtype
-    of all gradients. With a larger reduce dtype, a gradient has the dtype of its backward operation, except for two
-    kinds of gradients that may have the reduce dtype: the first gradient of a step with deferred reduction, and the
-    gradient of a parameter that tensor parallelism replicates.
+    of all gradients. With a larger reduce dtype, a gradient has the dtype of its backward operation. Two kinds of
+    gradients may have the reduce dtype instead: the first gradient of a step with deferred reduction, and the gradient
+    of a parameter that tensor parallelism replicates.
     """
     compute, reduce = unit.compute_dtype, unit.reduce_dtype
     if not ACCUMULATES_IN_GRAD:
@@ -146,8 +147,8 @@ def _gradient_dtypes(unit: Unit) -> tuple[str, ...]:
 
 
 def _planned_of_module(plan: ModelPlan, info: ModuleInfo, unit: Unit) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield (kind of tensor, planned dtypes) of a module. Inputs and outputs are cast only at the modules that a unit
-    or a rule in place lists."""
+    """Yield (kind of tensor, planned dtypes) of a module. Inputs and outputs are cast only at the modules that an entry
+    of `ModelPlan.units` or `ModelPlan.in_place` lists."""
     policy = unit.policy if info.path in unit.modules else None
     yield INPUTS, _one(policy.input_dtype if policy else None)
     yield AUTOCAST, ("off",)  # autocast would ignore the dtypes of parameters and inputs

@@ -26,9 +26,9 @@ _MODEL, _ACCUMULATION_MODE = ("model", "name"), ("gradient_accumulation", "mode"
 def explain_dtypes(
     error: BaseException, model: nn.Module, plan: ModelPlan, precision: PrecisionConfig
 ) -> ConfigError | None:
-    """Return a ConfigError with a remedy for a known error of PyTorch in a forward or backward: an error about dtypes,
-    or an error of FSDP2 that the model's code causes, such as an in-place change of a unit's output. Return None for
-    any other error.
+    """Return a ConfigError with a remedy for a known error of PyTorch in a forward or backward. It is an error about
+    dtypes, or an error of FSDP2 that the model's code causes, such as an in-place change of a unit's output. Return
+    None for any other error.
 
     `model`: the whole model or a pipeline stage. `plan`: the plan of `model`.
     """
@@ -221,7 +221,7 @@ def never_gathered(failure: Failure) -> Problem | None:
     for unit in failure.plan.units:
         if not was_gathered(failure.model.get_submodule(unit.modules[0])):
             reason = f"no module of unit {unit.name} ran in the first microbatch, so FSDP2 cannot defer its reduction"
-            return failure.problem(_ACCUMULATION_MODE, f'{reason}; set "immediate"', "deferred")
+            return failure.problem(_ACCUMULATION_MODE, f'{reason}; set mode = "immediate"', "deferred")
     return None
 
 
@@ -291,7 +291,7 @@ _EXPLANATIONS: Mapping[str, Callable[[Failure], Problem | None]] = {
         key=_ACCUMULATION_MODE,
         reason="FSDP2 reduces all gradients of a unit in one dtype. A module got gradients only in the last "
         "microbatch, and these have the compute dtype. The gradient sums of the other modules of the unit have the "
-        'reduce dtype; set "immediate"',
+        'reduce dtype; set mode = "immediate"',
     ),
     "'FSDPParam' object has no attribute '_unsharded_param'": never_gathered,
     # The launcher sets the divide factor 1 (`parallel.fsdp`), with which FSDP2 only sums.

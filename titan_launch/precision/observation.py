@@ -58,7 +58,7 @@ class Observations:
 
 @contextmanager
 def observe(model: nn.Module, plan: ModelPlan) -> Iterator[Observations]:
-    """Record the dtypes of a wrapped model until the end of the block, by hooks that change no value.
+    """Record the dtypes of a wrapped model until the `with` block ends, by hooks that change no value.
 
     The hooks are registered after wrapping, so they get the inputs that FSDP2 has cast. On an untested release of
     PyTorch, the collectives of units are not recorded.

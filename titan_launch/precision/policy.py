@@ -25,7 +25,7 @@ def mixed_precision_policy(
     """Return a planned policy as FSDP2's `MixedPrecisionPolicy`. If `param_dtype` is None, FSDP2 casts neither
     parameters nor inputs. If `param_dtype` is float32, FSDP2 casts both, inputs only with `cast_forward_inputs`.
 
-    `in_place`: compute dtypes of parameters under rules in place. Only torch 2.15 and newer support them.
+    `in_place`: compute dtypes of the parameters of `ModelPlan.in_place`. Only torch 2.15 and newer support them.
     """
     own_dtypes: dict[str, Any] = {"param_dtype_override_fn": in_place.get} if in_place else {}
     return MixedPrecisionPolicy(
@@ -43,7 +43,7 @@ def _optional(name: str | None) -> torch.dtype | None:
 
 def cast_storage(model: nn.Module, plan: ModelPlan) -> None:
     """Cast a model on the meta device to its storage dtypes. Parameters get the storage dtype of their unit, or of the
-    rule in place that covers them. Floating buffers get their planned dtypes."""
+    entry of `ModelPlan.in_place` that lists their module. Floating buffers get their planned dtypes."""
     for path, module in model.named_modules():
         for parameter in module._parameters.values():
             if parameter is not None:

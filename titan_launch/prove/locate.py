@@ -1,5 +1,5 @@
-"""The cause of a difference between a layout and the single process: the axes and modes that show the difference, and
-the first module that departs.
+"""The cause of a difference between a layout and the single process: the axes of parallelism and modes that show the
+difference, and the first module that departs.
 
 A tensor departs if it differs from that of the single process by more than its tolerance.
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 ALL = "all parameters"
 _MOST = 0.9
-"""If the gradients of more than this share of the parameters differ, the cause is not in a single parameter."""
+"""If the gradients of more than this fraction of the parameters differ, the cause is not in a single parameter."""
 
 
 def explain(proof: Proof, case: Case, results: Sequence[Difference]) -> Finding:
@@ -67,7 +67,7 @@ def _order(result: Difference) -> int:
 def _module(
     proof: Proof, case: Case, of_step: Sequence[Difference], first: Difference, num_gradients: int
 ) -> tuple[str, str]:
-    """Return two texts: the place of the first difference, and how the results there depart from the single process.
+    """Return two texts: the place of the first difference, and a clause that says what departs there and by how much.
     The place is a module path, `the whole model`, `the loss`, `gradient clipping`, `[ema]`, `the optimizer`, or ALL.
 
     `of_step`: the results beyond their tolerance, all of the first step that has such a result. `num_gradients`: number

@@ -1,4 +1,5 @@
-"""The proof of a job's layout: runs of its small twin on CPU ranks, compared with a single process."""
+"""The proof of a job's layout: runs of a small copy of the job, its twin (`plan.proof.twin`), on CPU ranks. A run with
+some of the job's axes of parallelism and modes, a case (`Case`), must train like a single process, its reference."""
 
 from __future__ import annotations
 
@@ -30,8 +31,8 @@ WEIGHTS_TOLERANCE = 1e-3
 """Largest relative difference of logits and gradients from those of `transformers`, whose operations differ."""
 
 _WIDEST = 0.5
-"""Largest tolerance in the precision of the job. A kind of result with a larger tolerance is not compared, because
-rounding alone changes it too much."""
+"""Largest tolerance in the precision of the job. Above it, rounding alone changes a kind of result too much, so that
+this kind is not compared."""
 
 _RANK_GIB = 0.4
 _TIMEOUT_S = 600.0
@@ -90,8 +91,8 @@ class Proof:
         self._results: dict[str, list[Difference]] = {}
         self._has_batch_norm = False
         self._rounding: dict[str, dict[tuple[int, str], float]] = {}
-        """For each file of a reference whose rounding errors in fp32 have been measured: the largest difference, by
-        step and kind of result."""
+        """Rounding errors in fp32, by file of a reference: the largest difference by (step, kind of result). A file is
+        missing until its errors are measured."""
 
     def run(self) -> None:
         """Compare the cases with a single process, and explain the first case that differs.
@@ -106,7 +107,7 @@ class Proof:
                 f"{processes} processes need about {needed:.1f} GiB of memory, and {free:.1f} GiB are free; free "
                 "memory, or use a machine with more"
             )
-        if self.twin.second is not None:  # the loss of the twin names this folder
+        if self.twin.second is not None:  # the loss of the twin reads its second model from this folder
             model = self.twin.second.model_dump(mode="json")
             self._call("weights:write_folder", 1, model, SEQ_LEN, str(self.folder / SECOND))
         all_cases = [*self.cases]
@@ -144,7 +145,7 @@ class Proof:
         row = Row(name, 1, "float32", errors, dict.fromkeys(errors, WEIGHTS_TOLERANCE), len(results), seconds)
         self.rows.append(row)
         if wrong := exceeding(results, row.tolerances):
-            first = wrong[-1]  # the logits are first and depend on all modules; a gradient names one module
+            first = wrong[-1]  # usually a gradient, which names one module; the logits, which are first, depend on all
             module, how = owner(first.name.partition(" ")[2]), f"{len(wrong)} results differ from transformers"
             numbers = (first.name, 1, first.error, first.ratio, first.cosine)
             self.findings.append(Finding(name, *numbers, module, how, ("model.weights",)))
@@ -154,8 +155,8 @@ class Proof:
         counts as a difference of 1.
 
         Results that rounding alone changes too much are omitted, and so are statistics that ranks pool. The ranks of a
-        case run only once. If rounding errors have been measured since the first call, a second call omits more of the
-        same results.
+        case run only once. A second call for the same case may return fewer results, if rounding errors have been
+        measured since the first call.
         """
         key = structure(case.config)
         if key not in self._results:
@@ -216,8 +217,8 @@ class Proof:
             self.unproven.append(reason)
 
     def reference(self, case: Case) -> tuple[Reference, str]:
-        """Return two things: the `Reference` of a case, and the file with the results of the single process. Cases with
-        the same reference share one run."""
+        """Return the `Reference` of a case, and the file with the results of the single process. Cases with the same
+        reference share one run."""
         first = self._measured(case)
         if first[0].has_batch_norm and not self._has_batch_norm:
             self._has_batch_norm = True  # the microbatches of the single process must be those of the case
@@ -277,7 +278,6 @@ class Proof:
 
     @property
     def num_parameters(self) -> int:
-        """Number of parameters of the twin."""
         return max(reference.num_parameters for reference, _ in self._references.values())
 
     @property
@@ -334,7 +334,7 @@ class Proof:
 
 
 _BEYOND_ROUNDING = 10
-"""A difference that is more than this many times the rounding error is not caused by rounding."""
+"""A difference of more than this number times the rounding error is not caused by rounding."""
 
 _NO_COMPILER = 'compile.backend = "inductor": this host has no C++ compiler, so the graphs ran with "aot_eager"'
 
@@ -356,12 +356,12 @@ _OTHER_SAMPLES = 48
 """Index of the first sample of other data. A run of a twin reads only samples with a smaller index."""
 
 _WEIGHTS = ("loss.z_loss", "loss.label_smoothing", "model.args.experts.balance_loss", "model.args.experts.z_loss")
-"""Keys of weights of losses. A weight above 0 must change gradients."""
+"""Keys of the job that weight a part of the loss. A part with a weight above 0 must change gradients."""
 
 
 def variants(job: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return variants of a twin, by key. Their gradients must differ from those of the twin. If the twin trains on
-    random samples, the variant `data` has other samples. In each other variant, the loss weight of that key is 0."""
+    """Return changed copies of a twin, by changed key: `data` with other samples, if the twin trains on random samples,
+    and each key of `_WEIGHTS` with the value 0. Each change must change the gradients."""
     found = {}
     if job["data"]["kind"] == SAMPLES:
         found["data"] = _changed(job, "data.args.offset", _OTHER_SAMPLES)

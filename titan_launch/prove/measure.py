@@ -43,8 +43,8 @@ def measure_reference(
     ConfigError if the twin is too large for this host.
 
     `variants`: variants of the twin whose gradients must differ, by key (`prove.main.variants`). None: an earlier run
-    has trained them already, and has trained the twin twice. `exact_file`: file with the results of the same twin in
-    fp32; None if `job` is in fp32.
+    has already trained the variants, and the twin a second time. `exact_file`: file with the results of the same twin
+    in fp32; None if `job` is in fp32.
     """
     _check_size(JobConfig.model_validate(job))
     steps, run, _ = train_twin(job)
@@ -82,8 +82,8 @@ def measure_reference(
 
 
 SMALLEST = 1e-6
-"""A gradient counts as a rounding error if its norm is smaller than this share of the norm of all gradients. An example
-is the gradient of the bias of keys. It is 0, since softmax does not change when all scores rise by the same number."""
+"""A gradient counts as a rounding error if its norm is below this fraction of the norm of all gradients. An example is
+the gradient of the bias of keys: its true value is 0, since adding one number to all scores does not change softmax."""
 
 _BYTES = 100
 """Bytes for each parameter on one process: the parameter, its gradient and optimizer state, and the results of two
@@ -151,7 +151,7 @@ def _floors(step: Step) -> dict[str, float]:
 
 
 FLOOR = 1e-4
-"""Smallest norm to divide a difference by, as a share of the norm of all results of its kind."""
+"""Smallest norm to divide a difference by, as a fraction of the norm of all results of its kind."""
 
 
 def difference(step: int, name: str, value: Tensor, wanted: Tensor | None, floor: float) -> Difference:
@@ -170,7 +170,7 @@ def difference(step: int, name: str, value: Tensor, wanted: Tensor | None, floor
 
 
 _NOT_FINITE = 1e30
-"""Difference of a result that is not finite."""
+"""Value of `Difference.error` for a result that is not finite."""
 
 
 def trace_reference(job: dict[str, Any], step: int, file: str) -> None:

@@ -40,7 +40,7 @@ def run_ranks(function: str, world_size: int, *args: Any, timeout: float) -> lis
     """Call a function, `module:name`, on every rank of a new gloo group. Return the results in the order of ranks.
 
     Arguments and results are pickled. If a rank fails, its ConfigError or UserError is raised again, or RunError with
-    the traceback of any other error. Raises RunError also if a rank is killed or takes longer than `timeout` seconds,
+    the traceback of any other error. Also raises RunError if a rank is killed or takes longer than `timeout` seconds,
     and UserError if the host cannot start so many processes.
     """
     try:

@@ -55,8 +55,8 @@ class Reference:
     layout."""
 
     changed: tuple[Difference, ...]
-    """The results that differ when the twin is trained a second time. Empty for a deterministic model, and if the twin
-    was trained once."""
+    """The results that differed when the twin was trained a second time. Empty if none differed, or if the twin was
+    trained only once."""
 
     dead: tuple[str, ...]
     """Trained parameters whose gradient is exactly 0 in every step."""
@@ -93,7 +93,7 @@ class Departure(NamedTuple):
     """A traced tensor that differs from the same tensor of one process."""
 
     order: int
-    """Number of the tensor among all tensors that one process traces in the step, in the order of computation."""
+    """Position of the tensor among all tensors that one process traces in the step, in the order of computation."""
 
     event: Event
     error: float

@@ -13,8 +13,8 @@ from titan_launch.data.sources.interface import SourceContext
 
 _NUM_SAMPLES = 96
 _KINDS = 5
-"""Number of kinds of samples. Token sample i ignores (i % 5) / 8 of its targets. Every fifth image has an ignored
-target."""
+"""Number of samples after which the ignored targets repeat. Token sample i ignores (i % 5) / 8 of its targets. Every
+fifth image has an ignored target."""
 
 
 class Samples:

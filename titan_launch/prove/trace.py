@@ -1,8 +1,8 @@
 """The outputs of modules and the gradients of their inputs in one step, on one process and on the ranks of a layout.
 
-Each rank compares its own parts with those of one process, so nothing is communicated. The samples of a rank, its
-tokens and its part of a matrix are known from the layout. A tensor whose shape fits none of these, such as the rows of
-an expert, is not compared.
+Each rank compares its own parts with those of one process, so nothing is communicated. The layout tells which samples,
+tokens and parts of matrices a rank has. A tensor whose shape fits none of these, such as the rows of an expert, is not
+compared.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Trace:
 
 @contextmanager
 def traced(run: Run) -> Iterator[Trace]:
-    """Trace all modules of this rank's model until the end of the block."""
+    """Trace all modules of this rank's model until the `with` block ends."""
     trace = Trace(run.job.layout.num_microbatches)
     with ExitStack() as stack:
         for root in roots(run.model):
@@ -128,7 +128,7 @@ def _error(own: Tensor, place: _Place, of_one_process: list[Tensor], microbatch:
 
 
 _NOTHING = 1e-9
-"""Norm below which a tensor is a rounding error. Its difference counts as 0."""
+"""A tensor with a smaller norm than this is a rounding error. Its difference counts as 0."""
 
 
 class _Place:

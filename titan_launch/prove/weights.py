@@ -28,7 +28,7 @@ from titan_launch.train.model import build_job_model
 
 _SEQUENCES, _TOKENS = 2, 24
 _COPIES = 5 * 4
-"""Bytes for each parameter: two models with gradients in float32, and the gradients once more."""
+"""Bytes for each parameter in float32: two models with gradients, and a copy of the gradients of one."""
 
 
 def compare_weights(job: dict[str, Any]) -> list[Difference] | str:

@@ -75,7 +75,7 @@ def look_at_model(path: str) -> ModelFolder:
 
 @dataclass(frozen=True)
 class DataFolder:
-    """Data at a path."""
+    """The facts about data at a path."""
 
     path: str
     kind: str
@@ -259,7 +259,7 @@ _ENDS = {
 
 
 def _by_suffix(path: str, files: list[Path], kinds: Sequence[str]) -> DataFolder:
-    """Return the facts about files. The kind of the data is the kind whose files have the most bytes.
+    """Return the facts about files. The kind of the data is that of the suffix whose files have the most bytes.
 
     Raises UnknownDataError if the kind is JSON lines or Parquet, and other files have a suffix of another kind, such as
     `.txt`. Files with a suffix that is not in `_ENDS` are no error. Also raises UnknownDataError if the kind is text,

@@ -58,15 +58,15 @@ class Recipe:
     """`training.local_batch_size` if no size can be planned: without a GPU, without a model, or without torch."""
 
     prefers_steps: bool = False
-    """True to write the key `steps` instead of `epochs`, unless the steps would be `epochs` epochs or more."""
+    """True to write the key `steps` in place of `epochs`, unless these steps are `epochs` epochs or more."""
 
     epochs: int = 3
     epochs_from_random: int = 3
     """Number of epochs if the user names no model folder."""
 
     least_steps: int = 50
-    """Least number of steps. A small data set gets a smaller global batch, so that the run has this number of steps.
-    (The batch keeps one sample for each rank, so the run may have fewer.) 0 sets no limit."""
+    """Smallest number of steps. The global batch of a small data set is reduced until the run has this number of steps,
+    or until each rank has one sample per step. 0 sets no limit."""
 
     lora_rank: int = 0
     """Rank of the adapters; 0 trains all parameters."""
@@ -75,7 +75,7 @@ class Recipe:
     """True for a reward model: a decoder with one output."""
 
     weight_decay: float | None = 0.0
-    """None: the default of the optimizer."""
+    """`optimizer.weight_decay`. None: the optimizer's default."""
 
     min_lr_factor: float = 0.1
 
@@ -176,7 +176,6 @@ RECIPES: dict[str, Recipe] = {
         weight_decay=None,
     ),
 }
-"""The recipes, by name."""
 
 
 @dataclass(frozen=True)
@@ -184,8 +183,6 @@ class Inputs:
     """Everything that decides the text of a job file besides the recipe."""
 
     name: str
-    """Name of the job."""
-
     model: ModelFolder | None
     data: DataFolder | None
     ranks: int
@@ -271,8 +268,8 @@ def tables_of(name: str, inputs: Inputs) -> Iterator[Table]:
 def _batch_and_length(recipe: Recipe, inputs: Inputs) -> tuple[int, _Length]:
     """Return the number of samples per step, and the length of the run.
 
-    The number of samples per rank and step is a power of two: the largest one with which a step has at most the
-    recipe's number of tokens, and the run has at least the recipe's `least_steps`. A rank always has at least one
+    The number of samples per rank and step is the largest power of two that meets two conditions. A step has at most
+    the recipe's `tokens_per_step`, and the run has at least the recipe's `least_steps`. A rank always has at least one
     sample.
     """
     model, data, seq_len = inputs.model, inputs.data, seq_len_of(recipe, inputs.model)
@@ -465,7 +462,7 @@ class _Samples:
 
     number: int
     is_exact: bool
-    """False for an estimate from the sizes of files, or from the share of the validation split."""
+    """False for an estimate from the sizes of files, or from the percentage of the validation split."""
 
 
 def _count_samples(data: DataFolder, keys: Mapping[str, Any], seq_len: int, has_tokenizer: bool) -> _Samples | None:
@@ -499,8 +496,8 @@ class _Length:
 def _length_of(epochs: int, steps: int, prefers_steps: bool, samples: _Samples | None, batch: int) -> _Length:
     """Return the length of a run with `batch` samples per step.
 
-    `steps`: usual number of steps of the recipe. `prefers_steps`: True to write the key `steps` instead of `epochs`,
-    unless the steps would be `epochs` epochs or more."""
+    `steps`: usual number of steps of the recipe. `prefers_steps`: True to write the key `steps` in place of `epochs`,
+    unless these steps are `epochs` epochs or more."""
     name, value = ("steps", steps) if prefers_steps else ("epochs", epochs)
     if samples is None:
         other = "epochs" if prefers_steps else "steps"

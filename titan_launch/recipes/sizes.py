@@ -37,7 +37,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The keys of a job that depend on memory."""
+    """Values of the keys of a job that depend on memory."""
 
     local_batch_size: int
     activation_checkpoint: str
@@ -53,10 +53,10 @@ def planned_sizes(config: JobConfig, machine: Machine, recordings_of: Recordings
     """Return the microbatch size and the activation checkpointing with the shortest predicted step among those that
     fit.
 
-    Step times that agree to two digits count as equal, and so do unknown times. Of candidates with equal times, the one
-    whose mode adds less time is taken. If the modes are equal too, the one with the larger microbatch is taken, because
-    it has fewer collectives. If no candidate fits, or if the job cannot be planned, return a microbatch of one sample
-    and mode `full`.
+    Step times that agree to two digits count as equal, and so do unknown times. Of candidates with equal times, those
+    with the cheapest mode in `_COST` are preferred, then those with the largest microbatch, which have the fewest
+    collectives. If no candidate fits, or if the job cannot be planned, return a microbatch of one sample and mode
+    `full`.
 
     `config`: the job, whose global batch size does not change. Raises the errors of `recordings_of`, except
     ConfigError.
@@ -101,8 +101,8 @@ def _order(candidate: _Candidate) -> tuple[float, int, int]:
 
 
 def _candidates(config: JobConfig, machine: Machine, recordings_of: RecordingsOf) -> Iterator[_Candidate]:
-    """Yield the best choice of modes for each microbatch size that fits, up to the first size that does not fit. The
-    sizes are the powers of two up to 64 that divide the number of samples per rank and step."""
+    """Yield a candidate with the best checkpointing mode for each microbatch size, up to the first size that does not
+    fit. The sizes are the powers of two up to 64 that divide the number of samples per rank and step."""
     hardware = hardware_of(config, machine.ranks, "cuda", machine.device, machine.memory_gib)
     hardware = replace(hardware, gpus_per_node=max(1, min(machine.ranks, hardware.gpus_per_node)))
     auto = config.activation_checkpoint.model_copy(update={"mode": "auto"})

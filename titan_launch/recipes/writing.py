@@ -18,7 +18,7 @@ _COLUMN = 39
 
 @dataclass(frozen=True)
 class Row:
-    """A key of a table, with its value and a comment behind it."""
+    """A key of a table, with its value and the comment at the end of its line."""
 
     key: str
     value: Any

@@ -18,10 +18,10 @@ NUM_COLORS = 9
 
 _WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM, _RIGHT = 560, 260, 64, 32, 42, 22
 _WIDE = 1150
-"""Width of a chart that takes the width of the page."""
+"""Width of a chart that is as wide as the page, in SVG units."""
 
 _LABELS = 120
-"""Width of the names at the right of a stacked chart."""
+"""Width of the names at the right of a stacked chart, in SVG units."""
 
 _MAX_POINTS = 600
 """Largest number of finite points of a line. A longer series is divided into intervals. Of each interval, the line has
@@ -34,10 +34,10 @@ _MAX_COLUMNS = 120
 """Largest number of columns of a line chart that show a text at the mouse pointer."""
 
 _FAR = 4
-"""A limit of more than this factor times the longest bar is not drawn, because the bars would be too short to read."""
+"""A limit of more than this number times the longest bar is not drawn, because the bars would be too short to read."""
 
 _SLOW = 3
-"""Columns of a stacked chart that are higher than this factor times the median column do not determine the scale."""
+"""A column of a stacked chart that is higher than this number times the median column is cut off."""
 
 
 def line_chart(
@@ -191,7 +191,7 @@ class Bar:
 
 
 _ROW = 44
-"""Height of the row of a bar, with its label."""
+"""Height of a bar with its label, in SVG units."""
 
 
 def bar_chart(title: str, bars: Sequence[Bar], unit: str, colors: Mapping[str, int], limit: float | None = None) -> str:
@@ -260,8 +260,8 @@ def text_chart(series: Mapping[str, Points], x: str) -> list[str]:
 
 
 def value_at(points: Points, place: float) -> float:
-    """Return the value of a series at a place, interpolated between its points. Return NaN before the first point and
-    after the last one."""
+    """Return the value of a series at the x coordinate `place`, interpolated between its points. Return NaN before the
+    first point and after the last one."""
     if not points or not points[0][0] <= place <= points[-1][0]:
         return math.nan
     index = bisect_left(points, place, key=itemgetter(0))

@@ -33,7 +33,7 @@ from titan_launch.report.page import charts, folded, page, paragraphs, section, 
 from titan_launch.report.recorded_run import RecordedRun
 
 _MOST_KEYS = 20
-"""Number of the keys that a page shows without a click."""
+"""Largest number of different keys that a page shows without a click."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,10 @@ class Line:
 
     name: str
     values: tuple[float | None, ...]
-    """The figure of each run. None for a run without it."""
+    """The figure of each run; None if a run does not have the figure."""
 
     cells: tuple[str, ...]
-    """The figure of each run as text, with its spread if it is a median."""
+    """The figure of each run as text, with its quartiles if it is a median."""
 
     is_change_relative: bool = True
     """True if a change is shown in percent, False if it is shown as a difference."""

@@ -19,7 +19,7 @@ LOSS, VALIDATION_LOSS, STEP_SECONDS = "train/loss", "validation/loss", "time/ste
 PREDICTED, MEASURED = "memory/predicted_active_gib", "memory/max_active_gib"
 RESERVED, HOST, LIMIT = "memory/max_reserved_gib", "memory/max_rss_gib", "memory/limit_gib"
 _NOT_PARTS = (STEP_SECONDS, "time/compile_s", "time/checkpoint_stall_s")
-"""Metrics `time/*_s` that are not a part of the time of a step."""
+"""Metrics `time/*_s` that are neither a part of a step nor a pause."""
 
 _SAMPLES = "train/samples_seen"
 UNMEASURED = "not measured"
@@ -149,8 +149,8 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def loss_axis(runs: Sequence[RecordedRun]) -> str:
-    """Return the axis over which losses of runs are compared. It is `tokens` or `images` if the runs have different
-    numbers of tokens or images per step, and `step` if these numbers are equal or unknown."""
+    """Return the axis over which losses of runs are compared. It is `step`, unless the runs are known to have different
+    numbers of tokens or images per step. It is then `tokens` or `images`."""
     seen = [dict(run.values(_SAMPLES)) for run in runs]
     images = any("images" in (speed_tag(run) or "") for run in runs)
     sizes = [1 if images else run.seq_len for run in runs]
@@ -165,8 +165,8 @@ def loss_axis(runs: Sequence[RecordedRun]) -> str:
 
 
 def loss_curve(run: RecordedRun, tag: str, axis: str) -> Points:
-    """Return the points of a loss. `axis`: a result of `loss_axis`. A point is omitted if its place on the axis is not
-    finite, or is not after the previous point."""
+    """Return the points of a loss. `axis`: a result of `loss_axis`. A point is omitted if its coordinate on the axis is
+    not finite, or not larger than that of the previous point."""
     if axis == "step":
         return run.values(tag)
     size = 1 if axis == "images" else run.seq_len or 1
@@ -180,8 +180,8 @@ def loss_curve(run: RecordedRun, tag: str, axis: str) -> Points:
 
 
 def difference_of_curves(curve: Points, reference: Points) -> Points:
-    """Return the difference of a curve from a reference, at each point of the curve that lies between the first and the
-    last point of the reference. The reference is interpolated between its points."""
+    """Return `curve` minus `reference`, at each point of `curve` that lies between the first and the last point of
+    `reference`. The reference is interpolated between its points."""
     first, last = (reference[0][0], reference[-1][0]) if reference else (0.0, -1.0)
     return [(place, value - value_at(reference, place)) for place, value in curve if first <= place <= last]
 

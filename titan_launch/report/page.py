@@ -95,13 +95,13 @@ def page(title: str, body: Iterable[str]) -> str:
 
 
 def section(title: str, *content: str) -> str:
-    """Return a part of a page with a heading; "" without content."""
+    """Return a section of a page with a heading; "" without content."""
     found = [part for part in content if part]
     return f"<h2>{escape(title)}</h2>\n{chr(10).join(found)}" if found else ""
 
 
 def folded(title: str, content: str) -> str:
-    """Return a part of a page that opens with a click; "" without content."""
+    """Return a section of a page that opens with a click on its title; "" without content."""
     return f"<details><summary>{escape(title)}</summary>\n{content}</details>" if content else ""
 
 

@@ -65,7 +65,7 @@ quotients of two other numbers are finite."""
 _MOST_STEPS = 10**15
 _LONGEST_NAME = 500
 _MOST_STARTS = 200
-"""Number of the last starts of a run that are shown."""
+"""Largest number of starts of a run that are shown, the last ones."""
 
 _LOG_HEAD, _LOG_TAIL = MIB // 4, MIB // 16
 """Largest numbers of bytes that are read at the beginning and at the end of the first rank's log. Of the other ranks'
@@ -285,7 +285,7 @@ class RecordedRun:
 
     @cached_property
     def starts(self) -> list[Start]:
-        """The last starts of the run, at most 200, from the oldest to the newest, as their logs tell."""
+        """The starts of the run by its logs, at most the last 200, from the oldest to the newest."""
         logs = self.folder / "logs"
         reader = _Logs(_MOST_ERROR_BYTES)
         folders = ((number, logs / attempt_name(number)) for number in self._attempts[: -_MOST_STARTS - 1 : -1])
@@ -436,8 +436,8 @@ def _lines(path: Path) -> Iterator[Report]:
 
 
 def _report(line: bytes, tags: dict[str, str]) -> Report:
-    """Return the report of a line. Raises ValueError if the line is not a report. `tags`: the names of metrics in
-    earlier lines. Reports share these strings, to save memory."""
+    """Parse a line, and return its report. Raises ValueError if the line is not a report. `tags`: the names of metrics
+    in earlier lines. Reports share these strings, to save memory."""
     table = parse_json(line)
     if not isinstance(table, dict):
         raise ValueError("not an object")
@@ -526,7 +526,8 @@ def _state(folder: Path, config: _Config, reports: Reports) -> State:
 
 
 _FLOCK, _TYPE = ("qqihh", 3) if sys.platform == "darwin" else ("hhqqi4x", 0)
-"""Layout of `struct flock`, and the index of `l_type`. `l_whence` follows `l_type`."""
+"""Layout of `struct flock` for the module `struct`, and the index of its field `l_type`. The field `l_whence` follows
+`l_type`."""
 
 
 def _is_locked(path: Path) -> bool:

@@ -4,22 +4,22 @@ Eager PyTorch saves the same tensors on both devices, except for a few operation
 Their outputs have the right shape, dtype and strides, and the tensors that they save have the right size.
 
 - RMSNorm: a CPU runs several operations, which save two fp32 copies of the input. CUDA's `_fused_rms_norm` saves the
-  input and an fp32 factor for each row. If weight and input have different dtypes, CUDA also runs the several
-  operations, and nothing is replaced.
-- LayerNorm: both devices run the same operation. CUDA saves mean and factor of the rows in fp32 even for a bf16 input.
+  input and, for each row, an fp32 `rstd`. If weight and input have different dtypes, CUDA runs the same operations as a
+  CPU, and nothing is replaced.
+- LayerNorm: both devices run the same operation. CUDA saves `mean` and `rstd` in fp32 even for a bf16 input.
 - Attention: CUDA runs flash attention for fp16 and bf16, and memory-efficient attention for fp32 or with a mask. If the
   shapes are not (batch, heads, tokens, head_dim), CUDA runs the kernel that stores all scores. The same holds for
   grouped queries in fp32 or with a mask, and for every call with `kernels.attention = "math"`. For values in fp16 or
   bf16 that have another width than queries, the replacement uses cuDNN's kernel, which saves as many bytes as flash
   attention. cuDNN takes widths up to `plan.attention_kernels.WIDEST_FLASH`.
 - Attention with a sliding window, a soft cap, attention sinks or documents: CUDA runs FlexAttention, which saves its
-  inputs, its output, and an fp32 logarithm for each query. The memory of its block mask is not counted.
+  inputs, its output, and an fp32 logsumexp for each query. The memory of its block mask is not counted.
 - Matrix products of experts: CUDA runs one grouped product in bf16 (`plan.experts.is_grouped`). With other dtypes, and
   on a CPU, there is one product for each expert. In both cases, the rows and the stacked matrices are saved. A trace
   does not know how many rows each expert gets, so it divides the rows of a rank equally among its experts. With expert
-  parallelism, a rank receives `planner.expert_load` times the mean number of rows. Classes of `transformers` call the
-  grouped product in any dtype, also on a CPU. Before 2.15, PyTorch's shape function of the grouped product rejects
-  fp32, so this function is replaced.
+  parallelism, a rank receives the mean number of rows over ranks, times `planner.expert_load`. Classes of
+  `transformers` call the grouped product in any dtype, also on a CPU. Before 2.15, PyTorch's shape function of the
+  grouped product rejects fp32, so this function is replaced.
 - BatchNorm needs no replacement: CUDA's native kernel, cuDNN's and the CPU's save the input and two fp32 numbers for
   each channel.
 
@@ -64,7 +64,7 @@ def kernels_replaced(
     expert_load: float = 1.0,
     note: Callable[[Work], None] = lambda work: None,
 ) -> Iterator[None]:
-    """Until the end of the block, let CPU operations save the same tensors for backward as operations on a device of
+    """Until the `with` block ends, let CPU operations save the same tensors for backward as operations on a device of
     the family `kernels`.
 
     `backend`: value of `kernels.attention` in the job. `expert_load`: value of `planner.expert_load`. `note`: function

@@ -1,4 +1,4 @@
-"""A dry run: one process builds what one rank of a run would build, without tensor values and without other ranks."""
+"""A dry run: one process builds what one rank of a run would build, with fake tensors and without other ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def dry_run(config: JobConfig, layout: Layout, hardware: Hardware, rank: int) ->
 
     The mesh, the FSDP2 units, the pipeline stages, the optimizer and its update are the same as in a run. Forward and
     backward are traced as in `trace_rank`. Nothing is written. No data is read, except one image if only the data
-    determines the size of the images. The job's modes must not be `auto`. The process must have no process group.
+    determines the size of the images. The job must not have a mode `auto`. The process must have no process group.
 
     Raises ConfigError for a model that cannot be traced, and as a run does before it allocates memory. Raises UserError
     on an untested release of PyTorch.

@@ -18,7 +18,8 @@ from titan_launch.core.patches import loggers_silenced, replaced
 
 @contextmanager
 def fake_process_group(world_size: int, rank: int = 0) -> Iterator[None]:
-    """Run the block as rank `rank` of `world_size`. Collectives return at once, without values of other ranks.
+    """Run the `with` block as rank `rank` of `world_size`. Collectives return at once, and their results have no data
+    of other ranks.
 
     The default is rank 0, which has the largest shards. Raises RuntimeError if this process already has a process
     group, because FSDP2 and the mesh would use that group.
@@ -55,7 +56,7 @@ releases the stages open their connections (the last method).
 
 @contextmanager
 def sends_held() -> Iterator[None]:
-    """Until the end of the block, let the work object of a send keep the sent tensors alive, as with gloo.
+    """Until the `with` block ends, let the work object of a send keep the sent tensors alive, as with gloo.
 
     PyTorch's schedules of several stages per rank keep the work objects of all sends until the end of the step. Work
     objects of NCCL keep no tensors: the allocator frees a sent tensor when the other rank has received it. Outside of
@@ -80,7 +81,7 @@ class _Sent:
 
 @contextmanager
 def silence() -> Iterator[None]:
-    """Drop Python's warnings and the logs of three modules (`names`) until the end of the block. The user loses no
+    """Drop Python's warnings and the logs of three modules (`names`) until the `with` block ends. The user loses no
     information: a run shows the same warnings, and PyTorch raises each error that it logs."""
     names = ("torch._subclasses.fake_tensor", "torch.distributed.tensor._redistribute", "titan_launch.parallel")
     with loggers_silenced(*names), warnings.catch_warnings():

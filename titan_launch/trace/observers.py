@@ -39,7 +39,6 @@ class StepPoints:
         self._counts: dict[nn.Module, int] = {}
         self._inside: str | None = None
         self.microbatch = 0
-        """Index of the current microbatch."""
 
     def begin_microbatch(self, index: int) -> None:
         """Enter the forward of microbatch `index`. The step points that follow belong to this microbatch."""
@@ -48,7 +47,7 @@ class StepPoints:
 
     @contextmanager
     def watch(self, model: nn.Module, paths: Sequence[str], has_loss: bool = True) -> Iterator[None]:
-        """Observe the modules at `paths` and the model until the end of the block.
+        """Observe the modules at `paths` and the model until the `with` block ends.
 
         `has_loss`: True if a loss follows the model's forward.
         """
@@ -101,8 +100,8 @@ class StepPoints:
 
 
 def modules_in_order(model: nn.Module, inventory: Inventory) -> list[str]:
-    """Return the paths of the outermost blocks, and of the outermost modules with a forward that neither contain a
-    block nor are inside one.
+    """Return the paths of the outermost blocks, and of all other outermost modules with a forward that contain no
+    block.
 
     A forward runs these modules one after another. Modules of other pipeline stages are omitted.
     """

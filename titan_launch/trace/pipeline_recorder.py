@@ -1,8 +1,8 @@
 """Recording of a pipeline's step. PyTorch's schedule runs with all microbatches, but stages run only a few of them.
 
-Microbatches of one kind allocate the same memory. So each stage runs only the first microbatch of each kind. For the
-others, a stand-in returns a tensor of the same shape. Memory that the schedule itself allocates and holds is recorded
-for all microbatches.
+Microbatches of one kind (`_Kind`) allocate the same memory. So each stage runs only the first microbatch of each kind.
+For the others, a stand-in returns a tensor of the same shape. Memory that the schedule itself allocates and holds is
+recorded for all microbatches.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class _Kind(NamedTuple):
 
     stage: int
     actions: tuple[str, ...]
-    """The actions of the microbatch, such as a whole backward, or the two parts of a split one. Empty if the schedule
-    lists no actions; all its backwards are then whole."""
+    """The actions of the microbatch. A zero-bubble schedule may split a backward into two actions: one for inputs, one
+    for weights. Empty if the schedule lists no actions; it then splits no backward."""
 
     adds: bool
     """True if a split backward adds to the gradients of an earlier microbatch, in place."""
@@ -79,7 +79,7 @@ class PipelineRecorder:
     notes: list[Note]
     memory: LiveMemory
     take_gradients: Callable[[nn.Module], None]
-    """Function that notes the gradients of the parameters of a stage, which a split backward has set."""
+    """Function that notes the gradients of a stage's parameters after the action for weights of a split backward."""
 
     roots: dict[nn.Module, str]
     """Path of each stage's FSDP2 root on the tape."""
@@ -100,7 +100,6 @@ class PipelineRecorder:
     """The output of each stage, by its module."""
 
     _microbatch: int = 0
-    """Index of the microbatch that runs."""
 
     def run(self, microbatches: list[Batch], loss: Loss, num_items: Tensor) -> None:
         """Run a step, and replace the content of `notes` by the notes of this step. Stages run only the microbatches of

@@ -1,9 +1,9 @@
 """The recorder of tapes (`plan.memory.tape`). A tape lists what one rank allocates and frees in forward and backward of
 one microbatch. With pipeline parallelism, a tape has the microbatches of a step.
 
-The model is built, wrapped and trained by the functions of a run, with tensors that have shapes and no values. In place
-of the memory that FSDP2 allocates, a tape has the calls of FSDP2's hooks. So the tape depends neither on the mode of
-gradient accumulation nor on the number of shards (see `plan.memory.recordings.recorded_job`).
+The model is built, wrapped and trained by the functions of a run, on fake tensors. In place of the memory that FSDP2
+allocates, a tape has the calls of FSDP2's hooks. So the tape depends neither on the mode of gradient accumulation nor
+on the number of shards (see `plan.memory.recordings.recorded_job`).
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class _Recorder(Ledger):
         self.reducing: tuple[str, int] | None = None
         """Full name of the parameter whose gradient FSDP2 is about to reduce, and the bytes of an element, or None."""
         self.reduced: dict[str, int] = {}
-        """See `Tape.reduced`."""
+        """Content of `Tape.reduced`."""
 
     def allocate(self, num_bytes: int, category: Category) -> None:
         if category not in OF_FSDP:
@@ -180,8 +180,8 @@ class TorchRecorder:
     ) -> list[Tape]:
         """Record a job, and return its tapes (see `plan.memory.recordings.Recordings.tapes`).
 
-        If many blocks are alike, only some of them are recorded. If the tapes show that the recorded blocks differ, or
-        if the model does not run without the omitted blocks, all blocks are recorded.
+        If many blocks are alike, only some of them are recorded. All blocks are recorded if the tapes show that the
+        recorded blocks differ, or if the model does not run without the others.
 
         Raises ConfigError for most dtype errors, as a run does, and for a model that cannot be traced. Raises UserError
         on an untested release of PyTorch.
@@ -333,8 +333,8 @@ def _buffers(model: nn.Module, copied: Mapping[str, int], prefix: str) -> dict[s
 
 @contextmanager
 def _gradients_named(recorder: _Recorder, name_of: Mapping[int, str]) -> Iterator[None]:
-    """Within the block, update `recorder.taking` and `recorder.reducing` by hooks of autograd and FSDP2. `name_of`:
-    full name of each parameter of the model, by its `id()`."""
+    """Within the `with` block, update `recorder.taking` and `recorder.reducing` by hooks of autograd and FSDP2.
+    `name_of`: full name of each parameter of the model, by its `id()`."""
     watched: dict[int, Tensor] = {}  # keeps the parameters alive, so that ids stay unique
     with ExitStack() as stack:
 

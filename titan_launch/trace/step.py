@@ -1,4 +1,4 @@
-"""A trace of one rank's training step, with tensors that have shapes and no values.
+"""A trace of one rank's training step, on fake tensors, which have shapes but no values.
 
 The model is built, planned, wrapped and trained by the functions of a run, so units, hooks, gradient accumulation and
 loss are the same. Only data, initial values, the conversion to float8 and the update are missing.
@@ -135,9 +135,9 @@ def assembled_without_values(  # noqa: PLR0913 - six describe the rank
     """Assemble a model as `rank` of `layout.world_size` would, with fake tensors on the CPU. Yield the model and the
     maker of its microbatches.
 
-    In the block, this process acts as that rank, and tensors are fake. Operations save the same tensors for backward as
-    on a device of the family `kernels`. No layer is converted to float8, because the memory that torchao needs is not
-    known. `note`: as in `kernels_replaced`.
+    In the `with` block, this process acts as that rank, and tensors are fake. Operations save the same tensors for
+    backward as on a device of the family `kernels`. No layer is converted to float8, because the memory that torchao
+    needs is not known. `note`: as in `kernels_replaced`.
     """
     with ExitStack() as stack:
         stack.enter_context(silence())
@@ -226,8 +226,8 @@ def _trace_microbatches(
 
 @contextmanager
 def watched_memory(model: nn.Module, ledger: Ledger) -> Iterator[LiveMemory]:
-    """Record memory in `ledger` until the end of the block, as `metrics.memory.track` does. Offloaded activations count
-    as host memory."""
+    """Record memory in `ledger` until the `with` block ends, as `metrics.memory.track` does. Offloaded activations
+    count as host memory."""
     with ExitStack() as stack:
         memory = stack.enter_context(track(model, ledger))
         for name, category in (("to_host", Category.OFFLOADED), ("to_device", Category.ACTIVATIONS)):
@@ -238,7 +238,7 @@ def watched_memory(model: nn.Module, ledger: Ledger) -> Iterator[LiveMemory]:
 
 @contextmanager
 def watched_parts(config: JobConfig, model: nn.Module, plan: ModelPlan, points: StepPoints) -> Iterator[None]:
-    """Until the end of the block, let hooks enter a step point for each module of a model, or of this rank's pipeline
+    """Until the `with` block ends, let hooks enter a step point for each module of a model, or of this rank's pipeline
     stages. Errors of the model are raised again with an explanation (`explained_in_trace`)."""
     pipeline = pipeline_of(model)
     with ExitStack() as stack:

@@ -1,5 +1,5 @@
-"""The planner's reference engine, for any model. The engine traces a step with torch to predict memory and traffic. If
-possible, it traces two models with fewer blocks instead of the whole model, and extrapolates."""
+"""The planner's reference engine, for any model. The engine runs a step on fake tensors to predict memory and traffic.
+If possible, it traces two models with fewer blocks instead of the whole model, and extrapolates."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from titan_launch.train.model import build_job_model
 _log = logging.getLogger(__name__)
 
 _ON_THE_LINE = 1e-4
-"""Largest relative error of the extrapolated peak memory at a third depth (number of blocks). With a larger error,
-memory does not count as a linear function of depth."""
+"""Memory counts as a linear function of depth (the number of blocks) if the extrapolated peak memory at a third depth
+has at most this relative error."""
 
 
 def trace_rank(config: JobConfig, plan: ModelPlan, layout: Layout, kernels: Kernels, rank: int) -> TracedStep:
@@ -83,9 +83,9 @@ def log_whole_trace(reason: str) -> None:
 
 @contextmanager
 def whole_traced_on_error() -> Iterator[None]:
-    """Suppress the errors of a trace without some of the model's blocks, and log a warning for all but ConfigErrors. A
-    model may fail without these blocks, for example if it counts its blocks. An error that has another cause occurs
-    again in the trace of all blocks, which raises it."""
+    """Suppress errors in the `with` block, which traces a model without some of its blocks. Log a warning for all but
+    ConfigErrors. A model may fail without these blocks, for example if it counts its blocks. An error that has another
+    cause occurs again in the trace of all blocks, which raises it."""
     try:
         yield
     except ConfigError:  # the trace of all blocks most likely raises the same error
@@ -165,7 +165,8 @@ _READABLE = {
 
 
 class TraceEngine:
-    """An engine that traces a job's step once for each choice. Compiled models are traced without compilation."""
+    """An engine that traces a job's step once for each `Choice` (a gradient accumulation and an activation
+    checkpointing mode). Compiled models are traced without compilation."""
 
     def __init__(self, config: JobConfig, layout: Layout, kernels: Kernels):
         """`kernels`: the device family whose memory is predicted. For CUDA, `trace.cuda_kernels` replaces CPU
@@ -178,7 +179,7 @@ class TraceEngine:
         self._known: dict[Choice, TracedStep] = {}
 
     def __call__(self, choice: Choice) -> Footprint:
-        """Return the active memory of the rank with the highest peak, in one step with the modes of a choice.
+        """Return the active memory of the rank with the highest peak, in one step with the two modes of `choice`.
 
         Raises ConfigError as a run would, and for a model that cannot be traced.
         """

@@ -47,8 +47,8 @@ _STEPS = 3
 this state. The third step shows whether the allocator needs more memory for the same tensors."""
 
 _SHARE = 0.95
-"""Share of this process's memory limits on the host (`ulimit`) that a trial on a CPU may use. A run needs a little more
-memory than a trial."""
+"""Fraction of this process's memory limits on the host (`ulimit`) that a trial on a CPU may use. A run needs a little
+more memory than a trial."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,8 @@ class TrialMemory:
 def run_trial(config: JobConfig, layout: Layout, rank: int, device: torch.device) -> TrialMemory | None:
     """Train three steps as rank `rank` of `layout.world_size` on `device`. All parameters and buffers are 0.
 
-    Return the peak memory; None on a CPU. On a CPU, first lower the memory limits of this process. The job's modes must
-    not be `auto`. The process must have no process group. Raises RunError if the memory does not suffice, and
+    Return the peak memory; None on a CPU. On a CPU, first lower the memory limits of this process. The job must not
+    have a mode `auto`. The process must have no process group. Raises RunError if the memory does not suffice, and
     ConfigError as a run does.
     """
     for limit in (resource.RLIMIT_AS, resource.RLIMIT_DATA) if device.type == "cpu" else ():
@@ -131,7 +131,7 @@ def run_trial(config: JobConfig, layout: Layout, rank: int, device: torch.device
 
 def _equal_counts(load: float, counts: Tensor, ranks: int, group: str) -> Tensor:
     """Replace `expert_parallel.exchanged_counts`, because there is no other rank to send its counts. Divide the rows
-    that this rank is planned to receive equally among the sending ranks and this rank's experts. `load`: value of
+    that the plan expects this rank to receive equally among the sending ranks and this rank's experts. `load`: value of
     `planner.expert_load`."""
     rows = received_rows(int(counts.sum()), ranks, load)
     return torch.tensor(equal_parts(rows, counts.numel()), device=counts.device).view(ranks, -1)

@@ -1,4 +1,4 @@
-"""The work of operations that run on tensors without values: sizes of matrix products, FLOPs, or bytes."""
+"""The work of operations on fake tensors: sizes of matrix products, FLOPs, or bytes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _NO_WORK = {
     _aten.lift_fresh,
 }
 _READS_ROWS = {_aten.embedding, _aten.index, _aten.index_select, _aten.gather, _aten.nll_loss_forward}
-"""Operations that read as much of their first argument as they return."""
+"""Operations that read only a part of their first argument: as many bytes as they return."""
 
 
 def work_of(operation: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Work | None:

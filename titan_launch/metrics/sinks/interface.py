@@ -25,7 +25,7 @@ class RunDescription:
     value is cut off."""
 
     later_metrics: frozenset[str]
-    """Metrics that the run reports, though not necessarily in its first report."""
+    """Tags of all metrics that the run reports, in its first report or only later."""
 
 
 class Sink(ABC):

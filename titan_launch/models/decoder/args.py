@@ -47,17 +47,17 @@ class DecoderArgs(ModelArgs):
     Unset: grouped-query attention."""
 
     hidden_dim: Width
-    """Width of the feed-forward layer. It has no effect if all layers have experts."""
+    """Width of the hidden layer of the feed-forward layer. It has no effect if all layers have experts."""
 
     vocab_size: NumTokens
-    """Number of rows of the embedding: at least the tokenizer's vocabulary size."""
+    """Number of rows of the token embedding: at least the tokenizer's vocabulary size."""
 
     norm: NormKind = "rmsnorm"
     """Kind of the normalization layers. `batchnorm` normalizes each channel over all tokens of a microbatch. A token's
     output then depends on later tokens: see `docs/how_to/batchnorm.md`."""
 
     norm_eps: PositiveFloat = 1e-5
-    """Number added to the variance."""
+    """Epsilon of the normalization layers, which is added to the variance (with `rmsnorm`: to the mean square)."""
 
     batchnorm_momentum: Annotated[float, Field(gt=0, le=1)] = 0.1
     """Weight of a microbatch in the running statistics of `batchnorm`."""
@@ -109,8 +109,8 @@ class DecoderArgs(ModelArgs):
     """Number of tokens that a token attends to, itself included. Unset: all earlier tokens."""
 
     full_attention_every: NumTokens | None = None
-    """Interval of the layers without a sliding window. With N, these are the layers N, 2 N and so on, counted from 1.
-    Unset: all layers have the window."""
+    """With N, the layers N, 2 N and so on, counted from 1, have no sliding window. Unset: all layers have the
+    window."""
 
     full_attention_layers: Annotated[list[Layers], Field(max_length=MOST_LAYERS)] | None = None
     """Layers without a sliding window, counted from 1, if they are not every N-th layer. Unset: `full_attention_every`
@@ -172,18 +172,18 @@ class DecoderArgs(ModelArgs):
 
     @property
     def query_width(self) -> int:
-        """Width of all query heads."""
+        """Width of all query heads together."""
         return self.n_heads * self.head_width
 
     @property
     def attended_width(self) -> int:
-        """Width of the outputs of all heads."""
+        """Width of the outputs of all heads together."""
         latent = self.latent_attention
         return self.query_width if latent is None else self.n_heads * latent.v_head_dim
 
     @property
     def kv_width(self) -> int:
-        """Width of all key heads. Without `latent_attention`, it is also that of all value heads."""
+        """Width of all key heads together. Without `latent_attention`, it is also that of all value heads together."""
         return self.n_kv_heads * self.head_width
 
     @property
@@ -385,8 +385,8 @@ class DecoderArgs(ModelArgs):
         return {**sizes, **self._twin_layers(needs)}
 
     def _twin_layers(self, needs: TwinNeeds) -> dict[str, Any]:
-        """Return the arguments for the fewest layers, at least two, that have every combination of window and experts
-        of this decoder's layers; none if all layers are needed."""
+        """Return the arguments that reduce the number of layers; none if all layers are needed. The twin has at least
+        two layers, and each combination of window and experts that this decoder's layers have."""
 
         def kinds(args: DecoderArgs) -> set[tuple[bool, bool]]:
             return {(args.window_of(layer) is None, args.has_experts(layer)) for layer in range(args.n_layers)}

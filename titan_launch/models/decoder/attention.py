@@ -45,8 +45,8 @@ class ScoreOptions:
     """Scores become `soft_cap * tanh(score / soft_cap)`; None for no cap."""
 
     pads_values: bool = True
-    """True: plain attention pads queries, keys and values with zeros to one width. False: the chosen kernel takes
-    values of a different width."""
+    """True: plain causal attention pads queries, keys and values with zeros to one width. False: the kernel takes
+    values of another width than queries and keys, so nothing is padded."""
 
     has_many_lengths: bool = False
     """True: sequences have many lengths, as in generation and evaluation. FlexAttention is compiled for each length, so
@@ -128,9 +128,10 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None
 def _of_equal_width(*tensors: Tensor) -> Iterator[Tensor]:
     """Pad queries, keys and values to one width, with zeros that change no result, and yield them.
 
-    Flash attention requires equal widths on all devices (`check_head_dim_size_flash`, PyTorch 2.11 to 2.15). For other
-    widths a CPU would use the kernel that stores all tokens x tokens scores, and CUDA the efficient kernel, which is
-    slower. Of the fast kernels, only cuDNN on Hopper and later takes other widths, such as 192 and 128.
+    Flash attention requires equal widths on all devices (`check_head_dim_size_flash`, PyTorch 2.11 to 2.15). For
+    unequal widths, a CPU would use the kernel that stores all tokens x tokens scores, and CUDA the slower
+    memory-efficient kernel. Of the fast kernels, only cuDNN on Hopper and later takes other widths, such as 192 and
+    128.
     """
     widest = max(tensor.shape[-1] for tensor in tensors)
     for tensor in tensors:
@@ -276,7 +277,7 @@ def _flex_attention(
     if is_compiling:
         result = flex_attention()(q, k, v, **given)
     else:
-        with torch.compiler.set_stance("default"):  # the precision audit runs compiled modules eagerly
+        with torch.compiler.set_stance("default"):  # compile it even in the precision audit, which is eager
             result = _compiled_flex_attention()(q, k, v, **given)
     return (result[0], result[1].lse) if has_logsumexp else result
 
@@ -304,7 +305,7 @@ def _compiled_flex_attention() -> Callable[..., Any]:
 
 
 _VARIANTS = 256
-"""Limit of the compiled variants of FlexAttention."""
+"""Largest number of compiled variants of FlexAttention in this process."""
 
 
 def soft_capped(soft_cap: float) -> Callable[..., Tensor]:
@@ -321,10 +322,10 @@ def make_block_mask(num_tokens: int, window: int | None, documents: Tensor | Non
 
     `documents`: the number of each token's document (batch, tokens), which never decreases along the sequence.
 
-    PyTorch's `create_block_mask` computes a mask of tokens x tokens first: 8.6 GB for 32,768 tokens. Here one pair of
-    tokens decides for a pair of blocks. A block of queries and an earlier block of keys have an allowed pair if the
-    nearest pair is allowed: the first query and the last key. All pairs are allowed if the furthest pair is allowed:
-    the last query and the first key.
+    PyTorch's `create_block_mask` computes a mask of tokens x tokens first: 8.6 GB for 32,768 tokens. Here, one pair of
+    tokens decides for a block of queries and an earlier block of keys. Some pair is allowed if the nearest pair is
+    allowed: the first query and the last key. All pairs are allowed if the furthest pair is allowed: the last query and
+    the first key.
     """
     from torch.nn.attention.flex_attention import BlockMask
 

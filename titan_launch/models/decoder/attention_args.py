@@ -107,10 +107,10 @@ class LatentAttentionArgs(Section):
     heads from one vector, its latent. All heads share the token's key with rotary embedding."""
 
     q_lora_rank: Width | None = None
-    """Width of the latents of queries. Unset: queries are computed without a latent."""
+    """Width of the latent vectors of queries. Unset: queries are computed without a latent vector."""
 
     kv_lora_rank: Width
-    """Width of the latents of keys and values."""
+    """Width of the latent vectors of keys and values."""
 
     qk_nope_head_dim: Parts
     """Number of channels of a head of queries and keys without rotary embedding."""
@@ -122,7 +122,7 @@ class LatentAttentionArgs(Section):
     """Width of a head of values."""
 
     norm_eps: Annotated[float, Field(gt=0)] = 1e-6
-    """Number added to the variance in the norms of the latents."""
+    """Epsilon of the norms of the latents, which is added to the variance."""
 
     def problems(self) -> Iterator[tuple[tuple[str, ...], str]]:
         """Yield (names of the arguments, reason) for each contradiction between arguments."""

@@ -26,10 +26,11 @@ class ExpertArgs(Section):
     """Number of experts that process each token."""
 
     hidden_dim: Width
-    """Width of each expert."""
+    """Width of the hidden layer of each expert."""
 
     shared_hidden_dim: Width | None = None
-    """Width of a feed-forward layer that processes every token, beside the experts (DeepSeek). Unset: there is none."""
+    """Width of the hidden layer of a shared expert, a feed-forward layer that processes every token (DeepSeek). Unset:
+    there is no shared expert."""
 
     first_dense_layers: NonNegative = 0
     """Number of layers at the beginning that have the dense feed-forward layer instead of experts (DeepSeek)."""
@@ -48,7 +49,7 @@ class ExpertArgs(Section):
     whose two best experts have the largest sum of scores and selection biases (DeepSeek-V3)."""
 
     top_k_groups: Parts = 1
-    """Number of groups that a token's experts may come from."""
+    """Number of groups from which the experts of one token may come."""
 
     router_bias: bool = False
     """Add a bias to the router's logits (GPT-OSS)."""
@@ -62,16 +63,16 @@ class ExpertArgs(Section):
     layer is `activation(w1 x) * w3 x`."""
 
     selection_bias_rate: Weight | None = None
-    """Balance the load by a bias for each expert, which only the choice of experts uses (DeepSeek-V3,
-    arXiv:2408.15664). After each step that is not skipped, the biases of experts with less than the mean load rise by
-    this number, and those of experts with more than the mean load fall by it. With 0, the biases keep their values.
-    Unset: there are no biases."""
+    """Balance the load by a bias for each expert, which is added to the scores only to choose the experts of a token
+    (DeepSeek-V3, arXiv:2408.15664). After each step that is not skipped, the bias of an expert rises by this number if
+    its load is below the mean load, and falls by this number if its load is above. With 0, the biases keep their
+    values. Unset: there are no biases."""
 
     balance_loss: Weight = 0.0
     """Weight of the auxiliary loss that balances the load within each sequence (DeepSeek-V3, arXiv:2412.19437). The
-    loss is E * sum(f * p) over the E experts of a layer. f is the fraction of the sequence's choices that fall on an
-    expert. p is the mean, over the tokens, of the expert's score divided by the sum of the token's scores. With an
-    equal load, the loss is 1. The losses of all layers are added."""
+    loss is E * sum(f * p) over the E experts of a layer. f is the number of the sequence's tokens that chose an expert,
+    divided by `tokens * top_k`. p is the mean, over the tokens, of the expert's score divided by the sum of the token's
+    scores. With an equal load, the loss is 1. The losses of all layers are added."""
 
     z_loss: Weight = 0.0
     """Weight of the router's z-loss: the mean over tokens of the squared logsumexp of the logits (ST-MoE,

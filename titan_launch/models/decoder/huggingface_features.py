@@ -28,7 +28,7 @@ class Feature:
 
 
 def same(key: str, argument: str, *default: Any) -> Feature:
-    """Return the feature of a key and an argument with the same value. Without `default`, the key must be in
+    """Return the `Feature` of a key and an argument with the same value. Without `default`, the key must be in
     `config.json`."""
     return Feature(
         (key,), lambda config: {argument: _lookup(config, key, *default)}, lambda args: {key: getattr(args, argument)}
@@ -58,7 +58,8 @@ _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh
 
 
 def activation(key: str, default: str) -> Feature:
-    """Return the feature of the feed-forward layer's activation. `default`: the class's value if the key is absent."""
+    """Return the `Feature` of the feed-forward layer's activation. `default`: the class's value if the key is
+    absent."""
 
     def read(config: Config) -> dict[str, Any]:
         value = config.get(key, default)
@@ -73,8 +74,8 @@ def activation(key: str, default: str) -> Feature:
 
 
 def key_value_heads(*default: None) -> Feature:
-    """Return the feature of the number of key and value heads. With the default None, an absent key or null stands for
-    the number of query heads. Without `default`, the key must be in `config.json`."""
+    """Return the `Feature` of the number of key and value heads. With the default None, an absent key or null stands
+    for the number of query heads. Without `default`, the key must be in `config.json`."""
 
     def read(config: Config) -> dict[str, Any]:
         number = _lookup(config, "num_key_value_heads", *default)
@@ -98,7 +99,7 @@ WIDTH_OF_GPT2 = Feature(
 
 
 def head_dim(default: int | None = None, may_be_null: bool = False, must_divide: bool = False) -> Feature:
-    """Return the feature of the width of a head. The argument stays unset for the width `hidden_size` / number of
+    """Return the `Feature` of the width of a head. The argument stays unset for the width `hidden_size` / number of
     heads.
 
     `default`: the class's value if the key is absent. `may_be_null`: True if the class accepts null. `must_divide`:
@@ -119,7 +120,7 @@ def head_dim(default: int | None = None, may_be_null: bool = False, must_divide:
 
 
 def attention_bias(default: bool = False) -> Feature:
-    """Return the feature of the biases of queries, keys, values, and of the output of attention."""
+    """Return the `Feature` of the biases of queries, keys, values, and of the output of attention."""
 
     def read(config: Config) -> dict[str, Any]:
         return dict.fromkeys(("qkv_bias", "attention_output_bias"), config.get("attention_bias", default))
@@ -264,7 +265,7 @@ def rope(
     kinds: Sequence[str] = tuple(_SCALINGS),
     yarn_needs: str | None = None,
 ) -> Feature:
-    """Return the feature of rotary embeddings that all layers share.
+    """Return the `Feature` of rotary embeddings that all layers share.
 
     `theta` and `scaling`: the class's own defaults. `kinds`: RoPE types of the class. `yarn_needs`: a key that the
     class needs to compute YaRN; None if it needs none.
@@ -363,7 +364,7 @@ def _window_of_qwen(config: Config) -> dict[str, Any]:
 
 
 def windows_by_pattern(default: int, default_window: int, pattern: str | None = None) -> Feature:
-    """Return the feature of sliding windows in all layers except every N-th, unless `layer_types` is set.
+    """Return the `Feature` of sliding windows in all layers except every N-th, unless `layer_types` is set.
 
     `default`: the class's default of N. `default_window`: the class's default of the window. `pattern`: the key for N,
     if the class has one.
@@ -410,7 +411,7 @@ WINDOWS_OF_QWEN3_MOE = Feature(
 
 
 def _in_table(argument: str, **keys: tuple[Any, ...]) -> Feature:
-    """Return the feature of keys whose values are arguments in the table `argument`, such as `experts`. `keys`: for
+    """Return the `Feature` of keys whose values are arguments in the table `argument`, such as `experts`. `keys`: for
     each key, the argument in the table, and the class's default. A key without a default must be in `config.json`."""
 
     def read(config: Config) -> dict[str, Any]:
@@ -454,7 +455,7 @@ EXPERTS_OF_QWEN3_MOE = Feature(_QWEN3_MOE.keys, _read_experts_of_qwen3, _write_e
 
 
 def _experts_of_mixtral(top_k: int, **others: tuple[Any, ...]) -> Feature:
-    """Return the feature of experts whose width is also that of the feed-forward layer. `top_k`: the class's
+    """Return the `Feature` of experts whose width is also that of the feed-forward layer. `top_k`: the class's
     default."""
     experts = _in_table(
         "experts",

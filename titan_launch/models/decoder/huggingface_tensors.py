@@ -16,7 +16,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Piece:
-    """The place of a parameter in the tensors of a file.
+    """The place of a parameter in a file: the tensor that contains it, and its position in that tensor.
 
     The matrices of this package are (output features, input features). The parameters of experts have one matrix or
     vector for each expert, along their first axis. Files may differ in three ways. A tensor may hold several parameters
@@ -28,7 +28,7 @@ class Piece:
     """Name of the tensor in the file. If each expert has a tensor, `*` is the number of the expert."""
 
     start: int = 0
-    """Number of output features of other parameters before the first of this one."""
+    """Number of output features in the tensor before the first output feature of this parameter."""
 
     step: int = 1
     """Distance from one output feature of this parameter to the next. If the distance is above 1, output features of
@@ -37,11 +37,11 @@ class Piece:
     is_transposed: bool = False
 
     num_experts: int | None = None
-    """Number of experts along the first axis; None for a parameter outside of experts."""
+    """Number of experts along the first axis; None if the parameter does not belong to experts."""
 
     rotary_width: int | None = None
-    """Number of features of a head, if the file has the output features of each head in another order; else None.
-    Rotary embeddings rotate the channels 2i and 2i + 1 of a head here, but i and i + width / 2 in such a file."""
+    """Head width of a parameter whose output features have another order within each head in the file; else None. In
+    such a file, rotary embeddings rotate the channels i and i + width / 2 together; here, 2i and 2i + 1."""
 
     @property
     def has_tensor_per_expert(self) -> bool:
@@ -57,8 +57,8 @@ class Piece:
 
     @property
     def axis(self) -> int:
-        """Axis of the output features of a tensor of the file, in the layout of this package: 1 if axis 0 is that of
-        the experts, else 0."""
+        """Axis of the output features of a tensor of the file, after conversion to the layout of this package. It is 1
+        if axis 0 counts the experts, else 0."""
         return int(self.num_experts is not None and not self.has_tensor_per_expert)
 
 
@@ -89,7 +89,7 @@ class TensorNames:
     `Piece.rotary_width`."""
 
     unused: tuple[str, ...] = ("**.rotary_emb.inv_freq",)
-    """Globs of tensors that have no effect."""
+    """Globs of tensors in the file that no model reads."""
 
     def tensor_of(self, pattern: str) -> str | None:
         """Return the name of the file's tensor for a parameter, without `prefix`; None if the file has none. In both
@@ -314,7 +314,7 @@ def tensor_shapes(pieces: Mapping[str, Piece], shapes: Mapping[str, Shape]) -> d
 
 
 def is_unused(model_type: str | None, tensor: str) -> bool:
-    """Return True for a tensor of a file that has no effect."""
+    """Return True for a tensor of a file that no model reads."""
     return model_type is not None and any(matches(glob, tensor) for glob in NAMES[model_type].unused)
 
 

@@ -110,8 +110,8 @@ def rotary_frequencies(
 
 
 def _scaled_pairs(head_dim: int, theta: float, scaling: RopeScaling) -> tuple[float, float]:
-    """Return two indices: that of the last pair of channels that YaRN does not scale, and that of the first pair that
-    it scales fully. Both may be fractions, between two pairs."""
+    """Return two indices of pairs of channels. YaRN does not scale pairs up to the first index, and fully scales pairs
+    from the second index on. An index may lie between two whole numbers."""
     turns_of_first = scaling.original_max_position / (2 * math.pi)
     first, last = (
         head_dim * math.log(turns_of_first / turns) / (2 * math.log(theta))
@@ -174,8 +174,8 @@ class CappedLinear(nn.Linear):
 class AttentionSinks(nn.Module):
     """A learned logit for each head, the sink. Its exponential is added to the denominator of the softmax.
 
-    With the logsumexp L of a query's scores and the sink s, the fraction of the denominator that comes from the scores
-    is exp(L) / (exp(L) + exp(s)) = sigmoid(L - s).
+    Let L be the logsumexp of a query's scores, and s the sink. The outputs of attention are then multiplied by exp(L) /
+    (exp(L) + exp(s)) = sigmoid(L - s).
     """
 
     def __init__(self, num_heads: int):
@@ -318,7 +318,7 @@ class AllHeadsRMSNorm(RMSNorm):
     """RMSNorm of the channels of all heads of a token together (OLMo 2, arXiv:2501.00656)."""
 
     add_ranks: Callable[[Tensor], Tensor] | None = None
-    """Function that sums over the ranks that divide the heads; None if this rank has all heads."""
+    """Function that sums a tensor over the ranks among which the heads are divided; None if this rank has all heads."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (batch, tokens, channels of this rank's heads) to the same shape."""

@@ -3,9 +3,9 @@
     x -> router -> logits -> choose -> weights and numbers of the chosen experts, for each token
     x -> experts, for the chosen ones -> one output for each choice -> sum with the weights [+ shared experts]
 
-All experts that a token chooses compute it, whatever their load (dropless). Rows of tokens are sorted by expert, so
-that each expert computes one matrix product. Then the results return to the order of the tokens. Both changes of the
-order are gathers, in forward and in backward. So sums have a fixed order.
+No token is dropped: every expert that a token chooses computes the token, whatever the load of the expert. Rows of
+tokens are sorted by expert, so that each expert computes one matrix product. Then the results return to the order of
+the tokens. Both changes of the order are gathers, in forward and in backward. So sums have a fixed order.
 """
 
 from __future__ import annotations
@@ -26,10 +26,7 @@ class ContextGroup(NamedTuple):
     """The ranks that divide the tokens of every sequence (context parallelism)."""
 
     name: str
-    """Name of the process group."""
-
     size: int
-    """Number of ranks."""
 
 
 class Choice(NamedTuple):
@@ -46,8 +43,8 @@ class Choice(NamedTuple):
 
 
 def choose(logits: Tensor, args: ExpertArgs, selection_bias: Tensor | None = None) -> Choice:
-    """Return the choice of each token, computed in fp32. `logits`: (batch, tokens, experts). `selection_bias`:
-    (experts); it changes which experts are chosen, but not their weights."""
+    """Choose the experts of each token, in fp32. `logits`: (batch, tokens, experts). `selection_bias`: (experts); it
+    changes which experts are chosen, but not their weights."""
     logits = logits.float()
     scores = logits.softmax(-1) if args.score == "softmax" else logits.sigmoid()
     ranked = scores.detach() if selection_bias is None else scores.detach() + selection_bias
@@ -92,7 +89,7 @@ class Experts(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw values as `nn.Linear` does."""
+        """Draw initial values from the same distributions as `nn.Linear`."""
         for weights, bias in ((self.w1, self.b1), (self.w2, self.b2), (self.w3, self.b3)):
             bound = weights.shape[2] ** -0.5
             for tensor in (weights, bias):
@@ -129,7 +126,7 @@ class Experts(nn.Module):
 
 
 def count_choices(chosen: Tensor, num_experts: int) -> Tensor:
-    """Return the number of choices of each expert: int64 (experts). The host does not wait for the device."""
+    """Return the number of tokens that chose each expert: int64 (experts). The host does not wait for the device."""
     counts = torch.zeros(num_experts, dtype=torch.int64, device=chosen.device)
     return counts.scatter_add_(0, chosen.flatten(), torch.ones_like(chosen.flatten()))
 
@@ -253,8 +250,8 @@ class _Looped(torch.autograd.Function):
 
 
 class _Spread(torch.autograd.Function):
-    """Copy the row of each token once for each of its choices, sorted by expert: (tokens, dim) to (rows, dim). `order`:
-    result of `argsort` (rows). `inverse`: its inverse (tokens, top_k)."""
+    """Copy the row of each token once for each of its experts, and sort the copies by expert: (tokens, dim) to (rows,
+    dim). `order`: result of `argsort` (rows). `inverse`: its inverse (tokens, top_k)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
@@ -295,10 +292,11 @@ class MixtureOfExperts(nn.Module):
     """A layer of experts: router, experts, and optionally a feed-forward layer that processes every token."""
 
     load: Tensor
-    """Number of choices of each expert since the last reset, in training on this rank: fp32 (experts)."""
+    """Number of tokens that chose each expert since the last reset, in training on this rank: fp32 (experts)."""
 
     selection_bias: Tensor | None
-    """Biases of the scores, which change the choice of experts: fp32 (experts). None without `selection_bias_rate`."""
+    """Biases that are added to the scores only to choose the experts of a token: fp32 (experts). None without
+    `selection_bias_rate`."""
 
     auxiliary_losses: Tensor
     """Sum of the balance losses, and sum of the z-losses, in training on this rank since the last reset: fp32 (2). Each
@@ -356,7 +354,7 @@ class MixtureOfExperts(nn.Module):
 
 
 class _Combined(torch.autograd.Function):
-    """Return the weighted sums of the experts' outputs in fp32, added in the order of the choices.
+    """Return, for each token, the weighted sum of its experts' outputs in fp32, added in the order of `Choice.experts`.
 
     `outputs`: (..., top_k, dim). `weights`: fp32 (..., top_k). The backward takes less time than that of autograd, and
     no memory for a copy of the outputs' gradient.
@@ -381,8 +379,8 @@ class _Combined(torch.autograd.Function):
 def balance_losses(choice: Choice, group: ContextGroup | None = None) -> Tensor:
     """Return the balance loss of each sequence (`balance_loss` in `ExpertArgs`): fp32 (batch).
 
-    With a context group, the choices are counted over the ranks of the group (collective), and each rank returns its
-    own tokens' part of the loss. The sum over the group is the loss of the whole sequence.
+    With a context group, the tokens of each expert are counted over the ranks of the group (collective), and each rank
+    returns its own tokens' part of the loss. The sum over the group is the loss of the whole sequence.
     """
     _, tokens, num_experts = choice.scores.shape
     chosen = choice.experts.flatten(1)

@@ -79,7 +79,7 @@ class Wanted(NamedTuple):
     """Ranks that the target may have in the file."""
 
     scales: set[float]
-    """Factors of the products B A in the job."""
+    """Factors by which the job multiplies the products B A."""
 
 
 _Rank = Annotated[int, Field(ge=1, le=MOST_WIDTH)]
@@ -95,8 +95,8 @@ milliseconds. The time of some regular expressions grows exponentially with the 
 
 @contextmanager
 def matching_limited() -> Iterator[None]:
-    """Raise WeightsError if the block takes more than `_MATCHING_SECONDS` of CPU time. Only the main thread has this
-    limit, because other threads get no signals."""
+    """Raise WeightsError if the `with` block takes more than `_MATCHING_SECONDS` of CPU time. Only the main thread has
+    this limit, because other threads get no signals."""
 
     def stop(*_: object) -> None:
         raise WeightsError(f"the patterns in its {ADAPTER_CONFIG_FILE} take too long to match; simplify them")
@@ -141,7 +141,7 @@ class AdapterConfig(BaseModel):
                 raise ValueError(f"a regular expression has more than {_MOST_PATTERN} characters")
             try:
                 with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # a warning of `re` names a line of this file
+                    warnings.simplefilter("ignore")  # a warning of `re` would name a line of this file
                     re.compile(pattern)
             except (re.error, OverflowError, RecursionError) as error:
                 raise ValueError(f"{as_text(pattern)} is no regular expression: {error}") from None
@@ -194,8 +194,8 @@ class AdapterConfig(BaseModel):
         return [rf"(?:^|.*?\.){pattern}" for pattern in patterns] if patterns else [r".*?\.[^.]*"]
 
     def differences(self, config: LoRAConfig, targets: Mapping[str, Wanted] | None = None) -> list[str]:
-        """Return a clause for each difference of the adapters from `[lora]`: in ranks, in scales, and in dropout if the
-        job does not set `lora.dropout`.
+        """Return a text for each difference between the adapters and `[lora]`. Ranks and scales are compared, and
+        dropout if the job does not set `lora.dropout`.
 
         `targets`: the adapters of the job, by target of `peft`. None: the targets are not known yet. Ranks and scales
         are then compared only if all targets have the same ones. Raises WeightsError for patterns that take too long to
@@ -236,7 +236,7 @@ class AdapterConfig(BaseModel):
 
 
 _MOST_SHOWN = 30
-"""Largest number of unsupported keys in an error."""
+"""Largest number of unsupported keys that an error names."""
 
 
 def read_config(folder: Path) -> AdapterConfig:

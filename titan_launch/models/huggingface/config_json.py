@@ -140,7 +140,7 @@ def longest_sequence(config: Config) -> int | None:
 
 
 _MOST_SHOWN = 10
-"""Largest number of unknown keys in an error."""
+"""Largest number of unknown keys that an error names."""
 
 
 def arguments_of(config: Config) -> dict[str, Any]:
@@ -202,8 +202,8 @@ def _num_labels(config: Config) -> Any:
 
 
 def _keys(config: Config, keys_of: Mapping[str, tuple[str, ...]], arguments: Iterable[str]) -> str:
-    """Return a part of a message: the keys, with their values, from which some arguments come. `keys_of`: the keys of
-    each argument."""
+    """Return a text for a message: the keys of `config.json`, with their values, that decide `arguments`. `keys_of`:
+    the keys of each argument."""
     keys = dict.fromkeys(key for name in arguments for key in keys_of.get(name.partition(".")[0], ()))
     return f" in {', '.join(f'{key} = {as_text(config[key])}' if key in config else f'{key} (absent)' for key in keys)}"
 

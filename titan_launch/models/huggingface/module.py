@@ -116,7 +116,7 @@ layer, since its experts are stacked. Buffers are tables of positions and masks.
 
 @contextmanager
 def _size_limited() -> Iterator[None]:
-    """Raise TooLargeError as soon as the modules that are built in the block exceed `_MOST_MODULES` or
+    """Raise TooLargeError as soon as the modules that are built in the `with` block exceed `_MOST_MODULES` or
     `_MOST_BUFFER_BYTES`. Otherwise, a `config.json` with huge numbers would fill the memory."""
     counted = {"modules": 0, "bytes of buffers": 0}
     most = {"modules": _MOST_MODULES, "bytes of buffers": _MOST_BUFFER_BYTES}
@@ -161,7 +161,7 @@ def _check_size(cls: Any, config: Any) -> None:
             cls(deepcopy(config))
         except TooLargeError:
             raise
-        except Exception:  # some classes need values
+        except Exception:  # some classes cannot be built on the meta device
             return
 
 
@@ -184,7 +184,8 @@ def _declare_tensor_parallel(module: Any) -> None:
     """
     name, plan = type(module).__name__, getattr(module, "tp_plan", None)
     if not plan:
-        module.no_tensor_parallel = f"{name} of transformers has no plan for tensor parallelism; set 1"
+        reason = f"{name} of transformers has no plan for tensor parallelism"
+        module.no_tensor_parallel = f"{reason}; set tensor_parallel_degree = 1"
         return
     output = module.get_output_embeddings()
     head = next((path for path, child in module.named_modules() if child is output), None)
@@ -193,10 +194,10 @@ def _declare_tensor_parallel(module: Any) -> None:
         styles[head] = "head"
     unknown = [f"{glob} ({plan[glob]})" for glob, style in styles.items() if style is None]
     if unknown:
-        reason = f"{name} divides modules in a way that is not supported: {listed(unknown, most=1)}; set 1"
-        module.no_tensor_parallel = reason
+        reason = f"{name} divides modules in a way that is not supported: {listed(unknown, most=1)}"
+        module.no_tensor_parallel = f"{reason}; set tensor_parallel_degree = 1"
         return
-    module.sequence_parallel = False  # the forward counts the tokens between the layers
+    module.sequence_parallel = False  # the forward reads the number of tokens between the layers
     others = [path for path, child in module.named_modules() if next(child.parameters(recurse=False), None) is not None]
     others = [path for path in others if not any(matches(glob, path) for glob in styles)]
     module.tensor_parallel = {**styles, **dict.fromkeys(others, "sequence")}
@@ -215,7 +216,7 @@ def _places_in_files(module: Any) -> PlacesInFiles:
     def places(files: Mapping[str, FileTensor], own_names: Collection[str]) -> tuple[Places, Collection[str]]:
         renamings: list[Any] = []
         converters: list[Any] = []
-        for conversion in deepcopy(conversions):  # some conversions have a state
+        for conversion in deepcopy(conversions):  # some conversions change their own attributes
             (renamings if isinstance(conversion, WeightRenaming) else converters).append(conversion)
         by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
         known, found, ignored = dict.fromkeys(own_names, True), dict[str, Place](), set[str]()
@@ -288,7 +289,8 @@ class _Conversion:
 
 
 def _has_gap(sources: Sequence[tuple[str, str]]) -> bool:
-    """Return True if a tensor is missing: the numbers in the names of a pattern are not 0, 1, 2, and so on."""
+    """Return True if a tensor is missing, because the numbers in the names that match one pattern are not 0, 1, 2, and
+    so on."""
     by_pattern: defaultdict[str, list[list[int]]] = defaultdict(list)
     for name, pattern in sources:
         by_pattern[pattern].append([int(number) for number in re.findall(r"\d+", name)])

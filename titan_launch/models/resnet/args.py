@@ -13,7 +13,7 @@ from titan_launch.config.sections.section import Array
 from titan_launch.models.args import MOST_LAYERS, Layers, ModelArgs, Pixels, TwinNeeds, Width
 
 EXPANSION = {"basic": 1, "bottleneck": 4}
-"""Output channels of a block, as a multiple of the width of its stage."""
+"""Number of output channels of a block, divided by the width of its stage, by kind of block."""
 
 
 class ResNetArgs(ModelArgs):
@@ -48,7 +48,7 @@ class ResNetArgs(ModelArgs):
     """Weight of new statistics in the running statistics: of a microbatch, or of a step (`batchnorm.momentum_per`)."""
 
     batchnorm_eps: Annotated[float, Field(gt=0)] = 1e-5
-    """Number added to the variance."""
+    """Epsilon of each BatchNorm, which is added to the variance."""
 
     zero_init_residual: bool = True
     """Initialize the weight of the last BatchNorm of each block with 0, so that at first a block returns only its

@@ -34,7 +34,7 @@ class ViTArgs(ModelArgs):
     """Number of attention heads. It must divide `dim`."""
 
     hidden_dim: Width
-    """Width of the feed-forward layer."""
+    """Width of the hidden layer of the feed-forward layer."""
 
     in_channels: Width = 3
     """Channels of the images: 1 for gray images."""
@@ -47,7 +47,7 @@ class ViTArgs(ModelArgs):
     mean of all patches; there is no class token (arXiv:2205.01580)."""
 
     norm_eps: Annotated[float, Field(gt=0)] = 1e-6
-    """Number added to the variance."""
+    """Epsilon of the normalization layers, which is added to the variance."""
 
     @property
     def head_dim(self) -> int:

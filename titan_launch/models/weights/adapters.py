@@ -68,7 +68,7 @@ class Adapter(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """An adapter of this package, and the place of its output features in the target of `peft`."""
+    """An adapter of this package, and the position of its output features among those of a `Target`."""
 
     adapter: Adapter
     shape: Shape
@@ -79,7 +79,7 @@ class Part:
 
     step: int
     rotary_width: int | None
-    """`step` and `rotary_width` are those of the weight's `Piece`."""
+    """`step` and `rotary_width`: as in the `Piece` of the weight."""
 
 
 @dataclass(frozen=True)
@@ -123,8 +123,8 @@ class Target:
 
     @property
     def ranks(self) -> set[int]:
-        """Ranks that the adapter in the file may have: the sum of the ranks of the parts, or their common rank if all
-        parts share one A."""
+        """Ranks that the adapter in the file may have: the sum of the ranks of all parts or, if all parts share one A,
+        the rank of a part."""
         own = {part.adapter.rank for part in self.parts}
         return {self.rank, *(own if len(own) == 1 else ())}
 
@@ -162,8 +162,8 @@ class Target:
         return a.reshape(experts * whole, num_in), b.permute(1, 2, 0).reshape(self.num_out, whole * experts)
 
     def _columns(self, whole: int) -> Iterator[tuple[Part, slice]]:
-        """Yield each part with the slice of its rows of A in the file. `whole`: number of rows of A, for one expert. If
-        `whole` is below `self.rank`, all parts share the rows."""
+        """Yield (part, slice), where the slice selects the part's rows of A in the file. `whole`: number of rows of A,
+        for one expert. If `whole` is below `self.rank`, all parts share the rows."""
         start = 0
         for part in self.parts:
             yield part, slice(start, start + part.adapter.rank)
@@ -197,8 +197,8 @@ class Target:
 def file_places(
     model: ModelConfig, shapes: Mapping[str, Shape], rows: int | None, is_plain: bool = False
 ) -> tuple[dict[str, Shape], dict[str, Piece]]:
-    """Return the shape and the place of each weight of a model in files of `transformers`. A shape has the axes of this
-    package, and as many rows as the files.
+    """Return the shape and the `Piece` of each weight of a model in files of `transformers`. A shape has the axes of
+    this package, and as many rows as the files.
 
     `shapes`: shape of each weight in this package. `rows`: rows of the vocabulary in the files; None if they are those
     of `shapes`. `is_plain`: True if the files have the names of this package. Raises WeightsError for a model that no
@@ -215,8 +215,8 @@ def file_places(
 
 
 def targets_of(adapters: Sequence[Adapter], shapes: Mapping[str, Shape], pieces: Mapping[str, Piece]) -> list[Target]:
-    """Return the targets of `peft` for the adapters of a model. `shapes` and `pieces`: shape and place of each weight
-    in the files, as `file_places` returns them. Raises WeightsError for an adapter that has no target in `peft`."""
+    """Return the targets of `peft` for the adapters of a model. `shapes` and `pieces`: the results of `file_places`.
+    Raises WeightsError for an adapter that has no target in `peft`."""
     whole = tensor_shapes(pieces, shapes)
     found: defaultdict[tuple[str, str | None], list[Part]] = defaultdict(list)
     sizes: dict[tuple[str, str | None], int] = {}
@@ -274,8 +274,8 @@ def names_of_base(pieces: Mapping[str, Piece]) -> tuple[set[str], set[str]]:
 def config_of(
     targets: Sequence[Target], config: LoRAConfig, pieces: Mapping[str, Piece], base: str | None
 ) -> dict[str, Any]:
-    """Return the content of `adapter_config.json`. `pieces`: place of each weight of the model in the files. `base`:
-    folder of the model without adapters."""
+    """Return the content of `adapter_config.json`. `pieces`: the `Piece` of each weight of the model in the files.
+    `base`: folder of the model without adapters."""
     modules, parameters = names_of_base(pieces)
     plain = {target.path for target in targets if target.parameter is None}
     stacked = {target.path for target in targets if target.parameter is not None}
@@ -301,8 +301,8 @@ def config_of(
 
 
 def _shortest(paths: Collection[str], everything: Collection[str], least: int = 1) -> list[str]:
-    """Return ends that select exactly `paths` among `everything`: for each path, its shortest end that selects no other
-    path. `least`: smallest number of segments of an end, if the path has as many."""
+    """Return, for each of `paths`, its shortest end (such as `attention.wq`) with which no path of `everything` outside
+    of `paths` ends. `least`: smallest number of segments of an end, if the path has as many."""
     chosen = set[str]()
     for path in paths:
         segments = path.split(".")
@@ -342,10 +342,10 @@ class AdapterFolder:
     def check(
         self, targets: Sequence[Target], pieces: Mapping[str, Piece], config: LoRAConfig, base: str | None
     ) -> None:
-        """Raise WeightsError, with a list of problems, if the adapters are not those of a job.
+        """Raise WeightsError, with a list of problems, if the adapters do not match `[lora]` of a job.
 
-        `pieces`: place of each weight of the model in the files. `base`: digest of the job's folder `model.weights`;
-        None if it is not compared.
+        `pieces`: the `Piece` of each weight of the model in the files. `base`: digest of the job's folder
+        `model.weights`; None if it is not compared.
         """
         wanted = {
             target.path: Wanted(
@@ -393,8 +393,8 @@ class AdapterFolder:
             raise WeightsError("\n    ".join(["its adapters are not those of this job:", *problems]))
 
     def _targets_problems(self, targets: Sequence[Target], pieces: Mapping[str, Piece]) -> Iterator[str]:
-        """Yield a clause if `peft` would ignore adapters of the file, and a clause if `peft` would adapt modules whose
-        adapters the file lacks."""
+        """Yield a text if `peft` would ignore adapters that are in the file, and a text if `peft` would look for
+        adapters that the file lacks."""
         modules, parameters = names_of_base(pieces)
         adapted = {*filter(self.config.adapts_module, modules), *filter(self.config.adapts_parameter, parameters)}
         in_file = {target.path for target in targets}

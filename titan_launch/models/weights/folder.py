@@ -42,8 +42,8 @@ FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def vocabulary_of(has_labels: bool) -> tuple[str, ...]:
-    """Return the names of the parameters with a row for each token. A job may pad these parameters with rows of zeros.
-    `has_labels`: the model is a classifier or a reward model."""
+    """Return the names of the parameters with a row for each token of the vocabulary. A job may pad these parameters
+    with rows of zeros. `has_labels`: the model is a classifier or a reward model."""
     return ("tok_embeddings.weight",) if has_labels else ("tok_embeddings.weight", "output.weight")
 
 
@@ -211,8 +211,6 @@ class Converted:
     """Names of the tensors in the folder."""
 
     shape: Shape
-    """Shape of the result."""
-
     convert: Callable[[Sequence[Tensor]], Tensor]
     """Function of the tensors that returns the parameter."""
 
@@ -226,7 +224,7 @@ class Weights:
     """The initial values of a model's parameters and saved buffers, in a folder."""
 
     def __init__(self, folder: WeightsFolder, pieces: Places, copies: Mapping[str, Sequence[Place]] | None = None):
-        """`pieces`: place in the folder of each tensor that gets its values from there. `copies`: further places of a
+        """`pieces`: the place in the files of each tensor that is read from the folder. `copies`: further places of a
         parameter that several modules of the model share, if the folder has the parameter more than once."""
         self.folder = folder
         self.pieces = pieces

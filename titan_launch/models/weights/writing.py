@@ -50,7 +50,7 @@ class Entry:
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Yield an empty folder that gets the name `path` when the block ends without an error.
+    """Yield an empty folder that gets the name `path` when the `with` block ends without an error.
 
     Until then, the folder is `<path>.tmp`. So a folder with its final name is complete. Raises UserError if `path` is
     inside of a folder with weights, cannot be written, or exists and is not an empty folder.
@@ -147,8 +147,9 @@ def _write_file(
 
 
 def in_file_layout(pieces: Mapping[str, Piece], read: Callable[[str], Tensor]) -> Callable[[Entry], Tensor]:
-    """Return a function that makes a tensor of a file from the parameters that it contains. `pieces`: place of each
-    parameter in the files. `read` returns a whole parameter by its name. Rows beyond those of the file are dropped."""
+    """Return a function that makes a tensor of a file from the parameters that it contains. `pieces`: the `Piece` of
+    each parameter in the files. `read` returns a whole parameter by its name. Rows beyond those of the file are
+    dropped."""
     names: defaultdict[str, list[tuple[str, int]]] = defaultdict(list)
     for name, piece in pieces.items():
         for expert, tensor in enumerate(piece.tensors):

@@ -1,5 +1,5 @@
-/* cuBLAS and cuBLASLt without products: handles, and one algorithm for every product. build.py adds the products, which
- * end at once. */
+/* cuBLAS and cuBLASLt without matrix products: handles, and one algorithm for every product. build.py generates the
+ * functions of products, which compute nothing and return success. */
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>

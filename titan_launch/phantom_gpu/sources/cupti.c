@@ -1,4 +1,4 @@
-/* CUPTI, through which PyTorch's profiler records kernels: there are none, so a profile has the operators of the host. */
+/* CUPTI, through which PyTorch's profiler records kernels. No kernels run, so a profile has only the operators of the host. */
 #include <stddef.h>
 #include <stdint.h>
 

@@ -1,4 +1,4 @@
-/* The driver of CUDA (libcuda.so.1) without a GPU: what PyTorch's allocator, Triton and NVRTC's loader ask. */
+/* The driver of CUDA (libcuda.so.1) without a GPU: the functions that PyTorch's allocator, Triton and NVRTC's loader call. */
 #define _GNU_SOURCE
 #include "phantom.h"
 #include <cuda.h>
@@ -33,7 +33,7 @@ CUresult cuMemsetD32Async(CUdeviceptr to, unsigned value, size_t count, CUstream
     return CUDA_SUCCESS;
 }
 
-/* Modules: Triton loads the kernels that ptxas has made. */
+/* Modules. Triton loads its compiled kernels as modules. */
 CUresult cuModuleLoadData(CUmodule *module, const void *image) { return *module = calloc(1, 64), CUDA_SUCCESS; }
 CUresult cuModuleLoadDataEx(CUmodule *module, const void *image, unsigned count, CUjit_option *options, void **values) { return *module = calloc(1, 64), CUDA_SUCCESS; }
 CUresult cuModuleLoad(CUmodule *module, const char *file) { return *module = calloc(1, 64), CUDA_SUCCESS; }
@@ -42,7 +42,7 @@ CUresult cuFuncGetAttribute(int *value, CUfunction_attribute attribute, CUfuncti
 CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, CUfunction function, int threads, size_t shared) { return *blocks = 2, CUDA_SUCCESS; }
 CUresult cuOccupancyMaxActiveClusters(int *clusters, CUfunction function, const CUlaunchConfig *config) { return *clusters = device.processors / 2, CUDA_SUCCESS; }
 
-/* Mapped memory, for PYTORCH_ALLOC_CONF=expandable_segments:True: physical memory is a number of bytes. */
+/* Mapped memory, for PYTORCH_ALLOC_CONF=expandable_segments:True: a handle of physical memory is its number of bytes. */
 CUresult cuMemGetAllocationGranularity(size_t *bytes, const CUmemAllocationProp *properties, CUmemAllocationGranularity_flags flags) { return *bytes = (size_t)2 << 20, CUDA_SUCCESS; }
 CUresult cuMemAddressReserve(CUdeviceptr *address, size_t bytes, size_t alignment, CUdeviceptr wish, unsigned long long flags) {
     *address = (CUdeviceptr)reserve_address_space(bytes, 0);
@@ -57,5 +57,5 @@ CUresult cuMemRelease(CUmemGenericAllocationHandle handle) { return give_memory_
 CUresult cuMemMap(CUdeviceptr address, size_t bytes, size_t offset, CUmemGenericAllocationHandle handle, unsigned long long flags) { return CUDA_SUCCESS; }
 CUresult cuMemUnmap(CUdeviceptr address, size_t bytes) { return madvise((void *)address, bytes, MADV_DONTNEED), CUDA_SUCCESS; }
 
-/* NVRTC asks for tables that are not public, and does without them. */
+/* NVRTC asks for tables that are not public, and works without them. */
 CUresult cuGetExportTable(const void **table, const CUuuid *id) { return *table = 0, CUDA_ERROR_NOT_FOUND; }

@@ -1,6 +1,6 @@
-/* NCCL between processes of one host, without GPUs. Small messages are carried, because control flow depends on them:
- * every rank of a collective writes its part into a file, and reads the parts of the others. Larger ones end at once and
- * change nothing. Whether a message is small follows from its type and size, which sender and receiver both know. */
+/* NCCL between processes of one host, without GPUs. Small messages are delivered, because control flow depends on them:
+ * every rank of a collective writes its part into a file, and reads the parts of the others. A call with a larger message
+ * returns at once and changes nothing. Sender and receiver both know the type and size that decide if a message is small. */
 #define _GNU_SOURCE
 #include "phantom.h"
 #include <dirent.h>
@@ -26,9 +26,9 @@ struct communicator {
     volatile int is_aborted;
     uint64_t id;
     unsigned long collectives; /* begun by this rank */
-    unsigned long batch, earlier; /* first collectives of this group of calls, and of the one before */
+    unsigned long batch, earlier; /* numbers of the first collective of this group of calls, and of the group before */
     int has_pending;
-    unsigned long *sent, *received; /* messages between this rank and each other */
+    unsigned long *sent, *received; /* numbers of messages to and from each rank */
 };
 typedef struct { char bytes[128]; } unique_id;
 typedef struct communicator *comm_t;
@@ -52,8 +52,8 @@ static void post(comm_t comm, char kind, int to, unsigned long number, const voi
     rename(part, path);
 }
 
-/* Wait for a message, and read its first `bytes` after `offset`. On a device, the host would go on at once, and the stream
- * would wait. Here the host waits, but only for PHANTOM_PATIENCE seconds: then the stream never ends. */
+/* Wait for a message, and read `bytes` bytes of it from `offset` on. On a GPU, the stream would wait, and the host would not.
+ * Here the host waits, for at most PHANTOM_PATIENCE seconds. After that, the stream hangs, as it would on a GPU. */
 static int fetch(comm_t comm, char kind, int from, int to, unsigned long number, void *data, size_t offset, size_t bytes) {
     char path[512];
     path_of(path, comm, kind, from, to, number);
@@ -163,8 +163,8 @@ static void reduce(void *out, char **parts, int ranks, int type, int op, size_t 
     }
 }
 
-/* Collectives: begun when they are called, ended at the end of their group. Otherwise a rank could wait for a message
- * that another rank sends later in the same group. */
+/* Collectives. A call sends this rank's part at once, and receives at the end of its group of calls. Otherwise a rank could
+ * wait for a message that another rank sends later in the same group. */
 enum kind { ALL_REDUCE, REDUCE, REDUCE_SCATTER, ALL_GATHER, GATHER, ALL_TO_ALL, BROADCAST, RECEIVE };
 struct call { enum kind kind; comm_t comm; void *stream; char *out; size_t bytes, count; int type, op, peer; unsigned long number; };
 static __thread struct call *pending;
@@ -217,7 +217,7 @@ static int end_or_keep(struct call call) {
     return SUCCESS;
 }
 
-/* PHANTOM_HANG="rank:number" lets the stream of this call of NCCL never end on that rank. */
+/* PHANTOM_HANG="rank:number" lets the stream of call `number` of NCCL on rank `rank` hang. */
 static void hang_if_asked(void *stream) {
     static unsigned long calls;
     int rank;
@@ -226,7 +226,7 @@ static void hang_if_asked(void *stream) {
         stream_of(stream)->hangs = 1;
 }
 
-/* `bytes`: of a rank's part of the result. `sent`: bytes that this rank contributes. */
+/* `bytes`: size of a rank's part of the result. `sent`: number of bytes that this rank contributes. */
 static int collective(enum kind kind, const void *in, void *out, size_t count, int type, int op, int root, comm_t comm, void *stream) {
     size_t bytes = count * WIDTH[type];
     int sends_all = kind == REDUCE_SCATTER || kind == ALL_TO_ALL;
@@ -234,7 +234,7 @@ static int collective(enum kind kind, const void *in, void *out, size_t count, i
     hang_if_asked(stream);
     if (stream_of(stream)->hangs || !is_small(type, sends_all ? bytes * comm->size : bytes)) return SUCCESS;
     unsigned long number = comm->collectives++;
-    /* This rank has ended the batch before, so all ranks have begun it, so all have ended the one before that. */
+    /* This rank has ended the previous batch. So all ranks have begun that batch, and have ended the one before it, whose files are removed. */
     if (!comm->has_pending) {
         while (comm->earlier < comm->batch) forget(comm, comm->earlier++);
         comm->batch = number;
@@ -316,7 +316,7 @@ int ncclCommSplit(comm_t comm, int color, int key, comm_t *made, void *config) {
     *made = color < 0 ? 0 : new_communicator(size, rank, id);
     return status;
 }
-/* Other ranks may still read the last parts of this rank, and threads may be in calls: the folder has an owner, and memory stays. */
+/* Nothing is freed: other ranks may still read the last files of this rank, and threads may be in calls. The process that created the folder removes it. */
 int ncclCommDestroy(comm_t comm) { return SUCCESS; }
 int ncclCommFinalize(comm_t comm) { return SUCCESS; }
 int ncclCommAbort(comm_t comm) {

@@ -1,5 +1,5 @@
-/* Functions that have nothing to do without a GPU: they end at once with success, whatever their arguments are. Every
- * function of cuBLAS that is not in libraries.c computes, so build.py adds all of them. */
+/* Functions that have nothing to do without a GPU: they return success, whatever their arguments are. For the functions of
+ * cuBLAS that cublas.c does not define, build.py generates such functions. */
 #define NOTHING(name) int name() { return 0; }
 
 NOTHING(cudaLaunchKernel)

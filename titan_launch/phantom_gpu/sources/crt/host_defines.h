@@ -1,4 +1,4 @@
-/* CUDA's headers include this file, which is in a package of NVIDIA's compiler. A C compiler needs only these words. */
+/* CUDA's headers include a file with this name, which only NVIDIA's compiler package has. A C compiler needs only these macros. */
 #pragma once
 #define __host__
 #define __device__
