@@ -72,10 +72,10 @@ class Mismatched(NamedTuple):
     """int64 (batch, tokens)."""
 
     targets: Tensor
-    """int64 (batch, tokens). The tokens of the answers, and no labels."""
+    """int64 (batch, tokens). Only the tokens of the answers are valid targets; labels are not."""
 
     documents: Tensor
-    """int32 (batch, tokens). A mismatched chat has the document number of its prompt."""
+    """int32 (batch, tokens). Document number of each token. A mismatched chat has the number of its prompt."""
 
 
 def mismatched(inputs: Tensor, answers: Answers) -> Mismatched:
