@@ -101,5 +101,5 @@ def test_the_command_replaces_older_measurements_and_prints_a_summary(tmp_path: 
     file.write_text(measured.dumps())
     status, printed, progress = run_command(["measure-device", "--out=speeds.json", "--device=cpu"], tmp_path)
     assert status == 0 and "products (bfloat16): " in printed and "file: speeds.json" in printed
-    assert progress.startswith("products: 128 shapes")
+    assert progress.startswith("matrix products: 128 combinations of shapes and dtypes")
     assert read_measured(str(file)).sizes == (16, 64, 256, 1024)

@@ -241,7 +241,7 @@ def positions_from_zero() -> None:
     from titan_launch.train import model
 
     def divide(module: Any, axes: Any, part: Any, seq_len: int) -> None:
-        first = context_parallel.SequencePart(0, part.count, False)
+        first = part and context_parallel.SequencePart(0, part.count, False)
         context_parallel_divide(module, axes, first, seq_len)
 
     context_parallel_divide = context_parallel.divide_buffers

@@ -38,7 +38,7 @@ DEEP: dict[str, dict[str, Any]] = {
         "training": {"global_batch_size": 8},
     },
     "Llama, one block in fp32": {
-        "model": {"args": {"n_layers": 9}},
+        "model": {"args": {"n_layers": 12}},
         "training": {"global_batch_size": 4},
         "precision": {"param_dtype": "bfloat16", "rules": [{"match": "layers.1", "param_dtype": "float32"}]},
     },

@@ -233,10 +233,7 @@ class ReplicaShards:
             return
         self._finish()
         sent = torch.zeros(self.replicas, unit.width, dtype=unit.reduce_dtype, device=self._device)
-        for place in places:
-            assert place.parameter.grad is not None
-            for rows, flat in place.pairs(sent, local_tensor(place.parameter.grad)):
-                rows.copy_(flat)
+        _copy_gradients(places, sent)
         for place in places:
             place.parameter.grad = None  # all gradients of the unit are views of one tensor, which this frees
         received = torch.empty(unit.width, dtype=unit.reduce_dtype, device=self._device)
@@ -318,3 +315,11 @@ def trained_by_unit(model: nn.Module, plan: ModelPlan) -> Mapping[Unit, list[nn.
                 seen.add(parameter)
                 found.setdefault(plan.sharded_by[path], []).append(parameter)
     return found
+
+
+def _copy_gradients(places: list[_Place], buffer: Tensor) -> None:
+    # A function, because its variables are views of the gradients, and would keep them alive in the caller.
+    for place in places:
+        assert place.parameter.grad is not None
+        for rows, flat in place.pairs(buffer, local_tensor(place.parameter.grad)):
+            rows.copy_(flat)
