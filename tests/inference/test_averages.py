@@ -132,7 +132,7 @@ def test_the_mean_of_statistics_of_batchnorm_is_noted(
     [
         (
             ["--soup={runs}/scaled"],
-            r"scaled \(step-3\) has other arguments: rope_theta = 1234.0; only models",
+            r"scaled \(step-3\) has other arguments: rope_theta = 1234.0; a mean needs models with the same structure",
         ),
         (["--soup={runs}/none"], "one: --soup .*none: "),
         (["--average=1,9"], "it has no checkpoint of step 9; steps: 1, 2, 3"),

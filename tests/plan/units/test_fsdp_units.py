@@ -274,7 +274,7 @@ def test_a_rule_that_does_nothing_is_an_error(rule: dict[str, object], words: li
 @pytest.mark.parametrize("storage", ["float32", "bfloat16"])
 def test_a_rule_that_would_round_running_statistics_is_an_error(storage: str) -> None:
     dtype = "bfloat16" if storage == "float32" else None
-    with pytest.raises(ConfigError, match=r"precision\.rules\.0\.type: .* beside float32 running statistics"):
+    with pytest.raises(ConfigError, match=r"precision\.rules\.0\.type: .* and float32 running statistics"):
         units_of({"type": "BatchNorm", "param_dtype": dtype}, model={"norm": nn.BatchNorm1d}, storage_dtype=storage)
 
 
