@@ -76,8 +76,9 @@ def launched(job: dict[str, Any], *options: str) -> Iterator[subprocess.Popen[st
 
 
 def temporary_files(folder: Path) -> Path:
-    """Return the folder for temporary files that `launched` gives to its processes."""
-    path = folder / "temporary"
+    """Return the folder for temporary files that `launched` gives to its processes. Its path is longer than that of a
+    Unix socket may be."""
+    path = folder / ("temporary" * 10)
     path.mkdir(exist_ok=True)
     return path
 

@@ -389,7 +389,7 @@ CASES = (
         "RunsNowAndThen",
         "FSDP2 reduces all gradients of a unit in one dtype. A module got gradients only in the last microbatch, and "
         "these have the compute dtype. The gradient sums of the other modules of the unit have the reduce dtype; set "
-        '"immediate"',
+        'mode = "immediate"',
         key="gradient_accumulation.mode",
         mode="deferred",
         until=(2, 14),
@@ -398,7 +398,7 @@ CASES = (
     Case(
         "RunsNowAndThen",
         "no module of unit layers.1.layer ran in the first microbatch, so FSDP2 cannot defer its reduction; set "
-        '"immediate"',
+        'mode = "immediate"',
         key="gradient_accumulation.mode",
         value="deferred",
         mode="deferred",

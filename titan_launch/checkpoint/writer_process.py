@@ -71,10 +71,11 @@ class WriterProcess:
             if not self._connection.poll(_PATIENCE.total_seconds()):
                 self.process.kill()  # the process does not run, or its file system does not answer
             answer = self._connection.recv()
-        except (EOFError, OSError):
+        except (EOFError, OSError) as error:
             self.process.join(5)
-            code = self.process.exitcode
-            raise RuntimeError(f"the process that writes checkpoints has died (exit code {code})") from None
+            if (code := self.process.exitcode) is not None:
+                raise RuntimeError(f"the process that writes checkpoints has died (exit code {code})") from None
+            raise RuntimeError(f"the process that writes checkpoints cannot be reached ({error})") from error
         if isinstance(answer, Written):
             return answer
         raise answer

@@ -104,6 +104,7 @@ def run_and_exit(action: Callable[[], None], describe: Callable[[Iterable[Proble
 
     `describe`: function that returns the message for the problems of a `ConfigError`, with files and lines.
     """
+    _shorten_paths_of_sockets()
     if folder := rank_folder():
         from multiprocessing.util import get_temp_dir
 
@@ -114,6 +115,19 @@ def run_and_exit(action: Callable[[], None], describe: Callable[[Iterable[Proble
         status = _run(action, describe)
     finally:
         exit_process(status)
+
+
+def _shorten_paths_of_sockets() -> None:
+    """If TMPDIR is too long for the path of a Unix socket, put the temporary folder of multiprocessing, which contains
+    its sockets, into /tmp."""
+    import tempfile
+
+    longest = 107 - len("/pymp-12345678/listener-12345678")  # sockaddr_un has 108 bytes, the last of them 0
+    if len(os.fsencode(tempfile.gettempdir())) > longest:
+        from multiprocessing.process import current_process
+
+        with suppress(OSError):
+            current_process()._config["tempdir"] = tempfile.mkdtemp(prefix="pymp-", dir="/tmp")  # type: ignore[attr-defined]
 
 
 def exit_process(status: int) -> NoReturn:
