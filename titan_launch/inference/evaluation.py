@@ -16,6 +16,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, handle_non_serializable, make_disjoint_window, make_table
+from torch import Tensor
 from tqdm import tqdm
 
 from titan_launch.core.commit import commit_of
@@ -139,9 +140,7 @@ class EvaluatedModel(TemplateLM):
             logits = logits_of(self.model.module, inputs.to(self.model.device))
             for index, sequence, of_sequence in zip(batch, tokens, logits, strict=True):
                 wanted = torch.tensor(requests[index][2][-(len(sequence) - 1) :], device=logits.device)
-                of_wanted = of_sequence[len(sequence) - 1 - len(wanted) : len(sequence) - 1].float()
-                scores = of_wanted.log_softmax(-1).gather(-1, wanted[:, None])
-                results[index] = float(scores.sum()), bool((of_wanted.argmax(-1) == wanted).all())
+                results[index] = _score(of_sequence[len(sequence) - 1 - len(wanted) : len(sequence) - 1], wanted)
             bar.update(len(batch))
         bar.close()
         return results
@@ -164,6 +163,13 @@ class EvaluatedModel(TemplateLM):
         generator = torch.Generator().manual_seed(0)
         stream = TextStream(self.model.tokenizer.decode, tokens if self.model.template is None else (), stop)
         return "".join(stream.pieces(generate_tokens(self.model, tokens, most, sampling, generator)))
+
+
+def _score(logits: Tensor, wanted: Tensor) -> tuple[float, bool]:
+    """Return the log-likelihood of the tokens `wanted`, and True if each of them has the largest logit."""
+    logits = logits.float()
+    scores = logits.log_softmax(-1).gather(-1, wanted[:, None])
+    return float(scores.sum()), bool((logits.argmax(-1) == wanted).all())
 
 
 def evaluate(
