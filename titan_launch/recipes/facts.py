@@ -268,7 +268,7 @@ def _by_suffix(path: str, files: list[Path], kinds: Sequence[str]) -> DataFolder
     sizes: Counter[str] = Counter()
     data: set[str] = set()
     for file in files:
-        name = str(file.with_suffix("")) if file.suffix in paths.COMPRESSED else file.name
+        name = paths.uncompressed(file.name)
         kind = next((kind for kind, ends in _ENDS.items() if name.endswith(ends)), None)
         sizes[kind or "text"] += file.stat().st_size
         data |= {kind} if kind is not None else set()
