@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from titan_launch.core.terminal import counted
+
 
 @dataclass(frozen=True)
 class ImageFormat:
@@ -33,8 +35,7 @@ def misfits(held: ImageFormat, taken: ImageFormat) -> Iterator[str]:
         yield f"holds images of shape {shape}, probably channels last; save images.transpose(0, 3, 1, 2)"
         return
     if held.channels != taken.channels:
-        channels = f"{held.channels} channel{'s' if held.channels > 1 else ''}"
-        reason = f"holds images with {channels}, but the model takes {taken.channels}"
+        reason = f"holds images with {counted(held.channels, 'channel')}, but the model takes {taken.channels}"
         yield f"{reason}; set model.args.{channels_argument} = {held.channels}"
     pixels = f"{held.height} x {held.width} pixels"
     if taken.height is None:
