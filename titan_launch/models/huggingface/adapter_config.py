@@ -211,7 +211,7 @@ class AdapterConfig(BaseModel):
         ranks = {path: self.rank_of(path) for path in targets}
         scales = {path: self.scale_of(path) for path in targets}
         parts = {path: len(wanted.names) for path, wanted in targets.items()}
-        options = [{rank, *([] if rank % parts[path] else [rank // parts[path]])} for path, rank in ranks.items()]
+        options = [{rank, rank if rank % parts[path] else rank // parts[path]} for path, rank in ranks.items()]
         common = set[int]().union(*options).intersection(*options)
         rank = next((rank for rank in (config.rank, self.r) if rank in common), max(common, default=None))
         if any(ranks[path] not in wanted.ranks for path, wanted in targets.items()):
