@@ -215,8 +215,7 @@ def bar_chart(title: str, bars: Sequence[Bar], unit: str, colors: Mapping[str, i
         body.append(f'<text class="tick {anchor}" x="{to_x(tick):.1f}" y="{bottom + 16}">{_number(tick, ticks)}</text>')
     for index, bar in enumerate(bars):
         y = top + _ROW * index
-        label = bar.label if len(bar.label) <= 140 else f"{bar.label[:136]} ..."
-        body.append(f'<text x="{left}" y="{y + 14}">{escape(label)}</text>')
+        body.append(f'<text x="{left}" y="{y + 14}">{escape(without_end(bar.label, most=140))}</text>')
         for name, start, end in _segments(bar.parts, bar.parts):
             if end > start:
                 value = end - start
@@ -232,6 +231,11 @@ def bar_chart(title: str, bars: Sequence[Bar], unit: str, colors: Mapping[str, i
     names = {name: f"part{colors[name]}" for name in colors if any(name in bar.parts for bar in bars)}
     keys = _legend(names) if len(names) > 1 and any(len(bar.parts) > 1 for bar in bars) else ""
     return f'<figure class="wide">{_svg(title, _WIDE, bottom + 26, body)}{keys}</figure>'
+
+
+def without_end(text: str, most: int) -> str:
+    """Return a text. If the text is longer than `most` characters, ` ...` replaces its end."""
+    return text if len(text) <= most else f"{text[: most - 4]} ..."
 
 
 _TEXT_WIDTH, _TEXT_HEIGHT = 64, 9

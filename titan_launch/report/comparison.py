@@ -13,7 +13,7 @@ from titan_launch.config.loading.provenance import toml_value
 from titan_launch.config.resume_compatibility import differences, role_of
 from titan_launch.core.errors import KeyPath, UserError, format_key
 from titan_launch.core.terminal import aligned, one_line
-from titan_launch.report.charts import Bar, Points, bar_chart, line_chart, text_chart, value_at
+from titan_launch.report.charts import Bar, Points, bar_chart, line_chart, text_chart, value_at, without_end
 from titan_launch.report.figures import (
     LOSS,
     STEP_SECONDS,
@@ -317,5 +317,4 @@ def _median(name: str, tag: str, runs: Sequence[RecordedRun], pattern: str) -> L
 
 
 def _short(value: Any, longest: int = 40) -> str:
-    text = "unset" if value is None else toml_value(value)
-    return text if len(text) <= longest else f"{text[: longest - 4]} ..."
+    return without_end("unset" if value is None else toml_value(value), longest)
