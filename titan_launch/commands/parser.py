@@ -115,12 +115,16 @@ class Parser(ArgumentParser):
         self.error(f"unknown option {shortened(name, 200)}{hint}")
 
 
-def at_least(minimum: int, most: int = 10**18) -> Callable[[str], int]:
-    """Return an argparse type for whole numbers from `minimum` to `most`."""
-    wanted = f"of at least {minimum}" if most == 10**18 else f"from {minimum} to {most}"
+_MOST_DIGITS = 18
+
+
+def at_least(minimum: int, most: int | None = None) -> Callable[[str], int]:
+    """Return an argparse type for whole numbers of at least `minimum`, and at most `most`."""
+    wanted = f"of at least {minimum}" if most is None else f"from {minimum} to {most}"
 
     def parse(text: str) -> int:
-        if not text.isdecimal() or len(text) > 18 or not minimum <= int(text) <= most:
+        is_number = text.isdecimal() and len(text) <= _MOST_DIGITS
+        if not is_number or int(text) < minimum or (most is not None and int(text) > most):
             raise ArgumentTypeError(f'must be a whole number {wanted}, not "{shortened(text)}"')
         return int(text)
 
