@@ -36,7 +36,7 @@ def translate(error: ValidationError, section: type[Section], table: KeyPath = (
         found[problem.key] = problem
     # If an item inside of a value has a problem, the value itself has the right type.
     around = {key[:length] for key in found for length in range(len(key))}
-    return [problem for key, problem in found.items() if key not in in_unions & around]
+    return [problem for key, problem in found.items() if not (key in in_unions and key in around)]
 
 
 def _in_no_member(one: Problem, other: Problem) -> Problem:
