@@ -35,7 +35,7 @@ def explain_dtypes(
     if not isinstance(error, (RuntimeError, ValueError, AssertionError, AttributeError)):
         return None
     failure = Failure(error, model, plan, precision)
-    explain = next((_EXPLANATIONS[pattern] for pattern in _EXPLANATIONS if re.search(pattern, failure.text)), None)
+    explain = next((found for pattern, found in _EXPLANATIONS.items() if re.search(pattern, failure.text)), None)
     text = failure.text.lower()
     if explain is None and "type" in text:
         floating = set(re.findall("bfloat16|half|float16|double|float64|float(?!ing|8)", text))
