@@ -7,32 +7,24 @@ import pytest
 from tests.plan.report.test_modes import (
     PEAK,
     UNSHARDED,
-    PredictedBy,
     auto,
     choice_label,
     compared,
-    flops_of,
     make_job,
-    predict,
 )
-from tests.trace.traces import model_inventory
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import ConfigError
-from titan_launch.plan.auto_mode import Resolution, recommend, resolve, resolve_auto
-from titan_launch.plan.hardware import GIB, hardware_of
+from titan_launch.plan.auto_mode import Resolution, recommend, resolve
+from titan_launch.plan.hardware import GIB
 from titan_launch.plan.job import configured_choice
-from titan_launch.plan.layout import plan_layout
 from titan_launch.plan.module_selection import checkpointed_modules
-from titan_launch.plan.report.modes import Subject
 from titan_launch.plan.report.table import format_assumptions, format_comparison
 from titan_launch.plan.types import Inventory
 from titan_launch.plan.units.order import plan_resharding
 
 
-def resolved(config: JobConfig, ranks: int = 2) -> Resolution:
-    layout, inventory = plan_layout(config.parallelism, config.training, ranks), model_inventory(config)
-    engine = PredictedBy(predict, config, layout)
-    return resolve_auto(config, layout, Subject(inventory, flops_of, engine), hardware_of(config, ranks))
+def resolved(config: JobConfig) -> Resolution:
+    return resolve(*compared(config))
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,7 @@ from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import ConfigError, Problem
 from titan_launch.plan.hardware import GIB, NO_LIMIT, Hardware
 from titan_launch.plan.job import is_auto, with_choice
-from titan_launch.plan.layout import Layout
-from titan_launch.plan.report.modes import Comparison, Row, Subject, compare
+from titan_launch.plan.report.modes import Comparison, Row
 from titan_launch.plan.report.table import format_comparison, format_limit
 
 SET_BY_JOB = "set by the job"
@@ -63,15 +62,6 @@ def recommend(comparison: Comparison, hardware: Hardware) -> Resolution | None:
     """Return the best of all compared choices, by the rules for a job in which both modes are `auto`. Return None if no
     choice fits, or if no limit is known."""
     return _best(comparison.config, comparison.rows, hardware, by_time=True)
-
-
-def resolve_auto(config: JobConfig, layout: Layout, subject: Subject, hardware: Hardware) -> Resolution:
-    """Predict the choices that the job sets or `auto` may take, and return the best one. Raises the ConfigErrors of
-    `compare` and `resolve`."""
-    comparison = compare(config, layout, subject, hardware, only_own=True)
-    if is_auto(config) and not any(row.verdict == "fits" for row in comparison.rows):
-        comparison = compare(config, layout, subject, hardware)  # for the table in the error
-    return resolve(comparison, hardware)
 
 
 def _best(config: JobConfig, candidates: Sequence[Row], hardware: Hardware, by_time: bool) -> Resolution | None:

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from fractions import Fraction
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -289,7 +289,7 @@ class Ring:
         """Fraction of a buffer that a rank sends."""
         return Fraction(self.size - 1, self.size)
 
-    @property
+    @cached_property
     def across(self) -> Fraction:
         """Fraction of the sent bytes that goes to other nodes."""
         return Fraction(self.crossings, max(1, self.size - self.is_all_to_all))

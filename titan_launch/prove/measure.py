@@ -63,6 +63,10 @@ def measure_reference(
     constant = [
         name for name, value in first.items() if value.any() and torch.equal(value, other_data[f"gradient {name}"])
     ]
+    gradients = [name for name in steps[0] if name.startswith("gradient ")]
+    without_effect = [
+        key for key, found in others.items() if all(torch.equal(found[name], steps[0][name]) for name in gradients)
+    ]
     return Reference(
         has_batch_norm=any(map(is_batch_norm, inventory.modules)),
         num_parameters=inventory.num_parameters,
@@ -71,11 +75,7 @@ def measure_reference(
         dead=tuple(name for name, norm in norms.items() if norm == 0),
         rounding=tuple(name for name, norm in norms.items() if 0 < norm < SMALLEST * scale),
         constant=tuple(constant),
-        without_effect=tuple(
-            key
-            for key, found in others.items()
-            if all(torch.equal(found[name], steps[0][name]) for name in steps[0] if name.startswith("gradient "))
-        ),
+        without_effect=tuple(without_effect),
         rounding_errors={} if exact_file is None else largest_by_kind(compare(steps, _loaded(exact_file))),
         files=tuple(user_files()),
     )

@@ -368,9 +368,11 @@ def _store(key: str, value: dict[str, Any], files: list[str]) -> None:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         states, text = [[file, file_state(Path(file))] for file in files], json.dumps(value)
         replace_text(path, f"{json.dumps([_digest(text.encode()), states])}\n{text}")
-        newest_last = sorted(path.parent.glob("*.json"), key=lambda entry: entry.stat().st_mtime_ns)
-        for old in newest_last[:-_MOST_ENTRIES]:
-            old.unlink()
+        entries = list(path.parent.glob("*.json"))
+        if len(entries) > _MOST_ENTRIES:
+            entries.sort(key=lambda entry: entry.stat().st_mtime_ns)
+            for old in entries[:-_MOST_ENTRIES]:
+                old.unlink()
 
 
 _MOST_ENTRIES = 500
