@@ -52,9 +52,8 @@ def _succeeds(call: Callable[[Any], Any], device: torch.device, failure: str) ->
     """
 
     def checked() -> None:
-        with torch.cuda.device(
-            device
-        ):  # by default a new thread uses GPU 0, where all ranks of a host would open a context
+        # By default a new thread uses GPU 0, where all ranks of a host would open a context.
+        with torch.cuda.device(device):
             torch.cuda.check_error(call(torch.cuda.cudart()))
 
     with ThreadPoolExecutor(1) as thread:
