@@ -29,6 +29,13 @@ def action():
 run_and_exit(action, Provenance("job.toml", {{}}, {{}}, ()))
 """
 
+WITHOUT_FOLDER = """
+from titan_launch.config.loading.provenance import Provenance
+from titan_launch.core.process import run_and_exit
+
+run_and_exit(lambda: print("ran"), Provenance("job.toml", {}, {}, ()))
+"""
+
 
 @pytest.mark.parametrize(
     ("end", "status", "is_known"),
@@ -46,6 +53,12 @@ def test_a_rank_leaves_no_temporary_files_however_it_exits(
     assert len(os.listdir(tmp_path)) == (1 if is_known else 2)
     remove_folders(str(tmp_path / "launch"))
     assert os.listdir(tmp_path) == []
+
+
+def test_a_process_without_a_temporary_folder_runs_its_action() -> None:
+    code = f"import tempfile\ntempfile._candidate_tempdir_list = lambda: ['/missing']{WITHOUT_FOLDER}"
+    ended = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "ran\n", "")
 
 
 def test_forks_share_the_items(monkeypatch: pytest.MonkeyPatch) -> None:

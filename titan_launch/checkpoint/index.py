@@ -110,15 +110,16 @@ def index_of(metadata: Metadata, places: Mapping[MetadataIndex, Any]) -> Index:
         name: IndexedTensor(
             dtype=str(entry.properties.dtype).removeprefix("torch."),
             shape=tuple(entry.size),
-            chunks=tuple(
-                Chunk(tuple(chunk.offsets), tuple(chunk.sizes), place.relative_path, place.offset, place.length)
-                for chunk in entry.chunks
-                for place in [places[MetadataIndex(name, chunk.offsets)]]
-            ),
+            chunks=tuple(_written_chunk(name, chunk, places) for chunk in entry.chunks),
         )
         for name, entry in metadata.state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata)
     }
+
+
+def _written_chunk(name: str, chunk: ChunkStorageMetadata, places: Mapping[MetadataIndex, Any]) -> Chunk:
+    place = places[MetadataIndex(name, chunk.offsets)]
+    return Chunk(tuple(chunk.offsets), tuple(chunk.sizes), place.relative_path, place.offset, place.length)
 
 
 def index_text(index: Index, dcp_index: bytes) -> str:

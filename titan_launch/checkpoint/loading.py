@@ -19,10 +19,10 @@ from titan_launch.checkpoint.manifest import (
     read_manifest,
 )
 from titan_launch.checkpoint.retention import best_steps, set_aside, validation_losses
-from titan_launch.checkpoint.snapshot import leaves, map_leaves
+from titan_launch.checkpoint.snapshot import map_leaves
 from titan_launch.checkpoint.state import SizedPart, TrainingState, Values, rank_key
 from titan_launch.checkpoint.store import CheckpointStore
-from titan_launch.core.errors import KeyPath, UserError, config_error, listed
+from titan_launch.core.errors import KeyPath, UserError, config_error, leaves, listed
 from titan_launch.core.globs import matches
 from titan_launch.distributed.collectives import on_all_ranks, on_rank_0, on_rank_0_slowly, warn
 from titan_launch.distributed.dtensor import Shard
@@ -223,7 +223,7 @@ def _load(checkpoint: Path, state: TrainingState, selection: Selection) -> None:
     has_statistics = selection == EVERYTHING and _has_local_statistics(state, saved)
     if has_statistics:
         target["local_statistics"] = {own: state.local_statistics.targets()}
-    places = {name: leaf for name, leaf in leaves(target).items() if isinstance(leaf, Shard)}
+    places = {name: leaf for name, leaf in leaves(target) if isinstance(leaf, Shard)}
     target = map_leaves(target, lambda leaf: leaf.local if isinstance(leaf, Shard) else leaf)
     dcp.load(target, storage_reader=reader, planner=ShardPlanner(places))
     try:

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from pydantic import Field, TypeAdapter
 
 from titan_launch.core import phantom
-from titan_launch.core.files import MIB, open_regular, read_regular, replace_text
+from titan_launch.core.files import chunks_of, read_regular, replace_text
 from titan_launch.core.fingerprint import Fingerprint
 from titan_launch.core.json_files import MOST_BYTES, JsonError, parse_as
 from titan_launch.core.terminal import one_line
@@ -194,10 +194,9 @@ def check(folder: Path, share: slice = slice(None)) -> Manifest:
 def record_of(path: Path) -> FileRecord:
     """Read a file and return its size and checksum."""
     size, checksum = 0, 0
-    with open_regular(path) as file:
-        while chunk := file.read(4 * MIB):
-            size += len(chunk)
-            checksum = zlib.crc32(chunk, checksum)
+    for chunk in chunks_of(path):
+        size += len(chunk)
+        checksum = zlib.crc32(chunk, checksum)
     return FileRecord(size, f"{checksum:08x}")
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from titan_launch.core.errors import leaves
 from titan_launch.distributed.dtensor import Shard, local_tensor, own_box
 from titan_launch.plan.hardware import GIB
 
@@ -51,9 +52,8 @@ def _succeeds(call: Callable[[Any], Any], device: torch.device, failure: str) ->
     """
 
     def checked() -> None:
-        with torch.cuda.device(
-            device
-        ):  # by default a new thread uses GPU 0, where all ranks of a host would open a context
+        # By default a new thread uses GPU 0, where all ranks of a host would open a context.
+        with torch.cuda.device(device):
             torch.cuda.check_error(call(torch.cuda.cudart()))
 
     with ThreadPoolExecutor(1) as thread:
@@ -89,33 +89,21 @@ def total_bytes(state: State) -> int:
     """Return the bytes of all tensors of a state. For a shard, the bytes of the whole tensor are counted."""
     return sum(
         torch.Size(leaf.size).numel() * leaf.local.element_size() if isinstance(leaf, Shard) else leaf.nbytes
-        for leaf in leaves(state).values()
+        for _, leaf in leaves(state)
         if isinstance(leaf, Shard | Tensor)
     )
 
 
 def is_on_host(state: State) -> bool:
     """Return True if all tensors of a state are on the host."""
-    parts = (leaf.local if isinstance(leaf, Shard) else leaf for leaf in leaves(state).values())
+    parts = (leaf.local if isinstance(leaf, Shard) else leaf for _, leaf in leaves(state))
     return all(part.is_cpu for part in parts if isinstance(part, Tensor))
 
 
 def hash_of_names(state: State) -> str:
     """Return a hash of the names of a state's sharded tensors. Ranks of one pipeline stage have the same hash."""
-    names = (name for name, leaf in leaves(state).items() if isinstance(leaf, Shard))
+    names = (name for name, leaf in leaves(state) if isinstance(leaf, Shard))
     return hashlib.blake2b("\n".join(names).encode(), digest_size=8).hexdigest()
-
-
-def leaves(state: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values of nested dicts in order, by full name. A full name is `prefix` and the keys, joined by
-    dots."""
-    found: dict[str, Any] = {}
-    for name, value in state.items():
-        if isinstance(value, Mapping):
-            found |= leaves(value, f"{prefix}{name}.")
-        else:
-            found[f"{prefix}{name}"] = value
-    return found
 
 
 class Arena:
@@ -165,7 +153,7 @@ class Arena:
 
     def fill(self, state: State, slots: State) -> None:
         """Copy the tensors of a state into their slots. The host waits for the device once, at the end."""
-        for leaf, slot in zip(leaves(state).values(), leaves(slots).values(), strict=True):
+        for (_, leaf), (_, slot) in zip(leaves(state), leaves(slots), strict=True):
             if isinstance(leaf, Shard):
                 slot.local.view(self.memory).copy_(leaf.local, non_blocking=True)
             elif isinstance(leaf, Tensor):

@@ -164,9 +164,8 @@ class CheckpointStore:
                 except (StoreError, OSError) as error:
                     _log.warning("old checkpoints in %s could not be deleted: %s", self.url, error)
         except Exception as error:  # of any class, because training must go on
-            if step is None or step in complete_steps(
-                self._folder
-            ):  # otherwise the checkpoint was deleted, which is no failure
+            # If the checkpoint was deleted meanwhile, that is no failure.
+            if step is None or step in complete_steps(self._folder):
                 name = "the checkpoints" if step is None else checkpoint_name(step)
                 self._failure = f"{name} could not be copied to {self.url}: {error}"
                 _log.warning("%s; the next save tries again", self._failure)

@@ -13,6 +13,7 @@ from typing import Any
 
 from titan_launch.core.errors import listed
 from titan_launch.core.files import chunks_of, open_regular
+from titan_launch.core.terminal import counted
 
 _HASHED_SAMPLES = 64
 
@@ -51,7 +52,7 @@ class Fingerprint:
         """Return a clause that says how the data has changed; "" if the data is the same. `now`: a fingerprint of the
         present data, made with the same seed. The tokenizers are not compared."""
         counts = [
-            f"{new:,} {noun if new == 1 else f'{noun}s'} (before: {old:,})"
+            f"{counted(new, noun)} (before: {old:,})"
             for noun, old, new in (("sample", self.samples, now.samples), ("file", self.files, now.files))
             if old != new
         ]

@@ -123,10 +123,10 @@ def _shorten_paths_of_sockets() -> None:
     import tempfile
 
     longest = 107 - len("/pymp-12345678/listener-12345678")  # sockaddr_un has 108 bytes, the last of them 0
-    if len(os.fsencode(tempfile.gettempdir())) > longest:
-        from multiprocessing.process import current_process
+    with suppress(OSError):  # also if no temporary folder can be written, which most commands do not need
+        if len(os.fsencode(tempfile.gettempdir())) > longest:
+            from multiprocessing.process import current_process
 
-        with suppress(OSError):
             current_process()._config["tempdir"] = tempfile.mkdtemp(prefix="pymp-", dir="/tmp")  # type: ignore[attr-defined]
 
 

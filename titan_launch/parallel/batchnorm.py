@@ -32,11 +32,7 @@ def prepare_batch_norms(
     """
     norms = dict(_batch_norms(model))
     if config.of_frozen == "fixed":
-        frozen = [
-            path
-            for path, norm in norms.items()
-            if (parameters := list(norm.parameters(recurse=False))) and not any(p.requires_grad for p in parameters)
-        ]
+        frozen = [path for path, norm in norms.items() if _is_frozen(norm)]
         for path in frozen:
             _fix_statistics(norms.pop(path))
         _log.info("batchnorm statistics: fixed in %d frozen layers", len(frozen))
@@ -50,6 +46,11 @@ def prepare_batch_norms(
         _log.info("%s", _describe_synchronized(len(norms), group.size()))
     if norms:
         _ValuesCheck(group).watch(model, norms)
+
+
+def _is_frozen(norm: _BatchNorm) -> bool:
+    parameters = list(norm.parameters(recurse=False))
+    return bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
 
 
 def _fix_statistics(norm: _BatchNorm) -> None:
@@ -66,15 +67,17 @@ def check_batch_norms(model: nn.Module, config: BatchNormConfig) -> None:
     """Raise ConfigError if the statistics of a layer must be synchronized, but its class prevents that."""
     problems = []
     for path, norm in _batch_norms(model) if config.statistics == "synchronized" else ():
-        why = (
-            "which synchronizes statistics by itself, and only on GPUs; use an nn.BatchNorm instead"
-            if isinstance(norm, nn.SyncBatchNorm)
-            else "whose forward does not call super().forward(...), so its statistics cannot be synchronized; call it, "
-            'or set batchnorm.statistics = "local"'
-        )
-        if overrides_forward(norm):
-            reason = f"{path} is a {type(norm).__name__}, {why}"
-            problems.append(Problem(("batchnorm", "statistics"), reason, "synchronized"))
+        if not overrides_forward(norm):
+            continue
+        if isinstance(norm, nn.SyncBatchNorm):
+            why = "which synchronizes statistics by itself, and only on GPUs; use an nn.BatchNorm instead"
+        else:
+            why = (
+                "whose forward does not call super().forward(...), so its statistics cannot be synchronized; call it, "
+                'or set batchnorm.statistics = "local"'
+            )
+        reason = f"{path} is a {type(norm).__name__}, {why}"
+        problems.append(Problem(("batchnorm", "statistics"), reason, "synchronized"))
     if problems:
         raise ConfigError(problems)
 

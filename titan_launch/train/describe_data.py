@@ -100,9 +100,8 @@ def _source(section: DataSource, source: SampleSource, tokenizer: Tokenizer) -> 
 
 def _lengths(lengths: npt.NDArray[np.int64]) -> dict[str, Any]:
     """Return the extremes, the mean and percentiles of the lengths, and a histogram whose borders are powers of 2."""
-    found = np.percentile(
-        lengths, (50, 90, 99), method="inverted_cdf"
-    ).tolist()  # this method does not interpolate between lengths
+    # This method does not interpolate between lengths.
+    found = np.percentile(lengths, (50, 90, 99), method="inverted_cdf").tolist()
     percentiles = dict(zip(("p50", "p90", "p99"), found, strict=True))
     counts = np.bincount(np.frexp(lengths)[1])  # 2^(e - 1) <= length < 2^e
     histogram = {

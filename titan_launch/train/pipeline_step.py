@@ -265,9 +265,8 @@ class _Losses:
         """Return the sum of a microbatch's losses, divided by `num_items`: a scalar."""
         means = means_of_step(self._loss.sums(outputs, targets), self._num_items)
         self.sums.append(means.detach())
-        return means[
-            0
-        ].clone()  # a copy, because a split backward detaches the loss in place, which a view does not allow
+        # A copy, because a split backward detaches the loss in place, which a view does not allow.
+        return means[0].clone()
 
 
 @contextmanager

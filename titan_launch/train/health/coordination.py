@@ -65,9 +65,8 @@ class StopRequest:
             self.signal = number
             if number == RESTART_SIGNAL:
                 _log.info("a new host joined: all ranks will restart after this step")
-            elif (
-                number != signal.SIGTERM or not is_announced()
-            ):  # after the failure of another rank, SIGTERM is not logged
+            # After the failure of another rank, SIGTERM is not logged.
+            elif number != signal.SIGTERM or not is_announced():
                 end = "after this step" if self._is_built.is_set() else "when it is built, before its next step"
                 second = f"a second signal, {SAME_REQUEST_S:g} s later or more, ends it at once"
                 _log.info("%s: the run ends %s; %s", name, end, second)
