@@ -22,8 +22,8 @@ _WIDE_CUDNN = ((192, 128), (256, 256))
 
 
 def priority(capability: tuple[int, int]) -> tuple[str, ...]:
-    """Return the attention backends for a GPU of this compute capability: ordered by speed, but never first if its
-    results may be wrong. The names are those of `kernels.attention`."""
+    """Return the attention backends for a GPU of this compute capability, the fastest first. A backend whose results
+    may be wrong is not the first one. The names are those of `kernels.attention`."""
     # On later GPUs, cuDNN's results are wrong if there are fewer than 8 key/value heads (pytorch issue 193893).
     if capability[0] == _HOPPER:
         return "cudnn", "flash", "efficient", "math"

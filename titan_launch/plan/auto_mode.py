@@ -77,7 +77,7 @@ def _best(config: JobConfig, candidates: Sequence[Row], hardware: Hardware, by_t
         key=lambda row: (
             duration[row.choice.label],
             row.link_traffic.total,
-            row.flops_per_rank or 0,  # equal times may have different FLOPs, which communication hides
+            row.flops_per_rank or 0,  # equal times may have different FLOPs, if communication hides computation
             row.footprint.peak_bytes,
         ),
     )

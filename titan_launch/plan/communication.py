@@ -66,7 +66,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Communication of one rank: calls of FSDP2's collectives with the bytes of their buffers, and other exchanges."""
+    """Communication of one rank: calls and buffer bytes of FSDP2's collectives, and exchanges of model parallelism."""
 
     collectives: Collectives = field(default_factory=Collectives)
 
@@ -92,10 +92,11 @@ class Traffic:
     """Expert parallelism: all-to-alls of tokens and results, and their gradients (`plan.experts`)."""
 
     expert_all_gather_bytes: int = 0
-    """Part of `all_gather_bytes` for units that are divided (`Unit.is_divided`). They have fewer shards."""
+    """Part of `all_gather_bytes` for units that expert parallelism divides (`Unit.is_divided`). Such a unit has fewer
+    shards."""
 
     expert_reduce_scatter_bytes: int = 0
-    """Part of `reduce_scatter_bytes` for units that are divided."""
+    """Part of `reduce_scatter_bytes` for units that expert parallelism divides."""
 
     replica_all_gather_bytes: int = 0
     """Part of `all_gather_bytes` that is gathered between replicas, if the optimizer is sharded over them
@@ -125,8 +126,8 @@ def _on_line(a: Any, b: Any, factor: float) -> Any:
 
 
 def traffic_of_microbatches(seen: Sequence[Traffic], num_microbatches: int) -> Traffic:
-    """Return the traffic of a whole step. `seen`: the traffic of each of the step's first microbatches, and of its last
-    one. Each microbatch in between has the traffic `seen[-2]`."""
+    """Return the traffic of a whole step. `seen`: the traffic of each of the first microbatches, then that of
+    the last microbatch. Each microbatch in between has the traffic `seen[-2]`."""
     total = sum(seen, start=Traffic())
     unseen = num_microbatches - len(seen)
     return on_line(total, total + seen[-2], unseen) if unseen else total
@@ -195,9 +196,8 @@ def traffic_of_replicas(units: Iterable[ExchangedUnit], replicas: int) -> Traffi
 
 
 def padded_numel(parameter: TensorInfo, unit: Unit, layout: Layout) -> int:
-    """Return the number of elements of this rank's part of a unit's parameter (`Unit.part`), after FSDP2 has padded its
-    first dim to a multiple of the number of shards. FSDP2 does not pad some parameters of experts (see
-    `sharded_dim`)."""
+    """Return the number of elements of a parameter's `Unit.part`, including padding: FSDP2 pads the first dim to a
+    multiple of the number of shards. FSDP2 does not pad some parameters of experts (see `sharded_dim`)."""
     return prod(shard_shape(parameter, unit, layout)) * layout.shards_of(unit)
 
 
@@ -280,7 +280,7 @@ class Ring:
     size: int
     crossings: int
     """For a ring: number of hops that lead to another node. For all-to-alls, in which a rank sends equal parts to all
-    other ranks: number of ranks on other nodes than the sending rank. The rank with the largest number counts."""
+    other ranks: number of receiving ranks on other nodes, for the sending rank with the most of these."""
 
     is_all_to_all: bool = False
 
@@ -301,7 +301,7 @@ class Rings(NamedTuple):
 
     shards: Ring
     expert_shards: Ring
-    """The ranks over which FSDP2 shards the parameters of units that are divided (`Unit.is_divided`)."""
+    """The ranks over which FSDP2 shards units that expert parallelism divides (`Unit.is_divided`)."""
 
     replicas: Ring
     along: Mapping[str, Ring]
@@ -340,8 +340,8 @@ def rings_of(layout: Layout, gpus_per_node: int) -> Rings:
 
 
 def _most_crossings(world_size: int, stride: int, size: int, gpus_per_node: int) -> int:
-    """Return the largest number of hops between nodes over all groups. A group is a ring of `size` ranks, `stride`
-    apart."""
+    """Return the number of hops between nodes in the group with the most such hops. A group is a ring of `size` ranks,
+    `stride` apart."""
     groups = _groups(world_size, stride, size)
     return max(_crossings([rank // gpus_per_node for rank in group]) for group in groups)
 

@@ -26,7 +26,7 @@ def equal_parts(total: int, parts: int) -> list[int]:
 
 
 MIN_GROUPED_WIDTH = 8
-"""Smallest width of a bf16 matrix that `torch.nn.functional.grouped_mm` supports: a row has 16 bytes."""
+"""Smallest width of a bf16 matrix that `torch.nn.functional.grouped_mm` supports: 8 elements have 16 bytes."""
 
 
 def is_grouped(device: str, dtype: str, widths: Iterable[int]) -> bool:
@@ -40,8 +40,8 @@ def is_grouped(device: str, dtype: str, widths: Iterable[int]) -> bool:
 
 
 def check_experts(inventory: Inventory, degree: int) -> None:
-    """Raise ConfigError if the model has no experts, or if the number of ranks `degree` does not divide their
-    number."""
+    """Raise ConfigError if expert parallelism over `degree` ranks (above 1) is not possible: the model has no experts,
+    or `degree` does not divide the number of experts of a layer."""
     if degree == 1:
         return
     modules = [module for module in inventory.modules if module.has_experts]
@@ -62,20 +62,20 @@ def describe_division(layout: Layout) -> str:
 
 def largest_load(config: JobConfig, layout: Layout) -> float:
     """Return the rows that the busiest rank receives, divided by the mean over the ranks: `planner.expert_load`, or the
-    number of ranks if that is smaller."""
+    degree of expert parallelism if that is smaller."""
     return min(config.planner.expert_load, layout.expert)
 
 
 def received_rows(num_rows: int, ranks: int, expert_load: float) -> int:
-    """Return the number of rows that the rank with the most rows receives, if each of `ranks` ranks sends `num_rows`
-    rows. `expert_load`: the result, divided by the mean over the ranks. A value above `ranks` counts as `ranks`: one
-    rank then receives all rows."""
+    """Return the number of rows that the busiest of `ranks` ranks receives, if each rank sends `num_rows` rows. The
+    result is the mean, `num_rows`, times `expert_load`. An `expert_load` above `ranks` counts as `ranks`: one rank then
+    receives all rows."""
     return round(num_rows * min(expert_load, ranks))
 
 
 def active_parameters(config: JobConfig, plan: ModelPlan) -> int:
-    """Return the number of parameter elements that are active for a token: all except those of the experts that the
-    token does not choose. (In a user's own model, all elements count as active. So do the adapters of experts.)"""
+    """Return the number of parameter elements that compute a token: all except those of the experts that the router
+    does not choose. (In a user's own model, all elements count. The adapters of experts count in any model.)"""
     args, total = known_args(config.model), plan.inventory.num_parameters
     top_k = None if args is None else args.experts_per_token()
     if top_k is None:

@@ -13,8 +13,8 @@ from titan_launch.plan.types import Inventory, ModuleInfo, TensorInfo, full_name
 from titan_launch.plan.units.rule_assignment import suggestion
 
 ADAPTER = "lora"
-"""Name of the adapter within the module that it adapts. In experts, this name belongs to a container with an adapter
-for each weight."""
+"""Name of the submodule that is the adapter of a module. In `Experts`, the submodule is a container with an adapter for
+each weight."""
 
 
 def is_adapter(name: str) -> bool:

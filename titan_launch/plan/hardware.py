@@ -95,7 +95,7 @@ class Hardware:
 
     @property
     def usable_bytes(self) -> float | None:
-        """Memory of one device below the margin. None: unknown."""
+        """Memory limit of one device minus the margin, in bytes. None: unknown."""
         return None if self.memory_gib is None else (self.memory_gib - self.margin_gib) * GIB
 
     def reserved_bytes(self, needed_bytes: float) -> float:

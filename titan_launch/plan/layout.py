@@ -73,7 +73,7 @@ class Layout:
 
     @property
     def optimizer_replicas(self) -> int:
-        """Number of replicas over which the optimizer is sharded."""
+        """Number of replicas over which the optimizer is sharded; 1 if it is sharded only within replicas."""
         return self.replicate if self.shards_optimizer else 1
 
     @property
@@ -83,7 +83,7 @@ class Layout:
 
     @property
     def data_parallel(self) -> int:
-        """Number of ranks with different data."""
+        """Number of data-parallel ranks, which read different samples."""
         return self.replicate * self.shard
 
     @property

@@ -50,14 +50,14 @@ def checkpointed_modules(inventory: Inventory, config: ActivationCheckpointConfi
         return ()
     if config.modules:
         candidates = outermost(matched_modules(inventory, config.modules, _CHECKPOINTED_MODULES))
-        what, them = "activation_checkpoint.modules matches", "modules"
+        what, of = "modules", "that activation_checkpoint.modules matches"
     else:
-        candidates, what, them = _blocks(inventory, config), "the model has", "blocks"
+        candidates, what, of = _blocks(inventory, config), "blocks", "of the model"
     option = selection(config)
     every = 1 if option is None or option == "op" else option
     if every > len(candidates):
         number = len(candidates)
-        reason = f"{what} only {number} {them}, so none of them would be checkpointed; set at most {number}"
+        reason = f"exceeds the number of {what} {of}, {number}, so none would be checkpointed; set at most {number}"
         raise config_error(("activation_checkpoint", "selective_ac_option"), reason, every)
     return candidates[every - 1 :: every]
 
@@ -286,7 +286,7 @@ def _why_logits(plan: ModelPlan) -> str | None:
 
 
 def describe_loss(config: JobConfig, plan: ModelPlan) -> str | None:
-    """Return a log line: the module that computes the loss in chunks, or why none does. None without chunks."""
+    """Return a log line: the module that computes the loss in chunks, or a reason why none does. None without chunks."""
     chunks = config.loss.chunks
     if chunks == 1:
         return None

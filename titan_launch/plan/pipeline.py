@@ -181,8 +181,8 @@ def _check_parameters(inventory: Inventory, stages: Sequence[Stage], degree: int
 def balance(costs: Sequence[int], num_parts: int) -> tuple[int, ...]:
     """Divide a sequence into `num_parts` non-empty parts. Return the indices at which the second and later parts begin.
 
-    The cost of a part is the sum of the `costs` of its entries. The division has the smallest possible largest cost of
-    a part. Among such divisions, it has the smallest sum of the squared costs of the parts.
+    The cost of a part is the sum of the `costs` of its entries. The largest cost of a part is as small as
+    possible. Of the divisions for which this holds, the one with the smallest sum of squared costs is returned.
     """
     ends, count = (0, *accumulate(costs)), len(costs)
 

@@ -1,8 +1,8 @@
-"""The optimizer sharded over the replicas of a model (HSDP): sizes, traffic and memory of the exchange. No torch.
+"""The optimizer sharded over the replicas of a model (HSDP): sizes of the data that replicas exchange. No torch.
 
 FSDP2 gives each rank a local shard of every parameter. With R replicas, R ranks have the same local shard. The shard is
-divided into R chunks, and each of these ranks updates one chunk. The chunks of all parameters of a unit are exchanged
-together.
+divided into R chunks, and each of these ranks updates one chunk. The replicas exchange gradients before the update and
+parameters after it, for all trained parameters of an FSDP2 unit together.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def is_within_matrix(shape: Sequence[int], replicas: int) -> bool:
 def gradients_leave_early(training: TrainingConfig) -> bool:
     """Return True if a unit's gradients are exchanged between the replicas as soon as FSDP2 has reduced them in the
     last backward. Return False if the exchange begins when backward has ended."""
-    # With CPU offload, FSDP2 copies reduced gradients to the host while backward continues. It would wait for every
-    # copy if the parameters had the hook that starts the exchange.
+    # With CPU offload, FSDP2 copies reduced gradients to the host while backward continues. With the hook that starts
+    # the exchange, FSDP2 would wait for every copy.
     return not training.enable_cpu_offload
 
 
@@ -82,7 +82,7 @@ class ExchangedUnit(NamedTuple):
 def exchanged_unit(
     shapes: Iterable[Sequence[int]], replicas: int, storage_dtype: str, reduce_dtype: str
 ) -> ExchangedUnit:
-    """Return the sizes of a unit for the exchange. `shapes`: shapes of the local shards of the trained parameters."""
+    """Return the `ExchangedUnit` of an FSDP2 unit. `shapes`: shapes of the local shards of the trained parameters."""
     shapes = list(shapes)
     width = sum(chunk_numel(shape, replicas) for shape in shapes)
     return ExchangedUnit(sum(map(prod, shapes)), width, storage_dtype, reduce_dtype)

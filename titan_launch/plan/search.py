@@ -1,9 +1,9 @@
 """The search for the layouts and modes with the shortest predicted step: `plan --search`. No torch.
 
 The jobs to try are grouped into families. Jobs of one family have the same degrees of tensor, context, pipeline and
-expert parallelism, and the same pipeline schedule. They need the same recordings. Within a family, the search tries
-activation checkpointing modes, chunks of the loss, microbatch sizes, replicas, a sharded optimizer and gradient
-accumulation modes. The search is a branch and bound:
+expert parallelism, and the same pipeline schedule. Within a family, the search tries activation checkpointing modes,
+chunks of the loss, microbatch sizes, replicas, a sharded optimizer and gradient accumulation modes. Jobs with the same
+family, chunks and microbatch size share recordings (`plan.memory.recordings`). The search is a branch and bound:
 
 - Each family has a lower bound of its step time: computation with the pipeline bubble, plus the communication for which
   computation waits. This communication is predicted without a pipeline, once for all families with the same degrees of
@@ -173,7 +173,7 @@ class _Probe:
         saved = 0.0
         if len(at) == 2 and all(point in peaks for point in at):
             first, last = (peaks[point].by_category[Category.ACTIVATIONS] for point in at)
-            saved = max(0.0, last - first) / found.layout.local_batch_size  # the difference has no temporaries
+            saved = max(0.0, last - first) / found.layout.local_batch_size  # temporaries cancel out
         time, samples = found.row.time, found.layout.samples_per_rank
         compute = None
         if time.recorded is not None and time.least_recorded is not None:
@@ -426,7 +426,7 @@ class Search:
         if probe is None:
             return compute
         share = self._smallest_share(job)
-        # With p stages, the first rank holds the activations of up to p microbatches, each of 1/p of the blocks.
+        # With p stages, the first rank holds 1/p of the blocks, with the activations of up to p microbatches.
         in_flight = min(layout.pipeline, layout.num_microbatches) / layout.pipeline
         activations = probe.activations_per_sample * layout.local_batch_size * in_flight * share
         unsharded = 0.0
@@ -519,8 +519,8 @@ class Search:
     def _until_best(self, job: JobConfig, checkpointing: ActivationCheckpointConfig, limit: float) -> Iterator[Found]:
         """Yield predictions for the job with each pair of `_starts` and each gradient accumulation mode.
 
-        Stop if no later prediction can be faster than `limit`, or than one that fits. If a mode that does not defer
-        reductions does not fit, skip the modes after it, because they take more memory.
+        Stop if no later prediction can be faster than `limit`, or than a yielded one that fits. If a mode that reduces
+        gradients after every microbatch does not fit, skip the later modes, which take more memory.
         """
         for replicas, sharded in self._starts():
             for one in self._modes(with_values(job, {_REPLICAS: replicas, _SHARDED: sharded})):
@@ -536,9 +536,9 @@ class Search:
                     return
 
     def _with_replicas(self, without: Sequence[Found], limit: float) -> Iterator[Found]:
-        """Yield those variants of the jobs in `without` that fit: with two or more replicas, and with or without an
-        optimizer that is sharded over the replicas. Yield nothing if the number of replicas is held. A variant is
-        planned only if its step may take less time than `limit`, the jobs in `without` and the yielded jobs."""
+        """Yield variants of the jobs `without` that fit: variants have two or more replicas, and an optimizer that is
+        or is not sharded over the replicas. Yield nothing if the number of replicas is held. A variant is planned only
+        if its step may be faster than `limit`, than the jobs `without` and than the yielded jobs."""
         if not self._is_free(_REPLICAS):
             return
         best = min([limit, *(job.seconds for job in without)])
@@ -589,7 +589,7 @@ class Search:
 
 
 def _with_known_time(choices: Iterable[Choice]) -> list[Choice]:
-    """Return the choices without those whose FLOPs the compiler decides (`memory_budget`)."""
+    """Return the choices except those of the mode `memory_budget`, in which the compiler decides the FLOPs."""
     return [choice for choice in choices if choice.activation_checkpoint.mode != "memory_budget"]
 
 

@@ -38,7 +38,7 @@ Points = tuple[tuple[float, float], ...]
 
 
 class Work(NamedTuple):
-    """Equal operations of the model, such as matrix products, and their number. Collectives are not included."""
+    """A number of operations of the same kind and sizes, such as matrix products. Collectives are not included."""
 
     kind: Literal["product", "convolution", "attention", "attention_backward", "memory"]
 
@@ -48,7 +48,7 @@ class Work(NamedTuple):
     sizes: tuple[int, ...]
     """Sizes of one operation, by kind:
 
-    - `product`: (products, rows, inner size, columns)
+    - `product`: (matrix products in the batch, rows, inner size, columns)
     - `convolution`: (FLOPs,)
     - `attention` and `attention_backward`: (FLOPs of all pairs of tokens, number of keys, width of a head, 1 if causal
       else 0). Causal attention computes only half of the pairs.
@@ -105,8 +105,8 @@ class Measured:
     """Numbers of rows, inner sizes and numbers of columns of the measured matrix products, in all combinations."""
 
     products: Mapping[str, tuple[tuple[tuple[float, ...], ...], ...]]
-    """FLOP/s of products by dtype. The three indices of a value are those of its rows, inner size and columns in
-    `sizes`."""
+    """FLOP/s of products by dtype. `products["float32"][i][j][k]`: the rate for `sizes[i]` rows, inner size `sizes[j]`
+    and `sizes[k]` columns."""
 
     attention: tuple[MeasuredAttention, ...]
 
@@ -125,16 +125,16 @@ class Measured:
     """Seconds that the host takes to clip the gradient of one parameter and to update the parameter."""
 
     operation_seconds: float
-    """Seconds that the host takes for modules and autograd around one operation of a model, without the operation
-    itself."""
+    """Seconds that the host takes in modules and autograd for one operation of a model. The operation itself is not
+    included."""
 
     exchange_seconds: float
-    """Seconds that the host takes for DTensor around one collective of tensor parallelism, without the collective
-    itself."""
+    """Seconds that the host takes in DTensor for one collective of tensor parallelism. The collective itself is not
+    included."""
 
     stage_seconds: float
-    """Seconds that the host takes for PyTorch's schedule in one pipeline stage and microbatch, without the operations
-    of the stage and without its sends."""
+    """Seconds that the host takes in PyTorch's pipeline schedule for one stage and microbatch. The operations and the
+    sends of the stage are not included."""
 
     ranks_per_core: float
     """Number of ranks that share a CPU core; 1 if each rank has at least one core for itself."""
@@ -220,8 +220,8 @@ the protocol Simple (src/graph/tuning.cc)."""
 
 
 def link_of(kind: str, gb_per_s: float | None) -> Link:
-    """Return the link `within` or `across` nodes. `gb_per_s`: bandwidth by the data sheet or the job. None: not known,
-    and counts as infinite. `Speeds.knows` returns False for such a link unless it was measured."""
+    """Return the link `within` or `across` nodes. `gb_per_s`: bandwidth by the data sheet or the job. None:
+    unknown. An unknown bandwidth counts as infinite, and `Speeds.knows` returns False if the link was not measured."""
     share, base, hop = _LINKS[kind]
     return Link(math.inf if gb_per_s is None else 1e9 * gb_per_s * share, base, hop)
 
@@ -328,8 +328,8 @@ class Speeds(ABC):
         return base + max(seconds)
 
     def least_collective_seconds(self, kinds: Sequence[CollectiveKind], ring: Ring, sent_bytes: float) -> float:
-        """Return a lower bound of the mean seconds of collectives of these `kinds`. It holds even if larger messages
-        make the collectives more efficient. `sent_bytes`: bytes that a rank sends in one collective."""
+        """Return a lower bound of the seconds of one collective, averaged over `kinds`. It holds even if larger
+        messages make collectives more efficient. `sent_bytes`: bytes that a rank sends in the collective."""
         return sent_bytes * sum(self._least_per_byte(kind, ring) for kind in kinds) / len(kinds)
 
     def _least_per_byte(self, kind: CollectiveKind, ring: Ring) -> float:
@@ -347,7 +347,7 @@ class Speeds(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class DataSheetSpeeds(Speeds):
-    """Speeds of a data sheet, multiplied by the fraction of them that large operations reach."""
+    """Speeds of a data sheet, multiplied by the share of them that large operations reach (0.85 for memory)."""
 
     flops_per_s: Mapping[str, float]
     """FLOP/s of large products by dtype."""
@@ -508,8 +508,8 @@ def _on_grid(sizes: Sequence[int], rates: Sequence[Sequence[Sequence[float]]], a
 
 
 def _on_curve(points: Points, num_bytes: float) -> float:
-    """Return the seconds for `num_bytes`, interpolated between the points of a curve. Fewer bytes take as long as the
-    first point. More bytes take proportionally longer than the last point."""
+    """Return the seconds for `num_bytes`, interpolated between the points of a curve. Below the first point, return its
+    seconds. Beyond the last point, the seconds grow in proportion to the bytes."""
     last, _ = points[-1]
     return _between(points, num_bytes) * max(1.0, num_bytes / last)
 

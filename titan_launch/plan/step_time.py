@@ -1,4 +1,4 @@
-"""Time of a step, predicted from its FLOPs or from the times of a rank, and its traffic. No torch."""
+"""Time of a step, predicted from FLOPs and link traffic, or from the times of a replay (`Seconds`). No torch."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ class StepTime:
     known."""
 
     least_exposed: float | None = None
-    """See `plan.memory.clock.Seconds`. None: not known."""
+    """Lower bound of `exposed` for any microbatch size and any gradient accumulation mode. None: not known."""
 
     recorded: float | None = None
     """Seconds of `compute` for the operations of the model, without those of FSDP2 and the optimizer, with the bubble.
     They are the same in all gradient accumulation modes and for any number of replicas. None: not known."""
 
     least_recorded: float | None = None
-    """See `plan.memory.clock.Seconds`. The bubble is not included. None: not known."""
+    """Lower bound of `recorded` without the bubble, for any microbatch size. None: not known."""
 
     @property
     def interval(self) -> tuple[float, float] | None:

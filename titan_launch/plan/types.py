@@ -341,8 +341,8 @@ class ModelPlan:
         return self.loss_head is not None and is_within(self.loss_head, path)
 
     def gathered_dtypes(self) -> list[str]:
-        """Return the dtype of each unit's all-gather, in the order of the units. The dtype is `uint8` for a unit whose
-        parameters have several dtypes: FSDP2 gathers them as bytes."""
+        """Return the dtype of each unit's all-gather, in the order of the units. The dtype is `uint8` for a unit with
+        several compute dtypes: FSDP2 then gathers the parameters as bytes."""
         found = []
         for unit, modules in zip(self.units, self.modules_by_unit(), strict=True):
             computed = {self.unit_of[module.path].compute_dtype for module in modules if module.parameters}

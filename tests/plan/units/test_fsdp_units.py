@@ -591,7 +591,7 @@ def test_a_rule_that_cannot_be_in_place_has_its_own_unit_and_says_why(
     assert not plan.in_place
     assert {u.own_because[: len(why)] for u in plan.units if u.reason == "precision.rules.0"} == {why}
     if "placement" not in precision:
-        with pytest.raises(ConfigError, match=r"precision.rules.0 cannot be carried out in place") as error:
+        with pytest.raises(ConfigError, match=r'precision.rules.0 cannot be in place: .*; set "auto"') as error:
             in_place({**NORMS, **rule}, **precision, placement="in_place")
         assert error.value.problems[0].key == ("precision", "placement")
 

@@ -63,8 +63,8 @@ class Case:
 
 
 def cases(twin: JobConfig) -> Iterator[Case]:
-    """Yield the runs of a twin. A choice is a result of `_choices`. The first run is one process with the first choice.
-    The other runs are:
+    """Yield the runs of a twin. A choice is the twin with one pair of modes (`_choices`). The first run is one process
+    with the first choice. The other runs are:
 
     - for a layout with one rank: one process for each other choice;
     - for a layout with at most `MOST_RANKS` ranks: this layout, once for each choice;

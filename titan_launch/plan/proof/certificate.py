@@ -40,8 +40,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Finding:
-    """The first place where a run differs from the single process. The fields from `result` to `how` describe the
-    smallest run with one or two of its axes and modes that shows the difference, if there is one."""
+    """The first place where a run differs from the single process. If a smaller run, with one or two of its axes and
+    modes, shows the difference too, the fields from `result` to `how` describe this smaller run."""
 
     run: str
     result: str

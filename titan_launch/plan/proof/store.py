@@ -1,8 +1,8 @@
 """Certificates in the user's cache, or in a file that the job names. No torch.
 
 A certificate is found by a digest of the job's twin (`plan.proof.twin`), of the code, and of the job's weights. The
-digest does not depend on the host, and usually not on the sizes of the model or on degrees above 1. So a job may be
-proven on a laptop and run on a cluster.
+digest does not depend on the host, and usually not on the sizes of the model or on whether a degree is 2 or 64. So a
+job may be proven on a laptop and run on a cluster.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ _UNKNOWN_SHARDS = 8
 """Number of shards to assume for `data_parallel_shard_degree = -1`. Usual numbers of GPUs are multiples of 8."""
 
 SECOND = "TWIN_OF_SECOND_MODEL"
-"""Placeholder for the folder of the twin of the loss's second model. Each proof writes this twin to a new folder."""
+"""Placeholder for a folder: each proof writes the twin of the reference or the teacher of the loss to a new folder."""
 
 NAMED_AXES = {axis.name if axis.sends else axis.ranks: axis for axis in AXES.values()}
 """The axes of a layout by their names in a certificate. Those of data parallelism are `replicas` and `shards`."""
@@ -269,8 +269,8 @@ _LISTS = ("layer_types", "mlp_layer_types", "no_rope_layers")
 def _of_transformers(
     config: JobConfig, model: ModelConfig, wanted: dict[str, Any], seq_len: int, unshrunk: list[str]
 ) -> ModelConfig:
-    """Return the config of a class of `transformers` with the sizes of `_SIZES` and without dropout. It has one layer
-    of each type, but at least one for each pipeline stage. If globs of the job name layers by number, sizes stay."""
+    """Return the config of a class of `transformers` with the sizes of `_SIZES` and without dropout: 2 layers, or more
+    if there are more types of layers or pipeline stages. If globs of the job name layers by number, sizes stay."""
     args = dict(model.args)
     if _names_layers(config):
         kept = f"the twin keeps the arguments of model {args.get('model_type')}"

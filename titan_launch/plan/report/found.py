@@ -1,4 +1,4 @@
-"""The results of a search, as text, as data, and as a job file. No torch."""
+"""The result of `plan --search`: as text, as data for JSON, and as a job file. No torch."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def overlay(base: JobConfig, config: JobConfig, extends: str) -> str:
 
 
 class _UnsetError(ValueError):
-    """Raised if `base` sets a key that the other job leaves unset."""
+    """Raised by `_tables` if the base job sets a key that the found job leaves unset."""
 
 
 def _tables(base: JobConfig, config: JobConfig) -> Iterator[tuple[str, list[str]]]:

@@ -66,8 +66,8 @@ class Row:
     traffic: Traffic
     link_traffic: LinkTraffic
     flops_per_rank: int | None
-    """FLOPs of a step with those that activation checkpointing adds: the mean over the ranks that work on the same
-    samples. None if unknown."""
+    """FLOPs of a step on one rank, including those that activation checkpointing adds. If several ranks work on the
+    same samples, this is their mean. None: unknown."""
 
     time: StepTime
 

@@ -20,7 +20,7 @@ def check_plot(path: str) -> None:
     if Path(path).suffix not in FORMATS:
         raise UserError(f"error: --plot {path}: the name must end in {', '.join(FORMATS[:-1])} or {FORMATS[-1]}")
     if not Path(path).parent.is_dir():
-        raise UserError(f"error: --plot {path}: there is no folder {Path(path).parent}; create or name another")
+        raise UserError(f"error: --plot {path}: there is no folder {Path(path).parent}; create it")
     if Path(path).is_dir():
         raise UserError(f"error: --plot {path}: is a folder; name a file in it")
     if not is_installed("matplotlib"):

@@ -252,7 +252,7 @@ def _unknowns(hardware: Hardware, has_flops: bool) -> list[str]:
 
 
 def accuracy(config: JobConfig, has_flops: bool) -> list[tuple[str, str]]:
-    """Return pairs (accuracy, numbers or features). Accuracy is `exact`, `predicted`, `estimated` or `ignored`."""
+    """Return pairs: `exact`, `predicted`, `estimated` or `ignored`, and the numbers or features for which it holds."""
     ignored = [name for name in ("compile", "float8") if getattr(config, name).enable]
     replaced = f"active memory of the job without {' and '.join(ignored)}; --measure measures the job itself"
     lines = [

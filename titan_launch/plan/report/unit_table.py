@@ -50,8 +50,8 @@ def describe_units(plan: ModelPlan, layout: Layout, locate_key: KeyLocator = for
 def _describe(
     unit: Unit, own: Sequence[TensorInfo], plan: ModelPlan, layout: Layout, locate_key: KeyLocator
 ) -> dict[str, Any]:
-    """Return the row of a unit, or of an entry of `plan.in_place`. `own`: the parameters whose policy is that of
-    `unit`."""
+    """Return the row of a unit, or of an entry of `plan.in_place`. `own`: the parameters to which the
+    policy of `unit` applies."""
     is_in_place = any(unit is rule for rule in plan.in_place)
     placement = f"own unit: {unit.own_because}" if unit.own_because else "own unit"
     collectives = Collectives() if is_in_place else collectives_of_unit(unit, layout)
@@ -87,8 +87,8 @@ def _stages(unit: Unit, plan: ModelPlan) -> list[int]:
 
 
 def _buffer_dtypes(unit: Unit, plan: ModelPlan) -> list[str]:
-    """Return the dtypes of the floating buffers of the modules whose policy is that of `unit` (`ModelPlan.unit_of`),
-    sorted and each once."""
+    """Return the dtypes of floating buffers, sorted and each once. Only modules to which the policy of `unit` applies
+    count (`ModelPlan.unit_of`)."""
     modules = [m for m in plan.inventory.modules if m.same_as is None and plan.unit_of[m.path] is unit]
     names = (full_name(m.path, buffer.name) for m in modules for buffer in m.buffers if buffer.is_floating)
     return sorted({plan.buffer_dtypes[name] for name in names})
@@ -238,7 +238,7 @@ def summary_of_job(config: JobConfig, plan: ModelPlan, layout: Layout) -> list[L
 
 
 def _length(training: TrainingConfig) -> Line:
-    # Without `training.steps`, the data decides the number of steps, and the data is not open yet.
+    # Without `training.steps`, the data decides the number of steps, which is not open yet.
     return ("steps", f"{training.steps:,}") if training.steps is not None else ("epochs", f"{training.epochs:g}")
 
 

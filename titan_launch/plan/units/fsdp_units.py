@@ -48,8 +48,8 @@ from titan_launch.plan.units.rule_assignment import (
 from titan_launch.plan.units.rule_problems import check_rules
 
 _SMALL_UNIT = 2**20
-"""A rule's unit with at most this number of elements is not divided because of its size. Its unsharded parameters take
-at most 4 MiB per rank."""
+"""A rule's unit is divided because of its size only if it has more elements than this. The unsharded parameters of a
+smaller unit take at most 4 MiB per rank."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ class _UnitPlanner:
                 found[reason] = why
                 if self.precision.placement == "in_place":
                     key = ("precision", "placement")
-                    raise config_error(key, f"{reason} cannot be carried out in place: {why}", "in_place")
+                    raise config_error(key, f'{reason} cannot be in place: {why}; set "auto" instead', "in_place")
         return found
 
     @property
@@ -227,8 +227,8 @@ class _UnitPlanner:
         return self._why_nothing_in_place
 
     def _why_not_shared(self, path: str, owners: Mapping[str, int]) -> str | None:
-        """Return the reason why a module cannot be inside of its unit, if it shares a parameter with a module of a
-        different unit; else None. `owners`: result of `unit_by_module`."""
+        """Return a reason why a module cannot be inside of its unit: the module, or one inside it, shares a parameter
+        with a module of a different unit. Return None otherwise. `owners`: result of `unit_by_module`."""
         for one, other in self._sharing:
             if owners[one] != owners[other] and (is_within(one, path) or is_within(other, path)):
                 return f"{one} and {other} share parameters"
@@ -299,8 +299,8 @@ class _UnitPlanner:
         return ruled or frozen or self.precision.storage_dtype
 
     def _uniform(self, drafts: Sequence[Unit], rules: Sequence[Unit]) -> tuple[list[Unit], list[Unit]]:
-        """Divide the drafts and the entries of rules in place (`rules`), so that all parameters of a unit or an entry
-        have the same phase, if FSDP2 can wrap the modules separately.
+        """Divide the drafts, and the entries of rules in place (`rules`), by the phase of their parameters. Then a unit
+        or an entry has several phases only if FSDP2 cannot wrap its modules separately.
 
         FSDP2 all-gathers, reshards and reduces a unit as a whole. So trained modules are taken out of a unit with
         frozen modules, or they are in place in it. Modules that are taken out of equal units share a unit, like the
@@ -376,8 +376,8 @@ class _UnitPlanner:
         return found
 
     def _kept_phases(self, drafts: Sequence[Unit], boundaries: Sequence[Unit]) -> dict[tuple[int, int], _Phase]:
-        """Return the phase that stays (`_kept`) among the modules that one unit of `drafts` shards and whose policy is
-        that of one unit of `boundaries`. By (index of the draft, index of the boundary)."""
+        """Return the phase that stays (`_kept`) for each pair (index of a draft, index of a boundary) with common
+        modules: the draft shards these modules, and the policy of the boundary applies to them."""
         shards, policies = unit_by_module(self.inventory, drafts), unit_by_module(self.inventory, boundaries)
         found: dict[tuple[int, int], list[_Phase]] = {}
         for path, phase in self._phases.items():

@@ -27,7 +27,7 @@ def in_wrapping_order(units: Sequence[Unit]) -> tuple[Unit, ...]:
 
 
 def _inner_units(units: Sequence[Unit]) -> dict[int, list[int]]:
-    """Return, for the index of every unit, the indices of units with a module inside one of its modules."""
+    """Return, for the index of every unit, the indices of other units that have a module inside this unit."""
     index_of = {path: index for index, unit in enumerate(units) for path in unit.modules}
     inner: dict[int, set[int]] = {index: set() for index in range(len(units))}
     for path, index in index_of.items():
@@ -49,7 +49,7 @@ def plan_backward_prefetch(plan: ModelPlan) -> dict[str, tuple[str, ...]]:
     then starts late, in the short backward of the small unit. So each block also prefetches the block before it, and
     the divided experts of that block, because its backward begins with them.
 
-    A block without small units inside it has no entry, because FSDP2's default is then sufficient. Small units behind
+    A block without small units inside it has no entry, because FSDP2's default is then sufficient. Small units after
     the last block are treated in the same way: the unit of the last module prefetches them, and then the last block.
     """
     blocks = plan.inventory.blocks
@@ -114,7 +114,7 @@ class Resharding:
     """The reshard-after-forward setting of each kind of unit. True: the unit reshards."""
 
     blocks: bool
-    """Setting of all blocks but the last, and of all units that are neither late nor the root."""
+    """Setting of all units except late units and the root: for example, of all blocks but the last."""
 
     late: bool
     """Setting of late units, which backward needs first: the last block, the head, and units with modules of several

@@ -125,7 +125,7 @@ def with_batch_norm_default(
     inventory: Inventory, precision: PrecisionConfig, assignments: RuleAssignments
 ) -> RuleAssignments:
     """Return the assignments with a default rule for every BatchNorm that no rule matches directly and that would
-    compute in a reduced dtype.
+    compute in bfloat16.
 
     With the default, a BatchNorm computes with float32 parameters, its running statistics keep their dtype, and its
     inputs are not cast. BatchNorm kernels allow inputs in another dtype.

@@ -29,7 +29,7 @@ _MATMULS = {
 def check_rules(inventory: Inventory, precision: PrecisionConfig, assignments: RuleAssignments) -> None:
     """Raise ConfigError for rules, globs and `buffer_dtype`s without effect, for combinations of dtypes that kernels do
     not support, and for parameters that are not floating. Combinations and `buffer_dtype`s are checked only if all
-    rules and globs have an effect. `assignments`: of the job's rules, without the BatchNorm default."""
+    rules and globs have an effect. `assignments`: result of `assign_rules`."""
     candidates = assignable_modules(inventory)
     problems = [*_unused_rules(inventory, precision, candidates, assignments)]
     problems = problems or [
