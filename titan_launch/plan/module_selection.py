@@ -286,7 +286,7 @@ def _why_logits(plan: ModelPlan) -> str | None:
 
 
 def describe_loss(config: JobConfig, plan: ModelPlan) -> str | None:
-    """Return a log line: the module that computes the loss in chunks, or a reason why none does. None without chunks."""
+    """Return a log line: the module that computes the loss in chunks, or a reason why none does. None for one chunk."""
     chunks = config.loss.chunks
     if chunks == 1:
         return None

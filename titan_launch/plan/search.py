@@ -2,8 +2,8 @@
 
 The jobs to try are grouped into families. Jobs of one family have the same degrees of tensor, context, pipeline and
 expert parallelism, and the same pipeline schedule. Within a family, the search tries activation checkpointing modes,
-chunks of the loss, microbatch sizes, replicas, a sharded optimizer and gradient accumulation modes. Jobs with the same
-family, chunks and microbatch size share recordings (`plan.memory.recordings`). The search is a branch and bound:
+chunks of the loss, microbatch sizes, replicas, a sharded optimizer and gradient accumulation modes. Jobs of one
+family with the same chunks and microbatch size share recordings (`plan.memory`). The search is a branch and bound:
 
 - Each family has a lower bound of its step time: computation with the pipeline bubble, plus the communication for which
   computation waits. This communication is predicted without a pipeline, once for all families with the same degrees of

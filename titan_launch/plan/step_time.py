@@ -38,7 +38,7 @@ class StepTime:
 
     recorded: float | None = None
     """Seconds of `compute` for the operations of the model, without those of FSDP2 and the optimizer, with the bubble.
-    They are the same in all gradient accumulation modes and for any number of replicas. None: not known."""
+    This time is the same in all gradient accumulation modes and for any number of replicas. None: not known."""
 
     least_recorded: float | None = None
     """Lower bound of `recorded` without the bubble, for any microbatch size. None: not known."""

@@ -41,7 +41,7 @@ class Row:
 @dataclass(frozen=True)
 class Finding:
     """The first place where a run differs from the single process. If a smaller run, with one or two of its axes and
-    modes, shows the difference too, the fields from `result` to `how` describe this smaller run."""
+    modes, shows the difference too, the fields from `result` to `how` describe the smallest such run."""
 
     run: str
     result: str

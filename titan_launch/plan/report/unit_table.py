@@ -238,7 +238,7 @@ def summary_of_job(config: JobConfig, plan: ModelPlan, layout: Layout) -> list[L
 
 
 def _length(training: TrainingConfig) -> Line:
-    # Without `training.steps`, the data decides the number of steps, which is not open yet.
+    # Without `training.steps`, the number of steps follows from the data, which is not open yet.
     return ("steps", f"{training.steps:,}") if training.steps is not None else ("epochs", f"{training.epochs:g}")
 
 

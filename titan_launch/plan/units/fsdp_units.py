@@ -376,8 +376,8 @@ class _UnitPlanner:
         return found
 
     def _kept_phases(self, drafts: Sequence[Unit], boundaries: Sequence[Unit]) -> dict[tuple[int, int], _Phase]:
-        """Return the phase that stays (`_kept`) for each pair (index of a draft, index of a boundary) with common
-        modules: the draft shards these modules, and the policy of the boundary applies to them."""
+        """Return the phase that stays (`_kept`) for each pair (index in `drafts`, index in `boundaries`) of units with
+        common modules: the first unit shards these modules, and the policy of the second one applies to them."""
         shards, policies = unit_by_module(self.inventory, drafts), unit_by_module(self.inventory, boundaries)
         found: dict[tuple[int, int], list[_Phase]] = {}
         for path, phase in self._phases.items():
