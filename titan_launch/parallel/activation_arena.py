@@ -1,6 +1,6 @@
 """Page-locked host memory for offloaded activations: one contiguous buffer, as large as a step needs.
 
-PyTorch's own allocator of pinned memory rounds each tensor up to a power of two, and keeps what it once allocated.
+PyTorch's own allocator of pinned memory rounds each tensor up to a power of two, and never frees memory.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class ActivationArena:
         return place
 
     def fit(self) -> None:
-        """Replace the memory by a larger one if more was needed and no tensor is in use. The host then waits for the
-        copies."""
+        """Replace the arena's buffer by a larger one if more memory was needed and no tensor is in use. The host then
+        waits for the copies."""
         self._take_back()
         if self.needed > len(self.memory) and self._gaps == [(0, _ENDLESS)]:
             if self._device.type == "cuda":

@@ -99,7 +99,7 @@ def _appliers(
         ),
         "mixture": lambda module: _sum_outputs(module, mesh, stream),
         "router": lambda module: _replicate(module, mesh, Partial()),
-        "experts": lambda module: None,  # `divide_experts` divides them over the expert and the tensor axis at once
+        "experts": lambda module: None,  # `divide_experts` divides experts along the expert and tensor axes
         "shared_colwise": lambda module: divide_locally(module, mesh, {"weight": [Shard(0)], "bias": [Shard(0)]}),
         "shared_rowwise": lambda module: divide_locally(module, mesh, {"weight": [Shard(1)], "bias": [replicated]}),
     }
@@ -229,7 +229,7 @@ def _divide_adapter(adapter: LoRA, style: TensorStyle, mesh: DeviceMesh, sequenc
     """Divide an adapter as `style` divides its target: `b` along the output features, or `a` along the input features.
     A matrix that is not divided is replicated. The forward of the adapter needs no communication.
 
-    If `a` is divided, `a x` is a partial sum on each rank, and so is `b a x`, which the target adds to its own.
+    If `a` is divided, `a x` is a partial sum on each rank. So is `b a x`, which the target adds to its own output.
     """
     if style in ("sequence", "positions"):
         _replicate(adapter, mesh, Partial() if sequence_parallel else Replicate())
