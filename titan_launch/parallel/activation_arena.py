@@ -31,7 +31,7 @@ class ActivationArena:
         """`device`: the device whose tensors are copied."""
         self._device = device
         self._gaps = [(0, _ENDLESS)]
-        """Start and end of the free places, in order. The last gap has no end."""
+        """Start and end of each gap (free range of bytes), in order. The last gap has no end."""
         self._dropped = deque[tuple[int, int]]()
         """Start and end of the places whose tensors have been dropped. Tensors may be dropped in any thread."""
         self._locks = ExitStack()

@@ -208,7 +208,7 @@ class ExpertBalance:
         return found
 
     def _statistics(self, load: Tensor) -> dict[str, Tensor]:
-        """Return statistics of the rows of `load`, each float64 (layers), by the name of their metric."""
+        """Return statistics of each layer's row in `load`: float64 tensors of shape (layers), by name of the metric."""
         if not self._layers:
             return dict.fromkeys(_STATISTICS, load.new_zeros(0))
         total, number = load.sum(1, keepdim=True).clamp(min=1), self._num_experts

@@ -190,7 +190,7 @@ class _OrderCheck:
     @contextmanager
     def watched(self, model: nn.Module) -> Iterator[None]:
         """Check the forward of `model` that runs in the `with` block. The input of a module is checked before the
-        module's own hooks run. Its output is noted after they have run."""
+        module's own hooks run. The module's output is noted after these hooks have run."""
         with ExitStack() as stack:
             for path in self._next:
                 module = model.get_submodule(path)

@@ -130,8 +130,8 @@ def _gather_input(module: nn.Module, mesh: DeviceMesh, stream: Placement) -> Non
     """Let a module get its first input, the residual stream, as a replicated DTensor. If the residual stream is divided
     over the ranks (sequence parallelism), it is all-gathered.
 
-    Several matrices may read this input. The gradients of the input from all of them are added before a single
-    reduction. `stream`: placement of the residual stream.
+    Several matrices may read this input. The gradients of the input from all these matrices are added before a
+    single reduction. `stream`: placement of the residual stream.
     """
 
     def gather(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -29,7 +29,7 @@ class Seconds(NamedTuple):
     communication: float = 0.0
 
     exposed: float = 0.0
-    """Part of `communication` for which computation always waits: for tensor, context and expert parallelism."""
+    """Part of `communication`: tensor, context and expert parallelism, for which computation always waits."""
 
     least_exposed: float = 0.0
     """Lower bound of `exposed` for any microbatch size and any gradient accumulation mode."""
@@ -42,7 +42,7 @@ class Seconds(NamedTuple):
     """Lower bound of `recorded` for the same number of samples and any microbatch size."""
 
     def with_recorded(self, recorded: float, least: float) -> Seconds:
-        """Return the times with other `recorded` and `least_recorded`, and with `total` and `compute` changed alike."""
+        """Return the times with other `recorded` and `least_recorded`. `total` and `compute` change with `recorded`."""
         more = recorded - self.recorded
         return self._replace(
             total=self.total + more, compute=self.compute + more, recorded=recorded, least_recorded=least

@@ -57,9 +57,9 @@ def _inside(block: str, paths: Collection[str]) -> tuple[str, ...]:
 def block_signatures(plan: ModelPlan) -> list[Hashable]:
     """Return a signature of each outer block. Blocks with the same forward and backward have equal signatures.
 
-    A signature consists of: the path of the module around the block; the modules of the block with their tensors and
-    units; the checkpointed modules of the block; the dtypes of the previous block (the first block's own dtypes for the
-    first block); a flag that is True if backward computes a gradient of the block's inputs.
+    A signature consists of: the path of the module around the block; the block's modules with their tensors and units;
+    the block's checkpointed modules; the dtypes of the previous block (for the first block, its own dtypes); a flag
+    that is True if backward computes a gradient of the block's inputs.
     """
     inside: dict[str, list[ModuleInfo]] = {path: [] for path in outermost(plan.inventory.blocks)}
     for module in plan.inventory.modules:

@@ -255,7 +255,7 @@ class Parameter:
 
 
 class ShardedUnit:
-    """The state of one FSDP2 unit: what FSDP2 stores in the unit's `FSDPState` and `FSDPParamGroup`."""
+    """The simulated state of one FSDP2 unit, as in FSDP2's `FSDPState` and `FSDPParamGroup`."""
 
     def __init__(self, context: Context, unit: Unit, parameters: Sequence[tuple[TensorInfo, Unit, bool]]):
         """`parameters`: for each parameter the arguments `info` and `policy` of `Parameter`, and the result of
@@ -298,8 +298,8 @@ class ShardedUnit:
     # Parameters
 
     def unshard(self) -> None:
-        """Start the all-gather of the parameters. Do nothing if it has started, if the parameters are already
-        unsharded, or in backward if `Unit.unshard_in_backward` is False."""
+        """Start the all-gather of the parameters. Do nothing if the all-gather has started, if the parameters are
+        already unsharded, or in backward if `Unit.unshard_in_backward` is False."""
         if self._pending is not None or self._unsharded_bytes or not self.parameters:
             return
         if not self.unit.unshard_in_backward and self.group_state is State.PRE_BACKWARD:

@@ -132,7 +132,7 @@ class Ledger:
     """
 
     def __init__(self, on_host: Collection[Category] = ()) -> None:
-        """`on_host`: the result of the function `on_host`. Of these categories, only the peak of the sum is counted."""
+        """`on_host`: categories in host memory (see the function `on_host`). Only the peak of their sum is counted."""
         self.on_host = frozenset(on_host)
         self._host = self._host_peak = 0
         self.live = [0] * len(Category)

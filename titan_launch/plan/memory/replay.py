@@ -144,10 +144,10 @@ _BYTES = (
 """The fields of `Traffic` with the bytes that `Context.count` counts."""
 
 _WITH_NUMBER = {"post_forward", "complete_forward", "begin_microbatch", "pop_forward_order", "restore_forward_order"}
-"""Names of the methods that take `Step.number` as their argument (`Step.name`)."""
+"""Values of `Step.name` whose methods take `Step.number` as an argument."""
 
 _OF_CONTEXT = frozenset(dir(Context))
-"""Names (`Step.name`) that are called on a root's `Context`. All other names are called on a `ShardedUnit`."""
+"""Values of `Step.name` that are methods of a root's `Context`. All other values are methods of `ShardedUnit`."""
 
 
 def _joined(units: Mapping[Unit, ExchangedUnit], whole: ModelPlan) -> list[ExchangedUnit]:

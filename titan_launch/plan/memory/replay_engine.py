@@ -119,7 +119,7 @@ class ReplayEngine:
 
     def _wanted(self, choice: Choice, rank: int) -> tuple[TapesOf, TapesOf | None]:
         """Return the arguments of `Recordings.tapes` for a pipeline rank: for all microbatches, and for the first one.
-        The latter are None if the tape of the first microbatch does not differ from that of later ones."""
+        The second entry is None if the first microbatch does not differ from later ones."""
         checkpointing, layout = choice.activation_checkpoint, self._layout
         own, first = TapesOf(checkpointing, rank, self._counts), TapesOf(checkpointing, is_deferred=True)
         is_deferred = layout.num_microbatches > 1 and not choice.accumulation.row.reduce_scatters_each

@@ -123,8 +123,8 @@ class Blocks:
         variant also compute the same.
 
         Of each kind with more than four blocks, these are recorded: the first two blocks, the last two, and one block
-        of each variant between them. A recorded block of the same kind and variant stands for each other block.
-        `is_uniform` checks that the second block equals the last but one. The blocks between are assumed to be alike.
+        of each variant between them. A recorded block of the same kind and variant stands for each unrecorded
+        block. `is_uniform` checks that the second block equals the last but one. The blocks between are assumed alike.
         """
         variant_of = variants or {}
         members: dict[Hashable, list[str]] = {}
