@@ -231,7 +231,7 @@ def describe_collapse(step: int, collapsed: Mapping[str, tuple[float, float]]) -
     """Return the text of a warning about layers that have collapsed. `collapsed`: result of
     `ExpertBalance.newly_collapsed`, not empty."""
     path, (unused, largest) = max(collapsed.items(), key=lambda item: item[1])
-    others = f" (the worst of {len(collapsed)} layers)" if len(collapsed) > 1 else ""
+    others = f" (and {len(collapsed) - 1} more)" if len(collapsed) > 1 else ""
     return (
         f"step {step}: the load of the experts of {path}{others} has collapsed: {unused:.0%} of the experts got less "
         f"than {UNUSED:.0%} of the mean load since the last report, and the largest load is {largest:.1f} times the "
