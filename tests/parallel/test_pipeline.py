@@ -258,8 +258,8 @@ def test_receive_buffers_are_contiguous_for_divided_tokens() -> None:
 def test_a_model_whose_forward_is_not_a_sequence_is_refused() -> None:
     assert len(boundaries("tests.parallel.test_pipeline:pipeline_order").of(torch.zeros(2, 3, 4))) == 3
     for kind, message in {
-        "pooled": "the model does not return the output of layers.1, unchanged",
-        "doubled": "the input of layers.1 is not the output of layers.0, unchanged",
+        "pooled": "the model must return the output of layers.1, unchanged",
+        "doubled": "the input of layers.1 must be the output of layers.0, unchanged",
         "backwards": "the model runs layers.1, but pipeline_order has layers.0 next",
     }.items():
         with pytest.raises(ConfigError, match=f"is not the order of its forward: {message}"):

@@ -1,7 +1,7 @@
 """Reuse of the memory of freed tensors on a CPU.
 
-The file replaces glibc's defaults, which return large freed blocks to the operating system. A test compares the page
-faults with and without it (tests/cpu/test_allocator.py). The allocator does not affect values.
+`keep_freed_memory` changes glibc's defaults, which return large freed blocks to the operating system. A test compares
+the page faults with and without this change (tests/cpu/test_allocator.py). The allocator does not affect values.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ def lengths() -> Mapping[torch.dtype, range]:
     """Return, by dtype, the sequence lengths in tokens for which blocked attention is used on this CPU.
 
     At these lengths blocked attention was faster for all measured numbers of heads, widths and threads
-    (docs/verification/cpu.md). A dtype is missing if it was not measured on this kind of CPU. These are fp32 without
-    AVX-512, bf16 without AVX-512 BF16, and bf16 with AMX, for which PyTorch has another kernel.
+    (docs/verification/cpu.md). A dtype is missing if it was not measured on this kind of CPU: fp32 without AVX-512,
+    bf16 without AVX-512 BF16, and bf16 with AMX, for which PyTorch has another kernel.
     """
     has = torch.cpu.get_capabilities()
     found = {}
@@ -206,7 +206,7 @@ class _Blocks:
         return by_key.float().reshape(self._batch * self._heads, -1, x.shape[-1])
 
     def put(self, rows: Tensor, x: Tensor) -> Tensor:
-        """Copy `rows`, as `rows()` arranges them, into `x` of any dtype and strides. Return `x`."""
+        """Copy `rows`, which has the shape of a result of `rows()`, into `x` of any dtype and strides. Return `x`."""
         by_key = rows.view(self._batch, self._heads, self._tokens, -1, rows.shape[-1])
         x.unflatten(1, (self._heads, -1)).transpose(2, 3).copy_(by_key)
         return x
@@ -219,7 +219,7 @@ class _Blocks:
         shape = (len(key), query.shape[1], key.shape[1])
         scores, shares = (kept[: math.prod(shape)].view(shape) for kept in (self._scores, self._shares))
         torch.baddbmm(scores, query, key.mT, beta=0, alpha=self.scale, out=scores)
-        own = query.shape[1] // self._heads_per_key  # number of the tokens of the block
+        own = query.shape[1] // self._heads_per_key  # number of tokens in the block
         scores.unflatten(1, (own, -1))[..., -own:] += self._future[:own, None, :own]
         return scores, torch.softmax(scores, -1, out=shares)
 
@@ -232,8 +232,8 @@ _PRECISION = Lock()
 def _products_of(dtype: torch.dtype) -> Iterator[None]:
     """Round the factors of fp32 matrix products to `dtype` until the `with` block ends. Sums and results stay fp32.
 
-    PyTorch has no CPU product of bf16 tensors with an fp32 result. The caller therefore casts bf16 factors to fp32: the
-    rounding does not change factors that were cast from bf16.
+    PyTorch has no CPU product of bf16 tensors with an fp32 result. The caller therefore casts bf16 factors to fp32. The
+    rounding does not change such factors.
     """
     if dtype != torch.bfloat16:
         yield

@@ -1,9 +1,9 @@
 """All-reduces of gradients between replicas (HSDP) that overlap with backward on a CPU.
 
 The file replaces FSDP2's all-reduce. On a GPU, that all-reduce runs on a separate stream, but on a CPU it blocks
-backward. gloo has no streams, but its threads can all-reduce while backward continues. This file changes FSDP2's call
-so that it only starts the all-reduce. The end of backward waits for all started all-reduces. Gradients are bitwise
-equal to those of FSDP2's own all-reduce (tests/cpu/test_overlapped_all_reduce.py).
+backward. gloo has no streams, but its threads can all-reduce while backward continues. With this file, FSDP2's call
+only starts the all-reduce. The end of backward waits for all started all-reduces. Gradients are bitwise equal to those
+of FSDP2's own all-reduce (tests/cpu/test_overlapped_all_reduce.py).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _PendingAllReduces:
         self._backwards: set[int] = set()
 
     def add(self, work: dist.Work) -> None:
-        """Register `work`, so that the end of the running backward (the innermost, if nested) waits for it."""
+        """Let the end of the running backward wait for `work`. If backwards are nested, the innermost one waits."""
         self._works.append(work)
         backward = torch._C._current_graph_task_id()
         if backward not in self._backwards:

@@ -1,7 +1,7 @@
 """The switch for all CPU speedups: `cpu_speedups`, which only `train/build.py` calls.
 
 Each other file of this folder implements one speedup, and names the behaviour of PyTorch or glibc that it replaces. A
-test compares the two. A run without this folder has the same losses, up to rounding, but is slower.
+test compares both. A run without this folder has the same losses, up to rounding, but is slower.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from titan_launch.optim.replica_shards import ReplicaShards
 
 
 class Accumulation:
-    """The section `[gradient_accumulation]`, applied to the collectives of each microbatch. The training step calls
+    """The choice of FSDP2's collectives for each microbatch, by `[gradient_accumulation]`. The training step calls
     `begin_microbatch` before each forward. If the section keeps parameters unsharded until the step's last backward, as
     in ZeRO-2, FSDP2 units do not reshard after forward; `ModelPlan` sets this for each unit."""
 

@@ -1,6 +1,6 @@
 """Page-locked host memory for offloaded activations: one contiguous buffer, as large as a step needs.
 
-PyTorch's own allocator of pinned memory rounds each tensor up to a power of two, and keeps what it once allocated.
+PyTorch's own allocator of pinned memory rounds each tensor up to a power of two, and never frees memory.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class ActivationArena:
         """`device`: the device whose tensors are copied."""
         self._device = device
         self._gaps = [(0, _ENDLESS)]
-        """Start and end of the free places, in order. The last gap has no end."""
+        """Start and end of each gap (free range of bytes), in order. The last gap has no end."""
         self._dropped = deque[tuple[int, int]]()
         """Start and end of the places whose tensors have been dropped. Tensors may be dropped in any thread."""
         self._locks = ExitStack()
@@ -56,8 +56,8 @@ class ActivationArena:
         return place
 
     def fit(self) -> None:
-        """Replace the memory by a larger one if more was needed and no tensor is in use. The host then waits for the
-        copies."""
+        """Replace the arena's buffer by a larger one if more memory was needed and no tensor is in use. The host then
+        waits for the copies."""
         self._take_back()
         if self.needed > len(self.memory) and self._gaps == [(0, _ENDLESS)]:
             if self._device.type == "cuda":

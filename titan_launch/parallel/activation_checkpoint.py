@@ -66,8 +66,8 @@ def checkpoint_activations(model: nn.Module, modules: Sequence[str], config: Act
 
 
 current_forward: ContextVar[object | None] = ContextVar("current_forward", default=None)
-"""The call of a checkpointed module whose first or second forward is running: an object that is the same in both. None
-outside of checkpointed modules, and in compiled graphs."""
+"""An object that identifies the running call of a checkpointed module. Both forwards of a call have the same object.
+None outside of checkpointed modules, and in compiled graphs."""
 
 
 def _checkpoint(block: nn.Module, selects_ops: bool) -> None:
@@ -85,7 +85,7 @@ def _checkpoint(block: nn.Module, selects_ops: bool) -> None:
     def forward(*args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
             return checkpoint(compute, *args, use_reentrant=False, context_fn=contexts, **kwargs)
-        # A graph writes buffers once, at its end, even if it computes their new values twice. So no copies are needed.
+        # A graph updates buffers once, at its end, even if it contains both forwards. So no copies are needed.
         options: dict[str, Any] = {"context_fn": _selective_modes} if selects_ops else {}
         return checkpoint(compute, *args, use_reentrant=False, **options, **kwargs)
 
@@ -182,7 +182,7 @@ def _saved_result(func: Any, inputs: Sequence[Any], result: Any) -> _Recall:
 
     `inputs`: the inputs of a compiled graph; empty for other operations. The result of a graph contains the tensors
     that it saves for backward. Tensors among them that are inputs of the graph are not saved here, because the second
-    forward has computed them by then.
+    forward computes them again before it reaches the graph.
     """
     if func is _aten.topk.default:
         # Save only the indices: the values follow from the indices, and models may change the values in place.

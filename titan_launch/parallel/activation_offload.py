@@ -71,9 +71,9 @@ class HostCopies:
 class CudaCopies(HostCopies):
     """Copies between the device and page-locked host memory, in a stream of their own.
 
-    Every copy waits for all kernels that are queued in the compute stream at that time. Among them are those that write
-    its source, and those that used the memory of its target before. Memory of the arena is used again by later copies
-    of this stream.
+    Every copy waits for all kernels that are queued in the compute stream when the copy starts. Among them are the
+    kernels that write the source, and the kernels that last used the memory of the target. Host memory of the arena is
+    used again only by later copies in this stream.
     """
 
     device_type = "cuda"
@@ -123,7 +123,7 @@ class _Saved:
         """The bytes on the device; None while they are only on the host."""
         self.host: Tensor | None = host
         self.is_stale = False
-        """True if an operation in place has changed the tensor before it was copied."""
+        """True if an in-place operation changed the tensor before the copy to the host was complete."""
 
 
 class _Packed(NamedTuple):
@@ -149,7 +149,7 @@ class _Group:
 
 
 class _Offloader:
-    """The offloaded storages of a model, of all microbatches."""
+    """The offloading of a model's blocks, for all microbatches."""
 
     def __init__(self, model: nn.Module, copies: HostCopies):
         self._model = model

@@ -153,7 +153,7 @@ class _ValuesCheck:
 
 @dataclass(frozen=True)
 class Divergence:
-    """Largest distance between the ranks' running statistics and the pooled ones, over all channels and ranks."""
+    """Largest distance of a rank's running statistics from the pooled statistics, over all channels and ranks."""
 
     mean: float
     """Largest distance of a rank's running mean from the pooled mean, in pooled standard deviations."""

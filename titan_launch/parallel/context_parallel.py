@@ -96,7 +96,7 @@ class _SequencePartSource:
 
 
 def divide_buffers(model: nn.Module, axes: Mapping[str, int] | None, part: SequencePart | None, seq_len: int) -> None:
-    """Keep only the rows of this rank's tokens in buffers with one row per position, in place. Do nothing if `part` is
+    """In buffers with one row per position, keep only the rows of this rank's tokens, in place. Do nothing if `part` is
     None.
 
     `axes`: the model's declaration (`ModelSpec.context_parallel`), checked by `check_divisions`.
@@ -128,7 +128,7 @@ def ring_attention(mesh: DeviceMesh | None, parallelism: ParallelismConfig, devi
     if device.type == "cpu" and _CPU_KERNEL not in _attention.custom_ops:
         reason = "PyTorch's ring attention has no kernels for the CPU; use GPUs, or set context_parallel_degree = 1"
         raise config_error(CONTEXT.key, reason, mesh.size(), also=(("job", "device"),))
-    # PyTorch reads its own options, and the length of a buffer that it divides. The buffer's values do not matter.
+    # PyTorch takes the settings from global options. It also needs a buffer to divide, whose values do not matter.
     options = _attention._cp_options
     before = options.enable_load_balance, options.rotate_method
     options.enable_load_balance = parallelism.context_parallel_load_balance
@@ -151,7 +151,7 @@ def ring_attention(mesh: DeviceMesh | None, parallelism: ParallelismConfig, devi
         with replaced(F, "scaled_dot_product_attention", attend):
             yield
     finally:
-        ring.__exit__(None, None, None)  # before torch 2.13, it would restore nothing if it received an exception
+        ring.__exit__(None, None, None)  # before torch 2.13, an exception as argument would prevent the restoration
         options.enable_load_balance, options.rotate_method = before
 
 

@@ -34,8 +34,8 @@ probability has a load of 0 only with probability e^-20."""
 
 
 def prepare_experts(model: nn.Module, plan: ModelPlan, mesh: Mesh, device: str) -> None:
-    """Set the scale of the auxiliary losses of all mixtures of experts, and the ranks over which sequences are divided,
-    in place. Nothing is communicated.
+    """Prepare all mixtures of experts in place: set the scale of their auxiliary losses, and with context parallelism
+    the group of ranks that divide the sequences. Nothing is communicated.
 
     Log a warning for settings that make routing imprecise, or the products of experts slow.
 
@@ -140,8 +140,8 @@ class ExpertBalance:
 
     @torch.no_grad()
     def end_step(self, is_skipped: Tensor) -> None:
-        """Move the selection biases and add the loads to the window, unless `is_skipped`, a scalar on the device, is
-        not 0. Collective over the group if biases move. The host does not wait for the device.
+        """Move the selection biases and add the loads to the window. If `is_skipped`, a scalar on the device, is not 0,
+        change nothing. Collective over the group if biases move. The host does not wait for the device.
 
         The bias of an expert moves by `selection_bias_rate` times the sign of (mean load - load), where the load covers
         all tokens of the step (arXiv:2408.15664).
@@ -196,9 +196,9 @@ class ExpertBalance:
         }
 
     def newly_collapsed(self, reported: Mapping[str, float]) -> dict[str, tuple[float, float]]:
-        """Return (fraction of unused experts, largest load over mean load) of each layer that has collapsed for the
-        first time, by path. A layer has collapsed if more than half of its experts are unused. `reported`: metrics by
-        tag, over all ranks."""
+        """Return, by path, the layers that have collapsed for the first time, each with (fraction of unused experts,
+        largest load divided by mean load). A layer has collapsed if more than half of its experts are unused.
+        `reported`: metrics by tag, over all ranks."""
         found = {}
         for tag, unused in reported.items():
             path = tag.removeprefix("experts/unused/")
@@ -208,7 +208,7 @@ class ExpertBalance:
         return found
 
     def _statistics(self, load: Tensor) -> dict[str, Tensor]:
-        """Return statistics of the rows of `load`, each float64 (layers), by the name of their metric."""
+        """Return statistics of each layer's row in `load`: float64 tensors of shape (layers), by name of the metric."""
         if not self._layers:
             return dict.fromkeys(_STATISTICS, load.new_zeros(0))
         total, number = load.sum(1, keepdim=True).clamp(min=1), self._num_experts
@@ -231,7 +231,7 @@ def describe_collapse(step: int, collapsed: Mapping[str, tuple[float, float]]) -
     """Return the text of a warning about layers that have collapsed. `collapsed`: result of
     `ExpertBalance.newly_collapsed`, not empty."""
     path, (unused, largest) = max(collapsed.items(), key=lambda item: item[1])
-    others = f" (and {len(collapsed) - 1} more layers)" if len(collapsed) > 1 else ""
+    others = f" (and {len(collapsed) - 1} more)" if len(collapsed) > 1 else ""
     return (
         f"step {step}: the load of the experts of {path}{others} has collapsed: {unused:.0%} of the experts got less "
         f"than {UNUSED:.0%} of the mean load since the last report, and the largest load is {largest:.1f} times the "
@@ -291,7 +291,7 @@ def choices_watched(model: nn.Module) -> Iterator[Callable[[], list[str]]]:
 
 
 def _digest(chosen: Tensor) -> Tensor:
-    """Return a hash of numbers and their places: int64, without waiting for the device."""
+    """Return a hash of expert numbers and of their positions: int64, without waiting for the device."""
     places = torch.arange(1, chosen.numel() + 1, device=chosen.device) * 0x9E3779B97F4A7C1  # products wrap around
     places = (places ^ (places >> 29)) * 0x3F58476D1CE4E5B9
     return ((chosen.flatten() + 1) * (places ^ (places >> 32))).sum()

@@ -71,9 +71,9 @@ def apply_fsdp(model: nn.Module, plan: ModelPlan, mesh: Mesh, offloads: bool = F
             _sum_gradients(_fsdp_module(model, unit.modules[0]))
         if not unit.unshard_in_backward:
             _fsdp_module(model, unit.modules[0]).set_unshard_in_backward(False)
-        # `left`: the casts that hooks of this package do in place of FSDP2. If a unit has several modules and one of
-        # them does not run, FSDP2 casts the wrong outputs: those of the whole model, or those of the unit whose forward
-        # activation checkpointing repeats.
+        # `left`: the casts that hooks of this package make in place of FSDP2. If a unit has several modules, and one of
+        # these does not run, FSDP2 casts wrong outputs: the model's, or those of the unit whose forward activation
+        # checkpointing repeats.
         left = replace(
             unit.policy,
             cast_forward_inputs=unit.policy.cast_forward_inputs and not policy.cast_forward_inputs,
@@ -218,7 +218,7 @@ def without_backward(model: nn.Module) -> Iterator[None]:
 
     At the end of the block, unsharded parameters are freed, and FSDP2's record of these forwards is deleted. Otherwise
     parameters would stay unsharded, and the next backward would prefetch units in the order of these forwards.
-    Gradients do not change, unless the block raises an exception. Then `reset_iterations` is called.
+    Gradients do not change, unless the block raises an exception. In that case, `reset_iterations` is called.
     """
     try:
         yield

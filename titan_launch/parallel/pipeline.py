@@ -38,8 +38,8 @@ class LocalStage:
 
     stage: Stage
     module: nn.Module
-    """The model's module tree, in which pass-through modules replace the modules of other stages. It is a copy if this
-    rank has several stages, and else the model itself."""
+    """The model's module tree, in which pass-through modules replace the modules of other stages: the model itself, or
+    a copy if this rank has several stages."""
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ class _OrderCheck:
     @contextmanager
     def watched(self, model: nn.Module) -> Iterator[None]:
         """Check the forward of `model` that runs in the `with` block. The input of a module is checked before the
-        module's own hooks run. Its output is noted after they have run."""
+        module's own hooks run. The module's output is noted after these hooks have run."""
         with ExitStack() as stack:
             for path in self._next:
                 module = model.get_submodule(path)
@@ -205,7 +205,7 @@ class _OrderCheck:
         if path != expected:
             raise _no_pipeline_order(f"the model runs {path}, but pipeline_order has {expected} next")
         if not args or args[0] is not self._last_output:
-            raise _no_pipeline_order(f"the input of {path} is not {self._last_name}, unchanged")
+            raise _no_pipeline_order(f"the input of {path} must be {self._last_name}, unchanged")
 
     def _note_output(self, path: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self._last_output, self._last_name = output, f"the output of {path}"
@@ -215,7 +215,7 @@ class _OrderCheck:
         if self._next:
             raise _no_pipeline_order(f"the model does not run {self._next[0]}")
         if output is not self._last_output:
-            raise _no_pipeline_order(f"the model does not return {self._last_name}, unchanged")
+            raise _no_pipeline_order(f"the model must return {self._last_name}, unchanged")
 
 
 def _no_pipeline_order(reason: str) -> ConfigError:

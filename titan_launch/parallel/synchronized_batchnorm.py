@@ -1,7 +1,7 @@
 """BatchNorm whose statistics are computed over the batches of all data-parallel ranks.
 
 PyTorch's SyncBatchNorm refuses CPU tensors, and its conversion replaces a user's subclass by a plain layer. Here the
-class of a layer is replaced by a subclass of it. In the MRO of this subclass, `_Synchronized` comes just before
+class of a layer is replaced by a subclass of that class. In the MRO of the subclass, `_Synchronized` comes just before
 PyTorch's `_BatchNorm`. So a user's `forward` that calls `super().forward` still runs.
 """
 
@@ -37,8 +37,8 @@ def synchronize(norms: list[_BatchNorm], group: dist.ProcessGroup) -> None:
 
 
 def overrides_forward(module: nn.Module) -> bool:
-    """Return True if a class in the MRO before `_BatchNorm` has a `forward` that does not call `super().forward`. A
-    `forward` counts as calling it if its code has the names `super` and `forward`."""
+    """Return True if a class in the MRO before `_BatchNorm` has a `forward` that does not call `super().forward`. The
+    call is assumed if the code of `forward` has the names `super` and `forward`."""
     mro = type(module).__mro__
     between = mro[: mro.index(_BatchNorm)]
     return any("forward" in vars(cls) and not _calls_super(vars(cls)["forward"]) for cls in between)

@@ -99,7 +99,7 @@ def _appliers(
         ),
         "mixture": lambda module: _sum_outputs(module, mesh, stream),
         "router": lambda module: _replicate(module, mesh, Partial()),
-        "experts": lambda module: None,  # `divide_experts` divides them over the expert and the tensor axis at once
+        "experts": lambda module: None,  # `divide_experts` divides experts along the expert and tensor axes
         "shared_colwise": lambda module: divide_locally(module, mesh, {"weight": [Shard(0)], "bias": [Shard(0)]}),
         "shared_rowwise": lambda module: divide_locally(module, mesh, {"weight": [Shard(1)], "bias": [replicated]}),
     }
@@ -130,8 +130,8 @@ def _gather_input(module: nn.Module, mesh: DeviceMesh, stream: Placement) -> Non
     """Let a module get its first input, the residual stream, as a replicated DTensor. If the residual stream is divided
     over the ranks (sequence parallelism), it is all-gathered.
 
-    Several matrices may read this input. The gradients of the input from all of them are added before a single
-    reduction. `stream`: placement of the residual stream.
+    Several matrices may read this input. The gradients of the input from all these matrices are added before a
+    single reduction. `stream`: placement of the residual stream.
     """
 
     def gather(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -229,7 +229,7 @@ def _divide_adapter(adapter: LoRA, style: TensorStyle, mesh: DeviceMesh, sequenc
     """Divide an adapter as `style` divides its target: `b` along the output features, or `a` along the input features.
     A matrix that is not divided is replicated. The forward of the adapter needs no communication.
 
-    If `a` is divided, `a x` is a partial sum on each rank, and so is `b a x`, which the target adds to its own.
+    If `a` is divided, `a x` is a partial sum on each rank. So is `b a x`, which the target adds to its own output.
     """
     if style in ("sequence", "positions"):
         _replicate(adapter, mesh, Partial() if sequence_parallel else Replicate())

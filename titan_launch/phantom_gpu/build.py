@@ -19,8 +19,8 @@ _HEADERS = "nvidia/cu13/include"
 """Folder of CUDA's headers beside torch, from the package nvidia-cuda-runtime, which torch requires."""
 
 _UNANSWERED = {"cuda": 801, "cu": 801, "cupti": 27, "nccl": 3, "cusolver": 9, "cusparse": 10, "cufft": 16}
-"""Status that a function returns if the phantom GPU does not implement it, by the first letters of its name. It is the
-status "not supported" of each library, but "internal error" of NCCL. (Such functions of cuBLAS return 0.)"""
+"""Status that an unimplemented function returns, by the first letters of its name. The status is "not supported" of its
+library, or for NCCL "internal error". (Unimplemented functions of cuBLAS return 0.)"""
 
 _NAME = rf"(?:__cuda|cublas|{'|'.join(_UNANSWERED)})[A-Z]\w*"
 """Pattern of the names of functions of CUDA's libraries."""

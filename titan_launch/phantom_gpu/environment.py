@@ -1,4 +1,4 @@
-"""The GPUs that the phantom GPU can simulate, and the environment of processes that have one.
+"""The GPUs that the phantom GPU can simulate, and the environment variables of processes that see phantom GPUs.
 
 `plan.hardware.DEVICES` has the memory and compute capability of these GPUs.
 """
@@ -18,7 +18,7 @@ from titan_launch.phantom_gpu.build import build
 from titan_launch.plan.hardware import DEVICES, GIB, free_memory_gib
 
 RANK_GIB = 1.2
-"""Memory of the host that a process with a phantom GPU takes: PyTorch's libraries, and small tensors."""
+"""GiB of host memory that a process with a phantom GPU takes: PyTorch's libraries, and small tensors."""
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 _KIB, _MIB = 1 << 10, 1 << 20

@@ -1,12 +1,12 @@
-"""Operators of the phantom GPU. Operators on small tensors are computed on the host. The results of all others are
-zeros or ones. Tensors that such an operator should change in place stay unchanged.
+"""Operators of the phantom GPU. Operators on small tensors are computed on the host. All other operators return zeros
+or ones. If such an operator should change a tensor in place, the tensor stays unchanged.
 
 Memory of the phantom GPU is memory of this process, so a CPU tensor can have the storage of a CUDA tensor. The kernels
 that PyTorch registers for CUDA are replaced by functions that do one of two things:
 
-- Operators on few elements run on such CPU tensors. For integers and bools, the limit is higher. Control flow depends
-  on the results of these operators: counts of targets and of rows per expert, norms, flags, learning rates.
-- All other operators run PyTorch's own code for CUDA. It allocates what it allocates on a GPU, and launches kernels
+- Operators on few elements run on such CPU tensors. (More elements are allowed for integers and bools.) Control flow
+  depends on the results of these operators: counts of targets and of rows per expert, norms, flags, learning rates.
+- All other operators run PyTorch's own code for CUDA. It allocates the same memory as on a GPU, and launches kernels
   that do nothing. Then small floating-point results are set to one. Other results are set to zero, which takes no
   memory for whole pages.
 
@@ -117,7 +117,7 @@ class _Kind:
         self.is_by_shape = self.base in _BY_SHAPE
         self.is_uniform = self.base in _UNIFORM
         self.out_names = [argument.name for argument in schema.arguments if argument.is_out]
-        """Names of the arguments that only receive results."""
+        """Names of the arguments that only receive results, such as `out`."""
 
         self.tensor_positions = [
             position

@@ -9,9 +9,9 @@ Their outputs have the right shape, dtype and strides, and the tensors that they
 - LayerNorm: both devices run the same operation. CUDA saves `mean` and `rstd` in fp32 even for a bf16 input.
 - Attention: CUDA runs flash attention for fp16 and bf16, and memory-efficient attention for fp32 or with a mask. If the
   shapes are not (batch, heads, tokens, head_dim), CUDA runs the kernel that stores all scores. The same holds for
-  grouped queries in fp32 or with a mask, and for every call with `kernels.attention = "math"`. For values in fp16 or
-  bf16 that have another width than queries, the replacement uses cuDNN's kernel, which saves as many bytes as flash
-  attention. cuDNN takes widths up to `plan.attention_kernels.WIDEST_FLASH`.
+  grouped queries in fp32 or with a mask, and for every call with `kernels.attention = "math"`. If values have another
+  width than queries, in fp16 or bf16 and without a mask, the replacement uses cuDNN's kernel. It saves as many bytes as
+  flash attention, and supports widths up to `plan.attention_kernels.WIDEST_FLASH`.
 - Attention with a sliding window, a soft cap, attention sinks or documents: CUDA runs FlexAttention, which saves its
   inputs, its output, and an fp32 logsumexp for each query. The memory of its block mask is not counted.
 - Matrix products of experts: CUDA runs one grouped product in bf16 (`plan.experts.is_grouped`). With other dtypes, and
@@ -23,7 +23,7 @@ Their outputs have the right shape, dtype and strides, and the tensors that they
 - BatchNorm needs no replacement: CUDA's native kernel, cuDNN's and the CPU's save the input and two fp32 numbers for
   each channel.
 
-This behavior of CUDA is known from PyTorch's source (2.13: `layer_norm.cpp`, `sdp_utils.cpp`, `derivatives.yaml`).
+CUDA's behavior above is known from PyTorch's source (2.13: `layer_norm.cpp`, `sdp_utils.cpp`, `derivatives.yaml`).
 Workspaces inside kernels (flash attention's backward, cuDNN's convolutions) are not counted. The replacements apply to
 functions of `torch.nn.functional`, to the layers of `torch.nn` that call them, and to `torch.rms_norm` and
 `torch.layer_norm`. A function that a model's file imports by name is not replaced.

@@ -34,8 +34,8 @@ def dry_run(config: JobConfig, layout: Layout, hardware: Hardware, rank: int) ->
     backward are traced as in `trace_rank`. Nothing is written. No data is read, except one image if only the data
     determines the size of the images. The job must not have a mode `auto`. The process must have no process group.
 
-    Raises ConfigError for a model that cannot be traced, and as a run does before it allocates memory. Raises UserError
-    on an untested release of PyTorch.
+    Raises ConfigError for a model that cannot be traced, and for a job that a run rejects before it allocates memory.
+    Raises UserError on an untested release of PyTorch.
     """
     check_release()
     built = build_job_model(config)

@@ -38,7 +38,7 @@ def fake_process_group(world_size: int, rank: int = 0) -> Iterator[None]:
             yield
     finally:
         dist.destroy_process_group()
-        _clear_sharding_prop_cache()  # its entries have meshes of this group, but would match later meshes
+        _clear_sharding_prop_cache()  # its entries refer to this group, but would match later meshes
 
 
 _WITHOUT_VOTE = {
@@ -46,11 +46,11 @@ _WITHOUT_VOTE = {
     "_warmup_backward_result": lambda *_, **__: torch.tensor([1], dtype=torch.int32),
     "_get_init_p2p_neighbors_ops": lambda _: [],
 }
-"""Replacements for methods of pipeline stages that communicate before the first step. A trace has no other rank that
-could answer.
+"""Replacements for the methods by which pipeline stages communicate before the first step. A trace has no other rank
+that could answer.
 
-From torch 2.13 on, the stages vote whether all of them know the shapes that they send (the first two methods). In older
-releases the stages open their connections (the last method).
+From torch 2.13 on, the stages vote whether each stage knows the shapes that it sends (the first two methods). In older
+releases, the stages open their connections (the last method).
 """
 
 

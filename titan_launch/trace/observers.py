@@ -30,8 +30,8 @@ class StepPoints:
     """Hooks that set the current step point of a ledger.
 
     The forward of a module begins before FSDP2 all-gathers its parameters. The backward of a module begins when the
-    gradient of its output exists. The phase "loss" lasts until the first backward begins, so it includes the backward
-    of the loss.
+    gradient of its output exists. The phase "loss" lasts until the backward of the first module begins, so it
+    includes the backward of the loss.
     """
 
     def __init__(self, ledger: Ledger):
@@ -80,7 +80,7 @@ class StepPoints:
     def _begin(self, path: str, *_: Any) -> None:
         """Begin the forward of a module. Do nothing if the module runs inside another observed module, or in backward.
 
-        A rotary embedding that the model owns and its blocks call is an example of a module inside others.
+        Example of the first case: a rotary embedding that the model owns, and that its blocks call.
         """
         if self._inside is None and not is_in_backward():
             self._inside = path
@@ -180,7 +180,7 @@ class ExchangesCounted(TorchDispatchMode):
             return
         axis, size = self._axes[group]
         name, index = _IN_PLACE.get(operation, (operation, 0))
-        # A group of FSDP2 may have the same ranks as the axis.
+        # FSDP2's group may have the same ranks as the axis, but FSDP2's collectives do not count here.
         if axis.is_within_shards and operation in _OF_FSDP:
             return
         sent = _num_bytes(args[index]) * _SENT_SHARE[name](size)
@@ -189,8 +189,8 @@ class ExchangesCounted(TorchDispatchMode):
 
 
 def _group_of(args: Sequence[Any]) -> str:
-    """Return the name of a collective's group. A functional collective has the name as its last text argument. Other
-    collectives have the group itself."""
+    """Return the name of a collective's group. In a functional collective, the name is the last argument of type
+    `str`. Other collectives have the group itself as an argument."""
     names = [arg for arg in args if isinstance(arg, str)]
     if names:
         return names[-1]

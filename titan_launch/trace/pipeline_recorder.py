@@ -53,7 +53,7 @@ class Mark(NamedTuple):
 
 
 class _Kind(NamedTuple):
-    """A kind of microbatches on a stage. Microbatches of one kind allocate the same memory there."""
+    """A set of microbatches that allocate the same memory on a stage, described by what they have in common."""
 
     stage: int
     actions: tuple[str, ...]
@@ -97,7 +97,7 @@ class PipelineRecorder:
     """The notes of a stage, by the method that ran it (`Mark.method`) and the kind of the microbatch."""
 
     _shapes: dict[nn.Module, _Output] = field(default_factory=dict)
-    """The output of each stage, by its module."""
+    """Shape and dtype of each stage's output, by the module of the stage."""
 
     _microbatch: int = 0
 
@@ -130,8 +130,8 @@ class PipelineRecorder:
             self.notes.clear()
             step(microbatches, loss, lambda: num_items)
         composed = list(self._composed(self.notes))
-        # The schedule frees the output of the last microbatch after backward. The composed notes also free this output
-        # in backward, because they repeat the notes of the first microbatch. The difference is added at the end.
+        # The notes between the calls of stages are from this run, but the notes of a call may repeat those of another
+        # microbatch, which freed other tensors. The difference of the bytes that are left is added at the end.
         left = _left(self.notes)
         left.subtract(_left(composed))
         self.notes[:] = [*composed, Bytes(tuple((category, n) for category, n in left.items() if n))]
@@ -166,7 +166,7 @@ class PipelineRecorder:
                 output = forward(hidden, *args, **kwargs)
                 self._shapes[hidden.module] = _Output.of(output)
                 return output
-            leaf = None if args[0].requires_grad else weight  # a split backward takes only the stage's parameters
+            leaf = None if args[0].requires_grad else weight  # in a split backward, only parameters may be leaves
             return _stand_in(args[0], leaf, self._shapes[hidden.module])
 
         stack.enter_context(replaced(HiddenModule, "forward", run))
@@ -252,7 +252,7 @@ def _kinds_of(
     num_stages, first = len(pipeline.plan.stages), pipeline.local[0].stage.index
     outliving = {(num_stages - 1, num_microbatches - 1)}  # the schedule keeps the model's last output
     if holds_sends and isinstance(schedule, Schedule1F1B):
-        # The work of the last send before the first backward is kept until all forwards are done.
+        # The schedule keeps the work object of the last send before the first backward until all forwards are done.
         outliving.add((first, min(num_microbatches, num_stages - first) - 2))
     return {
         key: _Kind(key[0], actions, splits_backward and key[1] > 0, key in outliving) for key, actions in found.items()
@@ -275,7 +275,7 @@ class _Output(NamedTuple):
 
 
 def _stand_in(x: Tensor, weight: Tensor | None, output: _Output) -> Tensor:
-    """Return a tensor like the output of a stage. Its backward needs nothing of the stage.
+    """Return a tensor like the output of a stage. The backward of this tensor does not run the stage.
 
     `x`: the input of the stage. `weight`: a scalar that requires a gradient, if `x` requires none; else None.
     """

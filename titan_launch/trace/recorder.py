@@ -94,7 +94,7 @@ class _Recorder(Ledger):
         self.taking: tuple[str, str] | None = None
         """Full name of the parameter whose gradient was set last, and the dtype of the gradient."""
         self.reducing: tuple[str, int] | None = None
-        """Full name of the parameter whose gradient FSDP2 is about to reduce, and the bytes of an element, or None."""
+        """While FSDP2 prepares a gradient for its reduction: the parameter's full name and the bytes per element."""
         self.reduced: dict[str, int] = {}
         """Content of `Tape.reduced`."""
 
@@ -326,8 +326,8 @@ def _record(
 
 
 def _buffers(model: nn.Module, copied: Mapping[str, int], prefix: str) -> dict[str, int]:
-    """Return the bytes of each buffer of a model and of its copy, by full name. `copied`: bytes of the copies, by name
-    without `prefix`."""
+    """Return the bytes of each buffer of a model, plus those of the buffer's copy, by full name. `copied`: bytes of the
+    copies, by name without `prefix`."""
     return {prefix + name: local_tensor(buffer).nbytes + copied.get(name, 0) for name, buffer in model.named_buffers()}
 
 
@@ -380,6 +380,6 @@ def _divided_shapes(model: nn.Module, plan: ModelPlan, name_of: Mapping[int, str
 
 
 def recorded_engine(config: JobConfig, layout: Layout, kernels: Kernels) -> ReplayEngine:
-    """Return the planner's engine for a job. It records the tapes that are not in the cache. The process must have no
-    process group."""
+    """Return the planner's engine for a job. The engine records the tapes that are not in the cache. The process must
+    have no process group."""
     return ReplayEngine(config, layout, kernels, Recordings(config, layout, kernels, TorchRecorder))

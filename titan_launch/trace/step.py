@@ -101,9 +101,9 @@ def trace_step(
 ) -> TracedStep:
     """Trace a step as rank `rank` of `layout.world_size`. `built` is on the meta device, and is wrapped in place.
 
-    Only as many microbatches are traced as add activations to the peak memory. In a pipeline, other memory may grow
-    with each further microbatch. Then a second step with more microbatches is traced, and the growth of each phase's
-    peak is extrapolated.
+    Only a few microbatches are traced: more would add no activations to the peak memory. In a pipeline, other memory
+    may grow with each further microbatch. For this case, a second step with more microbatches is traced, and the
+    growth of each phase's peak is extrapolated.
 
     Raises ConfigError as `assemble_model` does. Errors in the model's forward and backward, such as dtype errors, are
     explained by `explain_model`; unknown errors are raised unchanged. A matrix product of two different dtypes is no
@@ -166,7 +166,7 @@ def _trace_microbatches(
     config: JobConfig, assembled: AssembledModel, batches: Batches, ledger: Ledger, num_microbatches: int
 ) -> TracedStep:
     """Trace forward and backward of `num_microbatches` microbatches. Add the memory of the optimizer state, the moving
-    average and the update by formulas.
+    average of the weights and the update by formulas.
 
     `assembled`: the model on the CPU, with real or fake tensors, and without gradients.
     """

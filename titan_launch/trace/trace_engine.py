@@ -138,7 +138,7 @@ def failures_explained(config: ModelConfig) -> Iterator[None]:
             location = user_location(error, or_own=True)
             reason = (
                 f"cannot be traced: {operation}{f' at {location}' if location else ''} needs the values of a tensor, "
-                "and a trace has only shapes; compute it with operations whose output shapes do not depend on values "
+                "and a trace has only shapes; use an operation whose output shape does not depend on values "
                 "(torch.where, masked_fill)"
             )
             raise config_error(("model", "name"), reason, config.name) from error

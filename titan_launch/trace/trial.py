@@ -60,7 +60,7 @@ class TrialMemory:
 
     active: int
     """Memory of the blocks that tensors got. A block may be up to 1 MiB larger than requested, because the allocator
-    does not split off a smaller remainder."""
+    splits off only larger remainders."""
 
     reserved: int
     """Memory that the allocator has taken from the device."""
@@ -130,9 +130,9 @@ def run_trial(config: JobConfig, layout: Layout, rank: int, device: torch.device
 
 
 def _equal_counts(load: float, counts: Tensor, ranks: int, group: str) -> Tensor:
-    """Replace `expert_parallel.exchanged_counts`, because there is no other rank to send its counts. Divide the rows
-    that the plan expects this rank to receive equally among the sending ranks and this rank's experts. `load`: value of
-    `planner.expert_load`."""
+    """Replace `expert_parallel.exchanged_counts`, because there is no other rank to send its counts. Return equal
+    counts for all sending ranks and this rank's experts. The sum of the counts is the number of rows that the plan
+    expects this rank to receive. `load`: value of `planner.expert_load`."""
     rows = received_rows(int(counts.sum()), ranks, load)
     return torch.tensor(equal_parts(rows, counts.numel()), device=counts.device).view(ranks, -1)
 

@@ -26,7 +26,7 @@ struct communicator {
     volatile int is_aborted;
     uint64_t id;
     unsigned long collectives; /* begun by this rank */
-    unsigned long batch, earlier; /* numbers of the first collective of this group of calls, and of the group before */
+    unsigned long batch, earlier; /* number of the first collective in the current group of calls, and in the previous group */
     int has_pending;
     unsigned long *sent, *received; /* numbers of messages to and from each rank */
 };
@@ -217,7 +217,7 @@ static int end_or_keep(struct call call) {
     return SUCCESS;
 }
 
-/* PHANTOM_HANG="rank:number" lets the stream of call `number` of NCCL on rank `rank` hang. */
+/* PHANTOM_HANG="rank:number" lets the stream of the `number`-th call of NCCL on that rank hang. */
 static void hang_if_asked(void *stream) {
     static unsigned long calls;
     int rank;

@@ -1,7 +1,7 @@
 /* The runtime of CUDA without a GPU. Kernels are not launched. Memory is address space of the host, in which a page is zero
  * and takes no memory until it is written. Only copies of at most LARGEST_COPY bytes are made, because control flow depends
  * on them: batches, counts, flags. build.py generates the functions that no file defines: they print their name and
- * fail. */
+ * return an error, except those of cuBLAS, which return success. */
 #define _GNU_SOURCE
 #include "phantom.h"
 #include <cuda_runtime_api.h>
@@ -36,7 +36,7 @@ void fail(const char *format, ...) {
     abort();
 }
 
-/* Every function that build.py generates calls this one. `status` is the error of its library. */
+/* Every function that build.py generates, except those of cuBLAS, calls this one. `status` is the error of its library. */
 int phantom_unanswered(const char *name, int status) {
     fprintf(stderr, "phantom GPU: %s is not answered; it returns the error %d\n", name, status);
     return status;
@@ -362,7 +362,7 @@ cudaError_t cudaEventSynchronize(cudaEvent_t event) {
     while (((struct event *)event)->hangs) usleep(10000);
     return cudaSuccess;
 }
-/* Return the time between the two calls on the host, which is not the time that a GPU would take. */
+/* Return the time between the calls that recorded the two events. It is not the time that a GPU would take. */
 cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t start, cudaEvent_t end) {
     *ms = 1e3 * (((struct event *)end)->seconds - ((struct event *)start)->seconds);
     return cudaSuccess;

@@ -29,7 +29,7 @@ class Seconds(NamedTuple):
     communication: float = 0.0
 
     exposed: float = 0.0
-    """Part of `communication` for which computation always waits: that of tensor, context and expert parallelism."""
+    """Part of `communication`: tensor, context and expert parallelism, for which computation always waits."""
 
     least_exposed: float = 0.0
     """Lower bound of `exposed` for any microbatch size and any gradient accumulation mode."""
@@ -39,11 +39,10 @@ class Seconds(NamedTuple):
     optimizer's update."""
 
     least_recorded: float = 0.0
-    """Lower bound of `recorded` for the same number of samples. It holds even if larger microbatches make operations
-    more efficient."""
+    """Lower bound of `recorded` for the same number of samples and any microbatch size."""
 
     def with_recorded(self, recorded: float, least: float) -> Seconds:
-        """Return the times with other `recorded` and `least_recorded`. `total` and `compute` change by as much."""
+        """Return the times with other `recorded` and `least_recorded`. `total` and `compute` change with `recorded`."""
         more = recorded - self.recorded
         return self._replace(
             total=self.total + more, compute=self.compute + more, recorded=recorded, least_recorded=least
@@ -55,12 +54,12 @@ class Seconds(NamedTuple):
 
 
 def seconds_on_line(a: Seconds | None, b: Seconds | None, factor: float) -> Seconds | None:
-    """Return `a + factor * (b - a)`; None if one of the two is not known."""
+    """Return `a + factor * (b - a)`; None if `a` or `b` is None."""
     return None if a is None or b is None else a.on_line(b, factor)
 
 
 class Clock:
-    """The time of a rank while it replays a step. The methods advance the time, or start collectives."""
+    """A simulated clock of one rank in a replayed step. The methods advance the time, or start collectives."""
 
     def __init__(self, speeds: Speeds, rings: Rings):
         self._speeds, self._rings = speeds, rings
@@ -87,20 +86,20 @@ class Clock:
         )
 
     def work(self, work: Work) -> None:
-        """Run operations of the model."""
+        """Add the time of operations of the model."""
         seconds = self._speeds.seconds(work)
         self._spend(seconds)
         self._recorded += seconds + self._host(work.times * self._per_operation)
         self._least += self._speeds.least_seconds(work)
 
     def copy(self, num_bytes: int) -> None:
-        """Run a copy that reads and writes `num_bytes` in total."""
+        """Add the time of a copy that reads and writes `num_bytes` bytes in total."""
         if num_bytes:
             self._spend(self._speeds.memory_seconds(num_bytes))
 
     def copy_reduced(self, num_bytes: int) -> None:
-        """Run a copy that reads and writes `num_bytes` in total, in FSDP2's stream for reductions. Only on CPUs,
-        computation waits for this copy."""
+        """Add the time of a copy, as `copy` does, but in FSDP2's stream for reductions. Computation waits for this copy
+        only on CPUs."""
         if self._speeds.overlaps:
             self._queue(self._speeds.memory_seconds(num_bytes), self._now)
         else:
@@ -145,7 +144,7 @@ class Clock:
         if not row.delays_computation and self._speeds.overlaps:
             self._queue(seconds, self._now)
             return
-        if self._end_of_links > self._now:  # FSDP2's pending collectives end later, because both use the links
+        if self._end_of_links > self._now:  # pending collectives of FSDP2 end later: they share the links
             self._end_of_links += seconds
         self._now += seconds
         if row.delays_computation:
@@ -158,7 +157,7 @@ class Clock:
         return self._start("all_gather", self._rings.shards_of(unit), buffer_bytes, self._copies[0])
 
     def copied_out(self) -> None:
-        """Note the time at which an all-gathered buffer has been copied into the parameters."""
+        """Note that an all-gathered buffer has been copied into the parameters at the current time."""
         self._copies = self._copies[1], self._now
 
     def reduce_scatter(self, buffer_bytes: int, unit: Unit) -> float:

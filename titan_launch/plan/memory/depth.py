@@ -1,7 +1,7 @@
 """Prediction of a deep model's memory, traffic and times from shallower models: the blocks to remove, and the plan
 without these blocks. No torch.
 
-Blocks are removed from the plan of the whole model. A shallower model of its own would have a different plan: rules may
+Blocks are removed from the plan of the whole model. A plan that is made for the shallower model could differ: rules may
 name the path of one block, and some decisions depend on the size of the model.
 """
 
@@ -36,11 +36,11 @@ class Shortcut:
     """The prediction for the whole model is `shorter + factor * (longer - shorter)`."""
 
     removed_for_check: tuple[str, ...]
-    """Blocks to remove for the model that checks the extrapolation: its memory must be that of `factor = 2`."""
+    """Blocks to remove for a third model. Its memory must equal the extrapolation with `factor = 2`."""
 
 
 def find_shortcut(plan: ModelPlan) -> Shortcut | None:
-    """Return the blocks to remove for shallower models; None if equal blocks do not repeat often enough."""
+    """Return the blocks to remove for shallower models; None if no period of blocks repeats more than 5 times."""
     blocks, repeat = outermost(plan.inventory.blocks), longest_repeat(block_signatures(plan))
     if repeat.times <= _DEPTHS[1]:
         return None
@@ -57,8 +57,8 @@ def _inside(block: str, paths: Collection[str]) -> tuple[str, ...]:
 def block_signatures(plan: ModelPlan) -> list[Hashable]:
     """Return a signature of each outer block. Blocks with the same forward and backward have equal signatures.
 
-    A signature consists of: the path of the module around the block; the modules of the block with their tensors and
-    units; the checkpointed modules of the block; the dtypes of the block before (for the first block, its own); a flag
+    A signature consists of: the path of the module around the block; the block's modules with their tensors and units;
+    the block's checkpointed modules; the dtypes of the previous block (for the first block, its own dtypes); a flag
     that is True if backward computes a gradient of the block's inputs.
     """
     inside: dict[str, list[ModuleInfo]] = {path: [] for path in outermost(plan.inventory.blocks)}
@@ -146,10 +146,10 @@ def longest_repeat(sequence: Sequence[Hashable]) -> Repeat:
 
 def shorten(length: int, repeat: Repeat, times: int) -> list[int]:
     """Return the remaining indices of a sequence of `length` whose repeated part is cut to `times` periods. If the part
-    has no more than `times` periods, all indices remain.
+    has at most `times` periods, all indices remain.
 
-    Half of the remaining periods are the first ones, and half the last, so that prefetched parameters and late
-    gradients exist at both ends. Of 80 equal blocks, 0, 1, 78, 79 remain for `times = 4`, and 0, 1, 2, 78, 79 for 5.
+    The first half and the last half of the remaining periods are kept, so that FSDP2's prefetches and late reductions
+    at both ends stay. Of 80 equal blocks, 0, 1, 78, 79 remain for `times = 4`, and 0, 1, 2, 78, 79 for `times = 5`.
     """
     if times >= repeat.times:
         return list(range(length))

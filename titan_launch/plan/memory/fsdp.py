@@ -116,8 +116,8 @@ class Context:
         self._accumulation = accumulation
         self._exchanged = exchanged
         self._is_manual = splits_backward and FINALIZES_BACKWARD
-        """True if FSDP2 ends a backward only when `finalize_backward` is called; False if it ends a backward as soon as
-        autograd does."""
+        """True if FSDP2 ends a backward only when `finalize_backward` is called; False if FSDP2 ends a backward as soon
+        as autograd has ended it."""
         self._orders: dict[int, list[ShardedUnit]] = {}
         self._exchange: _Exchange | None = None
 
@@ -145,7 +145,7 @@ class Context:
 
     def finish_backward(self) -> None:
         """Finish backward, as FSDP2's `_root_post_backward_final_callback` does."""
-        # The root is still set if the second forward of a checkpointed block has run only a part of a unit.
+        # `iter_forward_root` is still set if the second forward of a checkpointed block ran only a part of a unit.
         self.iter_forward_root = None
         for unit in self.units:
             if unit.parameters:
@@ -188,14 +188,14 @@ class Context:
             unit.accumulate_in_reduce_dtype()
 
     def pop_forward_order(self, microbatch: int) -> None:
-        """Set aside the order of units in the forward of a microbatch."""
+        """Save the order in which units ran in the forward of a microbatch, and clear FSDP2's record of it."""
         self._orders[microbatch] = list(self.post_forward_order)
         for unit in self.post_forward_order:
             unit.post_forward_indices.clear()
         self.post_forward_order.clear()
 
     def restore_forward_order(self, microbatch: int) -> None:
-        """Restore the order of a forward before its backward."""
+        """Restore the order that `pop_forward_order` has saved for a microbatch, before the microbatch's backward."""
         self.pop_forward_order(-1)
         self.post_forward_order.extend(self._orders.pop(microbatch))
         for index, unit in enumerate(self.post_forward_order):
@@ -235,11 +235,11 @@ class _Exchange(NamedTuple):
 
 
 class Parameter:
-    """A parameter of a unit. For a parameter of experts, it is the part that expert parallelism leaves to this rank."""
+    """A parameter of a unit; for experts, the part of the parameter that expert parallelism leaves to this rank."""
 
     def __init__(self, info: TensorInfo, policy: Unit, unit: Unit, layout: Layout):
-        """`info`: the parameter with the shape that tensor parallelism leaves to this rank. `policy`: the unit or the
-        entry of `ModelPlan.in_place` that sets the dtypes of the parameter. `unit`: the unit that shards it."""
+        """`info`: the parameter with the shape that tensor parallelism leaves to this rank. `policy`: the unit, or the
+        entry of `ModelPlan.in_place`, that sets the parameter's dtypes. `unit`: the unit that shards the parameter."""
         shape, shards = unit.part(info.shape), layout.shards_of(unit)
         self.numel = prod(shape)
         self.is_trained = info.requires_grad
@@ -255,7 +255,7 @@ class Parameter:
 
 
 class ShardedUnit:
-    """A `fully_shard` call: `FSDPState` with its `FSDPParamGroup`."""
+    """The simulated state of one FSDP2 unit, as in FSDP2's `FSDPState` and `FSDPParamGroup`."""
 
     def __init__(self, context: Context, unit: Unit, parameters: Sequence[tuple[TensorInfo, Unit, bool]]):
         """`parameters`: for each parameter the arguments `info` and `policy` of `Parameter`, and the result of
@@ -270,10 +270,10 @@ class ShardedUnit:
         self.shard_bytes = sum(p.padded // self.shards * DTYPE_BYTES[p.stored] for p in self.weights)
         """Bytes of the shards of all parameters on this rank."""
         self.prefetch: list[ShardedUnit] = []
-        """Units whose parameters are all-gathered early in backward (`set_modules_to_backward_prefetch`). Empty: FSDP2
-        prefetches the previous unit of the forward."""
+        """Units whose all-gathers start in this unit's backward (`set_modules_to_backward_prefetch`). Empty: FSDP2
+        prefetches the unit that ran before this unit in forward."""
         self.forward_prefetch: list[ShardedUnit] = []
-        """Units whose parameters are all-gathered early in forward (`set_modules_to_forward_prefetch`)."""
+        """Units whose all-gathers start in this unit's forward (`set_modules_to_forward_prefetch`)."""
         self.reduce_grads = self.all_reduce_grads = self.reshard_after_backward = True
         self.exchanged: ExchangedUnit | None = None
         """Sizes of the gradients that the replicas exchange as soon as FSDP2 has reduced them. None: this backward has
@@ -298,8 +298,8 @@ class ShardedUnit:
     # Parameters
 
     def unshard(self) -> None:
-        """Start the all-gather of the parameters. Do nothing if it has started, if the parameters are already
-        unsharded, or if this is a backward that does not read them."""
+        """Start the all-gather of the parameters. Do nothing if the all-gather has started, if the parameters are
+        already unsharded, or in backward if `Unit.unshard_in_backward` is False."""
         if self._pending is not None or self._unsharded_bytes or not self.parameters:
             return
         if not self.unit.unshard_in_backward and self.group_state is State.PRE_BACKWARD:
@@ -317,8 +317,8 @@ class ShardedUnit:
         return Storage(self.context.ledger, num_bytes, category)
 
     def _shards_to_send(self) -> list[Storage]:
-        """Return the temporary inputs of an all-gather: casts of the shards, or with CPU offload their copies on the
-        device."""
+        """Return the temporary inputs of an all-gather: the shards that are cast. With CPU offload, return all shards,
+        copied to the device, and cast if their dtypes differ."""
         world = self.shards
         if not self.context.offloads:
             cast_bytes = sum(parameter.padded_bytes for parameter in self.parameters if parameter.is_cast)
@@ -476,7 +476,7 @@ class ShardedUnit:
         self._gradients[index] = gradient
 
     def grad_dtype(self, index: int, computed: str) -> str:
-        """Return the dtype in which autograd accumulates a gradient that was computed in the dtype `computed`."""
+        """Return the dtype of a gradient when autograd accumulates it. `computed`: the dtype before autograd's cast."""
         if not ACCUMULATES_IN_GRAD:
             return computed
         # From torch 2.15 on, FSDP2's `_set_unsharded_grad_dtypes` sets this dtype.
@@ -527,8 +527,8 @@ class ShardedUnit:
                     gradient = self.context.new(parameter.numel, gradient.dtype, Category.UNSHARDED_GRADIENTS)
             reduced.append(gradient)
         if largest:
-            # One temporary buffer stands for those of all gradients, which follow one another. So the number of local
-            # maxima does not depend on the number of blocks (`ledger.extrapolate`).
+            # The gradients need temporary buffers one after another. Only the largest buffer is counted, so that the
+            # number of local maxima does not depend on the number of blocks (`ledger.extrapolate`).
             self._new_bytes(largest, Category.UNSHARDED_GRADIENTS)
         return reduced
 

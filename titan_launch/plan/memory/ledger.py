@@ -92,11 +92,11 @@ class StepPoint(NamedTuple):
     """Index from 0. The optimizer's update has the index of the last microbatch."""
 
     phase: str
-    """`forward`, `loss`, `backward` or `optimizer`."""
+    """`forward`, `loss`, `backward` or `optimizer`; `step` if a run measures a whole step at once."""
 
     unit: str
-    """The module that runs: the path of a block, `head`, `embedding`, or another module beside the blocks. Empty: the
-    whole model."""
+    """Path of the module that runs: a block, or a module beside the blocks, such as `tok_embeddings` or `output`.
+    Empty: the whole model."""
 
     def __str__(self) -> str:
         if self.phase == "optimizer":
@@ -115,11 +115,11 @@ class Peak(NamedTuple):
     """Bytes of each `Category` at the peak. Their sum is `total`."""
 
     by_stream: tuple[float, ...]
-    """Peak bytes of each stream since memory was last freed. For the highest maximum of a point, these are the peaks of
-    the whole point. The streams may reach their peaks at different times."""
+    """Peak bytes of each stream since memory was last freed; in `Footprint.peaks`, over the whole point. The streams
+    may reach their peaks at different times."""
 
     in_product: bool = False
-    """True for the memory during a matrix product."""
+    """True if this is the memory during a matrix product. Such an entry need not be a local maximum."""
 
 
 class Ledger:
@@ -132,7 +132,7 @@ class Ledger:
     """
 
     def __init__(self, on_host: Collection[Category] = ()) -> None:
-        """`on_host`: categories in host memory (the function `on_host`). Only the peak of their sum is counted."""
+        """`on_host`: categories in host memory (see the function `on_host`). Only the peak of their sum is counted."""
         self.on_host = frozenset(on_host)
         self._host = self._host_peak = 0
         self.live = [0] * len(Category)
@@ -219,8 +219,8 @@ class Footprint:
     """Peak bytes of the tensors that CPU offload and activation offloading keep in host memory."""
 
     def with_workspace(self, num_bytes: int) -> Footprint:
-        """Return the footprint with the workspaces of cuBLAS, each of `num_bytes`, from PyTorch's allocator. From torch
-        2.15 on, each matrix product allocates a workspace and frees it."""
+        """Return the footprint plus the workspaces of cuBLAS, `num_bytes` each, which PyTorch allocates. Before torch
+        2.15 two workspaces always exist. From 2.15 on, each matrix product allocates a workspace and frees it."""
 
         def grown(peak: Peak) -> Peak:
             if KEEPS_WORKSPACES:  # one for the thread of forward, and one for the thread of backward
@@ -286,8 +286,8 @@ def extrapolate(shorter: Footprint, longer: Footprint, factor: float) -> Footpri
 
 
 def with_growth(footprints: Sequence[Footprint], counts: Sequence[int], num_microbatches: int) -> Footprint:
-    """Return the footprint of a step of `num_microbatches` microbatches. `footprints`: of one or two steps. `counts`:
-    the numbers of microbatches of these steps.
+    """Return the footprint of a step of `num_microbatches` microbatches. `footprints`: those of one or two steps.
+    `counts`: the numbers of microbatches of these steps.
 
     A single footprint is returned unchanged. With two footprints, the peak of each phase is extrapolated linearly, and
     its growth is added to every maximum of that phase in the first footprint. The growth counts as activations.
@@ -390,9 +390,9 @@ def book_update(
 ) -> None:
     """Count the memory of the optimizer's update.
 
-    `temporaries`: result of `temporary_bytes`. `units`: the units that replicas exchange, if the optimizer is sharded
-    over the replicas. `gradients_left`: True if the gradients were exchanged during backward; False if they are
-    exchanged now (`gradients_leave_early`).
+    `temporaries`: result of `temporary_bytes`. `units`: the units whose gradients replicas exchange; empty if the
+    optimizer is not sharded over replicas. `gradients_left`: True if the gradients were exchanged during backward;
+    False if they are exchanged now (`gradients_leave_early`).
     """
     units, replicas = list(units), layout.optimizer_replicas
     # An exchange begins with the largest unit. Later buffers are smaller, and the gradients of earlier units have been

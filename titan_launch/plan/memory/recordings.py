@@ -90,9 +90,10 @@ _KEPT = ("model", "lora", "loss", "precision", "batchnorm", "kernels", "float8")
 
 
 def recorded_job(config: JobConfig, layout: Layout) -> JobConfig:
-    """Return the job that is recorded for `config`. It has only those settings on which a recording depends.
+    """Return the job that is recorded for `config`, with only those settings on which a recording depends.
 
-    The recorded job has one microbatch per step, and two shards, or more if expert parallelism needs more.
+    The recorded job has one microbatch per step, and two shards, or more if expert parallelism needs more. With
+    synchronized BatchNorm statistics, it has the replicas and shards of `layout`.
     """
     blank = JobConfig()
     training, parallelism, planner = config.training, config.parallelism, config.planner
@@ -137,7 +138,7 @@ class TapesOf(NamedTuple):
     checkpointing: ActivationCheckpointConfig
     pipeline_rank: int = 0
     counts: tuple[int, ...] = (1,)
-    """Number of microbatches of each step to record. 1 without pipeline parallelism."""
+    """Number of microbatches of each step to record; `(1,)` without pipeline parallelism."""
 
     is_deferred: bool = False
     """True for the first of several microbatches, whose gradients are not reduced."""
@@ -213,8 +214,8 @@ class Recordings:
         return self._tapes[wanted]
 
     def record_ahead(self, wanted: Collection[TapesOf]) -> None:
-        """Record what later calls of `tapes` and `flops` need, in forks of this process (`in_forks`), and store it in
-        the cache. Do nothing without a recorder. If this process has used autograd, its forks record nothing."""
+        """Record in forks (`in_forks`) the `wanted` tapes and the FLOPs of their modes, and store them in the cache for
+        later calls. Do nothing without a recorder. If this process has used autograd, its forks record nothing."""
         tasks: list[Callable[[], object]] = [partial(self.tapes, one) for one in wanted]
         tasks += [partial(self.flops, mode) for mode in dict.fromkeys(one.checkpointing for one in wanted)]
         with replaced(self, "_recorder", None):
@@ -229,7 +230,7 @@ class Recordings:
                 self._say = lambda text: None
             task()
 
-        in_forks(run, tasks)  # the first task shows the errors of the model
+        in_forks(run, tasks)  # this process runs the first task, which shows errors of the model
 
     def _recorded(
         self, checkpointing: ActivationCheckpointConfig, pipeline_rank: int, counts: tuple[int, ...], is_deferred: bool
@@ -279,10 +280,9 @@ def _is_missing(task: Callable[[], object]) -> bool:
 
 
 def recorded_inventory(config: JobConfig, recorder: Callable[[], Recorder] | None) -> Inventory:
-    """Return the inventory of the model in section `[model]` of a job, without adapters and parallelism.
-
-    Raises NotRecordedError if the table is not in the cache and `recorder` is None, and ConfigError for the same jobs
-    as a run."""
+    """Return the inventory of the model in section `[model]` of a job, without adapters and parallelism. Raises
+    NotRecordedError if the table is not in the cache and `recorder` is None, and ConfigError for the same jobs as a
+    run."""
     blank = JobConfig()
     training = blank.training.model_copy(update={"seq_len": config.training.seq_len})
     named = {name: getattr(config, name) for name in ("model", "data", "tokenizer")}
@@ -318,7 +318,7 @@ def _version(package: str) -> str | None:
 
 @cache
 def _package_digest() -> str:
-    """Return a digest of the states of this package's files, because other code may record other tapes."""
+    """Return a digest of the states of this package's files, because changed code may record different tapes."""
     root = Path(__file__).parent.parent.parent
     states = sorted((str(path.relative_to(root)), file_state(path)) for path in root.rglob("*.py"))
     return _digest(json.dumps(states).encode())
@@ -348,7 +348,7 @@ def _entry(key: str) -> Path:
 
 
 def _load(key: str) -> dict[str, Any] | None:
-    """Return an entry of the cache; None if there is none, if it is damaged, or if a file of its model has changed."""
+    """Return an entry of the cache; None if it is missing or damaged, or if a file of the user's model has changed."""
     try:
         head, text = _entry(key).read_bytes().split(b"\n", 1)
         digest, files = json.loads(head)
@@ -376,7 +376,7 @@ def _store(key: str, value: dict[str, Any], files: list[str]) -> None:
 
 
 _MOST_ENTRIES = 500
-"""Largest number of entries in the cache. Each has some 10 to 100 KB."""
+"""Largest number of entries in the cache. An entry has 10 to 100 KB."""
 
 
 def _digest(text: bytes) -> str:

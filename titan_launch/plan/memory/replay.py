@@ -67,7 +67,7 @@ class ReplayedStep:
 
 
 def local_plan(plan: ModelPlan, shapes: Mapping[str, tuple[int, ...]]) -> ModelPlan:
-    """Return the plan with the shapes of parameters that tensor parallelism leaves to this rank. `shapes`:
+    """Return the plan, with the shapes of this rank's parts of parameters that tensor parallelism divides. `shapes`:
     `Tape.shapes`."""
     if not shapes:
         return plan
@@ -141,13 +141,13 @@ _BYTES = (
     "expert_all_gather_bytes",
     "expert_reduce_scatter_bytes",
 )
-"""The fields of `Traffic` whose bytes `Context.count` counts."""
+"""The fields of `Traffic` with the bytes that `Context.count` counts."""
 
 _WITH_NUMBER = {"post_forward", "complete_forward", "begin_microbatch", "pop_forward_order", "restore_forward_order"}
-"""Names of the `Step`s whose method takes `Step.number`."""
+"""Values of `Step.name` whose methods take `Step.number` as an argument."""
 
 _OF_CONTEXT = frozenset(dir(Context))
-"""Names of the `Step`s that are methods of a root's `Context`. Other steps are methods of `ShardedUnit`."""
+"""Values of `Step.name` that are methods of a root's `Context`. All other values are methods of `ShardedUnit`."""
 
 
 def _joined(units: Mapping[Unit, ExchangedUnit], whole: ModelPlan) -> list[ExchangedUnit]:
@@ -164,7 +164,7 @@ def _joined(units: Mapping[Unit, ExchangedUnit], whole: ModelPlan) -> list[Excha
 
 @dataclass(frozen=True)
 class RankModel:
-    """The parts of a model that a rank replays, and their tape."""
+    """The parts of a model on one rank, with their plans and their tape: the input of a `Replay`."""
 
     whole: ModelPlan
     """The plan of the model with all blocks and stages."""
@@ -183,7 +183,7 @@ class RankModel:
 
     @cached_property
     def local_plans(self) -> list[ModelPlan]:
-        """The plans, with the shapes of parameters that tensor parallelism leaves to this rank."""
+        """The results of `local_plan` for `plans`."""
         return [local_plan(plan, self.tape.shapes) for plan in self.plans]
 
     @cached_property

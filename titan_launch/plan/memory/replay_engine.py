@@ -112,14 +112,14 @@ class ReplayEngine:
         self._steps |= zip(choices, in_forks(self._predicted, choices), strict=True)
 
     def record_ahead(self, choices: Iterable[Choice]) -> None:
-        """Record what the predictions of several choices need (`Recordings.record_ahead`)."""
+        """Record the tapes and FLOPs for the predictions of several choices (`Recordings.record_ahead`)."""
         plans = [(choice, self._plan(bool(choice.accumulation.keep_params_unsharded))) for choice in choices]
         wanted = (self._wanted(choice, rank) for choice, plan in plans for rank in representative_ranks(plan))
         self._recordings.record_ahead([tapes for tapes in dict.fromkeys(chain.from_iterable(wanted)) if tapes])
 
     def _wanted(self, choice: Choice, rank: int) -> tuple[TapesOf, TapesOf | None]:
-        """Return the recording that a prediction needs for a pipeline rank, and the recording of its first microbatch.
-        The latter is None if the first microbatch does not differ from later ones."""
+        """Return the arguments of `Recordings.tapes` for a pipeline rank: for all microbatches, and for the first one.
+        The second entry is None if the first microbatch does not differ from later ones."""
         checkpointing, layout = choice.activation_checkpoint, self._layout
         own, first = TapesOf(checkpointing, rank, self._counts), TapesOf(checkpointing, is_deferred=True)
         is_deferred = layout.num_microbatches > 1 and not choice.accumulation.row.reduce_scatters_each
@@ -169,7 +169,7 @@ class ReplayEngine:
     def _model_of_rank(
         self, keep_params_unsharded: bool, wanted: TapesOf, first: TapesOf | None, index: int, removed: tuple[str, ...]
     ) -> RankModel:
-        """Return the parts of the model that a rank replays, without the `removed` blocks. `wanted`, `first`: result of
+        """Return the input of a replay of one rank, without the `removed` blocks. `wanted`, `first`: result of
         `_wanted`. `index`: index of the tape in the recording `wanted`."""
         parts = self._parts(keep_params_unsharded, wanted.checkpointing, wanted.pipeline_rank)
         plans = tuple(without_blocks(plan, removed) for plan in parts.plans) if removed else parts.plans

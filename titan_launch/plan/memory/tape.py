@@ -47,7 +47,7 @@ class Bytes(NamedTuple):
     """Memory that is allocated or freed at one time."""
 
     changes: tuple[tuple[Category, int], ...]
-    """Pairs (category, bytes). Bytes are negative if they are freed. Freed bytes come first."""
+    """Pairs (category, bytes). A negative number of bytes is freed. Freed bytes come before allocated ones."""
 
     in_product: bool = False
     """True if a matrix product runs at the end of the change."""
@@ -70,7 +70,7 @@ class Gradient(NamedTuple):
     """A gradient that a parameter takes from autograd. An earlier event has allocated its memory."""
 
     parameter: str
-    """Full name."""
+    """Full name of the parameter."""
 
     num_bytes: int
     dtype: str
@@ -104,7 +104,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Blocks:
-    """The outer blocks of a model or of a pipeline stage, and which of them were recorded."""
+    """The paths of the outer blocks of a model or of a pipeline stage, and a stand-in for each unrecorded block."""
 
     paths: tuple[str, ...]
     likes: Mapping[str, str] = field(default_factory=dict)
@@ -122,9 +122,9 @@ class Blocks:
         one kind allocate the same memory. `variants`: the variant of a block, by path. Blocks of one kind and one
         variant also compute the same.
 
-        Of each kind, the first two and the last two blocks are recorded, and one block of each other variant. A
-        recorded block of the same kind and variant stands for each block that is not recorded. `is_uniform` checks that
-        the second block equals the last but one. The blocks in between are then assumed to be alike.
+        Of each kind with more than four blocks, these are recorded: the first two blocks, the last two, and one block
+        of each variant between them. A recorded block of the same kind and variant stands for each unrecorded
+        block. `is_uniform` checks that the second block equals the last but one. The blocks between are assumed alike.
         """
         variant_of = variants or {}
         members: dict[Hashable, list[str]] = {}
@@ -184,8 +184,8 @@ class Tape:
 
 
 def compact(events: Iterable[Event]) -> Iterator[Event]:
-    """Yield the events, with each series of allocations and frees reduced to three states: the highest total, the
-    highest total in a matrix product, and the end.
+    """Yield the events. Of each series of allocations and frees, keep only three states: the highest total, the highest
+    total in a matrix product, and the end.
 
     A series ends at the next hook call, gradient or offloaded tensor. Computation and collectives do not end it,
     because they hold no memory. Computation is moved to the next hook call. Collectives are moved to the end.
