@@ -47,8 +47,8 @@ set all arguments that have no default."""
 
 
 def named_flavor(name: str, flavor: str | None) -> str:
-    """Return the flavor to show with a model's name, or "" if it means nothing: for None, for the flavor `none`, and
-    for a model without flavors. (`config.json` in a run folder has the key `flavor` even for such a model.)"""
+    """Return the flavor to show with a model's name, or "" if there is nothing to show: for None, for the flavor
+    `none`, and for a model without flavors. (`config.json` in a run folder has a flavor even for such a model.)"""
     return "" if flavor in (None, ALL_IN_ARGS) or name not in ARCHITECTURES else str(flavor)
 
 

@@ -48,7 +48,7 @@ class TwinNeeds:
     twin_seq_len: int
 
     def rows(self, own: int, small: int) -> int:
-        """Return the number of rows in the twin of a parameter with `own` rows in the job's model. The result is `own`
+        """Return a parameter's number of rows in the twin, if it has `own` rows in the job's model. The result is `own`
         if `own <= small`, else `small`, or 1 or 2 rows less if the job shards the parameter unevenly."""
         uneven = small - (2 if self.is_tensor_parallel else 1)
         return own if own <= small else small if own % self.shards == 0 else uneven

@@ -170,8 +170,8 @@ def build_model(
     """Build the model that `model.name` selects: a model of this package, or a user's factory by its import string.
     With `lora`, add its adapters.
 
-    `host`: the settings for calling a user's factory with initial values. If `host` is None, the tensors never get
-    values, and the model serves only for planning. A factory with `meta_device = True` ignores `host`, because
+    `host`: the settings of the call that gets initial values from a user's factory. If `host` is None, the tensors get
+    no values, and the model serves only for planning. A factory with `meta_device = True` ignores `host`, because
     `reset_parameters` fills its module later. If the model is a class of `transformers` and `model.weights` has all of
     its parameters, only the buffers get values.
 

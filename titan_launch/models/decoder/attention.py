@@ -3,7 +3,7 @@
     attention                          CUDA                      CPU
     plain causal                       scaled_dot_product_attention with is_causal, on both
     sliding window, documents          FlexAttention, compiled   scaled_dot_product_attention with a mask
-    soft cap, attention sinks          FlexAttention, compiled   explicit scores in fp32, for some queries at a time
+    soft cap, attention sinks          FlexAttention, compiled   explicit scores in fp32, for 256 queries at a time
     in generation and evaluation       the paths of the CPU, on both
 
 FlexAttention (arXiv:2412.05496) skips blocks of tokens that a mask excludes, and never stores the scores. On a CPU it

@@ -68,7 +68,7 @@ class TensorNames:
 
     modules: Mapping[str, str]
     """Names of modules in the file, without `prefix`, by their names here. `*` is the number of the layer. If several
-    modules have the same name in the file, its tensors join their parameters, in the order of this table."""
+    modules have one name in the file, a tensor there has the parameters of all of them, in the order of this table."""
 
     parameters: Mapping[str, str] = field(default_factory=dict)
     """Names of tensors in the file, without `prefix`, by names of parameters here. The table has the parameters whose

@@ -243,7 +243,7 @@ def _places_in_files(module: Any) -> PlacesInFiles:
 
 @dataclass(frozen=True)
 class _Conversion:
-    """A conversion of several tensors of a folder to tensors of a model of `transformers` that have other names."""
+    """A conversion of tensors of a folder to tensors with other names, of a model of `transformers`."""
 
     module: Any
     first: str

@@ -18,7 +18,7 @@ from titan_launch.models.vit.args import ViTArgs
 
 
 class PatchEmbedding(nn.Module):
-    """Linear map of each patch to a token. Adds learned positions and, with `pool = "class_token"`, a class token."""
+    """Linear map of patches to tokens. It adds learned positions and, with `pool = "class_token"`, a class token."""
 
     class_token: nn.Parameter | None
 

@@ -131,7 +131,7 @@ class WeightsFolder:
         return {file: by_file[file] for file in sorted(by_file)}
 
     def fingerprint(self) -> Fingerprint:
-        """Return the fingerprint of the files: their sizes, and bytes at positions that a fixed seed draws."""
+        """Return the fingerprint of the files: their names and sizes, and samples of their content."""
         files = sorted({tensor.file for tensor in self.tensors.values()})
         return fingerprint_of_files([(file, self.path / file) for file in files], _SAMPLE_BYTES)
 
@@ -403,7 +403,7 @@ def find_weights(
     }
     if errors := [f"{len(names)} {what}: {listed(names, most=8)}" for what, names in problems.items() if names]:
         text = "\n    ".join(["its tensors do not match the model:", *errors])
-        advice = "model.exclude_from_weights names tensors that are not loaded"
+        advice = "to skip tensors, name them in model.exclude_from_weights"
         raise config_error(("model", "weights"), f"{text}\n  {advice}", config.weights)
     return Weights(folder, pieces, copies)
 
@@ -415,7 +415,7 @@ def _check_number(places: Collection[Place], folder: WeightsFolder) -> None:
     expected = len(places) + sum(place.num_experts or 0 for place in stacked)
     if expected > len(folder.tensors) + 200_000:
         reason = f"its files have {len(folder.tensors):,} tensors, but a model with these layers and experts has"
-        raise config_error(("model", "weights"), f"{reason} {expected:,}", str(folder.path))
+        raise config_error(("model", "weights"), f"{reason} {expected:,}; correct its sizes", str(folder.path))
 
 
 def _own_tensors(inventory: Inventory) -> Iterator[tuple[str, TensorInfo]]:
