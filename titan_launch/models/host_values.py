@@ -50,7 +50,7 @@ class HostValues:
         return {name: _digest(tensor) for name, tensor in self.by_name.items()}
 
     def owned_by(self, rank: int) -> HostValues:
-        """Return the same tensors on the meta device, for a rank that gets its parts of the values from `rank`."""
+        """Return a copy with all tensors on the meta device, for a rank that gets its parts from the rank `rank`."""
         return replace(self, by_name={name: value.to("meta") for name, value in self.by_name.items()}, owner=rank)
 
     def take_parts(self, boxes: Mapping[str, Box]) -> Iterator[tuple[str, Tensor]]:

@@ -108,8 +108,8 @@ def copy_whole(target: Tensor, values: Tensor) -> None:
 
 
 def _own_parts(model: nn.Module, weights: Weights, names: Collection[str]) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield (full name, part in the model, part in the weights) of each tensor in `names` that the model and the
-    weights have. Each part is that of this rank; empty parts are skipped."""
+    """Yield (full name, this rank's part in the model, this rank's part in the weights) of each tensor in `names` that
+    both the model and the weights have. Empty parts are skipped."""
     for path, module, own_names in _owners(model):
         for name in own_names:
             full = full_name(path, name)

@@ -74,7 +74,7 @@ def read_folder_config(folder: str | Path) -> FolderConfig:
 
 
 def own_config(config: Config) -> FolderConfig:
-    """Return the model that a `config.json` in this package's own format names, without an import of a user's factory.
+    """Return the model that a `config.json` in this package's own format names. A user's factory is not imported.
     Raises WeightsError for an unknown format, model or flavor, and for arguments that the model cannot have."""
     table: Any = config.get("model")
     try:

@@ -197,8 +197,8 @@ class Target:
 def file_places(
     model: ModelConfig, shapes: Mapping[str, Shape], rows: int | None, is_plain: bool = False
 ) -> tuple[dict[str, Shape], dict[str, Piece]]:
-    """Return the shape and the `Piece` of each weight of a model in files of `transformers`. A shape has the axes of
-    this package, and as many rows as the files.
+    """Return the shape and the `Piece` of each weight of a model in files of `transformers`. Each shape has the axes of
+    this package, but the number of rows in the files.
 
     `shapes`: shape of each weight in this package. `rows`: rows of the vocabulary in the files; None if they are those
     of `shapes`. `is_plain`: True if the files have the names of this package. Raises WeightsError for a model that no
