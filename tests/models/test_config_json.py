@@ -136,7 +136,7 @@ NAMED: dict[str, tuple[str, dict[str, Any], str]] = {
     "two lengths of pre-training": (
         "Llama, YaRN",
         {"original_max_position_embeddings": 8},
-        "original_max_position_embeddings = 8.*rope_parameters says 16",
+        "original_max_position_embeddings = 8.*rope_parameters has 16",
     ),
     "a list of other length": ("Gemma 2", {"layer_types": [FULL]}, "layer_types = .*2 entries .num_hidden_layers."),
     "no window for a layer that has one": (
@@ -145,7 +145,7 @@ NAMED: dict[str, tuple[str, dict[str, Any], str]] = {
         "sliding_window = null.*layers with sliding_attention .layer_types. need",
     ),
     "no window where the class needs one": ("Gemma 2", {"sliding_window": None}, "sliding_window = null"),
-    "the width of a rotated head": ("DeepSeek-V3", {"head_dim": 8}, "head_dim = 8.*4 by qk_nope_head_dim and"),
+    "the width of a rotated head": ("DeepSeek-V3", {"head_dim": 8}, "head_dim = 8.*qk_rope_head_dim require 4"),
     "true is not 1": ("Llama 2", {"pretraining_tp": True}, "pretraining_tp = true"),
     "a string of true": ("Llama 2", {"attention_bias": "x"}, 'attention_bias = "x"'),
     "an unknown key": (

@@ -96,7 +96,7 @@ class Net(nn.Module):
         (["attention.*"], ("lora", "targets"), "whose weight nn.MultiheadAttention reads without a call of the layer"),
         (["own"], ("lora", "targets"), "own (OwnProduct), whose forward (OwnProduct.forward) does not call super()"),
         (["all-linear"], ("lora", "targets", 0), "finds no linear layers in the model's blocks; name the blocks"),
-        (["output"], ("lora", "targets"), "output (Linear), which shares its weight with embedding, so it cannot be"),
+        (["output"], ("lora", "targets"), "output (Linear), which shares its weight with embedding, so no adapter"),
     ],
 )
 def test_targets_that_cannot_have_an_adapter(targets: list[str], key: tuple[Any, ...], reason: str) -> None:

@@ -233,8 +233,8 @@ def test_tensor_parallel_plans_that_do_not_fit_the_model_are_refused() -> None:
             'tensor_parallel["outputs"] matches no module of the model; did you mean "output"?',
         ),
         ({"norm": "colwise", **PLAN}, "norm is a LayerNorm"),
-        (without["attention.*_norm"], "has no style for attention.q_norm, and 1 others, which have parameters"),
-        (without["embedding"], "has no style for embedding, which has parameters"),
+        (without["attention.*_norm"], "has no style for attention.q_norm (and for 1 more), but each module with"),
+        (without["embedding"], "has no style for embedding, but each module with parameters needs one"),
         ({**PLAN, "embedding": "sequence"}, "share the parameter weight"),
     ):
         assert expected in refusal(plan)

@@ -42,21 +42,21 @@ ARCHITECTURES = {
 
 
 ALL_IN_ARGS = "none"
-"""Name of the flavor that sets no arguments, which every model of this package has. With this flavor, `[model.args]`
-must set all arguments that have no default."""
+"""Name of the flavor that sets no arguments. Every model of this package has this flavor. With it, `[model.args]` must
+set all arguments that have no default."""
 
 
 def named_flavor(name: str, flavor: str | None) -> str:
-    """Return the flavor to show with a model's name. The result is "" if there is no flavor to show: for None, for the
-    flavor `none`, and for a model without flavors. (The `config.json` of a run has a flavor for every model.)"""
+    """Return the flavor to show with a model's name, or "" if there is nothing to show: for None, for the flavor
+    `none`, and for a model without flavors. (`config.json` in a run folder has a flavor even for such a model.)"""
     return "" if flavor in (None, ALL_IN_ARGS) or name not in ARCHITECTURES else str(flavor)
 
 
 def resolve_args(name: str, flavor: str, overrides: Mapping[str, Any]) -> ModelArgs:
     """Return the arguments of a model of this package: the values of its flavor, overridden by `[model.args]`.
 
-    `overrides`: `[model.args]`. A table in `overrides` replaces only the keys that it has, or the whole table of the
-    flavor if their `kind` differs.
+    `overrides`: `[model.args]`. A table in `overrides`, such as `rope_scaling`, replaces only the keys that it has. If
+    it changes the key `kind`, it replaces the flavor's whole table.
 
     Raises pydantic's ValidationError for wrong arguments, and KeyError for an unknown name or flavor.
     """
@@ -89,8 +89,8 @@ def unknown_flavor(name: str, flavor: str) -> str:
 
 
 def known_args(model: ModelConfig) -> ModelArgs | None:
-    """Return the arguments of a model of this package. Return None for any other model, an unknown flavor or wrong
-    arguments; other checks report these errors."""
+    """Return the arguments of a model of this package; None for any other model. Also return None for an unknown flavor
+    or wrong arguments, which other checks report."""
     try:
         return resolve_args(model.name, model.flavor, model.args)
     except (KeyError, ValidationError):
@@ -98,7 +98,7 @@ def known_args(model: ModelConfig) -> ModelArgs | None:
 
 
 def unit_taken(model: ModelConfig) -> SampleUnit | None:
-    """Return the unit of a model's samples, tokens or images; None for an unknown name, and for a user's own model."""
+    """Return "tokens" or "images", the unit of a model's samples; None for an unknown name or a user's own model."""
     if model.name == HUGGINGFACE:
         return unit_of(model.args)
     return ARCHITECTURES[model.name].args.unit if model.name in ARCHITECTURES else None
@@ -111,7 +111,7 @@ def vocabulary_taken(model: ModelConfig) -> int | None:
 
 
 def labels_taken(model: ModelConfig) -> int | None:
-    """Return the number of labels of a classifier or a reward model; None for other models."""
+    """Return `num_labels` of a decoder that is a classifier or a reward model; None for other models."""
     return getattr(known_args(model), "num_labels", None)
 
 

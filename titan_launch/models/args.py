@@ -48,8 +48,8 @@ class TwinNeeds:
     twin_seq_len: int
 
     def rows(self, own: int, small: int) -> int:
-        """Return the number of rows that a parameter of the twin has, if it has `own` rows in the job's model: `own` if
-        this is at most `small`, else `small`, or less if the job shards the parameter unevenly."""
+        """Return a parameter's number of rows in the twin, if it has `own` rows in the job's model. The result is `own`
+        if `own <= small`, else `small`, or 1 or 2 rows less if the job shards the parameter unevenly."""
         uneven = small - (2 if self.is_tensor_parallel else 1)
         return own if own <= small else small if own % self.shards == 0 else uneven
 

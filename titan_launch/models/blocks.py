@@ -1,5 +1,5 @@
-"""Search for the blocks of a model, which become one FSDP2 unit each, and for its pipeline order. Division of a model
-into pipeline stages."""
+"""Search for a model's blocks and its pipeline order, and division of a model into pipeline stages. Each block becomes
+one FSDP2 unit."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def choose_blocks(module: nn.Module) -> Blocks:
     """Return the blocks of a model that declares none.
 
     The blocks are the entries of the model's outermost `nn.ModuleList`s, except for entries without a matrix, such as
-    norms. Without such entries, the blocks are repeated modules: entries of `nn.Sequential`s, or else the instances of
-    one class. Repeated modules must hold more than half of the parameters outside of embeddings. Otherwise, there are
-    no blocks.
+    norms. If there are no such entries, the blocks are repeated modules: entries of `nn.Sequential`s, or else the
+    instances of one class. Repeated modules count only if they hold more than half of the parameters outside of
+    embeddings.
     """
     entries = tuple(_list_entries(module))
     if entries:
@@ -63,8 +63,8 @@ def _list_entries(module: nn.Module, path: str = "") -> Iterator[str]:
 
 
 def _sequential_entries(module: nn.Module, path: str = "") -> Iterator[str]:
-    """Yield the paths of the composite entries (see `_is_composite`) of the outermost Sequentials. In place of an entry
-    that is itself a Sequential with composite entries, yield these."""
+    """Yield the paths of the composite entries (see `_is_composite`) of the outermost Sequentials. If an entry is
+    itself a Sequential with composite entries, yield its composite entries instead."""
     for name, child in module.named_children():
         child_path = full_name(path, name)
         is_container = isinstance(child, nn.Sequential) and any(map(_is_composite, child.children()))
@@ -80,7 +80,7 @@ def _is_composite(module: nn.Module) -> bool:
 
 
 def _repeated(module: nn.Module, paths: Iterator[str]) -> tuple[str, ...]:
-    """Return those of `paths` whose module has the class of another module at `paths`."""
+    """Return the paths whose module has the same class as the module at another of the paths."""
     classes = {path: type(module.get_submodule(path)) for path in paths}
     counts = Counter(classes.values())
     return tuple(path for path, cls in classes.items() if counts[cls] > 1)
@@ -157,7 +157,7 @@ def _paths(module: nn.Module) -> tuple[list[str], list[str]]:
 
 def remove_blocks(model: nn.Module, removed: Iterable[str]) -> None:
     """Remove blocks from their containers, in place. The other blocks keep their names, such as `0` and `3`. Raises
-    ValueError for a block that is an attribute, which some forward reads by name."""
+    ValueError for a block that is a plain attribute, because a forward reads the attribute by name."""
     for path in removed:
         container = model.get_submodule(parent(path))
         if not isinstance(container, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
@@ -188,8 +188,8 @@ class PassThrough(nn.Module):
 
 def cut(model: nn.Module, stages: Sequence[Collection[str]], others: Collection[str]) -> tuple[nn.Module, ...]:
     """Return one module for each pipeline stage of this rank: `model` itself for a single stage, else a shallow copy of
-    its module tree. A `PassThrough` replaces every module of another stage there, and every module of another rank in
-    `model`. So module paths, names in checkpoints and initial values are those of the whole model.
+    its module tree for each stage. In each result, a `PassThrough` replaces every module of another stage. The modules
+    of other ranks are replaced in `model` too. Module paths, names in checkpoints and initial values do not change.
 
     `stages`: the paths of the modules of each stage of this rank. `others`: the paths of the modules of other ranks.
     `stages` and `others` together contain the whole pipeline order. Modules outside of the pipeline order have no
@@ -204,8 +204,8 @@ def cut(model: nn.Module, stages: Sequence[Collection[str]], others: Collection[
 
 def _view(module: nn.Module, kept: Collection[str], pipeline_order: Collection[str], path: str = "") -> nn.Module:
     """Return a copy of a module tree, in which pass-through modules replace the modules of `pipeline_order` that are
-    not `kept`. A module that is kept, or has no modules of `pipeline_order`, is returned itself. `path`: the module's
-    path in the model."""
+    not in `kept`. A module in `kept`, or without modules of `pipeline_order`, is not copied. `path`: the module's path
+    in the model."""
     if path in pipeline_order:
         return module if path in kept else PassThrough()
     if not any(other.startswith(f"{path}.") or not path for other in pipeline_order):

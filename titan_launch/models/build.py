@@ -131,7 +131,7 @@ class BuiltModel:
     """Function that fills parameters and buffers after `models.init.allocate`, or the values from a user's factory."""
 
     flops_per_sample: int | None = None
-    """FLOPs of forward and backward for one sample that a user's own model declares; None to count them. A sample of a
+    """FLOPs of forward and backward per sample, as a user's own model declares them; None to count them. A sample of a
     language model is a sequence."""
 
     embeddings: tuple[str, ...] = ()
@@ -141,11 +141,11 @@ class BuiltModel:
     """Styles of tensor parallelism by glob of modules; None if the model declares none."""
 
     pipeline_order: tuple[str, ...] = ()
-    """Paths of the modules that run one after another, in order, and hold all parameters; empty if the model declares
-    no such order."""
+    """Paths of the modules that run one after another, in order. These modules hold all parameters. Empty if the model
+    declares no such order."""
 
     context_parallel: Mapping[str, int] | None = None
-    """Axis of the tokens in each buffer that has one row per position, by glob; None if the model declares none."""
+    """Token axis of each buffer with one row per position, by glob of buffer names; None if the model has no table."""
 
     attention: AttentionHeads | None = None
     """Numbers of heads and features in the model's attention; None if unknown."""
@@ -170,10 +170,10 @@ def build_model(
     """Build the model that `model.name` selects: a model of this package, or a user's factory by its import string.
     With `lora`, add its adapters.
 
-    `host`: the settings with which a user's factory is called to get the initial values of its tensors. With None,
-    these tensors never get values, and the model serves for planning. A factory with `meta_device = True` ignores
-    `host`, because `reset_parameters` fills its module later. If `model.weights` has all parameters of a class of
-    `transformers`, only the buffers get values.
+    `host`: the settings of the call that gets initial values from a user's factory. If `host` is None, the tensors get
+    no values, and the model serves only for planning. A factory with `meta_device = True` ignores `host`, because
+    `reset_parameters` fills its module later. If the model is a class of `transformers` and `model.weights` has all of
+    its parameters, only the buffers get values.
 
     A user's module may have the method `flops_per_sample(seq_len)`, and the attributes `pipeline_order`,
     `tensor_parallel` and `context_parallel`, which `ModelSpec` explains. Raise ConfigError for errors of a user's
@@ -226,9 +226,9 @@ def recorded_model(config_file: str | Path) -> nn.Module:
     """Build the model of a finished run in plain PyTorch, from the `config.json` in the run's folder.
 
     The module is not sharded, and is on the default device. Its values are not those of the run: load a checkpoint into
-    the module. If the run's checkpoints omit frozen parameters, the module gets the values of the folder
-    `model.weights`, if the run had one. Raises ConfigError if this folder does not fit the model or cannot be copied
-    from its URL, and WeightsError if `config_file` cannot be read.
+    the module. If the run had a `model.weights` folder and its checkpoints omit frozen parameters, the module gets the
+    values of that folder. Raises ConfigError if the folder does not fit the model or cannot be copied from its URL, and
+    WeightsError if `config_file` cannot be read.
     """
     recorded = read_json(Path(config_file))
     config = ModelConfig.model_validate(recorded["model"])

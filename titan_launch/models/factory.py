@@ -62,8 +62,8 @@ def build_on_meta(config: ModelConfig, factory: Callable[..., Any]) -> nn.Module
 def build_for_planning(config: ModelConfig, factory: Callable[..., Any]) -> nn.Module:
     """Build a factory's module for planning, with parameters and buffers on the meta device.
 
-    If the factory fails on the meta device, it is called again on the host. Raise ConfigError if both fail, and
-    TooLargeError at once. Tensors on the meta device that are plain attributes become zeros on the host.
+    If the factory fails on the meta device, it is called again on the host, except after a TooLargeError. Raise
+    ConfigError if no call succeeds. Plain attributes that are tensors on the meta device become zeros on the host.
     """
     module = None
     try:
@@ -144,7 +144,7 @@ def _call(
     config: ModelConfig, factory: Callable[..., Any], where: str = "", explains_memory: bool = False
 ) -> nn.Module:
     """Return the module of a factory. Raise ConfigError if the factory fails. With `explains_memory`, raise
-    _OutOfHostMemory instead if it fails because the host has too little memory."""
+    _OutOfHostMemory instead if the cause is that the host has too little memory."""
     _check_arguments(factory, config)
     try:
         module = factory(**config.args)
@@ -194,7 +194,7 @@ def scalars_as_vectors(module: nn.Module) -> None:
 
 @cache
 def _with_scalars(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
-    """Return a subclass, with the name of `cls`, whose parameters `names` are read as scalars."""
+    """Return a subclass of `cls` with the same name, in which reading one of the parameters `names` gives a scalar."""
 
     def scalar(name: str) -> property:
         def read(module: nn.Module) -> Tensor | None:
@@ -299,7 +299,7 @@ def _too_large(
         with torch.device("meta"):
             module = factory(**config.args)
         needed, qualifier = num_bytes([*module.parameters(), *module.buffers()]), ""
-    except Exception:  # it fails on the meta device, so only the bytes before the error are known
+    except Exception:  # the factory fails on the meta device, so only the bytes before the error are known
         needed, qualifier = error.counted_bytes or host.free_bytes, "more than "
     reason = (
         f"needs {qualifier}{needed / GIB:.1f} GiB of host memory, but only {host.free_bytes / GIB:.1f} GiB are free; "

@@ -50,7 +50,7 @@ class HostValues:
         return {name: _digest(tensor) for name, tensor in self.by_name.items()}
 
     def owned_by(self, rank: int) -> HostValues:
-        """Return the same tensors on the meta device, for a rank that gets its parts of the values from `rank`."""
+        """Return a copy with all tensors on the meta device, for a rank that gets its parts from the rank `rank`."""
         return replace(self, by_name={name: value.to("meta") for name, value in self.by_name.items()}, owner=rank)
 
     def take_parts(self, boxes: Mapping[str, Box]) -> Iterator[tuple[str, Tensor]]:
@@ -135,8 +135,8 @@ def describe_tensors(module: nn.Module) -> dict[str, str]:
 
 
 def attributes_digest(module: nn.Module) -> str:
-    """Return a digest of the class and the attributes of each submodule, and of the module itself. Parameters, buffers
-    and the attributes that every `nn.Module` has do not count.
+    """Return a digest of the classes and attributes of a module and of all its submodules. Parameters, buffers and the
+    attributes that every `nn.Module` has do not count.
 
     Numbers, texts, plain tensors, and containers or dataclasses of these count by value. Other attributes count by
     their class.
@@ -172,8 +172,8 @@ def digest_of(value: Any) -> str:
 def _digest(tensor: Tensor) -> str:
     """Return a hexadecimal digest of a tensor's dtype, shape and elements.
 
-    The elements form a table. The bits of the elements are summed as integers along rows and along columns. These sums
-    run at memory bandwidth, and they change if elements are permuted.
+    The bits of the elements are arranged as a table of integers, which is summed along rows and along columns. These
+    sums run at memory bandwidth, and they change if elements are permuted.
     """
     plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     bits = plain.reshape(-1).view(_INTEGERS[plain.element_size()])

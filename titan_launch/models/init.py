@@ -30,7 +30,7 @@ def allocate(model: nn.Module, device: torch.device, parameters_on_host: bool = 
     before = [(module, dict(module._parameters)) for module in model.modules()]
     model.to_empty(device="cpu" if parameters_on_host else device)
     allocated: dict[nn.Parameter, nn.Parameter | None] = {}
-    for module, parameters in before:  # `to_empty` gives each owner of a plain parameter a tensor of its own
+    for module, parameters in before:  # `to_empty` gives each owner of a shared plain parameter a separate tensor
         for name, parameter in parameters.items():
             if parameter is not None:
                 module._parameters[name] = allocated.setdefault(parameter, module._parameters[name])
@@ -90,16 +90,16 @@ def load_weights(model: nn.Module, weights: Weights, names: Collection[str] | No
 
 @torch.no_grad()
 def differing_weights(model: nn.Module, weights: Weights, names: Collection[str]) -> list[str]:
-    """Return those of `names` whose values differ between the model and `weights`, within this rank's part of each
-    tensor. Weights are converted to the dtype of the model and then compared."""
+    """Return those of `names` whose values differ between the model and `weights`. Only this rank's part of each tensor
+    is compared, in the dtype of the model."""
     parts = _own_parts(model, weights, names)
     return [name for name, own, part in parts if not torch.equal(own, part.to(own))]
 
 
 @torch.no_grad()
 def copy_whole(target: Tensor, values: Tensor) -> None:
-    """Copy this rank's part of a whole tensor, `values`, into a parameter, sharded or not. Rows and columns of the
-    parameter beyond those of `values` are set to 0."""
+    """Copy this rank's part of the whole tensor `values` into `target`, a parameter that may be sharded. Rows and
+    columns of the parameter beyond the shape of `values` are set to 0."""
     if values.shape != target.shape:
         whole = values.new_zeros(target.shape)
         whole[tuple(map(slice, values.shape))] = values
@@ -108,8 +108,8 @@ def copy_whole(target: Tensor, values: Tensor) -> None:
 
 
 def _own_parts(model: nn.Module, weights: Weights, names: Collection[str]) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield (full name, part in the model, part in the weights) of each tensor in `names` that the model and the
-    weights have. Each part is that of this rank; empty parts are skipped."""
+    """Yield (full name, this rank's part in the model, this rank's part in the weights) of each tensor in `names` that
+    both the model and the weights have. Empty parts are skipped."""
     for path, module, own_names in _owners(model):
         for name in own_names:
             full = full_name(path, name)
@@ -151,14 +151,14 @@ def _unsharded_twin(module: nn.Module, device: torch.device) -> nn.Module:
     twin.__dict__["_buffers"] = {
         name: None if b is None else _uninitialised(b, device) for name, b in module._buffers.items()
     }
-    if not isinstance(module, nn.MultiheadAttention):  # its reset zeroes the bias of its child, whole or sharded
+    if not isinstance(module, nn.MultiheadAttention):  # its reset sets its child's bias to 0, sharded or not
         twin.__dict__["_modules"] = {}
     return twin
 
 
 def _uninitialised(like: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor of the same shape: zeros for integers, else NaN. Floating tensors are fp32 or wider, so that
-    values are rounded only once, when they are copied into the model."""
+    """Return a tensor with the shape of `like`: zeros for integers, else NaN. Floating-point tensors are fp32 or wider,
+    so that values are rounded only once, when they are copied into the model."""
     if not (like.is_floating_point() or like.is_complex()):
         return torch.zeros(like.shape, dtype=like.dtype, device=device)
     dtype = torch.promote_types(like.dtype, torch.float32)

@@ -75,7 +75,7 @@ class InitTable:
 
 
 def scaled_values(values: Initializer, scales: WidthScales) -> Initializer:
-    """Return an initializer that multiplies each parameter of the initializer `values` by its scale."""
+    """Return an initializer that fills a module by `values` and then multiplies each parameter by its scale."""
 
     def fill(module: nn.Module, path: str) -> None:
         values(module, path)
@@ -86,8 +86,8 @@ def scaled_values(values: Initializer, scales: WidthScales) -> Initializer:
 
 
 def call_reset_parameters(module: nn.Module, path: str) -> None:
-    """Fill a module's own tensors by calling its `reset_parameters`: the initializer of adapters, and of factories that
-    declare `meta_device = True`. Raise UserError if the method fails, or does not fill every tensor."""
+    """Fill a module's own tensors by calling its `reset_parameters`. This is the initializer of adapters, and of models
+    whose factory declares `meta_device = True`. Raise UserError if the method fails, or does not fill every tensor."""
     before = {name: (tensor, tensor._version) for name, tensor in own_tensors(module).items()}
     where = f"reset_parameters of {type(module).__name__} ({path or 'the model itself'})"
     reset = _reset_method(module)
@@ -115,8 +115,8 @@ def _is_filled(tensor: Tensor, before: Tensor, version: int) -> bool:
 
 
 def check_reset_parameters(model: nn.Module) -> None:
-    """Raise ConfigError on `model.name` if values would be lost on the meta device: those of a module without
-    `reset_parameters`, and those of a tensor that is a plain attribute."""
+    """Raise ConfigError on `model.name` if values would be lost on the meta device. These are the tensors of a module
+    without `reset_parameters`, and tensors that are plain attributes."""
     problems = [*_without_reset_parameters(model), *_lost_tensors(model)]
     if problems:
         raise ConfigError(problems)

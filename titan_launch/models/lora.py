@@ -40,8 +40,8 @@ class LoRA(nn.Module):
     """The adapter of a linear layer."""
 
     def __init__(self, shape: Sequence[int], config: LoRAConfig):
-        """`shape`: (out, in), the shape of the weight. The parameters are `a` (rank, in) and `b` (out, rank). A stacked
-        weight adds a first axis to all of them."""
+        """`shape`: (out, in), the shape of the weight. The parameters are `a` (rank, in) and `b` (out, rank). For a
+        stacked weight of experts, all three shapes begin with the number of experts."""
         super().__init__()
         self.scale, self.dropout = config.scale, config.dropout
         *stack, num_out, num_in = shape
@@ -69,7 +69,7 @@ class EmbeddingLoRA(LoRA):
         self.padding_idx = embedding.padding_idx
 
     def reset_parameters(self) -> None:
-        """Set `a` to 0 and draw `b`, as `peft` does. The adapter then never changes a row without a gradient."""
+        """Set `a` to 0 and draw `b`, as `peft` does. The adapter then changes only rows that get a gradient."""
         nn.init.zeros_(self.a)
         nn.init.normal_(self.b)
 
@@ -79,9 +79,9 @@ class EmbeddingLoRA(LoRA):
 
 
 class StackedLoRA(LoRA):
-    """The adapter of one stacked weight of experts: `a` is (experts, rank, in), and `b` is (experts, out, rank). Its
-    forward gets rows that are sorted by expert, and as `product` the function that multiplies each row by the matrix of
-    its expert."""
+    """The adapter of one stacked weight of experts: `a` is (experts, rank, in), and `b` is (experts, out, rank). The
+    rows of its input are sorted by expert. Its forward gets as `product` a function that multiplies each row by the
+    matrix of the row's expert."""
 
 
 def delta(a: Tensor, b: Tensor, scale: float, is_embedding: bool = False) -> Tensor:
@@ -126,9 +126,9 @@ def add_adapters(
     all other parameters.
 
     Raises ConfigError for an ambiguous entry, an entry that names no module that can have an adapter, and a rule of
-    `lora.rules` that applies to no target. Also raises ConfigError for a target whose forward does not call that of
-    `nn.Linear` or `nn.Embedding`, for a target whose weight another module reads or shares, and for a rank above the
-    smaller dimension of the target's weight.
+    `lora.rules` that applies to no target. Also raises ConfigError for a target whose forward calls neither
+    `nn.Linear.forward` nor `nn.Embedding.forward`, for a target whose weight another module reads or shares, and for a
+    rank above the smaller dimension of the target's weight.
     """
     if not config.targets:
         return
@@ -158,8 +158,8 @@ def add_adapters(
 
 
 def attach(module: nn.Module, adapter: LoRA, product: type[nn.Module]) -> None:
-    """Make an adapter a child of its target, `module`, and let the target add the adapter's result to its product.
-    `product`: the class whose forward computes the product: that of the target, or one of its base classes."""
+    """Make an adapter a child of its target, `module`, and let the target add the adapter's result to W x. `product`:
+    the class whose forward computes W x, which is the target's class or one of its base classes."""
     cls: Any = type(module)
     of: Any = product
     module.__class__ = _adapted(cls, of)
@@ -173,14 +173,12 @@ def class_without_adapter(module: nn.Module) -> type[nn.Module]:
 
 
 class _Adapted:
-    """A base class of targets, just before the class that computes the product in the method resolution order."""
+    """The base class of targets that adds the adapter's result. In the method resolution order, it comes just before
+    the class that computes W x."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the sum of the product and of the adapter's result.
-
-        With PyTorch's tensor parallelism, `x` and the product are DTensors. The adapter then computes with this rank's
-        part of `x`, and its result gets the placements of the product.
-        """
+        """Return the sum of W x and of the adapter's result. With PyTorch's tensor parallelism, `x` and W x are
+        DTensors. The adapter then computes with this rank's part of `x`, and its result gets the placements of W x."""
         product: Tensor = super().forward(x)  # type: ignore[misc]
         adapter: Callable[[Tensor], Tensor] = self.lora  # type: ignore[attr-defined]
         if not (isinstance(x, DTensor) and isinstance(product, DTensor)):
@@ -205,8 +203,8 @@ def _adapted(cls: Any, product: Any) -> type[nn.Module]:
 def _find_targets(
     model: nn.Module, entries: Sequence[str], blocks: Sequence[str]
 ) -> tuple[dict[str, nn.Module], list[Problem]]:
-    """Return (modules that get an adapter, by their first path; problems). An entry of `lora.targets` is a problem if
-    it is ambiguous, or names no module that can have an adapter."""
+    """Return (modules that get an adapter, by their first path; problems). There is a problem for each entry of
+    `lora.targets` that is ambiguous, or that names no module that can have an adapter."""
     everything = {path: module for path, module in model.named_modules(remove_duplicate=False) if path}
     first = {module: path for path, module in reversed(everything.items())}
     targets: dict[str, nn.Module] = {}
@@ -222,8 +220,8 @@ def _find_targets(
 
 
 def _named(entry: str, modules: Mapping[str, nn.Module], blocks: Sequence[str]) -> list[str]:
-    """Return the paths that an entry of `lora.targets` names: as a glob, or else as the end of paths. The entry
-    `all-linear` names the linear layers and experts in the blocks, without routers."""
+    """Return the paths that an entry of `lora.targets` matches as a glob or, if there are none, the paths that end with
+    the entry. The entry `all-linear` names the linear layers and experts in the blocks, without routers."""
     if entry == ALL_LINEAR:
         routers = [module.router for module in modules.values() if isinstance(module, MixtureOfExperts)]
         inside = [path for path in modules if enclosing(path, blocks) and modules[path] not in routers]
@@ -271,7 +269,7 @@ def _refusal(model: nn.Module, path: str, module: nn.Module, owners: Mapping[int
     own = [other for weight in _weights(module) for other in owners[id(weight)]]
     sharers = [other for other in dict.fromkeys(own) if model.get_submodule(other) is not module]
     if sharers:
-        return f"{what} which shares its weight with {listed(sharers)}, so it cannot be merged; name other modules"
+        return f"{what} which shares its weight with {listed(sharers)}, so no adapter can be merged; name other modules"
     return None
 
 
@@ -307,7 +305,7 @@ def _weights(module: nn.Module) -> list[nn.Parameter]:
 
 
 def _own_forward(module: nn.Module) -> str | None:
-    """Return the name of the function that computes the product of a target, if it is neither `nn.Linear.forward` nor
+    """Return the name of the forward that computes W x in a target, if that is neither `nn.Linear.forward` nor
     `nn.Embedding.forward`; else None."""
     if "forward" in vars(module):
         return "an attribute of the module"

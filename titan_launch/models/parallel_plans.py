@@ -58,8 +58,8 @@ _ABOUT_SHAPES = re.compile(r"\b(shapes?|sizes?|dimensions?)\b")
 
 
 def explain_shapes(error: BaseException, config: JobConfig) -> ConfigError | None:
-    """Return a ConfigError that explains an error about shapes that a user's model has raised under tensor parallelism;
-    None for any other error."""
+    """Return a ConfigError that explains `error`, if it is about shapes and a user's model has raised it under tensor
+    parallelism. Return None for any other error."""
     if not isinstance(error, (RuntimeError, ValueError)) or not _ABOUT_SHAPES.search(str(error)):
         return None
     model, degree = config.model, config.parallelism.degree(TENSOR)
@@ -177,8 +177,8 @@ def _what_is_divided(style: TensorStyle) -> str:
 
 
 def _unassigned(model: nn.Module, found: Mapping[str, TensorStyle]) -> Iterator[Problem]:
-    """Yield a problem if modules with parameters have no style, or a style for modules without parameters of their own
-    (`input`, `mixture`). The reduction of their gradients would be undefined."""
+    """Yield a problem if modules with parameters have no style, or have `input` or `mixture`, the styles for modules
+    without parameters of their own. The reduction of the parameters' gradients would be undefined."""
     owners = (
         path
         for path, module in model.named_modules()
@@ -186,10 +186,10 @@ def _unassigned(model: nn.Module, found: Mapping[str, TensorStyle]) -> Iterator[
     )
     paths = [path for path in owners if found.get(path) in (None, "input", "mixture")]
     if paths:
-        more = f", and {len(paths) - 1} others, which have" if len(paths) > 1 else ", which has"
+        more = f" (and for {len(paths) - 1} more)" if len(paths) > 1 else ""
         reason = (
-            f"the model's tensor_parallel has no style for {paths[0] or 'the model itself'}{more} parameters; "
-            'add a style ("sequence" is for modules that process each token separately)'
+            f"the model's tensor_parallel has no style for {paths[0] or 'the model itself'}{more}, but each module "
+            'with parameters needs one; add a style ("sequence" is for modules that process each token separately)'
         )
         yield Problem(_NAME, reason)
 
@@ -228,8 +228,8 @@ Buffer = tuple[nn.Module, str, int]
 
 
 def buffers_along_sequence(model: nn.Module, axes: Mapping[str, int]) -> dict[str, Buffer]:
-    """Return the buffers that a glob of `axes` matches, by full name. Those of a shared module appear once, by its
-    first path."""
+    """Return the buffers that a glob of `axes` matches, by full name. Buffers of a shared module appear once, by the
+    module's first path."""
     found = {}
     for path, module in model.named_modules():
         for name, buffer in module._buffers.items():

@@ -32,9 +32,9 @@ features) between layers. With sequence parallelism each rank has a part of the 
 
     style       part of the module on each rank                     input -> output
     embedding   1/T of the rows of an nn.Embedding                  token ids -> stream
-    positions   all parameters; its buffers and other inputs are cut to the tokens of the stream    stream -> stream
+    positions   all parameters; buffers and inputs beside the stream are cut to its tokens          stream -> stream
     sequence    all parameters of a module that works per token     stream -> stream
-    input       nothing; makes a module's first input whole         stream -> all tokens and features
+    input       nothing; gathers the module's first input           stream -> all tokens and features
     colwise     1/T of the output features of an nn.Linear          all features -> 1/T of the features (of the heads)
     latent      all parameters of a module                          all tokens and features -> whole latents
     heads       all parameters of a module that works per head      1/T of the heads -> the same
@@ -48,10 +48,10 @@ features) between layers. With sequence parallelism each rank has a part of the 
     shared_colwise    as colwise, within a mixture                  all tokens and features -> 1/T of the features
     shared_rowwise    as rowwise, within a mixture                  1/T of the features -> partial sums
 
-Latents are vectors that all ranks compute whole, and from which each rank computes its own heads only. So each rank has
-only its own heads' part of a latent's gradient. These parts are not summed. Instead, the gradients of the parameters of
-`latent` and `heads` modules are summed over ranks. A module between `latent` and `by_head`, such as the norm of
-latents, has the style `heads`.
+Latents are vectors that every rank computes whole. From them, each rank computes only its own heads, so it has only its
+own heads' part of a latent's gradient. These parts are not summed. Instead, the gradients of the parameters of `latent`
+and `heads` modules are summed over ranks. A module between `latent` and `by_head`, such as the norm of latents, has the
+style `heads`.
 """
 
 
@@ -85,7 +85,7 @@ class AttentionHeads:
 class ModelSpec:
     """The construction of a model, its initial values, and how it can be divided.
 
-    `args` below are the arguments of the model: an object of the class `Architecture.args` of the model
+    Below, `args` is an object with the model's arguments, of the class in `Architecture.args`
     (`titan_launch.models.architectures`). A glob may match nothing, because some modules exist only with certain
     arguments.
     """
@@ -117,7 +117,7 @@ class ModelSpec:
 
     context_parallel: Mapping[str, int] | None = None
     """The token axis of each buffer with one row per position, by glob of full names. These buffers are divided like
-    the tokens. A model with this table must let tokens interact only in `F.scaled_dot_product_attention`, on tensors
+    the tokens. In a model with this table, tokens may interact only in `F.scaled_dot_product_attention`, on tensors
     (batch, heads, tokens, width) and with `is_causal=True`. None: context parallelism is not supported."""
 
     attention: Callable[[Any, int], AttentionHeads | None] | None = None

@@ -43,8 +43,8 @@ class DecoderArgs(ModelArgs):
     """Width of one attention head. Unset: `dim / n_heads`. `latent_attention` has widths of its own."""
 
     latent_attention: LatentAttentionArgs | None = None
-    """Multi-head latent attention (DeepSeek-V3). Each head has keys of its own, so `n_kv_heads` must be `n_heads`.
-    Unset: grouped-query attention."""
+    """Multi-head latent attention (DeepSeek-V3). Each query head has its own keys, so `n_kv_heads` must equal
+    `n_heads`. Unset: grouped-query attention."""
 
     hidden_dim: Width
     """Width of the hidden layer of the feed-forward layer. It has no effect if all layers have experts."""
@@ -60,10 +60,10 @@ class DecoderArgs(ModelArgs):
     """Epsilon of the normalization layers, which is added to the variance (with `rmsnorm`: to the mean square)."""
 
     batchnorm_momentum: Annotated[float, Field(gt=0, le=1)] = 0.1
-    """Weight of a microbatch in the running statistics of `batchnorm`."""
+    """Weight of a microbatch in the running statistics; with `batchnorm.momentum_per = "step"`, weight of a step."""
 
     norm_unit_offset: bool = False
-    """Add 1 to the weights of the norms, whose initial values are 0 (Gemma). Only for `rmsnorm`."""
+    """Add 1 to the weights of the norms, and initialize these weights with 0 (Gemma). Only for `rmsnorm`."""
 
     pre_norms: bool = True
     """Normalize the inputs of attention and of the feed-forward layer. OLMo 2 does not; it has `post_norms`."""
@@ -109,12 +109,12 @@ class DecoderArgs(ModelArgs):
     """Number of tokens that a token attends to, itself included. Unset: all earlier tokens."""
 
     full_attention_every: NumTokens | None = None
-    """With N, the layers N, 2 N and so on, counted from 1, have no sliding window. Unset: all layers have the
+    """If this is N, the layers N, 2 N and so on, counted from 1, have no sliding window. Unset: all layers have the
     window."""
 
     full_attention_layers: Annotated[list[Layers], Field(max_length=MOST_LAYERS)] | None = None
-    """Layers without a sliding window, counted from 1, if they are not every N-th layer. Unset: `full_attention_every`
-    decides."""
+    """Numbers of the layers without a sliding window, counted from 1, if they are not every N-th layer. Unset:
+    `full_attention_every` decides."""
 
     attention_sinks: bool = False
     """Add a learned logit for each head to the denominator of the softmax, so that a token may attend to nothing
@@ -192,8 +192,8 @@ class DecoderArgs(ModelArgs):
         return (self.max_positions or 0) if self.positions == "learned" else 0
 
     def window_of(self, layer: int) -> int | None:
-        """Return the sliding window of a layer, counted from 0. Return None if its tokens attend to all earlier
-        tokens."""
+        """Return the sliding window of a layer, counted from 0. Return None if tokens attend to all earlier tokens in
+        this layer."""
         every, full = self.full_attention_every, self.full_attention_layers or ()
         is_full = layer + 1 in full or (every is not None and (layer + 1) % every == 0)
         return None if is_full else self.sliding_window
@@ -385,8 +385,8 @@ class DecoderArgs(ModelArgs):
         return {**sizes, **self._twin_layers(needs)}
 
     def _twin_layers(self, needs: TwinNeeds) -> dict[str, Any]:
-        """Return the arguments that reduce the number of layers; none if all layers are needed. The twin has at least
-        two layers, and each combination of window and experts that this decoder's layers have."""
+        """Return the arguments that reduce the twin's number of layers; {} if it needs all layers. The twin has two or
+        more layers, and each combination of (sliding window or not, experts or not) that this decoder's layers have."""
 
         def kinds(args: DecoderArgs) -> set[tuple[bool, bool]]:
             return {(args.window_of(layer) is None, args.has_experts(layer)) for layer in range(args.n_layers)}

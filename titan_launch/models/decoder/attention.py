@@ -3,7 +3,7 @@
     attention                          CUDA                      CPU
     plain causal                       scaled_dot_product_attention with is_causal, on both
     sliding window, documents          FlexAttention, compiled   scaled_dot_product_attention with a mask
-    soft cap, attention sinks          FlexAttention, compiled   explicit scores in fp32, for some queries at a time
+    soft cap, attention sinks          FlexAttention, compiled   explicit scores in fp32, for 256 queries at a time
     in generation and evaluation       the paths of the CPU, on both
 
 FlexAttention (arXiv:2412.05496) skips blocks of tokens that a mask excludes, and never stores the scores. On a CPU it
@@ -92,7 +92,7 @@ def attend(
 
 
 class Attended(NamedTuple):
-    """The result of attention, and the logarithm of the denominators of its softmax."""
+    """The result of attention, and the logarithms of the denominators of its softmax."""
 
     values: Tensor
     """Weighted sums of the values: (batch, heads, tokens, width of a value)."""
@@ -171,8 +171,8 @@ class KeyValueCache:
     """Keys and values of one layer, for all tokens of a sequence so far. Generation attaches a cache to a layer."""
 
     def __init__(self, max_tokens: int):
-        """`max_tokens`: number of tokens for which memory is allocated at first. More tokens at least double the
-        memory."""
+        """`max_tokens`: number of tokens for which memory is allocated at first. If this is too little, the memory is
+        at least doubled."""
         self._max_tokens = max_tokens
         self._num_tokens = 0
         self._tensors: tuple[Tensor, ...] = ()
@@ -223,7 +223,7 @@ def _explicit_attention(
     q: Tensor, k: Tensor, v: Tensor, options: ScoreOptions, documents: Documents | None
 ) -> Attended:
     """Return attention from explicit scores in fp32, for `_QUERIES` queries at a time. Keys before the window of the
-    first of these queries, and keys after the last one, are skipped."""
+    first of these queries are skipped, and so are keys after the last query."""
     (num_heads, num_tokens, width), num_kv_heads, window = q.shape[1:], k.shape[1], options.window
     scale, first = width**-0.5 if options.scale is None else options.scale, k.shape[2] - num_tokens
     wide_q, wide_k, wide_v = (x.float() for x in (q, k, v))
@@ -277,7 +277,7 @@ def _flex_attention(
     if is_compiling:
         result = flex_attention()(q, k, v, **given)
     else:
-        with torch.compiler.set_stance("default"):  # compile it even in the precision audit, which is eager
+        with torch.compiler.set_stance("default"):  # compile FlexAttention even in the precision audit, which is eager
             result = _compiled_flex_attention()(q, k, v, **given)
     return (result[0], result[1].lse) if has_logsumexp else result
 
@@ -322,10 +322,10 @@ def make_block_mask(num_tokens: int, window: int | None, documents: Tensor | Non
 
     `documents`: the number of each token's document (batch, tokens), which never decreases along the sequence.
 
-    PyTorch's `create_block_mask` computes a mask of tokens x tokens first: 8.6 GB for 32,768 tokens. Here, one pair of
-    tokens decides for a block of queries and an earlier block of keys. Some pair is allowed if the nearest pair is
-    allowed: the first query and the last key. All pairs are allowed if the furthest pair is allowed: the last query and
-    the first key.
+    PyTorch's `create_block_mask` computes a mask of tokens x tokens first: 8.6 GB for 32,768 tokens. Here, two pairs of
+    tokens decide for a block of queries and an earlier block of keys. If the nearest pair (first query, last key) is
+    allowed, the blocks contain allowed pairs. If the furthest pair (last query, first key) is allowed, all pairs are
+    allowed.
     """
     from torch.nn.attention.flex_attention import BlockMask
 

@@ -88,7 +88,7 @@ class RopeScaling(Section):
             yield ("beta_fast", "beta_slow"), reason
 
     def unused(self) -> Iterator[str]:
-        """Yield the arguments whose value is not the default, but has no effect with this kind."""
+        """Yield the arguments whose value is not the default, but has no effect with this `kind` of scaling."""
         yield from (name for name, _ in self.changed(*_OF_SCALINGS) if self.kind not in _OF_SCALINGS[name])
 
 
@@ -98,7 +98,7 @@ _OF_SCALINGS = {
     "original_max_position": ("llama3", "yarn"),
     **dict.fromkeys(("beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim"), ("yarn",)),
 }
-"""Arguments of `RopeScaling` that have an effect only with some kinds, and these kinds."""
+"""Arguments of `RopeScaling` that have an effect only with some kinds, each with these kinds."""
 
 
 class LatentAttentionArgs(Section):

@@ -58,8 +58,8 @@ class ExpertArgs(Section):
     """Add biases in the experts (GPT-OSS)."""
 
     gate_limit: Annotated[float, Field(gt=0)] | None = None
-    """Limit of the inputs of an expert's gate. With a limit, the hidden layer is `g * sigmoid(1.702 g) * (u + 1)`
-    (GPT-OSS). `g` is `w1 x`, at most the limit. `u` is `w3 x`, between the limit and its negative. Unset: the hidden
+    """Limit of the inputs of an expert's gate. With a limit L, the hidden layer is `g * sigmoid(1.702 g) * (u + 1)`
+    (GPT-OSS). `g` is `w1 x`, clamped to at most L. `u` is `w3 x`, clamped to the range from -L to L. Unset: the hidden
     layer is `activation(w1 x) * w3 x`."""
 
     selection_bias_rate: Weight | None = None
@@ -107,14 +107,14 @@ class ExpertArgs(Section):
                 yield name, f"has no effect with {others}; remove this argument"
 
     def effective(self) -> dict[str, Any]:
-        """Return the arguments that decide the outputs. The auxiliary losses are omitted. A rate of the selection
-        biases becomes 0, because only the existence of the biases counts."""
+        """Return the arguments that decide the outputs. The auxiliary losses are omitted. `selection_bias_rate` becomes
+        0 if it is set, because the biases change the outputs, but their rate does not."""
         table = self.model_dump(mode="json", exclude={"balance_loss", "z_loss"})
         return {**table, "selection_bias_rate": None if self.selection_bias_rate is None else 0.0}
 
     def twin(self) -> dict[str, Any]:
-        """Return all arguments, with small sizes and the same structure: at most 4 experts without groups, or 8 in at
-        most 4 groups. A token still uses one expert, several or all, as in the job."""
+        """Return all arguments, with small sizes and the same structure: at most 4 experts without groups, else at most
+        8 in at most 4 groups. If a token of the job uses one, several or all experts, so does a token of the twin."""
         groups = min(self.num_groups, 4)
         experts = min(self.num_experts, 4 if groups == 1 else 8)
         top_k = experts if self.top_k == self.num_experts else min(self.top_k, 2)

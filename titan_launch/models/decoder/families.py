@@ -56,7 +56,7 @@ QWEN2 = _flavors(
         "72B": _size(8192, 80, 64, 8, 29_568, 152_064, norm_eps=1e-5),
     },
 )
-"""Qwen 2.5 (arXiv:2412.15115), the base models. (The larger instruction-tuned ones have `norm_eps` = 1e-6.)"""
+"""Qwen 2.5 (arXiv:2412.15115), the base models. (The larger instruction-tuned models have `norm_eps` = 1e-6.)"""
 
 QWEN3 = _flavors(
     {**_QWEN, "qk_norm": True, "head_dim": 128},
@@ -145,7 +145,7 @@ GEMMA3 = _flavors(
         "27B": _size(5376, 62, 32, 16, 21_504, 262_208, head_dim=128, query_scale=168**-0.5, **_LINEAR),
     },
 )
-"""The language models of Gemma 3 (arXiv:2503.19786), without the image encoder that 4B and larger ones have."""
+"""The language models of Gemma 3 (arXiv:2503.19786), without the image encoder of 4B and larger models."""
 
 GPT2 = _flavors(
     {
@@ -254,7 +254,7 @@ DEEPSEEK_V3 = _flavors(
     },
 )
 """DeepSeek-V3 (arXiv:2412.19437), without the module that predicts a second token. `16B-A3B` is Moonlight
-(arXiv:2502.16982), which has the same architecture. The rates of load balancing are those of DeepSeek-V3's training."""
+(arXiv:2502.16982), which has the same architecture. The rates of load balancing are from DeepSeek-V3's training."""
 
 FAMILIES: dict[str, Flavors] = {
     "llama3": LLAMA3,

@@ -68,7 +68,7 @@ class Family:
     """Name of the class in `transformers` for classifiers and reward models; "" if `class_of` can derive the name."""
 
     pads: bool = True
-    """True if the class gives no gradient to the row of `pad_token_id` in the embedding."""
+    """True if the class gives the embedding's row of `pad_token_id` no gradient."""
 
     def class_of(self, num_labels: int | None) -> str:
         """Return the name of the class for a language model, or for a model with this number of labels."""
@@ -78,7 +78,7 @@ class Family:
 
     @property
     def known_keys(self) -> frozenset[str]:
-        """All keys whose meaning is known."""
+        """All keys of `config.json` that the table of this class or the tables of all classes contain."""
         of_features = (key for feature in self.features for key in feature.keys)
         tables = (self.neutral, self.unused, self.aliases, NEUTRAL, WITHOUT_EFFECT, REFUSED)
         return frozenset((*of_features, *(key for table in tables for key in table)))
@@ -326,17 +326,17 @@ DROPOUT = ("attention_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop")
 WITHOUT_EFFECT: dict[str, str] = {
     key: reason
     for reason, keys in {
-        "the program that wrote the file records itself": (
+        "it records how the file was made": (
             *("architectures", "model_type", "transformers_version", "_name_or_path", "name_or_path", "_commit_hash"),
             *("finetuning_task", "unsloth_fixed", "unsloth_version", "transformers.js_config"),
         ),
         "code in the folder is never run": ("auto_map",),
-        "precision.param_dtype decides": ("torch_dtype", "dtype"),
+        "precision.param_dtype sets the dtype": ("torch_dtype", "dtype"),
         "a note says that dropout is not applied": DROPOUT,
         "a note says that the padding token is trained": ("pad_token_id",),
         "all parameters come from the files": ("initializer_range",),
         "the job decides the length of sequences": ("max_position_embeddings",),
-        "the job decides about activation checkpointing": ("gradient_checkpointing",),
+        "activation_checkpoint.mode of the job decides": ("gradient_checkpointing",),
         "all kernels compute the same": (
             *("attn_implementation", "_attn_implementation", "_attn_implementation_autoset", "experts_implementation"),
             "_experts_implementation",

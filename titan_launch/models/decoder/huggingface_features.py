@@ -1,4 +1,4 @@
-"""Keys of Hugging Face's `config.json`, and the model arguments with the same meaning, without torch."""
+"""Conversion between keys of Hugging Face's `config.json` and model arguments, without torch."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Feature:
 
 
 def same(key: str, argument: str, *default: Any) -> Feature:
-    """Return the `Feature` of a key and an argument with the same value. Without `default`, the key must be in
-    `config.json`."""
+    """Return the `Feature` of a key and an argument with the same value. `default`: the value if the key is absent.
+    Without `default`, the key must be in `config.json`."""
     return Feature(
         (key,), lambda config: {argument: _lookup(config, key, *default)}, lambda args: {key: getattr(args, argument)}
     )
@@ -180,8 +180,8 @@ def _rope_table(config: Config, key: str) -> dict[str, Any]:
 def _read_rope(
     rope: Config, theta: Any, key: str, longest: Any, kinds: Sequence[str] = tuple(_SCALINGS)
 ) -> tuple[Any, dict[str, Any] | None]:
-    """Return the base and the scaling of `rope`, a table of RoPE parameters. The scaling is None for the type
-    `default`.
+    """Return (`rope_theta`, `rope_scaling`) from `rope`, a table of RoPE parameters. The scaling is None for the RoPE
+    type `default`.
 
     `theta`: the base if the table has none. `key`: key of the table, for errors. `longest`: the sequence length of
     pre-training if the table has none. `kinds`: RoPE types of the class. Raises WeightsError for values that are not
@@ -224,7 +224,7 @@ def _write_scaling(args: DecoderArgs) -> dict[str, Any] | None:
 
 def _contradiction(config: Config) -> WeightsError:
     """Return the error for two tables of RoPE parameters that contradict each other."""
-    reason = "it differs from rope_parameters, and transformers would ignore a part of that, such as rope_theta"
+    reason = "it differs from rope_parameters, of which transformers would ignore keys, such as rope_theta"
     return unsupported("rope_scaling", config["rope_scaling"], f"{reason}; put all parameters into rope_parameters")
 
 
@@ -243,7 +243,7 @@ def _one_rope(
     for key in ("rope_scaling", "rope_parameters"):  # the order of precedence in transformers
         table = _rope_table(config, key)
         if {_ORIGINAL} <= outside.keys() & table.keys() and outside[_ORIGINAL] != table[_ORIGINAL]:
-            raise unsupported(_ORIGINAL, outside[_ORIGINAL], f"{key} says {as_text(table[_ORIGINAL])}")
+            raise unsupported(_ORIGINAL, outside[_ORIGINAL], f"{key} has {as_text(table[_ORIGINAL])}")
         if table:
             base, longest = config.get("rope_theta", theta), config.get("max_position_embeddings")
             found.append((*_read_rope({**table, **outside}, base, key, longest, kinds), key))
@@ -364,7 +364,7 @@ def _window_of_qwen(config: Config) -> dict[str, Any]:
 
 
 def windows_by_pattern(default: int, default_window: int, pattern: str | None = None) -> Feature:
-    """Return the `Feature` of sliding windows in all layers except every N-th, unless `layer_types` is set.
+    """Return the `Feature` of sliding windows. If `layer_types` is absent, each layer has a window, except every N-th.
 
     `default`: the class's default of N. `default_window`: the class's default of the window. `pattern`: the key for N,
     if the class has one.
@@ -372,7 +372,7 @@ def windows_by_pattern(default: int, default_window: int, pattern: str | None = 
 
     def read(config: Config) -> dict[str, Any]:
         window, every = config.get("sliding_window", default_window), default
-        if type(window) is not int:  # these classes make a mask with a window whether or not a layer has one
+        if type(window) is not int:  # these classes make a mask with a window even if no layer uses it
             raise unsupported("sliding_window", window, "supported: a number of tokens")
         if pattern is not None:
             every = config.get(pattern, default)
@@ -411,7 +411,7 @@ WINDOWS_OF_QWEN3_MOE = Feature(
 
 
 def _in_table(argument: str, **keys: tuple[Any, ...]) -> Feature:
-    """Return the `Feature` of keys whose values are arguments in the table `argument`, such as `experts`. `keys`: for
+    """Return the `Feature` of keys that correspond to arguments in the table `argument`, such as `experts`. `keys`: for
     each key, the argument in the table, and the class's default. A key without a default must be in `config.json`."""
 
     def read(config: Config) -> dict[str, Any]:
@@ -455,8 +455,8 @@ EXPERTS_OF_QWEN3_MOE = Feature(_QWEN3_MOE.keys, _read_experts_of_qwen3, _write_e
 
 
 def _experts_of_mixtral(top_k: int, **others: tuple[Any, ...]) -> Feature:
-    """Return the `Feature` of experts whose width is also that of the feed-forward layer. `top_k`: the class's
-    default."""
+    """Return the `Feature` of experts. The key `intermediate_size` is the width of experts and also of the feed-forward
+    layer. `top_k`: the class's default."""
     experts = _in_table(
         "experts",
         num_local_experts=("num_experts",),
@@ -504,7 +504,7 @@ def _write_experts_of_deepseek(args: DecoderArgs) -> dict[str, Any]:
     assert experts is not None
     num_shared, rest = divmod(experts.shared_hidden_dim or 0, experts.hidden_dim)
     if rest or not num_shared or experts.selection_bias_rate is None:
-        reason = "and a shared expert whose width is a multiple of that of an expert"
+        reason = "and a shared expert whose width is a multiple of the width of an expert"
         raise WeightsError(f"DeepseekV3ForCausalLM of transformers needs selection biases, {reason}")
     return {**written, "n_shared_experts": num_shared, "num_nextn_predict_layers": 0}
 
@@ -523,7 +523,7 @@ def _read_latent_attention(config: Config) -> dict[str, Any]:
     rotated = latent["qk_rope_head_dim"]
     for key, width in (("head_dim", rotated), ("qk_head_dim", latent["qk_nope_head_dim"] + rotated)):
         if not is_equal(config.get(key, width), width):
-            raise unsupported(key, config[key], f"{width} by qk_nope_head_dim and qk_rope_head_dim")
+            raise unsupported(key, config[key], f"qk_nope_head_dim and qk_rope_head_dim require {width}")
     return {"latent_attention": latent}
 
 

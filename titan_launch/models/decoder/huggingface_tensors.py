@@ -40,8 +40,8 @@ class Piece:
     """Number of experts along the first axis; None if the parameter does not belong to experts."""
 
     rotary_width: int | None = None
-    """Head width of a parameter whose output features have another order within each head in the file; else None. In
-    such a file, rotary embeddings rotate the channels i and i + width / 2 together; here, 2i and 2i + 1."""
+    """Head width if the file has the output features of each head in another order; else None. In such a file, rotary
+    embeddings rotate the channels i and i + width / 2 of a head together; in this package, 2i and 2i + 1."""
 
     @property
     def has_tensor_per_expert(self) -> bool:
@@ -57,8 +57,8 @@ class Piece:
 
     @property
     def axis(self) -> int:
-        """Axis of the output features of a tensor of the file, after conversion to the layout of this package. It is 1
-        if axis 0 counts the experts, else 0."""
+        """Axis of the output features in a tensor of the file, after conversion to the layout of this package: 1 if
+        axis 0 counts the experts, else 0."""
         return int(self.num_experts is not None and not self.has_tensor_per_expert)
 
 
@@ -68,15 +68,15 @@ class TensorNames:
 
     modules: Mapping[str, str]
     """Names of modules in the file, without `prefix`, by their names here. `*` is the number of the layer. If several
-    modules have one name in the file, its tensors have the parameters of all of them, in the order of this table."""
+    modules have one name in the file, a tensor there has the parameters of all of them, in the order of this table."""
 
     parameters: Mapping[str, str] = field(default_factory=dict)
-    """Names of tensors in the file, without `prefix`, by names of parameters here, if `modules` does not determine
-    them. The first `*` is the number of the layer, and a second `*` is the number of the expert."""
+    """Names of tensors in the file, without `prefix`, by names of parameters here. The table has the parameters whose
+    names do not follow from `modules`. The first `*` is the number of the layer, a second `*` that of the expert."""
 
     prefix: str = "model."
-    """Prefix of the names of all tensors except those of the output layer. Files without an output layer have no
-    prefix."""
+    """Prefix of the names of all tensors except those of the output layer. Files of a class without an output layer,
+    such as `GPT2Model`, have no prefix."""
 
     transposed: tuple[str, ...] = ()
     """Endings of tensor names. Tensors of the file with such a name are (input features, output features)."""
@@ -106,7 +106,7 @@ class TensorNames:
 
 
 LM_HEAD, SCORE = "lm_head", "score"
-"""The output layer of a language model, and that of a classifier or a reward model."""
+"""Name in files of the output layer of a language model, and of the output layer of a classifier or reward model."""
 
 _LLAMA = {
     "tok_embeddings": "embed_tokens",
@@ -241,8 +241,8 @@ def pieces_of(
 
     `model_type`: None for a folder with the names of this package. `shapes`: shape of each parameter by full name.
     `head_width`: width of an attention head. `names_in_file`: names of the folder's tensors, to recognize files without
-    the prefix. `has_labels`: True for a classifier or a reward model. Names that `NAMES` lacks, such as buffers of
-    BatchNorm, have no piece.
+    the prefix. `has_labels`: True for a classifier or a reward model. The result lacks parameters that `NAMES` does not
+    contain, such as buffers of BatchNorm.
     """
     if model_type is None:
         return {name: Piece(name) for name in shapes}
@@ -301,7 +301,7 @@ def ends_in(glob: str, paths: Iterable[str]) -> list[str]:
 
 
 def tensor_shapes(pieces: Mapping[str, Piece], shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-    """Return the shapes of the file's tensors that consist of the pieces. `shapes`: shape of each parameter."""
+    """Return the shapes of the tensors that files with these pieces have. `shapes`: shape of each parameter."""
     whole: dict[str, Shape] = {}
     for name, piece in pieces.items():
         shape = shapes[name][1:] if piece.has_tensor_per_expert else shapes[name]

@@ -62,7 +62,7 @@ class RotaryEmbedding(nn.Module):
         """
         stop, max_tokens = self.position + x.shape[1], self.table.shape[0]
         if stop > max_tokens:
-            raise ValueError(f"{stop} tokens, but the rotary table has {max_tokens} (training.seq_len)")
+            raise ValueError(f"{stop} tokens, but the rotary table has {max_tokens} rows (training.seq_len)")
         rows = self.table[self.position : stop] if positions is None else self.table[positions]
         table = rows.unsqueeze(-3).float()  # [1 or batch, tokens, 1, head_dim / 2, 2]; the first axis may be missing
         pairs = x.float().unflatten(-1, (-1, 2))
@@ -110,8 +110,8 @@ def rotary_frequencies(
 
 
 def _scaled_pairs(head_dim: int, theta: float, scaling: RopeScaling) -> tuple[float, float]:
-    """Return two indices of pairs of channels. YaRN does not scale pairs up to the first index, and fully scales pairs
-    from the second index on. An index may lie between two whole numbers."""
+    """Return (first, last), two indices of pairs of channels. YaRN does not scale the pairs up to `first`, and fully
+    scales the pairs from `last` on. An index need not be a whole number."""
     turns_of_first = scaling.original_max_position / (2 * math.pi)
     first, last = (
         head_dim * math.log(turns_of_first / turns) / (2 * math.log(theta))
@@ -126,15 +126,15 @@ def _scaled_pairs(head_dim: int, theta: float, scaling: RopeScaling) -> tuple[fl
 class LearnedPositions(nn.Embedding):
     """A table of vectors, one for each position, that are added to the token embeddings (GPT-2).
 
-    The buffer `rows` has the row number of each token of a sequence. Ranks that divide the tokens of a sequence divide
-    this buffer in the same way.
+    The buffer `rows` has, for each token of a sequence, its row in the table: 0, 1, 2, and so on. Ranks that divide the
+    tokens of a sequence divide this buffer in the same way.
     """
 
     position: int = 0
     """Position of the first token of the input. It is not 0 while a cache has earlier tokens."""
 
     rows: Tensor
-    """The row number of each token of a sequence: int64 (max_positions)."""
+    """The row in the table for each token of a sequence: int64 (max_positions)."""
 
     def __init__(self, max_positions: int, dim: int):
         super().__init__(max_positions, dim)
@@ -239,7 +239,7 @@ class LatentAttention(nn.Module):
     """Multi-head latent attention (arXiv:2405.04434, section 2.1; the module names are those of its authors).
 
     The cache has the keys and values of all heads, not the latents. So generation computes only the keys and values of
-    the new token, but the cache takes more memory than latents would.
+    the new token, but a cache of latents would take less memory.
     """
 
     cache: KeyValueCache | None = None
@@ -299,7 +299,7 @@ class BatchNorm(nn.BatchNorm1d):
         """Map (..., dim) to the same shape; training needs at least two tokens."""
         normalized = super().forward(x.reshape(-1, x.shape[-1]))
         # FSDP2 warns if an output is a view for autograd, because an in-place operation on it would drop FSDP2's hooks.
-        # For autograd, the result of `_unsafe_view` is not a view. It copies nothing. `nn.Linear` uses it too.
+        # `_unsafe_view`, which `nn.Linear` uses too, copies nothing, but for autograd its result is not a view.
         return torch.ops.aten._unsafe_view(normalized, x.shape)
 
 
@@ -309,8 +309,8 @@ class RMSNorm(nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., dim) to the same shape."""
         # On a CPU the norm consists of several operations, and each contributes to the input's gradient. `view_as`
-        # makes autograd add these contributions before the gradient of the residual connection. The order is then the
-        # same as for a norm that is its own FSDP2 unit, so the gradient is bitwise equal in both cases.
+        # makes autograd add these contributions first, and then the gradient of the residual connection. A norm that is
+        # an FSDP2 unit has the same order, so the gradient is bitwise equal in both cases.
         return super().forward(x.view_as(x))
 
 

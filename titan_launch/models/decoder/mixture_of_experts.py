@@ -4,8 +4,8 @@
     x -> experts, for the chosen ones -> one output for each choice -> sum with the weights [+ shared experts]
 
 No token is dropped: every expert that a token chooses computes the token, whatever the load of the expert. Rows of
-tokens are sorted by expert, so that each expert computes one matrix product. Then the results return to the order of
-the tokens. Both changes of the order are gathers, in forward and in backward. So sums have a fixed order.
+tokens are sorted by expert, so that each expert computes one matrix product. Then the results are sorted back into the
+order of the tokens. Both sorts are gathers, in forward and in backward, so that sums have a fixed order.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class Experts(nn.Module):
     `ExpertArgs.gate_limit` explains the layer of GPT-OSS."""
 
     dispatch: Callable[[Compute, Tensor, Tensor], Tensor] | None = None
-    """Function of (compute, rows, counts) that sends rows to the ranks of their experts, computes there, and returns
-    the results. `parallel.expert_parallel` sets it. None: this rank has all experts."""
+    """Function of (compute, rows, counts) that sends rows to the ranks of their experts, calls `compute` there, and
+    returns the results. `parallel.expert_parallel` sets it. None: this rank has all experts."""
 
     def __init__(self, dim: int, args: ExpertArgs, activation: Callable[[Tensor], Tensor]):
         super().__init__()
@@ -172,8 +172,8 @@ def grouped_product(counts: Tensor) -> ExpertProduct:
 
 
 class _OfUsedExperts(torch.autograd.Function):
-    """Return stacked matrices (experts, out, in) unchanged. Their backward sets the gradients of experts without rows
-    to 0."""
+    """Return stacked matrices (experts, out, in) unchanged. The backward sets the gradients of experts without rows to
+    0."""
 
     @staticmethod
     def forward(ctx: Any, weights: Tensor, counts: Tensor) -> Tensor:
@@ -212,7 +212,7 @@ def looped_product(counts: Sequence[int]) -> ExpertProduct:
 
 
 class _Looped(torch.autograd.Function):
-    """Compute one product for each expert, and write it to its part of the result or of a gradient without a copy.
+    """Compute one product for each expert, directly into the expert's part of the result or of a gradient.
 
     `F.grouped_mm` does the same on a CPU, but its meta function rejects fp32 before PyTorch 2.15, and it requires that
     each row of a matrix has a multiple of 16 bytes.
@@ -379,8 +379,8 @@ class _Combined(torch.autograd.Function):
 def balance_losses(choice: Choice, group: ContextGroup | None = None) -> Tensor:
     """Return the balance loss of each sequence (`balance_loss` in `ExpertArgs`): fp32 (batch).
 
-    With a context group, the tokens of each expert are counted over the ranks of the group (collective), and each rank
-    returns its own tokens' part of the loss. The sum over the group is the loss of the whole sequence.
+    With a context group, the tokens of each expert are counted over all ranks of the group (collective). Each rank
+    returns its own tokens' part of the loss, and the sum over the group is the loss of the whole sequence.
     """
     _, tokens, num_experts = choice.scores.shape
     chosen = choice.experts.flatten(1)

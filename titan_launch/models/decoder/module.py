@@ -121,7 +121,7 @@ def llama_values(args: DecoderArgs) -> InitTable:
     """Return TorchTitan's initial values: logits have a standard deviation near 1, and deeper blocks add less to the
     residual stream.
 
-    A tied embedding gets the values of the output layer. With the usual standard deviation of an embedding, 1, the
+    A tied embedding gets the values of the output layer. With the standard deviation of an untied embedding, 1, the
     logits would have a standard deviation of `sqrt(dim)`.
     """
     output, linear = truncated_normal(args.dim**-0.5), truncated_normal(0.02)
@@ -136,8 +136,8 @@ def llama_values(args: DecoderArgs) -> InitTable:
 
 
 def gpt2_values(args: DecoderArgs) -> InitTable:
-    """Return GPT-2's initial values: normal, and smaller for the matrices whose outputs are added to the residual
-    stream."""
+    """Return GPT-2's initial values: normal, with a smaller standard deviation for the matrices whose outputs are added
+    to the residual stream."""
     linear, into_stream = normal(0.02), normal(0.02 / (2 * args.n_layers) ** 0.5)
     return _init_table(args, linear, normal(0.01), linear, [into_stream] * args.n_layers, linear)
 
@@ -151,8 +151,8 @@ def normal_values(args: DecoderArgs) -> InitTable:
 def _init_table(
     args: DecoderArgs, embedding: Fill, positions: Fill, linear: Fill, into_stream: Sequence[Fill], output: Fill
 ) -> InitTable:
-    """Return the table of initial values. `into_stream`: those of `wo` and `w2`, whose outputs are added to the
-    residual stream, by layer."""
+    """Return the table of initial values. `into_stream`: for each layer, the values of `wo` and `w2`, whose outputs are
+    added to the residual stream."""
     norms = ("layers.*.*_norm", "layers.*.attention.*_norm", "norm")
     norm_values = {
         "weight": constant(0.0 if args.norm_unit_offset else 1.0),

@@ -73,7 +73,7 @@ class Wanted(NamedTuple):
     """The adapters of a job for one target of `peft`."""
 
     names: list[str]
-    """Names of the modules of this package, or of the weights of experts, that the target contains."""
+    """Names in this package of the modules, or of the weights of experts, that the target contains."""
 
     ranks: set[int]
     """Ranks that the target may have in the file."""
@@ -189,7 +189,7 @@ class AdapterConfig(BaseModel):
 
     @cached_property
     def _layer_patterns(self) -> list[str]:
-        """Regular expressions for the beginning of a path, up to the number of its layer."""
+        """Regular expressions for the beginning of a path, which ends before the number of the layer."""
         patterns = [self.layers_pattern] if isinstance(self.layers_pattern, str) else self.layers_pattern
         return [rf"(?:^|.*?\.){pattern}" for pattern in patterns] if patterns else [r".*?\.[^.]*"]
 
@@ -197,9 +197,9 @@ class AdapterConfig(BaseModel):
         """Return a text for each difference between the adapters and `[lora]`. Ranks and scales are compared, and
         dropout if the job does not set `lora.dropout`.
 
-        `targets`: the adapters of the job, by target of `peft`. None: the targets are not known yet. Ranks and scales
-        are then compared only if all targets have the same ones. Raises WeightsError for patterns that take too long to
-        match.
+        `targets`: the adapters of the job, by target of `peft`; None if the targets are not known yet. With None, ranks
+        and scales are compared only if each is the same for all targets. Raises WeightsError for patterns that take too
+        long to match.
         """
         with matching_limited():
             return list(self._differences(config, targets))

@@ -34,7 +34,7 @@ def class_name(args: Mapping[str, Any]) -> str:
 
 def image_format(args: Mapping[str, Any]) -> ImageFormat | None:
     """Return the format of the images that a model takes; None for a model of tokens, and if the number of channels is
-    unknown. Height and width are None if `image_size` does not name them. The class then takes images of any size."""
+    unknown. If `image_size` has no height and width, they are None: images may have any size."""
     channels, size = args.get("num_channels"), args.get("image_size")
     sizes = size if isinstance(size, list) and len(size) == 2 else [size, size]
     if unit_of(args) != "images" or not isinstance(channels, int):

@@ -1,4 +1,4 @@
-"""The `config.json` of a folder of weights, read into a model's arguments and written from them, without torch."""
+"""Conversion of the `config.json` of a folder of weights to a model's arguments, and back, without torch."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def read_folder_config(folder: str | Path) -> FolderConfig:
 
 
 def own_config(config: Config) -> FolderConfig:
-    """Return the model that a `config.json` in this package's own format names, without an import of a user's factory.
+    """Return the model that a `config.json` in this package's own format names. A user's factory is not imported.
     Raises WeightsError for an unknown format, model or flavor, and for arguments that the model cannot have."""
     table: Any = config.get("model")
     try:
@@ -108,7 +108,7 @@ def refuse_adapter(folder: Path) -> None:
 
 
 _MOST_BYTES = 4 * MIB
-"""Largest size of a `config.json` in bytes. One with the names of 22,000 classes has 2 MiB."""
+"""Largest size of a `config.json` in bytes. A `config.json` with the names of 22,000 classes has 2 MiB."""
 
 _REMEDIES = {name: f'; write {{"__float__": "{name}"}}, as transformers 5 does' for name in ("NaN", "Infinity")}
 
@@ -144,7 +144,7 @@ _MOST_SHOWN = 10
 
 
 def arguments_of(config: Config) -> dict[str, Any]:
-    """Return the `[model.args]` of a Hugging Face `config.json`, without arguments that have their default or no
+    """Convert a Hugging Face `config.json` to `[model.args]`, without arguments that have their default value or no
     effect. Raises WeightsError for keys that are not supported, and for values that the model cannot have."""
     family = FAMILIES[config["model_type"]]
     problems = [f"{CONFIG_FILE} has {key}: {reason}" for key, reason in REFUSED.items() if config.get(key) is not None]
@@ -215,8 +215,8 @@ def _unknown(family: Family, key: str, value: Any) -> str:
 
 
 def _without_aliases(family: Family, config: Config) -> tuple[dict[str, Any], list[str]]:
-    """Return a `config.json` with the keys themselves in place of their aliases, and a problem for each key that has
-    two different values."""
+    """Return a `config.json` in which aliases are replaced by the keys that they stand for, and a problem for each key
+    whose value differs from that of its alias."""
     table, problems = dict(config), []
     for alias, key in family.aliases.items():
         if alias not in table:
@@ -303,8 +303,8 @@ def differences(name: str, own: ModelArgs, folder: FolderConfig) -> list[tuple[s
 
 
 def _differing(own: ModelArgs, other: ModelArgs) -> list[tuple[str, Any, Any]]:
-    """Return (argument, value in `own`, value in `other`) of all differing arguments, also in tables, such as
-    `experts.top_k`."""
+    """Return (argument, value in `own`, value in `other`) of all differing arguments, including those in tables, such
+    as `experts.top_k`."""
     ours, theirs = (dict(leaves(args.effective())) for args in (own, other))
     return [
         (key, ours.get(key), theirs.get(key))
@@ -314,7 +314,7 @@ def _differing(own: ModelArgs, other: ModelArgs) -> list[tuple[str, Any, Any]]:
 
 
 def _value(args: Any, key: str) -> Any:
-    """Return the argument with a dotted key; None if its table is unset."""
+    """Return the argument with a dotted key, such as `experts.top_k`; None if the table `experts` is unset."""
     return reduce(lambda value, name: getattr(value, name, None), key.split("."), args)
 
 

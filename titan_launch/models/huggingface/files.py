@@ -1,4 +1,4 @@
-"""The files of Hugging Face folders: their names, values of their JSON, and the error for a folder, without torch."""
+"""Files of Hugging Face folders: their names, helpers for their JSON values, and their errors, without torch."""
 
 from __future__ import annotations
 
@@ -29,6 +29,6 @@ def as_text(value: Any) -> str:
 
 
 def is_equal(value: Any, other: Any) -> bool:
-    """Return True if `value`, from a JSON file, equals the expected value `other`. `true` does not equal 1. A whole
-    number equals an expected float, but a float does not equal an expected whole number."""
+    """Return True if `value`, from a JSON file, equals the expected value `other`. True does not equal 1. The value 1
+    equals an expected 1.0, but the value 1.0 does not equal an expected 1."""
     return value == other and (type(value) is type(other) or (type(value), type(other)) == (int, float))

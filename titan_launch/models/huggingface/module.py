@@ -166,7 +166,7 @@ def _check_size(cls: Any, config: Any) -> None:
 
 
 def _check_length(config: Any, seq_len: int) -> None:
-    """Raise ConfigError for sequences that are longer than those that the model is made for."""
+    """Raise ConfigError if `seq_len` is larger than the longest sequence that the model supports."""
     key = config.attribute_map.get("max_position_embeddings", "max_position_embeddings")
     longest = getattr(config, key, None)
     if isinstance(longest, int) and seq_len > longest:
@@ -179,7 +179,7 @@ def _declare_tensor_parallel(module: Any) -> None:
     styles of this package. Also set `sequence_parallel` to False.
 
     If there is no plan, or the plan cannot be translated, set only the attribute `no_tensor_parallel`, to the reason.
-    The plan of `transformers` omits the modules that every rank computes in the same way; these get the style
+    The plan of `transformers` omits the modules that every rank computes in the same way. These modules get the style
     `sequence`.
     """
     name, plan = type(module).__name__, getattr(module, "tp_plan", None)
@@ -204,8 +204,8 @@ def _declare_tensor_parallel(module: Any) -> None:
 
 
 def _places_in_files(module: Any) -> PlacesInFiles:
-    """Return a function that finds the module's tensors in files of this or an older release of `transformers`. The
-    function uses the conversions of `transformers` for the module's class. It raises ConfigError if one of them
+    """Return a function that finds the module's tensors in files that this or an older release of `transformers` wrote.
+    The function uses the conversions of `transformers` for the module's class, and raises ConfigError if a conversion
     fails."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, dot_natural_key, rename_source_key
@@ -243,7 +243,7 @@ def _places_in_files(module: Any) -> PlacesInFiles:
 
 @dataclass(frozen=True)
 class _Conversion:
-    """Tensors of a model of `transformers` that are computed from differently named tensors of a folder."""
+    """A conversion of tensors of a folder to tensors with other names, of a model of `transformers`."""
 
     module: Any
     first: str
@@ -289,8 +289,8 @@ class _Conversion:
 
 
 def _has_gap(sources: Sequence[tuple[str, str]]) -> bool:
-    """Return True if a tensor is missing, because the numbers in the names that match one pattern are not 0, 1, 2, and
-    so on."""
+    """Return True if a tensor is missing: if the numbers in the names that match one pattern are not 0, 1, 2, and so
+    on."""
     by_pattern: defaultdict[str, list[list[int]]] = defaultdict(list)
     for name, pattern in sources:
         by_pattern[pattern].append([int(number) for number in re.findall(r"\d+", name)])
@@ -299,8 +299,8 @@ def _has_gap(sources: Sequence[tuple[str, str]]) -> bool:
 
 
 def in_published_format(module: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors of a module with the names and layouts of published files, as `save_pretrained` writes them. Tied
-    copies, and tensors that the class does not save, are omitted.
+    """Return tensors of a module with the names and layouts that `save_pretrained` writes to files. Copies of tied
+    tensors, and tensors that the class does not save, are omitted.
 
     `tensors`: tensors by name in the module, among them all tensors that are converted together.
     """

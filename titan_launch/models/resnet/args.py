@@ -13,7 +13,7 @@ from titan_launch.config.sections.section import Array
 from titan_launch.models.args import MOST_LAYERS, Layers, ModelArgs, Pixels, TwinNeeds, Width
 
 EXPANSION = {"basic": 1, "bottleneck": 4}
-"""Number of output channels of a block, divided by the width of its stage, by kind of block."""
+"""For each kind of block: its number of output channels, as a multiple of the width of its stage."""
 
 
 class ResNetArgs(ModelArgs):
@@ -22,8 +22,8 @@ class ResNetArgs(ModelArgs):
     unit: ClassVar[SampleUnit] = "images"
 
     block: Literal["basic", "bottleneck"]
-    """Kind of the residual blocks. `basic`: two 3x3 convolutions. `bottleneck`: 1x1, 3x3 and 1x1 convolutions; the last
-    has four times the channels."""
+    """Kind of the residual blocks. `basic`: two 3x3 convolutions. `bottleneck`: 1x1, 3x3 and 1x1 convolutions, of which
+    the last one has four times as many channels as the others."""
 
     depths: Array[Layers]
     """Number of blocks of each stage."""
@@ -45,7 +45,7 @@ class ResNetArgs(ModelArgs):
     """Number of classes. It must be larger than the largest label."""
 
     batchnorm_momentum: Annotated[float, Field(gt=0, le=1)] = 0.1
-    """Weight of new statistics in the running statistics: of a microbatch, or of a step (`batchnorm.momentum_per`)."""
+    """Weight of a microbatch in the running statistics; with `batchnorm.momentum_per = "step"`, weight of a step."""
 
     batchnorm_eps: Annotated[float, Field(gt=0)] = 1e-5
     """Epsilon of each BatchNorm, which is added to the variance."""

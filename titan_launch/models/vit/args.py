@@ -43,7 +43,7 @@ class ViTArgs(ModelArgs):
     """Number of classes. It must be larger than the largest label."""
 
     pool: Literal["class_token", "mean"] = "class_token"
-    """Input of the last layer. `class_token`: a token with learned values, which attends to all patches. `mean`: the
+    """Input of the output layer. `class_token`: a token with learned values, which attends to all patches. `mean`: the
     mean of all patches; there is no class token (arXiv:2205.01580)."""
 
     norm_eps: Annotated[float, Field(gt=0)] = 1e-6

@@ -18,7 +18,7 @@ from titan_launch.models.vit.args import ViTArgs
 
 
 class PatchEmbedding(nn.Module):
-    """Linear map of each patch to a token, with a class token if the arguments ask for one, and learned positions."""
+    """Linear map of patches to tokens. It adds learned positions and, with `pool = "class_token"`, a class token."""
 
     class_token: nn.Parameter | None
 
@@ -117,7 +117,7 @@ class ViT(nn.Module):
 
 
 def initial_values(args: ViTArgs) -> InitTable:
-    """Return the initial values of the authors' code. The output layer is 0, so the first loss is log(num_classes).
+    """Return the initial values of the ViT authors' code. The output layer is 0, so the first loss is log(num_classes).
 
     Matrices keep the variance of activations and gradients (Glorot and Bengio, 2010). The projection of patches keeps
     the variance of the pixels.

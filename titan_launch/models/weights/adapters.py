@@ -1,4 +1,4 @@
-"""Folders of adapters in the format of the library `peft`: names, layouts, and reads. Metadata is read without torch.
+"""Folders of adapters in the format of the library `peft`. Only reads of tensors need torch, not reads of metadata.
 
 A module of `transformers` may correspond to several modules of this package, such as `qkv_proj` to `wq`, `wk` and `wv`.
 In `peft`, a single adapter replaces their adapters. Its A has the rows of each A, one after another. Its B has each B
@@ -96,8 +96,8 @@ class Target:
 
     num_experts: int | None
     depth: int = 0
-    """Number of stacked parameters of the module that `peft` wraps after this one. Each adds `.base_layer` to the names
-    in the file."""
+    """Number of stacked parameters of the module that `peft` wraps after this one. For each of them, the names in the
+    file contain `.base_layer` once."""
 
     @property
     def path(self) -> str:
@@ -139,7 +139,7 @@ class Target:
         return scales.pop()
 
     def shapes(self, rank: int) -> tuple[Shape, Shape]:
-        """Return the shapes of A and B in the file. `rank`: rank of the adapter in the file, one of `ranks`."""
+        """Return the shapes of A and B in the file. `rank`: rank of the adapter in the file, a member of `ranks`."""
         num_in = self.parts[0].shape[0 if self.is_embedding else -1]
         rows = rank * (self.num_experts or 1)
         return (rows, num_in), (self.num_out, rows)
@@ -197,8 +197,8 @@ class Target:
 def file_places(
     model: ModelConfig, shapes: Mapping[str, Shape], rows: int | None, is_plain: bool = False
 ) -> tuple[dict[str, Shape], dict[str, Piece]]:
-    """Return the shape and the `Piece` of each weight of a model in files of `transformers`. A shape has the axes of
-    this package, and as many rows as the files.
+    """Return the shape and the `Piece` of each weight of a model in files of `transformers`. Each shape has the axes of
+    this package, but the number of rows in the files.
 
     `shapes`: shape of each weight in this package. `rows`: rows of the vocabulary in the files; None if they are those
     of `shapes`. `is_plain`: True if the files have the names of this package. Raises WeightsError for a model that no
@@ -216,7 +216,7 @@ def file_places(
 
 def targets_of(adapters: Sequence[Adapter], shapes: Mapping[str, Shape], pieces: Mapping[str, Piece]) -> list[Target]:
     """Return the targets of `peft` for the adapters of a model. `shapes` and `pieces`: the results of `file_places`.
-    Raises WeightsError for an adapter that has no target in `peft`."""
+    Raises WeightsError for an adapter whose weight `peft` cannot adapt."""
     whole = tensor_shapes(pieces, shapes)
     found: defaultdict[tuple[str, str | None], list[Part]] = defaultdict(list)
     sizes: dict[tuple[str, str | None], int] = {}
@@ -262,7 +262,7 @@ def _stacked(name: str, piece: Piece) -> tuple[str, str]:
 
 def names_of_base(pieces: Mapping[str, Piece]) -> tuple[set[str], set[str]]:
     """Return the full names of the modules and of the parameters among which `peft` looks for targets. The modules
-    include those that only hold modules."""
+    include containers, which only hold other modules."""
     parameters = {
         ".".join(_stacked(name, piece)) if piece.has_tensor_per_expert else piece.tensor
         for name, piece in pieces.items()
@@ -301,8 +301,8 @@ def config_of(
 
 
 def _shortest(paths: Collection[str], everything: Collection[str], least: int = 1) -> list[str]:
-    """Return, for each of `paths`, its shortest end (such as `attention.wq`) with which no path of `everything` outside
-    of `paths` ends. `least`: smallest number of segments of an end, if the path has as many."""
+    """Return the shortest end of each path, such as `attention.wq`, that selects only `paths`: no other path in
+    `everything` has this end. `least`: smallest number of segments of an end, if the path has as many."""
     chosen = set[str]()
     for path in paths:
         segments = path.split(".")
@@ -329,8 +329,8 @@ class AdapterFolder:
         """Digest of the folder of the model without adapters; None if the file does not have it."""
 
     def ignore_copies(self, base: WeightsFolder) -> None:
-        """Drop the tensors that are equal to those of the folder `base`. `peft` writes the weight of an embedding or
-        output layer beside its adapter."""
+        """Drop the tensors that are equal to those of the folder `base`. `peft` also writes the weight of an embedding
+        or output layer that has an adapter."""
         for name in [name for name in self.tensors if not name.endswith(_MATRICES)]:
             original = name.removeprefix(_PREFIX).replace(".base_layer.", ".")
             like = base.tensors.get(original)
@@ -393,8 +393,8 @@ class AdapterFolder:
             raise WeightsError("\n    ".join(["its adapters are not those of this job:", *problems]))
 
     def _targets_problems(self, targets: Sequence[Target], pieces: Mapping[str, Piece]) -> Iterator[str]:
-        """Yield a text if `peft` would ignore adapters that are in the file, and a text if `peft` would look for
-        adapters that the file lacks."""
+        """Yield a problem if `peft` would ignore adapters in the file, and a problem if `peft` would look for adapters
+        that the file lacks."""
         modules, parameters = names_of_base(pieces)
         adapted = {*filter(self.config.adapts_module, modules), *filter(self.config.adapts_parameter, parameters)}
         in_file = {target.path for target in targets}

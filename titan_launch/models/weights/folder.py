@@ -109,7 +109,7 @@ class WeightsFolder:
                 )
 
     def _names_by_file(self) -> Mapping[str, list[str] | None]:
-        """Return the files to read, each with the names of its tensors by the index; None without an index."""
+        """Return, for each file to read, the names of its tensors in the index; None if there is no index."""
         if os.path.lexists(self.path / FILE):
             return {FILE: None}
         if not os.path.lexists(self.path / INDEX):
@@ -131,7 +131,7 @@ class WeightsFolder:
         return {file: by_file[file] for file in sorted(by_file)}
 
     def fingerprint(self) -> Fingerprint:
-        """Return the fingerprint of the files: their sizes, and bytes at positions that a fixed seed draws."""
+        """Return the fingerprint of the files: their names and sizes, and samples of their content."""
         files = sorted({tensor.file for tensor in self.tensors.values()})
         return fingerprint_of_files([(file, self.path / file) for file in files], _SAMPLE_BYTES)
 
@@ -205,7 +205,7 @@ def read_file(path: Path, names: Sequence[str]) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Converted:
-    """The place of a parameter that is computed from whole tensors of a folder."""
+    """The `Place` of a parameter that is computed from whole tensors of a folder."""
 
     tensors: tuple[str, ...]
     """Names of the tensors in the folder."""
@@ -224,7 +224,7 @@ class Weights:
     """The initial values of a model's parameters and saved buffers, in a folder."""
 
     def __init__(self, folder: WeightsFolder, pieces: Places, copies: Mapping[str, Sequence[Place]] | None = None):
-        """`pieces`: the place in the files of each tensor that is read from the folder. `copies`: further places of a
+        """`pieces`: for each parameter or buffer to read, its place in the files. `copies`: further places of a
         parameter that several modules of the model share, if the folder has the parameter more than once."""
         self.folder = folder
         self.pieces = pieces
@@ -239,9 +239,9 @@ class Weights:
         """Return a part of a parameter, in the dtype of the file. Rows beyond those of the file are zeros.
 
         Only the part is read from the file, with three exceptions. If the file has the rows of heads in another order,
-        whole heads are read. If output features of several parameters alternate in the file, those of all these
-        parameters are read. If the parameter is a `Converted`, its tensors are read whole. Raises ConfigError if the
-        folder has the parameter twice, with different values.
+        whole heads are read. If output features of several parameters alternate in the file, the output features of all
+        these parameters are read. If the parameter is a `Converted`, its tensors are read whole. Raises ConfigError if
+        the folder has the parameter twice, with different values.
         """
         piece = self.pieces[name]
         part = self._read(piece, offsets, lengths)
@@ -298,14 +298,14 @@ class Weights:
 
 
 def interleaved(rows: Tensor, width: int) -> Tensor:
-    """Return the rows of whole heads in the order of this package, from the order of Hugging Face. `width`: rows of a
-    head."""
+    """Reorder the rows of whole heads from the order of Hugging Face to the order of this package: rows 0 and width / 2
+    of a head become rows 0 and 1, and so on. `width`: rows of a head."""
     return rows.unflatten(0, (-1, 2, width // 2)).transpose(1, 2).flatten(0, 2)
 
 
 def in_halves(rows: Tensor, width: int) -> Tensor:
-    """Return the rows of whole heads in the order of Hugging Face, from the order of this package. `width`: rows of a
-    head."""
+    """Reorder the rows of whole heads from the order of this package to the order of Hugging Face: rows 0 and 1 of a
+    head become rows 0 and width / 2, and so on. `width`: rows of a head."""
     return rows.unflatten(0, (-1, width // 2, 2)).transpose(1, 2).flatten(0, 2)
 
 
@@ -403,24 +403,24 @@ def find_weights(
     }
     if errors := [f"{len(names)} {what}: {listed(names, most=8)}" for what, names in problems.items() if names]:
         text = "\n    ".join(["its tensors do not match the model:", *errors])
-        advice = "model.exclude_from_weights names tensors that are not loaded"
+        advice = "to skip tensors, name them in model.exclude_from_weights"
         raise config_error(("model", "weights"), f"{text}\n  {advice}", config.weights)
     return Weights(folder, pieces, copies)
 
 
 def _check_number(places: Collection[Place], folder: WeightsFolder) -> None:
-    """Raise ConfigError if a model has over 200,000 tensors more than its folder. If fewer tensors are missing,
-    `find_weights` names them."""
+    """Raise ConfigError if the model has over 200,000 tensors more than the folder. Otherwise, `find_weights` names the
+    missing tensors."""
     stacked = (place for place in places if isinstance(place, Piece) and place.has_tensor_per_expert)
     expected = len(places) + sum(place.num_experts or 0 for place in stacked)
     if expected > len(folder.tensors) + 200_000:
         reason = f"its files have {len(folder.tensors):,} tensors, but a model with these layers and experts has"
-        raise config_error(("model", "weights"), f"{reason} {expected:,}", str(folder.path))
+        raise config_error(("model", "weights"), f"{reason} {expected:,}; correct its sizes", str(folder.path))
 
 
 def _own_tensors(inventory: Inventory) -> Iterator[tuple[str, TensorInfo]]:
-    """Yield (full name, tensor) of the tensors that a weights folder has: all saved parameters and buffers, except
-    those of adapters."""
+    """Yield (full name, tensor) of the model's tensors that a weights folder should have: all saved parameters and
+    buffers, except those of adapters."""
     for module in inventory.modules:
         if module.same_as is None and not module.is_adapter:
             tensors = (*module.parameters, *module.buffers)

@@ -1,4 +1,4 @@
-"""Folders of safetensors files, written tensor by tensor, with at most one tensor in memory."""
+"""Writing of folders of safetensors files. Tensors are read and written one by one, to need little memory."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Entry:
 def new_folder(path: Path) -> Iterator[Path]:
     """Yield an empty folder that gets the name `path` when the `with` block ends without an error.
 
-    Until then, the folder is `<path>.tmp`. So a folder with its final name is complete. Raises UserError if `path` is
+    Until then, its name is `<path>.tmp`, so a folder with the name `path` is complete. Raises UserError if `path` is
     inside of a folder with weights, cannot be written, or exists and is not an empty folder.
     """
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
@@ -84,13 +84,13 @@ def write_tensors(
     bytes of all tensors.
 
     `read` returns a contiguous tensor with the shape and dtype of its entry. `max_file_bytes`: None for one file; a
-    larger tensor gets a file of its own. `file`: name of the file, if there is only one. `metadata`: added to the
-    header of each file. Raises WeightsError if the disk has too little free space.
+    tensor above this size gets a file of its own. `file`: name of the file, if there is only one. `metadata`: added to
+    the header of each file. Raises WeightsError if the disk has too little free space.
     """
     total, free = sum(entry.num_bytes for entry in entries), shutil.disk_usage(folder).free
     if total > free:
         raise WeightsError(f"its tensors have {total / 1e9:,.1f} GB, but the disk of OUT has {free / 1e9:,.1f} GB free")
-    # In descending order of their elements' sizes, all tensors are aligned.
+    # The tensors with the largest elements come first, so that every tensor is aligned to the size of its elements.
     files = _divide(sorted(entries, key=lambda entry: -entry.dtype.itemsize), max_file_bytes)
     names = [f"model-{index + 1:05}-of-{len(files):05}.safetensors" for index in range(len(files))]
     if len(files) == 1:
@@ -147,9 +147,9 @@ def _write_file(
 
 
 def in_file_layout(pieces: Mapping[str, Piece], read: Callable[[str], Tensor]) -> Callable[[Entry], Tensor]:
-    """Return a function that makes a tensor of a file from the parameters that it contains. `pieces`: the `Piece` of
-    each parameter in the files. `read` returns a whole parameter by its name. Rows beyond those of the file are
-    dropped."""
+    """Return a function that assembles a tensor of a file from the parameters in it. `pieces`: the `Piece` of each
+    parameter in the files. `read` returns a whole parameter by its name. Rows of a parameter that exceed the shape of
+    its entry are dropped."""
     names: defaultdict[str, list[tuple[str, int]]] = defaultdict(list)
     for name, piece in pieces.items():
         for expert, tensor in enumerate(piece.tensors):
