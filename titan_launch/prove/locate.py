@@ -1,7 +1,7 @@
 """The cause of a difference between a layout and the single process: the axes of parallelism and modes that show the
 difference, and the first module that departs.
 
-A tensor departs if it differs from that of the single process by more than its tolerance.
+A tensor departs if it differs from the same tensor of the single process by more than the tolerance.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def _module(
     """Return two texts: the place of the first difference, and a clause that says what departs there and by how much.
     The place is a module path, `the whole model`, `the loss`, `gradient clipping`, `[ema]`, `the optimizer`, or ALL.
 
-    `of_step`: the results beyond their tolerance, all of the first step that has such a result. `num_gradients`: number
-    of gradients in a step.
+    `of_step`: the results that exceed their tolerance in the first step with such results. `num_gradients`: number of
+    gradients in a step.
     """
     kind = first.name.partition(" ")[0]
     if kind in ("gradient", "loss") and first.name != "gradient norm":

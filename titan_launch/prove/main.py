@@ -1,5 +1,5 @@
-"""The proof of a job's layout: runs of a small copy of the job, its twin (`plan.proof.twin`), on CPU ranks. A run with
-some of the job's axes of parallelism and modes, a case (`Case`), must train like a single process, its reference."""
+"""The proof of a job's layout. A small copy of the job, its twin, trains on CPU ranks in several runs. Each run has
+some of the job's axes of parallelism and modes (`Case`), and must train like a single process, its reference."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ MUON_TOLERANCES = {"loss": 1e-4, "gradient": 5e-3, "update": 0.2}
 equal, which enlarges small differences."""
 
 WEIGHTS_TOLERANCE = 1e-3
-"""Largest relative difference of logits and gradients from those of `transformers`, whose operations differ."""
+"""Largest relative difference of logits and gradients from those of `transformers`, which uses other operations."""
 
 _WIDEST = 0.5
-"""Largest tolerance in the precision of the job. Above it, rounding alone changes a kind of result too much, so that
-this kind is not compared."""
+"""Largest tolerance in the precision of the job. A kind of result that would need a larger tolerance, because rounding
+alone changes it too much, is not compared."""
 
 _RANK_GIB = 0.4
 _TIMEOUT_S = 600.0
@@ -151,8 +151,8 @@ class Proof:
             self.findings.append(Finding(name, *numbers, module, how, ("model.weights",)))
 
     def compare(self, case: Case) -> list[Difference]:
-        """Return the results of a case, each with the largest difference of all ranks. A gradient that no rank has
-        counts as a difference of 1.
+        """Return the results of a case, each with the largest difference of all ranks. A gradient that is missing
+        on all ranks counts as a difference of 1.
 
         Results that rounding alone changes too much are omitted, and so are statistics that ranks pool. The ranks of a
         case run only once. A second call for the same case may return fewer results, if rounding errors have been
@@ -263,7 +263,7 @@ class Proof:
         return ranks.run_ranks(f"titan_launch.prove.{function}", world_size, *args, timeout=_TIMEOUT_S)
 
     def job(self, config: JobConfig) -> dict[str, Any]:
-        """Return a twin as the table of a job that trains in the folder of this proof. If this host has no C++
+        """Return the job file of a twin as a dict. The twin trains in the folder of this proof. If this host has no C++
         compiler, compiled modules use the backend `aot_eager` in place of `inductor`."""
         job = config.job.model_copy(update={"dump_folder": str(self.folder)})
         table = config.model_copy(update={"job": job}).model_dump(mode="json")
@@ -353,7 +353,7 @@ def _failure_on_a_cpu_explained() -> Iterator[None]:
 
 
 _OTHER_SAMPLES = 48
-"""Index of the first sample of other data. A run of a twin reads only samples with a smaller index."""
+"""Offset (`samples.Samples`) in the variant `data`: the random seed of its first sample. Other runs use lower seeds."""
 
 _WEIGHTS = ("loss.z_loss", "loss.label_smoothing", "model.args.experts.balance_loss", "model.args.experts.z_loss")
 """Keys of the job that weight a part of the loss. A part with a weight above 0 must change gradients."""

@@ -42,9 +42,9 @@ def measure_reference(
     """Train a twin on one process, and write the results of its steps to `file`. Return findings about this run. Raises
     ConfigError if the twin is too large for this host.
 
-    `variants`: variants of the twin whose gradients must differ, by key (`prove.main.variants`). None: an earlier run
-    has already trained the variants, and the twin a second time. `exact_file`: file with the results of the same twin
-    in fp32; None if `job` is in fp32.
+    `variants`: variants of the twin whose gradients must differ, by key (`prove.main.variants`). If None,
+    no variant is trained, and the twin is not trained a second time, because an earlier call has done both.
+    `exact_file`: file with the results of the same twin in fp32; None if `job` is in fp32.
     """
     _check_size(JobConfig.model_validate(job))
     steps, run, _ = train_twin(job)
@@ -182,7 +182,7 @@ def trace_reference(job: dict[str, Any], step: int, file: str) -> None:
 
 def trace_case(job: dict[str, Any], step: int, file: str, tolerance: float) -> list[Departure]:
     """Trace a step of a twin on this rank. Return the events whose tensors differ by more than `tolerance` from those
-    in `file`. Each has its position in the order of one process (`Departure.order`). Collective."""
+    in `file`. Each result has a position in the order of one process (`Departure.order`). Collective."""
     _, run, trace = train_twin(job, step, step)
     assert trace is not None
     num_microbatches, tensors = torch.load(file, weights_only=True)

@@ -55,8 +55,8 @@ def in_processes(
     received: Callable[[Connection, Any, int], R],
     timeout: float,
 ) -> list[R]:
-    """Run `main(pipe, rank, world_size, store)` in a forked process for each rank. Return what `received(pipe, process,
-    rank)` reads from the pipe of each rank, in the order of ranks.
+    """Run `main(pipe, rank, world_size, store)` in a forked process for each rank. Return the results that
+    `received(pipe, process, rank)` reads from the pipes, in the order of ranks.
 
     `store`: a file for the rendezvous. At the end, all processes are killed. Raises the errors of `received`,
     TimeoutError if a rank takes longer than `timeout` seconds, and UserError if the host cannot start so many
@@ -118,7 +118,7 @@ def _gather(
         ready = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
             late = [str(rank) for rank in range(len(pipes)) if rank not in results]
-            raise TimeoutError(f"ranks {', '.join(late)} (of {len(pipes)} ranks) did not finish within the time limit")
+            raise TimeoutError(f"{len(late)} of {len(pipes)} ranks did not finish in time (numbers: {', '.join(late)})")
         for rank in (rank for rank, pipe in enumerate(pipes) if pipe in ready):
             results[rank] = received(pipes[rank], processes[rank], rank)
     return [results[rank] for rank in range(len(pipes))]
@@ -157,5 +157,5 @@ def _main(function: str, args: Any, pipe: Connection, rank: int, world_size: int
         is_of_user = isinstance(error, UserError)
         trace = user_traceback(error) if raised_in_user_forward(error) else traceback.format_exc()
         message, status = _Failure(str(error) if is_of_user else trace.rstrip(), is_of_user, problems), 1
-    pipe.send_bytes(pickle.dumps(message))  # a pipe's `send` would share tensors by memory that ends with this process
+    pipe.send_bytes(pickle.dumps(message))  # `pipe.send` would put tensors into memory that ends with this process
     os._exit(status)  # gloo's threads can abort an interpreter that shuts down in the ordinary way

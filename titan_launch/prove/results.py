@@ -13,8 +13,8 @@ class Difference(NamedTuple):
     step: int
     name: str
     error: float
-    """Norm of the difference, divided by the norm of one process's result. If this norm is below the argument `floor`
-    of `prove.measure.difference`, the divisor is `floor`. 1e30 if a result is not finite."""
+    """Norm of the difference, divided by the norm of one process's result. The divisor is at least the argument `floor`
+    of `prove.measure.difference`. 1e30 if a result is not finite."""
 
     cosine: float
     ratio: float

@@ -13,8 +13,8 @@ from titan_launch.data.sources.interface import SourceContext
 
 _NUM_SAMPLES = 96
 _KINDS = 5
-"""Number of samples after which the ignored targets repeat. Token sample i ignores (i % 5) / 8 of its targets. Every
-fifth image has an ignored target."""
+"""Number of samples after which the pattern of ignored targets repeats. Text sample i ignores (i % 5) / 8 of its
+targets. Of every five images, the last has an ignored target."""
 
 
 class Samples:

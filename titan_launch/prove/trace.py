@@ -41,8 +41,8 @@ each rank, so it is not compared."""
 
 @dataclass
 class Trace:
-    """The tensors of a step by event. Each call of a module adds the pair (number, tensor). The number counts the
-    tensors of the step."""
+    """The tensors of a step by event: for each call of a module, the pair (number, tensor). The number is the count of
+    the tensors that were traced before."""
 
     num_microbatches: int
     tensors: dict[Event, list[tuple[int, Tensor]]] = field(default_factory=dict)

@@ -43,7 +43,7 @@ def compare_weights(job: dict[str, Any]) -> list[Difference] | str:
         return "model.weights: not compared with transformers, because transformers is not installed"
     if config.data.unit != "tokens" or config.model.exclude_from_weights:
         return (
-            "model.weights: not compared with transformers, because the model is no language model, or "
+            "model.weights: not compared with transformers, because the model is not a language model, or "
             "model.exclude_from_weights is set"
         )
     folder = open_weights(config.model)

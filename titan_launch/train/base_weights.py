@@ -1,5 +1,5 @@
-"""The folder that `model.weights` names. It has the initial values of the model's parameters, and during a run the
-values of the parameters that checkpoints omit."""
+"""The folder that `model.weights` names. A new run reads the initial values of its parameters from this folder. A
+resumed run reads the values of the parameters that checkpoints omit."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class RunBase:
     """The folder that `model.weights` names, if any. It implements `checkpoint.state.BaseWeights`."""
 
     def __init__(self, model: nn.Module, config: JobConfig, inventory: Inventory):
-        """Read the headers of the folder's files. If this fails, an error is raised only when values are needed.
+        """Read the headers of the folder's files. If they cannot be read, the error is raised when values are needed.
         `model`: the allocated model of this rank. `inventory`: the modules of the whole model."""
         self._model, self._config, self._inventory = model, config.model, inventory
         self._saves_frozen = config.checkpoint.save_frozen
@@ -79,8 +79,8 @@ class RunBase:
     def _targets(
         self, adapters: Sequence[Adapter], folder: AdapterFolder
     ) -> tuple[Mapping[str, Piece], Sequence[Target]]:
-        """Return the place of each weight in files, and the modules that `peft` adapts. Both use the names in the
-        adapter folder, which are those of this package or of `transformers`."""
+        """Return the place of each weight in files, and the `peft` target of each adapter. Both use the same names as
+        the adapter folder: the names of this package, or those of `transformers`."""
         adapted = {name for adapter in adapters for name in (adapter.a, adapter.b)}
         shapes = {
             full_name(module.path, tensor.name): tensor.shape
@@ -104,7 +104,7 @@ class RunBase:
             return None
         names = {self._first_names[name] for name in self.omitted}
         num_bytes = self._weights.bytes_of(names) if names else 0
-        # A checkpoint that omits parameters names the URL, which other hosts can also read.
+        # If the checkpoint omits parameters, record the URL instead of a local copy: other hosts can read the URL, too.
         weights = str(with_urls(self._config.weights) if names else self._config.weights)
         folder = weights if is_url(weights) else str(Path(weights).resolve())
         return Base(folder, self._fingerprint, len(names), num_bytes)
@@ -179,7 +179,7 @@ class RunBase:
 
     @cached_property
     def _first_names(self) -> dict[str, str]:
-        """For each name of a parameter, its first name in the model. A shared parameter has several names."""
+        """Dict from each name of a parameter to its first name in the model. A shared parameter has several names."""
         return {
             name: tensor.tied_to or name
             for module in self._inventory.modules

@@ -108,10 +108,10 @@ class RunData:
     """None without validation."""
 
     validation_parts: Mapping[str, range]
-    """For each source by name, the indices in `validation` of the samples to validate on. Empty without validation."""
+    """Samples to validate on: a range of indices in `validation` for each source, by name. Empty without validation."""
 
     sequence_part: SequencePart | None
-    """The tokens of every sequence that this rank gets; None without context parallelism."""
+    """This rank's part of the tokens of every sequence; None without context parallelism."""
 
     local_batch_size: int
     """Number of samples of a microbatch on this rank."""
@@ -188,7 +188,7 @@ def with_steps(config: JobConfig, data: RunData, global_batch_size: int, progres
     """Return the job with `training.steps` computed from `training.epochs`, rounded up. A job without epochs is
     unchanged.
 
-    `progress`: progress of a resumed run. The steps after a resume may have another batch size than the finished steps.
+    `progress`: progress of a resumed run, whose finished steps may have had another global batch size.
     Raises ConfigError for a stream, which has no epochs, and for keys that do not fit the number of steps.
     """
     epochs, progress = config.training.epochs, progress or Progress()
@@ -232,8 +232,8 @@ def _check_answers(config: JobConfig, data: RunData) -> None:
 def build_train_batches(
     config: JobConfig, data: RunData, layout: Layout, ranks: Ranks, position: int, stack: ExitStack
 ) -> TrainBatches:
-    """Return this rank's microbatches from `position` on: the number of samples that all ranks have read so far.
-    Closing `stack` ends the data workers."""
+    """Return this rank's microbatches after the first `position` samples of the run (counted over all ranks). Closing
+    `stack` ends the data workers."""
     workers = Workers(config.data.num_workers, ranks.device.type == "cuda")
 
     def build_loader(start: int) -> Loader:

@@ -56,7 +56,7 @@ from titan_launch.train.step import build_step
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Objects of a rank's process that its run uses."""
+    """Objects that the process of a rank passes to the run."""
 
     locate_key: KeyLocator = format_key
     """Function that returns the file and line of a key, as text. The default returns only the key."""
@@ -80,7 +80,7 @@ def build_run(config: JobConfig, ranks: Ranks, stack: ExitStack, process: Surrou
     """
     process = process or Surroundings()
     watchdog = process.watchdog or Watchdog(config.comm, ranks)
-    certificate = on_rank_0(partial(find, config))  # for the job as the user wrote it, with its `auto`
+    certificate = on_rank_0(partial(find, config))  # found by the job as the user wrote it, with `auto`
     job, built = resolve_job(config, ranks, this_attempt())
     config = job.config
     log_job(job, process.locate_key)
@@ -94,7 +94,7 @@ def build_run(config: JobConfig, ranks: Ranks, stack: ExitStack, process: Surrou
     data = build_data(config, job.layout, sequence_part(mesh, config.parallelism))
     job = resolve_steps(job, data)
     config = job.config
-    flops = flops_of_run(config, built, job.plan, data) if ranks.is_rank_0 else None  # reported by rank 0
+    flops = flops_of_run(config, built, job.plan, data) if ranks.is_rank_0 else None  # only rank 0 reports
     model = assemble_model(config, built, job.plan, mesh, data)
     if ranks.device.type == "cpu":
         speed_up_on_cpu(config, model, stack)
@@ -172,6 +172,6 @@ def build_run(config: JobConfig, ranks: Ranks, stack: ExitStack, process: Surrou
 
 
 def speed_up_on_cpu(config: JobConfig, model: AssembledModel, stack: ExitStack) -> None:
-    """Apply the CPU speedups to a wrapped model until `stack` is closed."""
+    """Apply the CPU speedups to a wrapped model. Closing `stack` undoes those that `cpu_speedups` can undo."""
     dtypes, layout = attention_dtypes(config.data, model.built, model.plan), model.mesh.layout
     stack.enter_context(cpu_speedups(model.module, config.kernels, layout, config.training.seq_len, dtypes))

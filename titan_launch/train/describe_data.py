@@ -28,7 +28,7 @@ _DRAWN_SAMPLES = 64
 
 
 def describe_data(config: JobConfig, layout: Layout, num_samples: int) -> dict[str, Any]:
-    """Return the data of a job as a value that JSON can represent, with the first `num_samples` samples of the run.
+    """Return the report as a dict that JSON can represent. It contains the first `num_samples` samples of the run.
     Raises ConfigError as `build_data` and `with_steps` do."""
     data = build_data(config, layout, None)
     training = with_steps(config, data, layout.global_batch_size).training
@@ -100,7 +100,7 @@ def _source(section: DataSource, source: SampleSource, tokenizer: Tokenizer) -> 
 
 def _lengths(lengths: npt.NDArray[np.int64]) -> dict[str, Any]:
     """Return the extremes, the mean and percentiles of the lengths, and a histogram whose borders are powers of 2."""
-    # This method does not interpolate between lengths.
+    # The method "inverted_cdf" returns lengths that occur, and does not interpolate between them.
     found = np.percentile(lengths, (50, 90, 99), method="inverted_cdf").tolist()
     percentiles = dict(zip(("p50", "p90", "p99"), found, strict=True))
     counts = np.bincount(np.frexp(lengths)[1])  # 2^(e - 1) <= length < 2^e
@@ -116,8 +116,8 @@ def _lengths(lengths: npt.NDArray[np.int64]) -> dict[str, Any]:
 
 
 def _ignored_share(source: SampleSource) -> float:
-    """Return the fraction of ignored targets among all targets except padding, in up to `_DRAWN_SAMPLES` samples at
-    equal distances."""
+    """Return the fraction of targets that are ignored. Padding does not count. At most `_DRAWN_SAMPLES` samples are
+    read, evenly spaced in the source."""
     ignored = total = 0
     for index in np.unique(np.linspace(0, len(source) - 1, _DRAWN_SAMPLES, dtype=np.int64)).tolist():
         sample = source[index]

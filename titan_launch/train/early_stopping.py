@@ -29,7 +29,7 @@ class EarlyStopping:
         """Step of the lowest loss; 0 before the first finite loss."""
 
         self._improved_loss = math.inf
-        """Loss of the last validation that counts as an improvement. Later losses may be lower, but by less than
+        """Loss of the last validation that counts as an improvement. Later losses may be lower, but by at most
         `validation.min_improvement`."""
 
         self._without_improvement = 0
@@ -47,7 +47,7 @@ class EarlyStopping:
         return self._best_step == self._progress.step or self.has_ended
 
     def observe(self, loss: float) -> dict[str, float]:
-        """Count a validation of the last finished step, and return the metrics by tag."""
+        """Record the loss of a validation after the last finished step. Return the metrics by tag."""
         if not math.isfinite(loss):
             loss = math.inf
         if loss < self._best_loss:

@@ -69,8 +69,8 @@ def explain_model(error: BaseException, facts: ModelFacts) -> ConfigError | None
 
 @contextmanager
 def explained_in_trace(facts: ModelFacts) -> Iterator[None]:
-    """Replace an error of the block, which traces a model, by its explanation from `explain_model`, if there is
-    one."""
+    """If `explain_model` explains an error of the block, which traces a model, raise the explanation in place of the
+    error."""
     try:
         yield
     except Exception as error:

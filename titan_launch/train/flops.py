@@ -73,8 +73,8 @@ def flops_of_run(config: JobConfig, built: BuiltModel, plan: ModelPlan, data: Ru
 
 @contextmanager
 def unknown_if_it_fails() -> Iterator[None]:
-    """Suppress and log an error in the block: the model does not run on the meta device. If the model does not run on
-    any device, the run or the planner raises that error later."""
+    """Suppress an error in the block, which runs a model on the meta device, and log it as the reason for missing
+    TFLOP/s. If the model does not run on any device, the run or the planner raises the error later."""
     try:
         yield
     except Exception as error:
@@ -87,8 +87,8 @@ def unknown_if_it_fails() -> Iterator[None]:
 
 
 def flops_of_job(config: JobConfig) -> Flops:
-    """Return the FLOPs of one sample of a job without `auto`. Raises the errors of `count_flops`, and the ConfigErrors
-    of a run that starts."""
+    """Return the FLOPs of one sample of a job without `auto`. Raises the errors of `count_flops`, and ConfigError
+    as the start of a run does."""
     built = build_job_model(config)
     return count_flops(config, built, plan_precision(config, built), *sample_format(config))
 
@@ -100,8 +100,8 @@ def count_flops(
     or reference model counts too. Raises an error of any class if the model does not run on the meta device.
 
     If a model of this package has more than two blocks of one kind, not all of them run. The model first runs with one
-    block of each kind. Then it runs once more for each kind, with a second block of this kind. The difference counts
-    for each further block of this kind.
+    block of each kind. Then it runs once more for each kind, with a second block of this kind. The difference is the
+    FLOPs of this block. It is added for every further block of this kind.
 
     `built`: the job's model on the meta device, which is changed in place. `input_shape`: shape of one input. Kernels,
     parallelism and dtypes do not change the result.
@@ -133,8 +133,8 @@ def count_flops(
 
 
 def _blocks_by_kind(model: nn.Module, plan: ModelPlan) -> Iterator[list[str]]:
-    """Yield a list of paths for each kind of blocks, in the order of the model, without blocks inside of blocks. Blocks
-    of one kind run the same operations in forward and backward.
+    """Yield the paths of the blocks of each kind, in the order of the model. Blocks of one kind run the same operations
+    in forward and backward. Blocks inside of other blocks are not listed.
 
     The kind of the first block is a guess, because it depends on the modules before the block. A wrong guess does no
     harm, because the first block of each kind is counted by itself.
@@ -236,7 +236,7 @@ def attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int
 
 def _grouped_flops(a: Any, b: Any, *_: Any, **__: Any) -> int:
     """Return the FLOPs of a grouped product. Two stacks of matrices are multiplied in pairs. Otherwise the groups
-    divide the rows, the columns or the inner dimension, so their number does not change the FLOPs."""
+    divide the rows, the columns or the inner dimension, so the number of groups does not matter."""
     pairs = a.shape[0] if a.dim() == b.dim() == 3 else 1
     return int(2 * pairs * a.shape[-2] * a.shape[-1] * b.shape[-1])
 
@@ -250,7 +250,7 @@ FORMULAS = {
     _GROUPED: _grouped_flops,
 }
 """For each operation, a function of the operation's arguments that returns its FLOPs: PyTorch's functions
-(`flop_registry`), and functions for five more operations."""
+(`flop_registry`), and five functions that replace or complete them."""
 
 
 class _Count(TorchDispatchMode):

@@ -135,8 +135,8 @@ def check_embeddings(model: nn.Module, vocab_size: int) -> None:
 
 
 def _plain_tensors(model: nn.Module, device: torch.device) -> Iterator[str]:
-    """Yield a description of each plain attribute of a module that holds a tensor on another device. The tensor may
-    also be in a list, tuple or dict."""
+    """Yield an error text for each module attribute whose value is a tensor on another device than `device`, or a list,
+    tuple or dict with such a tensor. Parameters and buffers are not checked."""
     attributes = ((path, module, *item) for path, module in model.named_modules() for item in vars(module).items())
     for path, module, name, value in attributes:
         inside = list(value.values()) if isinstance(value, dict) else value

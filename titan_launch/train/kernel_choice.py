@@ -166,9 +166,9 @@ def set_precision(kernels: KernelsConfig) -> None:
 
 
 def without_unsafe_cudnn(wanted: str, order: tuple[str, ...], version: int | None) -> tuple[str, ...]:
-    """Return `order` without cuDNN if this version of cuDNN must not compute attention. If `wanted` is "auto", log the
-    reason. Raises ConfigError if `wanted` is "cudnn". `version`: result of `torch.backends.cudnn.version()`; None
-    without cuDNN."""
+    """Return `order` without cuDNN if this version of cuDNN must not compute attention, else `order`. For such a
+    version, raise ConfigError if `wanted` is "cudnn", and log the reason if `wanted` is "auto". `version`: result of
+    `torch.backends.cudnn.version()`; None without cuDNN."""
     if version is None or version >= _SAFE_CUDNN:
         return order
     unsafe = (
@@ -221,7 +221,7 @@ def choose(wanted: str, order: Sequence[str], obstacle: Obstacle) -> list[str]:
 
 
 def _either(first: Obstacle, second: Obstacle) -> Obstacle:
-    """Return an `Obstacle` that gives the reason of `second`; None if either `first` or `second` gives None."""
+    """Return an `Obstacle` that returns None if `first` or `second` does, and otherwise the reason of `second`."""
     return lambda name: None if first(name) is None else second(name)
 
 
@@ -280,7 +280,7 @@ def _refusals_collected() -> Iterator[list[str]]:
         text = text.strip().rstrip(".")
         if "sdp_utils" not in place:  # the source file of the checks
             show(message, *rest, **others)
-        elif not text.endswith(("because:", "runtime disabled")):  # a heading, or a backend that is not enabled
+        elif not text.endswith(("because:", "runtime disabled")):  # not a heading, and not about a disabled backend
             reasons.append(text)
 
     warnings.showwarning = keep_reasons  # catch_warnings would also show earlier warnings again

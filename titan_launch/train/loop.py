@@ -250,7 +250,7 @@ def train_one_step(run: Run, *more: Observer) -> StepResult:
 
 
 def unfreeze(run: Run) -> None:
-    """Begin to train the parameters that `training.unfreeze` keeps frozen up to the run's last finished step."""
+    """Freeze or unfreeze parameters for the next step, as `training.unfreeze` says, and log how many begin to train."""
     num_unfrozen = run.unfreezing.apply(run.progress.step)
     if num_unfrozen:
         run.output.clear_progress()
@@ -274,8 +274,8 @@ def report(run: Run, due: Due) -> dict[str, float]:
     """Write the metrics of the step, and of all steps since the last report, to all sinks. Return the metrics by tag.
     Collective.
 
-    Before that, pool BatchNorm's running statistics and validate, if these are due. The host waits for the device. A
-    metric that is not combined over ranks has this rank's value.
+    First pool BatchNorm's running statistics if this is due, and validate if this is due. The host waits for the
+    device. A metric that is not combined over ranks has this rank's value.
     """
     step = run.progress.step
     meter, measurements = run.observers.meter, run.observers.measurements
@@ -314,8 +314,8 @@ def learning_rates(run: Run, step: int) -> dict[str, float]:
 
 
 def perplexities(run: Run, scalars: Mapping[str, float]) -> dict[str, float]:
-    """Return the exponentials of the losses of a language model, by tag. Images have no perplexity, and neither has a
-    training loss with label smoothing."""
+    """Return the exponentials of the losses of a language model, by tag. Losses of images, and training losses with
+    label smoothing, have no perplexity."""
     if run.config.data.unit != "tokens":
         return {}
     smoothed = run.config.loss.label_smoothing > 0
@@ -347,8 +347,8 @@ def warn_of_collapse(run: Run, scalars: Mapping[str, float]) -> None:
 
 def pool_statistics(run: Run, purpose: str, temporarily: bool) -> dict[str, float]:
     """Pool BatchNorm's running statistics over all ranks that have the same parameters. Collective. Return the
-    `batchnorm/*` metrics by tag; an empty dict without BatchNorm, or without other such ranks. `purpose`: see the
-    argument of `Meter.paused`. `temporarily`: True if `save` restores each rank's own statistics."""
+    `batchnorm/*` metrics by tag; an empty dict without BatchNorm, or if no other rank has these parameters.
+    `purpose`: argument of `Meter.paused`. `temporarily`: True if `save` restores each rank's own statistics."""
     with run.observers.meter.paused(purpose):
         divergence = run.step.statistics.pool(run.mesh.data_group, temporarily=temporarily)
         if run.mesh.pipeline_group is not None:

@@ -50,10 +50,10 @@ class MemoryCheck:
     """The predicted peak memory of a step, which is reported as a metric and compared once with the measured peak."""
 
     def __init__(self, config: JobConfig, layout: Layout, hardware: Hardware, stack: ExitStack):
-        """Predict the peak from the operations that an earlier plan or run has recorded for this job. Otherwise a run
-        on GPUs starts a process that records them. Closing `stack` ends the process.
+        """Predict the peak from the recording that an earlier plan or run has made of this job. If there is none, a run
+        on GPUs starts a process that makes a recording. Closing `stack` ends the process.
 
-        On CPUs no process records them, because that would slow down the run. The memory of compiled, float8 and
+        A run on CPUs does not start this process, which would slow down the run. The memory of compiled, float8 and
         pipelined jobs is not predicted. (The plan of a pipeline predicts the highest peak of all ranks, and rank 0 may
         have a lower one.) On an untested release of PyTorch, nothing is predicted.
         """
@@ -212,7 +212,7 @@ class StepMeasurements(Observer):
 
     def end_window(self, step: int, only_training: bool) -> None:
         """Begin the measurements for the next report, after the report of `step`. Drop the traffic since the last
-        `take_metrics`. `only_training`: True if neither a validation nor a checkpoint follows before the next step."""
+        `take_metrics`. `only_training`: True if no validation and no checkpoint runs between this step and the next."""
         if self._traffic is not None:
             self._traffic.take()
         self._steps, self._window_start, self._only_training = 0, step + 1, only_training

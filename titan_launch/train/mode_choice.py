@@ -1,5 +1,5 @@
-"""Choice of the modes (of gradient accumulation and activation checkpointing) and of the microbatch size that replace
-"auto". It is equal on all ranks, and made before anything is allocated. A resumed run keeps its modes if possible."""
+"""Choice of the values that replace "auto": gradient accumulation mode, activation checkpointing mode, microbatch size.
+All ranks choose the same, before anything is allocated. A resumed run keeps its modes if possible."""
 
 from __future__ import annotations
 

@@ -64,8 +64,8 @@ def build_on_all_ranks(config: JobConfig, ranks: Ranks) -> BuiltModel:
     """Build a job's model on each rank; collective. A user's own factory may give the model initial values.
 
     One rank of each host calls the factory on the CPU and keeps the values. The other ranks call the factory on the
-    meta device. If the factory fails there, or makes another module than on the CPU, these ranks also call it on the
-    CPU. They do so one after another, and drop the values.
+    meta device. If the factory fails on the meta device, or makes another module there than on the CPU, these ranks
+    also call it on the CPU, one after another, and drop the values.
 
     Raises ConfigError, on all ranks alike, as `build_model` does, and if a factory makes different modules on two
     ranks.
@@ -185,7 +185,7 @@ class SampleFormat(Protocol):
 
     @property
     def sequence_part(self) -> SequencePart | None:
-        """The tokens of every sequence that this rank gets; None without context parallelism."""
+        """This rank's part of the tokens of every sequence; None without context parallelism."""
 
     @property
     def num_classes(self) -> int:
@@ -197,7 +197,7 @@ class SampleFormat(Protocol):
 
 @dataclass(frozen=True)
 class AssembledModel:
-    """A model that is wrapped for this rank, its plan and its mesh."""
+    """A model that is wrapped for this rank, with its plan and its mesh."""
 
     built: BuiltModel
     """The model, whose module was wrapped in place."""
@@ -207,7 +207,7 @@ class AssembledModel:
 
     mesh: Mesh
     sequence_part: SequencePart | None
-    """The tokens of every sequence that this rank gets; None without context parallelism."""
+    """This rank's part of the tokens of every sequence; None without context parallelism."""
 
     frozen: FrozenModel | None = None
     """The teacher or reference model of the loss (its second model), also wrapped; None if the loss has none."""
@@ -294,8 +294,8 @@ def build_model_optimizer(config: JobConfig, model: AssembledModel) -> Optimizer
 
 
 def build_replica_shards(config: JobConfig, model: AssembledModel) -> ReplicaShards | None:
-    """Return the exchange of gradients and parameters between replicas; None if the optimizer is not sharded over
-    replicas."""
+    """Return the object that exchanges gradients and parameters between replicas; None if the optimizer is not sharded
+    over replicas."""
     if model.mesh.layout.optimizer_replicas == 1:
         return None
     return ReplicaShards(model.module, model.plan, model.mesh, gradients_leave_early(config.training))

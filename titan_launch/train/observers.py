@@ -54,7 +54,7 @@ class Observers:
     # Learned metrics copy the parameters. If the audit raises an error for a wrong step, nothing is copied.
     learned: Learned | None
 
-    # The average follows the update at once, before an observer that may fail.
+    # After a step, the average is updated first, before another observer can fail.
     ema: WeightEMA | None
 
     def __iter__(self) -> Iterator[Observer]:

@@ -122,7 +122,7 @@ _LONGEST_SETTING = 100  # characters
 
 
 def settings_of(config: JobConfig) -> dict[str, int | float | str]:
-    """Return the values by which runs are compared, by key. A long value is cut, and its checksum is appended."""
+    """Return the settings that sinks compare between runs, by key. A long value is cut, and gets a checksum."""
     return {key: value for key, value in _settings(config) if key.partition(".")[0] not in _NOT_SETTINGS}
 
 
@@ -137,7 +137,7 @@ def _settings(section: Section, prefix: str = "") -> Iterator[tuple[str, int | f
             continue
         value = table.get(name, "unset")
         text = toml_value(value)
-        if len(text) > _LONGEST_SETTING:  # the checksum keeps the texts of different values different
+        if len(text) > _LONGEST_SETTING:  # the checksum distinguishes values that are equal up to the cut
             value = f"{text[: _LONGEST_SETTING - 13]} ... {zlib.crc32(text.encode()):08x}"
         yield f"{prefix}{name}", value if type(value) in (int, float, str) else text
 

@@ -51,8 +51,8 @@ class ScheduledStage(PipelineStage):
     """PyTorch's pipeline stage, changed so that FSDP2 works in it as it does without a pipeline."""
 
     def __init__(self, local: LocalStage, boundaries: tuple[Tensor, ...], facts: StageFacts):
-        """`boundaries`: tensors with the shapes and dtypes of the inputs of all stages of the model, in order, and of
-        the output of the last stage."""
+        """`boundaries`: a tensor for the input of each stage of the model, in order, and one for the output of the last
+        stage. Only their shapes and dtypes are used."""
         index = local.stage.index
         stage_inputs, stage_outputs = (
             tensor.detach().requires_grad_() if tensor.is_floating_point() else tensor
@@ -110,7 +110,7 @@ class ScheduledStage(PipelineStage):
         if not self._splits_backward:
             return
         self._accumulation.begin_microbatch(self._root, is_last=True)
-        # Public since torch 2.15. Remove the other branch when torch 2.14 is no longer supported.
+        # `finalize_backward` is public since torch 2.15. Remove the other branch when older releases are not supported.
         if hasattr(FSDPModule, "finalize_backward"):
             self._fsdp_root.finalize_backward()
         else:
@@ -150,7 +150,7 @@ def _joined(microbatches: Sequence[Batch]) -> Batch:
 class PipelinedStep:
     """The forward and backward of all microbatches of a step through a pipeline.
 
-    The microbatches of the schedule are those of gradient accumulation. Each loss is already divided by the number of
+    The schedule and gradient accumulation use the same microbatches. Each loss is already divided by the number of
     items, so the schedule does not scale gradients. The gradient accumulation mode decides when FSDP2's hooks reduce
     gradients. If the schedule has a separate backward of weights, gradients are reduced after the last of these
     backwards (`ScheduledStage.perform_reduce_grad`).
@@ -177,8 +177,8 @@ class PipelinedStep:
         self._is_abandoned = False
 
     def __call__(self, microbatches: list[Batch], loss: Loss, num_items: Callable[[], Tensor]) -> Tensor:
-        """Compute the gradients of all microbatches. Return the sums over them (`Loss.sums`), divided by `num_items()`:
-        zeros if the last stage is on another rank. `num_items` returns the step's number of items over all ranks.
+        """Compute the gradients of all microbatches. Return the total of their `Loss.sums`, divided by `num_items()`,
+        or zeros if the last stage is on another rank. `num_items` returns the step's number of items over all ranks.
 
         Raises the errors of stages unchanged, and the ConfigError of `schedule_for`. After an error in the schedule,
         messages to other ranks may be pending, so a further call raises RunError.
@@ -271,8 +271,8 @@ class _Losses:
 
 @contextmanager
 def _errors_as_raised() -> Iterator[None]:
-    """Raise the original error of a pipeline stage, without the error and the log of the whole schedule that PyTorch
-    adds to it."""
+    """If a pipeline stage raises an error in the block, raise it unchanged. PyTorch would wrap it in other errors, and
+    log the whole schedule."""
     try:
         with loggers_silenced("torch.distributed.pipelining.schedules"):
             yield

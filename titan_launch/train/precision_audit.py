@@ -119,7 +119,7 @@ class PrecisionAudit(Observer):
         self._watched.clear()
 
     def abandon_step(self, error: BaseException) -> None:
-        """Remove all hooks, and keep what they have observed, because `explain` needs it."""
+        """Remove all hooks. Keep their observations, because `explain` reads them."""
         self._hooks.close()
 
     def explain(self, error: BaseException) -> UserError | None:

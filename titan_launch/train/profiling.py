@@ -29,8 +29,8 @@ class StepProfiler(Observer):
     """The profiles of one rank (`[profiling]`)."""
 
     def __init__(self, config: ProfilingConfig, run_folder: Path, ranks: Ranks, timeline: Timeline, stack: ExitStack):
-        """Record allocations from now on, if the job asks for it and the device is a GPU. Listen to SIGNAL until
-        `stack` is closed."""
+        """With `profiling.memory` on a GPU, record allocations from now on. Listen to SIGNAL until `stack` is
+        closed."""
         self._config = config
         self._folder = run_folder / FOLDER
         self._ranks = ranks

@@ -81,8 +81,8 @@ _log = logging.getLogger(__name__)
 
 
 def build_meter(job: ResolvedJob, ranks: Ranks, timeline: Timeline, flops: int | None) -> Meter:
-    """Return the meter of this rank. `flops`: FLOPs of one sample; None if unknown. The reference of MFU is
-    `metrics.peak_tflops_per_device`, or by default the bfloat16 peak of a known GPU."""
+    """Return the meter of this rank. `flops`: FLOPs of one sample; None if unknown. MFU is a fraction of
+    `metrics.peak_tflops_per_device`, or by default of the bfloat16 peak of a known GPU."""
     peak_tflops = job.config.metrics.peak_tflops_per_device
     if peak_tflops is None and ranks.device.type == "cuda":
         known = find_device(torch.cuda.get_device_name(ranks.device))

@@ -66,8 +66,8 @@ class MicrobatchesInTurn:
         self._device = device
 
     def __call__(self, microbatches: list[Batch], loss: Loss, num_items: Callable[[], Tensor]) -> Tensor:
-        """Compute the gradients of all microbatches. Return the sums over them (`Loss.sums`), divided by `num_items()`.
-        `num_items` returns the step's number of items over all ranks. This method calls it after each forward."""
+        """Compute the gradients of all microbatches. Return the total of their `Loss.sums`, divided by `num_items()`.
+        `num_items` returns the step's number of items over all ranks. It is called after each forward."""
         sums = torch.zeros(loss.num_sums, device=self._device)
         if loss.prepares_steps:
             self.timeline.group("before the microbatches")
@@ -110,7 +110,7 @@ class TrainStep:
         self.loss = loss
         self._timeline = gradients.timeline
         self.statistics = RunningStatistics(model)
-        """BatchNorm's running statistics, and a copy from before the step, which an abandoned step restores."""
+        """BatchNorm's running statistics, and a copy of them, which a skipped or abandoned step restores."""
 
         self.experts = ExpertBalance(model, mesh.data_group, device)
         """The loads (tokens per expert) and the selection biases of mixtures of experts."""
@@ -188,7 +188,7 @@ class TrainStep:
 
 class _Counts:
     """The numbers of items and of valid targets of a step (`Loss.counts`): this rank's, and the sums over all ranks.
-    The sum is an asynchronous all-reduce, which overlaps with the first forward if there are no pipeline stages."""
+    An asynchronous all-reduce computes the sums. Without pipeline stages, it overlaps with the first forward."""
 
     def __init__(
         self, loss: Loss, microbatches: Iterable[Batch], device: torch.device, group: dist.ProcessGroup | None
@@ -242,7 +242,7 @@ def forward_backward(
 def validate(
     model: nn.Module, batches: Iterable[tuple[str, Batch]], device: torch.device, loss: Loss
 ) -> dict[str, float]:
-    """Return the `validation/*` metrics over all items of the loss on all ranks, in evaluation mode. Collective.
+    """Run the model in evaluation mode over the batches of all ranks. Return the `validation/*` metrics. Collective.
 
     `batches`: pairs of a source's name and a batch. The name is "" if the data is not a mixture. Named sources also
     have metrics of their own. Every rank must have the same names and the same number of batches, because each forward

@@ -24,12 +24,12 @@ class StreamBatches(SizedPart):
     """An endless iterator over this rank's microbatches of a stream, and a part of the training state.
 
     The state is that of torchdata's loader: plain data, saved as JSON for each data-parallel rank. A resume needs the
-    same numbers of data-parallel ranks and of workers. Ranks with the same data (of tensor, context or pipeline
-    parallelism) have the same state.
+    same numbers of data-parallel ranks and of workers. Ranks of tensor, context or pipeline parallelism that read the
+    same data have the same state.
     """
 
     def __init__(self, source: StreamSource, layout: Layout, dp_rank: int, part: SequencePart | None, workers: Workers):
-        """`part`: the tokens of every sequence that this rank gets; None without context parallelism."""
+        """`part`: this rank's part of the tokens of every sequence; None without context parallelism."""
         self._loader = StreamLoader(source, dp_rank, layout.data_parallel, layout.local_batch_size, workers)
         self._division = f"{layout.data_parallel} data-parallel ranks with {workers.number} workers"
         self._key = f"{layout.data_parallel}x{workers.number}.{dp_rank}"

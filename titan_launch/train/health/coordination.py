@@ -36,7 +36,7 @@ class StopRequest:
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Handle signals until the end of the block. The first signal ends the run after its current step. A second
-        signal, SAME_REQUEST_S seconds later or more, ends this process at once with exit status 128 + its number.
+        signal, SAME_REQUEST_S seconds later or more, ends this process at once, with status 128 + the signal number.
 
         Before `mark_run_built` the process also ends at once in two cases: its agent (`launch` or torchrun) ends, or
         SIGTERM arrives after a rank of this host has failed. Nothing can be saved yet, and this rank may be waiting for

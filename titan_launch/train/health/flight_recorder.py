@@ -45,7 +45,7 @@ class _Collective:
 
     group: str
     members: tuple[int, ...]
-    """Ranks of the group. Groups of a mesh may share a name."""
+    """Ranks of the group. They distinguish the groups of a mesh, which may have equal names."""
 
     description: str
     name: str
@@ -185,7 +185,7 @@ def collectives_started() -> int:
     """Return the number of collectives that this rank has started; 0 without a flight recorder.
 
     Collectives of the groups in `UNWATCHED_GROUPS` do not count. At the same point of a run, two ranks have equal
-    numbers if they are in the same kinds of groups.
+    numbers if their groups are of the same kinds (such as data-parallel and tensor-parallel groups).
     """
     last: dict[tuple[str, str], int] = {}
     for backend in ("gloo", "nccl") if _has_nccl() else ("gloo",):  # in a group with both backends, both count

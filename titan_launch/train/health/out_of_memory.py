@@ -24,8 +24,8 @@ _CPU_ALLOCATION = re.compile(r"can't allocate memory: you tried to allocate (\d+
 
 
 def explain_out_of_memory(error: BaseException, run: Run) -> RunError | None:
-    """Return the RunError for an out-of-memory error; None for a different error. Its text is the result of `report`.
-    If the job records allocations, also write a snapshot of GPU memory."""
+    """Return the RunError for an out-of-memory error, with the text of `report`; None for a different error. If the job
+    records allocations, also write a snapshot of GPU memory."""
     if not isinstance(error, RuntimeError) or not is_out_of_memory(error):
         return None
     if isinstance(error, torch.OutOfMemoryError):

@@ -52,7 +52,7 @@ class ProgressBoard:
 
     def __init__(self, ranks: Ranks):
         self.rank, self._world_size = ranks.rank, ranks.world_size
-        # While one thread waits in a client of the store, no other thread can use it. So each board has its own client.
+        # A client of the store serves one thread at a time, even while the thread waits. So each board has its own.
         self._store = default_store().clone()  # type: ignore[attr-defined]
         self._store.set_timeout(timedelta(seconds=STORE_TIMEOUT_S))
 

@@ -1,4 +1,4 @@
-"""Skipped steps: records with their samples, and the reaction to too many of them."""
+"""Records of skipped steps and their samples, and the reaction of a run to too many skipped steps."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def _describe(run: Run, skipped: SkippedStep, losses: list[float]) -> str:
 
 def _record(run: Run, skipped: SkippedStep, losses: list[float], even_if_full: bool) -> str:
     """Write the numbers and samples of a step to the run folder, on one rank. Return a sentence that names the file, or
-    says why there is none. `even_if_full`: True writes the file even if there are `MAX_RECORDS` files."""
+    says why no file was written. `even_if_full`: True writes the file even if there are `MAX_RECORDS` files."""
     folder = run.output.folder.path / FOLDER
     # After a rollback the same step has other samples, and another file.
     rollback = f".rollback-{run.progress.rollbacks}" if run.progress.rollbacks else ""

@@ -51,7 +51,7 @@ class SkippedSteps:
 
 
 class StepGuard:
-    """Decision on the device whether to skip a step, and records of the skipped steps.
+    """An object that decides on the device whether to skip a step, and records the skipped steps.
 
     skip = guard.check(loss_sum, grad_norm)        # every step; does not wait for the device
     skipped = guard.pop_skipped_steps(step)        # at reports; waits for the device

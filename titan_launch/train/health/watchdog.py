@@ -1,4 +1,4 @@
-"""Hang detection: reports the ranks that are behind, and the stacks of all threads."""
+"""Hang detection, which logs the ranks that are behind, and writes the stacks of all threads."""
 
 from __future__ import annotations
 
@@ -117,8 +117,8 @@ class Watchdog:
         return self._now.phase.startswith((TRAINING, VALIDATING))
 
     def publish_failure(self) -> None:
-        """Tell the other ranks that the run has failed, so that they end. Stop the hang detection of this rank, which
-        ends with its own error."""
+        """Tell the other ranks that the run has failed, so that they end if they hang. Stop hang detection on this
+        rank, because this rank ends with its own error."""
         self._closing.set()
         if self._board is not None:
             self._board.publish_failure()
@@ -126,8 +126,8 @@ class Watchdog:
     def explain(self, error: BaseException) -> RunError | None:
         """Return the RunError for an error of a gloo collective. Return None for a different error.
 
-        After a timeout, the RunError names the ranks that are behind. After a lost connection, the RunError names them
-        only if this rank has waited for longer than its limit.
+        After a timeout, the RunError names the ranks that are behind. After a lost connection, it names these ranks
+        only if this rank has waited for longer than the limit of its phase.
         """
         if not isinstance(error, RuntimeError):
             return None

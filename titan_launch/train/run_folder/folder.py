@@ -86,7 +86,7 @@ def check_earlier_run(folder: Path, config: JobConfig, load: Load) -> None:
     """Raise ConfigError if the earlier run in the folder prevents this run from starting.
 
     There are five cases:
-    - The checkpoints that this run would resume are of a run with another configuration (experiment).
+    - This run would resume checkpoints of another experiment (a run with another configuration).
     - The earlier run's config.json is damaged.
     - One of the two runs has a phantom GPU (a simulated GPU that runs no kernels), and the other has none.
     - The checkpoint, weights or adapter to load are in the folder, which will be moved away.
@@ -140,7 +140,7 @@ def recorded_modes(folder: Path, config: JobConfig, attempt: Attempt) -> Choice 
 
 
 def supersede_later_checkpoints(folder: Path, step: int) -> None:
-    """Move the checkpoints of later steps, and a copy of all reports, to `checkpoints/superseded-K/`, on one rank.
+    """Move the checkpoints of later steps to `checkpoints/superseded-K/`, and copy metrics.jsonl there, on one rank.
 
     Call this function after the run has loaded the checkpoint of `step`. After an interruption, a second call completes
     the move, and nothing is lost.

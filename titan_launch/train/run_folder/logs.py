@@ -70,7 +70,7 @@ def rank_log() -> Iterator[LogFile]:
     level, propagate, raising = _PACKAGE.level, _PACKAGE.propagate, logging.raiseExceptions
     _PACKAGE.setLevel(logging.DEBUG)
     _PACKAGE.propagate = False
-    logging.raiseExceptions = False  # with a closed pipe, logging prints no traceback of its own
+    logging.raiseExceptions = False  # otherwise logging prints a traceback of its own if a pipe is closed
     _PACKAGE.addHandler(file)
     try:
         with _warnings_logged_to(file):

@@ -1,5 +1,5 @@
 """Records in the run folder: configuration, launch, unit table, precision audit and proof of the layout. A resume reads
-the first two."""
+the configuration and the launch."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def recorded_launch(folder: Path, config: JobConfig) -> Launch | None:
 
 @contextmanager
 def damage_explained(path: Path, remedy: str, config: JobConfig) -> Iterator[None]:
-    """Raise ConfigError in place of an error of the block, which reads and parses `path`, a file of the run folder.
+    """Raise ConfigError if the block fails to read or parse `path`, a file of the run folder.
     `remedy`: clause that says what the user can do."""
     try:
         yield

@@ -130,8 +130,8 @@ def load_or_begin(
 
 
 def open_store(config: JobConfig, attempt: Attempt) -> CheckpointStore | None:
-    """Return the copies of the run's checkpoints in `checkpoint.store`. Return None on other ranks than rank 0, and
-    without this key. Collective.
+    """Return the copies of the run's checkpoints in `checkpoint.store`. Return None if this key is not set, and on
+    all ranks except rank 0. Collective.
 
     Raises ConfigError on all ranks if the store cannot be used, or if the run would overwrite copies: the store has
     checkpoints of later steps, and the run does not resume from the newest checkpoint.
@@ -220,8 +220,8 @@ def _resume(config: JobConfig, checkpoint: Path, selection: Selection, run: Resu
     accepted change of the tokenizer and of the training data.
 
     Without `checkpoint.accept_changes`, raises ConfigError for a change of the training data, its tokenizer, the
-    weights with which the run began, or the loss's teacher or reference model. The training
-    data may change if `selection` omits the position in the data.
+    weights with which the run began, or the loss's teacher or reference model. If `selection` omits the position in the
+    data, the training data may change.
     """
     sources, before = run.sources, read_manifest(checkpoint).base
     is_needed = before is not None and before.omitted > 0  # then `load_state` compares the folders
@@ -267,7 +267,7 @@ def _resume(config: JobConfig, checkpoint: Path, selection: Selection, run: Resu
 
 
 def _changed_data(config: JobConfig, section: str, change: str) -> Problem:
-    """Return the problem of a source of training data that has changed. `section`: `data`, or `data.sources.0`."""
+    """Return the error for training data that has changed. `section`: its section, `data` or `data.sources.0`."""
     source: Any = config.data
     if isinstance(source, MixtureData):
         source = source.sources[int(section.rpartition(".")[2])]
