@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 MOST_BYTES = 16 * MIB
-"""Default limit of the bytes of a file."""
+"""Default limit of the size of a file in bytes."""
 
 MOST_VALUES = 2_000_000
 """Default limit of the number of values in a text. Each value takes about 100 bytes of memory. Each comma and each
@@ -37,7 +37,7 @@ _LONGEST_PLACE = 200
 
 
 class JsonError(ValueError):
-    """A text that is not JSON, or that is outside of the limits. The message can follow `not valid JSON: `."""
+    """Error for a text that is not JSON or exceeds a limit. The message can follow `not valid JSON: `."""
 
     def __init__(self, reason: str, line: int = 0):
         """`line`: line of the error in the text; 0 if the error has no line."""
