@@ -44,8 +44,8 @@ class Background(ABC):
         load_writer()  # imports DCP
 
     def _note_outcome(self, future: Future[Written]) -> None:
-        """Mark the writer as broken after an error other than OSError. The next save then starts a new writer. After an
-        OSError, such as a full disk, the same writer tries again at the next save."""
+        """Mark the writer as broken after an error other than OSError. The next save then starts a new writer. An
+        OSError, such as a full disk, does not break the writer: the next save uses it again."""
         error = None if future.cancelled() else future.exception()
         self._is_broken = error is not None and not isinstance(error, OSError)
 

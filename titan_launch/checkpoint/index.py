@@ -239,7 +239,7 @@ class ShardPlanner(DefaultLoadPlanner):
     """DCP's load planner, which can also read a part of a saved tensor into a plain tensor."""
 
     def __init__(self, places: Mapping[str, Shard]):
-        """`places`: the tensors to fill that are parts of saved tensors, by full name."""
+        """`places`: the tensors to fill, by full name, if they are parts of saved tensors."""
         super().__init__()
         self._places = places
 
@@ -323,11 +323,11 @@ def read_weights(folder: Path, ema: bool = False) -> Iterator[tuple[str, Tensor]
 
 def _content_of(record: bytes) -> memoryview | None:
     """Return the bytes of the tensor in a record of `torch.save`, or None for an invalid record. A record is a zip
-    file. The bytes of the tensor are its only entry below `data/`, and are not compressed."""
+    file with exactly one entry below `data/`: the bytes of the tensor, not compressed."""
     try:
         with zipfile.ZipFile(io.BytesIO(record)) as archive:
             (entry,) = (entry for entry in archive.infolist() if "/data/" in entry.filename)
-        # A local header has 30 bytes, then the name and the extra field. Its last 4 bytes are the lengths of these two.
+        # After the 30 bytes of a local header come the name and the extra field. Bytes 26 to 29 have their lengths.
         name_length, extra_length = struct.unpack_from("<HH", record, entry.header_offset + 26)
     except (zipfile.BadZipFile, ValueError, OverflowError, NotImplementedError, UnicodeDecodeError, struct.error):
         return None

@@ -289,7 +289,7 @@ def _transfer(store: ObjectStore, name: str, expected: StoredObject, target: Pat
         for chunk in chunks_of(partial):
             md5.update(chunk)
         digest = md5.hexdigest()
-        # With some kinds of encryption, an ETag of S3 looks like an MD5 digest, but is none. Two equal copies suffice then.
+        # With some encryption, an ETag of S3 looks like an MD5 digest, but is none. Two equal copies suffice then.
         is_whole = digest in (expected.etag, before) or len(expected.etag) != len(digest)
         if size == expected.size and is_whole:
             sync_file(partial)
