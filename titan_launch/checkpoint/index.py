@@ -255,7 +255,7 @@ class ShardPlanner(DefaultLoadPlanner):
                 raise RuntimeError(f"{name} is missing in the checkpoint")
             tensor = saved[name]
             if not isinstance(tensor, TensorStorageMetadata) or tuple(tensor.size) != tuple(place.size):
-                raise ValueError(f"{name} has the shape {tuple(place.size)}, and a different one in the checkpoint")
+                raise ValueError(f"{name} has the shape {tuple(place.size)} here, and another one in the checkpoint")
             if place.local.numel():
                 own = ChunkStorageMetadata(torch.Size(place.offsets), place.local.shape)
                 items = [*items, *create_read_items_for_chunk_list(name, tensor, [own])]

@@ -123,7 +123,7 @@ class CheckpointStore:
         self._last = self._executor.submit(self._forget_after, step)
 
     def finish(self) -> str:
-        """Copy the checkpoints that have no copy, as far as `_next` selects them, and wait. Return "" on success, else a
+        """Copy all checkpoints that `_next` selects, and wait until they are copied. Return "" on success, else a
         message."""
         self.begin()
         self._last.result()

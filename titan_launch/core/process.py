@@ -234,7 +234,7 @@ def announce_once(text: str, traceback: str = "") -> None:
     prints. `traceback`: text that is printed above the error, without indentation.
     """
     if claim_announcement(os.environ):
-        clear_line = CLEAR_LINE if sys.stderr.isatty() else ""  # a progress bar leaves the cursor behind its line
+        clear_line = CLEAR_LINE if sys.stderr.isatty() else ""  # a progress bar may be in this line
         above = f"{printable(traceback)}\n" if traceback else ""
         say_escaped(f"{clear_line}{above}{as_message(text)}", sys.stderr, flush=True)
 

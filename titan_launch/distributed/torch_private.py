@@ -278,8 +278,8 @@ def hooks_watched(on_hook: Callable[[str, nn.Module], None]) -> Iterator[None]:
 
 @contextmanager
 def shape_propagation_wrapped(wrap: Callable[[Any], Any]) -> Iterator[None]:
-    """Until the end of the block, replace the function in which DTensor computes the shapes of unsharded results by
-    `wrap(function)`."""
+    """Until the end of the block, let `wrap(function)` replace the function with which DTensor computes the shapes of
+    unsharded results."""
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
     name = "_propagate_tensor_meta_non_cached"
@@ -288,7 +288,7 @@ def shape_propagation_wrapped(wrap: Callable[[Any], Any]) -> Iterator[None]:
 
 
 def apply_to_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """Return `value` with `function` applied to the tensors in it, also in the collections that FSDP2 traverses."""
+    """Return `value` with `function` applied to all tensors in it, also in nested collections and dataclasses."""
     from torch.distributed.utils import _apply_to_tensors
 
     return _apply_to_tensors(function, value)
@@ -367,7 +367,7 @@ def pop_forward_order(root: nn.Module) -> ForwardOrder:
 
 
 def restore_forward_order(root: nn.Module, order: ForwardOrder) -> None:
-    """Set FSDP2's record of a forward to `order`, before its backward, which prefetches units in the reverse order."""
+    """Before a backward, set FSDP2's record of its forward to `order`. Backward prefetches in the reverse order."""
     if not is_tested_release():
         return
     assert isinstance(root, FSDPModule)
@@ -504,7 +504,7 @@ def clear_mesh_caches() -> None:
     causes a deadlock.
     """
     # Not PyTorch's own function (torch.distributed.tensor.debug), which is slow to import.
-    with suppress(AttributeError):  # an untested release; `launch` trains one job in a process
+    with suppress(AttributeError):  # an untested release; `launch` has no earlier job in the process
         DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
         torch._C._clear_DTensor_sharding_propagator_cache()
 

@@ -1,4 +1,4 @@
-"""The interface of a loss: what it needs of a model and a batch, and what it returns.
+"""The interface of a loss: the methods that a step calls, and the sums that they return.
 
 The items of a loss are the terms of its sum: the valid targets, pairs of answers, or answers. A loss returns sums over
 the items of a microbatch, and never divides. The step divides these sums by the number of items in all its microbatches

@@ -186,8 +186,8 @@ _GOLDEN = -1640531527  # 2^32 divided by the golden ratio, as an int32; multiple
 
 @dataclass(frozen=True)
 class Draw:
-    """The random numbers of a tensor at a step. They depend only on seed, name, step and element. So a resumed run, or
-    another sharding, draws the same numbers."""
+    """The random numbers of a tensor at a step. They depend only on the seed, the tensor's name, the step and the
+    element. So a resumed run, or a run with another sharding, draws the same numbers."""
 
     seed: int
     name: str
