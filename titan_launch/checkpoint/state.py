@@ -122,8 +122,8 @@ class ModelAndOptimizer:
         return {name: tuple(tensor.shape) for name, tensor in model.items() if isinstance(tensor, Tensor)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the tensors that were read into the result of `targets`. The optimizer keeps its settings and groups. A
-        parameter whose optimizer state is not in `state` loses its current optimizer state."""
+        """Load `state`: the result of `targets`, after a checkpoint was read into it. The optimizer keeps its settings
+        and groups. A parameter whose optimizer state is not in `state` loses its current optimizer state."""
         from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
         own, current = get_state_dict(self._model, self._optimizer)

@@ -18,7 +18,7 @@ from titan_launch.core.terminal import counted
 _HASHED_SAMPLES = 64
 
 _NAMED_FILES = 2000
-"""If a data set has more files, its fingerprint omits their names and states. Each file would take 60 to 100 bytes."""
+"""A fingerprint of more files than this omits their names and states, which take 60 to 100 bytes per file."""
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ def parse_json(content: bytes | str, most_values: int = MOST_VALUES, most_keys: 
     `most_keys`: limit of the number of keys; None: no limit. A key takes twice the memory of a value. Colons in strings
     count as keys.
 
-    Raises JsonError for a text that is not JSON or is outside of the limits. It is also raised for two equal keys in an
+    Raises JsonError for a text that is not JSON or exceeds a limit. JsonError is also raised for two equal keys in an
     object, for NaN and infinities, for numbers outside of the range of float64, and for half of a surrogate pair.
     """
     text = _decoded(content)

@@ -141,8 +141,8 @@ class ObjectStore:
         _tried(transfer)
 
     def _result(self, coroutine: Any, progress: Any) -> Any:
-        """Return the result of a coroutine of fsspec, which counts bytes in `progress`. Raises its error, and
-        TimeoutError if the number of bytes does not grow (see `_STALLED_S`)."""
+        """Return the result of a coroutine of fsspec. The coroutine counts bytes in `progress`. Raises the coroutine's
+        error, and TimeoutError if the number of bytes does not grow (see `_STALLED_S`)."""
         from asyncio import run_coroutine_threadsafe  # not needed to load a job without URLs
 
         future, before = run_coroutine_threadsafe(coroutine, self._files.loop), 0

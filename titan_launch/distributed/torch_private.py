@@ -69,7 +69,7 @@ def roots(model: nn.Module) -> tuple[nn.Module, ...]:
 
 
 def parameter_group(module: nn.Module) -> FSDPParamGroup | None:
-    """Return FSDP2's state of the unit of a wrapped module. None: the unit has no parameters, or the release is
+    """Return FSDP2's state of a wrapped module's unit. Return None if the unit has no parameters, or if the release is
     untested."""
     assert isinstance(module, FSDPModule), "fully_shard was not called on this module"
     if not is_tested_release():
@@ -170,7 +170,7 @@ class ReplicaGroup(ABC):
 def replace_replica_groups(
     model: nn.Module, stand_in: Callable[[dist.ProcessGroup, FSDPParamGroup], ReplicaGroup]
 ) -> None:
-    """Replace the process group over which FSDP2 all-reduces the gradients of each unit by `stand_in(group, unit)`.
+    """For each unit, replace the process group over which FSDP2 all-reduces gradients by `stand_in(group, unit)`.
 
     Units without replicas have no group for all-reduces and are not changed.
     """
@@ -311,7 +311,7 @@ def divided_shapes(model: nn.Module) -> Iterator[tuple[nn.Parameter, torch.Size]
 
 def unsharded_gradients(model: nn.Module) -> Iterator[tuple[nn.Parameter, Tensor]]:
     """Yield (sharded parameter, gradient of the unsharded parameter) for each parameter of a model whose unsharded
-    parameter has a gradient. FSDP2 must have all-gathered every unit before."""
+    parameter has a gradient. FSDP2 must already have all-gathered every unit."""
     for group in parameter_groups(model):
         for parameter in group.fsdp_params:
             gradient = unsharded_parameter(parameter).grad

@@ -56,8 +56,8 @@ class Loss:
     """True if the class overrides `prepare_step`."""
 
     frozen: nn.Module | None = None
-    """The teacher or reference model, which is never trained but wrapped like the trained model. None without one, and
-    if the reference model is the trained model without its adapters (`loss.second_model.Base`)."""
+    """The teacher or reference model, which is never trained but wrapped like the trained model. None if there is none,
+    or if the reference model is the trained model without its adapters (`loss.second_model.Base`)."""
 
     def __init__(self, check: LogitsCheck = lambda shape, targets: None):
         self._check = check

@@ -19,9 +19,9 @@ from titan_launch.optim.shards import in_float32
 
 
 def update_weight(config: EMAConfig, step: int) -> float:
-    """Return the weight of the parameters in the average after a step: 0 if the step is between updates, and 1 for
-    updates up to `ema.start_step`, which copy the parameters. The weight depends only on the step, so a resume needs no
-    state."""
+    """Return the weight w with which a step changes the average to (1 - w) x average + w x parameters: 0 if the step is
+    between updates, and 1 (a copy) for updates up to `ema.start_step`. The weight depends only on the step, so a resume
+    needs no state."""
     assert config.decay is not None
     if step % config.every_steps:
         return 0.0

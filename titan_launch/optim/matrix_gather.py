@@ -39,8 +39,8 @@ class MatrixGather:
     """Number of replicas over which the optimizer is sharded."""
 
     ranks: dist.ProcessGroup | None = None
-    """The ranks that have the shards of a matrix, in the order (replica, rank along FSDP2's axis). None for the ranks
-    along FSDP2's axis."""
+    """Process group of the ranks that have the shards of a matrix, in the order (replica, rank along FSDP2's axis).
+    None: the process group of FSDP2's mesh axis."""
 
     @property
     def size(self) -> int:

@@ -204,8 +204,8 @@ class Draw:
 
     @property
     def inner(self) -> tuple[bool, tuple[int, ...], tuple[int, ...]]:
-        """A tuple of: True if the tensor has axes, lengths of the axes after the first, offsets along these axes.
-        `random_bits` draws for several tensors at once if their `inner` is equal."""
+        """The tuple (tensor has axes, lengths of the axes after the first, offsets along these axes). `random_bits`
+        draws for several tensors at once if their `inner` is equal."""
         return bool(self.shape), tuple(self.shape[1:]), self.offsets[1:]
 
     @property
