@@ -277,7 +277,7 @@ def model_tensors(folder: Path, ema: bool = False) -> Index:
     """
     index = read_index(folder)
     if ema and not any(key.startswith("ema.") for key in index):
-        raise UserError(f"error: the checkpoint {folder} has no moving average of the weights (ema.decay was not set)")
+        raise UserError(f"error: {folder} has no moving average of the weights (ema.decay was not set); omit --ema")
     names = [key.removeprefix("model.") for key in index if key.startswith("model.")]
     return {name: index.get(f"ema.{name}" if ema else "", index[f"model.{name}"]) for name in names}
 
