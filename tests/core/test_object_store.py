@@ -86,7 +86,7 @@ def test_slashes_at_the_end_of_a_url_have_no_effect(server: Server, monkeypatch:
 def test_an_object_that_is_also_a_folder_is_an_error(server: Server, tmp_path: Path) -> None:
     for name in ("set/a", "set/a.b", "set/a/b/c"):
         server.put(name, b"content")
-    reason = "it has the objects a and a/b/c, but no file is also a folder; rename one of them"
+    reason = "it has the objects a and a/b/c, but a file cannot also be a folder; rename one of them"
     with pytest.raises(StoreError, match=f"^{reason}$"):
         local_copy("s3://bucket/set")
     assert not (tmp_path / "cache").exists()
@@ -153,7 +153,7 @@ def test_an_object_that_arrives_with_other_bytes_is_refused(server: Server, monk
         if size == 8:  # two equal copies: the ETag is no MD5 digest
             assert contents(local_copy("s3://bucket/set")) == {"a": b"12345678"}
         else:
-            with pytest.raises(StoreError, match=r"^a arrived with 8 bytes of 9, or with other content$"):
+            with pytest.raises(StoreError, match=r"^a arrived damaged: 8 of 9 bytes, or a wrong digest$"):
                 local_copy("s3://bucket/set")
 
 
@@ -163,7 +163,7 @@ def test_names_that_lead_out_of_the_folder_are_refused(
 ) -> None:
     """A server may list any name, so the names are those of a changed answer."""
     monkeypatch.setattr(ObjectStore, "listing", lambda store: {name: StoredObject(1, "")})
-    with pytest.raises(StoreError, match=f"^{name} below it is no name of a file in a folder; rename this object$"):
+    with pytest.raises(StoreError, match=f"^no file can have the name of the object {name}; rename the object$"):
         local_copy("s3://bucket/set")
     assert not (tmp_path / "cache").exists()
 

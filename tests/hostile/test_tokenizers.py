@@ -178,7 +178,7 @@ READ_BY_CHECK: dict[str, tuple[Callable[[Path, Any], None], str]] = {
     "a loop of links": (replaced_by(lambda file: file.symlink_to(file)), "cannot be read: "),
     "a large file": (
         replaced_by(large),
-        "larger than 64 MiB, the limit of such a file",
+        "larger than 64 MiB, the limit for this kind of file",
     ),
     "many keys": (written("{" + '"" :1,' * 1_500_000 + '"":1}'), "more than 1,500,000 keys"),
     "many values": (written("[" + "[]," * 4_000_000 + "1]"), "more than 4,000,000 values"),

@@ -170,11 +170,11 @@ def stacked_experts(num_experts: int) -> Experts:
     ("layout", "reason"),
     [
         ({"shard": 4}, None),
-        ({"shard": 16, "expert": 2}, "8 FSDP2 shards do not divide the 4 experts"),
+        ({"shard": 16, "expert": 2}, "FSDP2 divides each expert of .* 4 experts over 8 ranks"),
         ({"shard": 7}, None),  # padded to 14 experts, which stay whole
         ({"shard": 4, "tensor": 2}, "tensor_parallel_degree = 2 divides each expert"),
         ({"shard": 4, "replicate": 2, "shards_optimizer": True}, None),
-        ({"shard": 4, "replicate": 4, "shards_optimizer": True}, "divides the 2 experts of .* over 4 replicas"),
+        ({"shard": 4, "replicate": 4, "shards_optimizer": True}, "each .* has 2 experts and there are 4 replicas"),
     ],
 )
 def test_muon_needs_whole_matrices_of_experts(layout: dict[str, int], reason: str | None) -> None:

@@ -39,13 +39,13 @@ class Background(ABC):
         return future
 
     def get_ready(self, make_state: Callable[[], State]) -> None:
-        """Prepare for saves, so that the preparation does not delay the first save. Collective. `make_state` returns a
-        state as large as those of later saves. Raises OSError on all ranks if a rank has no memory for the copy."""
-        load_writer()  # imports DCP
+        """Do work in advance that would delay the first save, such as imports. Collective. `make_state` returns a state
+        as large as the states of later saves. Raises OSError on all ranks if a rank has no memory for the copy."""
+        load_writer()  # imports torch.distributed.checkpoint (DCP)
 
     def _note_outcome(self, future: Future[Written]) -> None:
-        """Mark the writer as broken after an error other than OSError. The next save then starts a new writer. After an
-        OSError, such as a full disk, the same writer tries again at the next save."""
+        """Mark the writer as broken after an error other than OSError. The next save then starts a new writer. An
+        OSError, such as a full disk, does not break the writer: the next save uses it again."""
         error = None if future.cancelled() else future.exception()
         self._is_broken = error is not None and not isinstance(error, OSError)
 

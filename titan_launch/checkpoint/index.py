@@ -239,7 +239,7 @@ class ShardPlanner(DefaultLoadPlanner):
     """DCP's load planner, which can also read a part of a saved tensor into a plain tensor."""
 
     def __init__(self, places: Mapping[str, Shard]):
-        """`places`: the tensors to fill that are parts of saved tensors, by full name."""
+        """`places`: the tensors to fill, by full name, if they are parts of saved tensors."""
         super().__init__()
         self._places = places
 
@@ -255,7 +255,7 @@ class ShardPlanner(DefaultLoadPlanner):
                 raise RuntimeError(f"{name} is missing in the checkpoint")
             tensor = saved[name]
             if not isinstance(tensor, TensorStorageMetadata) or tuple(tensor.size) != tuple(place.size):
-                raise ValueError(f"{name} has the shape {tuple(place.size)}, and a different one in the checkpoint")
+                raise ValueError(f"{name} has the shape {tuple(place.size)} here, and another one in the checkpoint")
             if place.local.numel():
                 own = ChunkStorageMetadata(torch.Size(place.offsets), place.local.shape)
                 items = [*items, *create_read_items_for_chunk_list(name, tensor, [own])]
@@ -277,7 +277,7 @@ def model_tensors(folder: Path, ema: bool = False) -> Index:
     """
     index = read_index(folder)
     if ema and not any(key.startswith("ema.") for key in index):
-        raise UserError(f"error: the checkpoint {folder} has no moving average of the weights (ema.decay was not set)")
+        raise UserError(f"error: {folder} has no moving average of the weights (ema.decay was not set); omit --ema")
     names = [key.removeprefix("model.") for key in index if key.startswith("model.")]
     return {name: index.get(f"ema.{name}" if ema else "", index[f"model.{name}"]) for name in names}
 
@@ -323,11 +323,11 @@ def read_weights(folder: Path, ema: bool = False) -> Iterator[tuple[str, Tensor]
 
 def _content_of(record: bytes) -> memoryview | None:
     """Return the bytes of the tensor in a record of `torch.save`, or None for an invalid record. A record is a zip
-    file. The bytes of the tensor are its only entry below `data/`, and are not compressed."""
+    file with exactly one entry below `data/`: the bytes of the tensor, not compressed."""
     try:
         with zipfile.ZipFile(io.BytesIO(record)) as archive:
             (entry,) = (entry for entry in archive.infolist() if "/data/" in entry.filename)
-        # A local header has 30 bytes, then the name and the extra field. Its last 4 bytes are the lengths of these two.
+        # After the 30 bytes of a local header come the name and the extra field. Bytes 26 to 29 have their lengths.
         name_length, extra_length = struct.unpack_from("<HH", record, entry.header_offset + 26)
     except (zipfile.BadZipFile, ValueError, OverflowError, NotImplementedError, UnicodeDecodeError, struct.error):
         return None

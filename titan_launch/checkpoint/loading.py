@@ -228,7 +228,7 @@ def _load(checkpoint: Path, state: TrainingState, selection: Selection) -> None:
     dcp.load(target, storage_reader=reader, planner=ShardPlanner(places))
     try:
         if has_random:
-            state.random.load_state_dict(target["random"][stream])  # if it is invalid, no other part is loaded
+            state.random.load_state_dict(target["random"][stream])  # first: if it is invalid, nothing else is loaded
         state.weights.load_state_dict({"model": target["model"], "optimizer": target["optimizer"]})
         if state.base is not None:
             state.base.read(omitted)  # before the other parts: a moving average begins with the parameters
@@ -246,9 +246,9 @@ def _load(checkpoint: Path, state: TrainingState, selection: Selection) -> None:
 
 
 def _omitted(checkpoint: Path, state: TrainingState, missing: Collection[str], selection: Selection) -> Collection[str]:
-    """Return the names in `missing` that the checkpoint omits on purpose, without those that `selection` excludes. The
-    values of these tensors are in the folder that the checkpoint's manifest names. Collective. `missing`: names of all
-    tensors that the checkpoint lacks. Raises ConfigError if `model.weights` does not name the same folder."""
+    """Return the names of the tensors that the checkpoint omits because the weights folder in its manifest has their
+    values. Tensors that `selection` excludes are not returned. Collective. `missing`: names of all tensors that the
+    checkpoint lacks. Raises ConfigError if `model.weights` does not name this folder."""
     base = read_manifest(checkpoint).base
     missing = [name for name in missing if selection.takes_tensor(name)]
     if base is None or not base.omitted or not missing or state.base is None:
@@ -274,7 +274,7 @@ def _takes(selection: Selection, part: str, key: str) -> bool:
 
 
 def _log_ema(state: TrainingState, saved: Mapping[str, Any], selection: Selection) -> None:
-    """Log a line if the run begins a new moving average of the weights, or drops that of the checkpoint."""
+    """Log a line if the run begins a new moving average of the weights, or drops the average of the checkpoint."""
     is_loaded = selection.takes("ema") and bool(_below("ema", saved))
     if "ema" in state.parts and not is_loaded:
         reason = "it is not loaded" if _below("ema", saved) else "the checkpoint has none"

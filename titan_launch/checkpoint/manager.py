@@ -91,7 +91,7 @@ class CheckpointManager:
         """Begin a checkpoint of the last finished step. Collective. `validation_loss`: validation loss of that step, or
         None if the run did not validate after that step.
 
-        This method waits for the previous save, and until training may change the state.
+        First wait until the previous save has ended. When this method returns, training may change the state.
         """
         start = time.perf_counter()
         self._finish_pending()

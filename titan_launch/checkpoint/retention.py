@@ -27,7 +27,7 @@ one."""
 
 @dataclass(frozen=True)
 class Retention:
-    """The settings `keep_latest`, `keep_every` and `keep_best` of `[checkpoint]`. They decide which checkpoints are
+    """The settings `keep_latest`, `keep_every` and `keep_best` of `[checkpoint]`, which decide which checkpoints are
     kept."""
 
     latest: int

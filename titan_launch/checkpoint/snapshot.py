@@ -1,4 +1,4 @@
-"""A rank's part of the training state in the form that is written: shards of tensors, and their copies on the host.
+"""A rank's part of the training state for a checkpoint: its shards of all tensors, and a copy of them on the host.
 
 This module does not import torch.distributed.checkpoint (DCP): the import takes 0.1 s, and would delay a run's first
 step. Functions that write or read a checkpoint import DCP when they are called.

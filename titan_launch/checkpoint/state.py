@@ -34,7 +34,7 @@ class Part(Protocol):
 
 
 class SizedPart(Part):
-    """Base class of parts whose tensors have different sizes in each checkpoint, and different keys on each rank."""
+    """Base class of parts whose tensors may differ in size between checkpoints, and in their keys between ranks."""
 
     def targets(self, shapes: Mapping[str, tuple[int, ...]]) -> Values:
         """Return the tensors into which a checkpoint is read. `shapes`: the saved shapes, by key."""
@@ -52,7 +52,7 @@ class Progress:
     """Number of samples that the finished steps consumed, over all ranks."""
 
     skipped_steps: int = 0
-    """Number of steps without an update, because the loss or the gradient was non-finite or an outlier."""
+    """Number of steps without an update, because the loss or the gradient norm was not finite, or was a spike."""
 
     samples_skipped: int = 0
     """Number of samples that were consumed by steps that rollbacks have undone. These samples are not used again, and
@@ -122,8 +122,8 @@ class ModelAndOptimizer:
         return {name: tuple(tensor.shape) for name, tensor in model.items() if isinstance(tensor, Tensor)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the tensors that were read into the result of `targets`. The optimizer keeps its settings and groups. A
-        parameter whose optimizer state is not in `state` loses its current optimizer state."""
+        """Load `state`: the result of `targets`, after a checkpoint was read into it. The optimizer keeps its settings
+        and groups. A parameter whose optimizer state is not in `state` loses its current optimizer state."""
         from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
         own, current = get_state_dict(self._model, self._optimizer)
@@ -153,10 +153,10 @@ def rank_key() -> str:
 class LocalStatistics(Part, Protocol):
     """Each rank's own running statistics of BatchNorm (`parallel.batchnorm.RunningStatistics`).
 
-    A checkpoint always has the pooled statistics, which are equal on all ranks. If only `checkpoint.interval_minutes`
-    or a signal is the reason for a checkpoint, each rank continues with its own statistics after the save. Such a
-    checkpoint also has each rank's own statistics, under a key for each rank. A run on the same number of ranks resumes
-    with each rank's own statistics, as if there had been no checkpoint.
+    A checkpoint always has the pooled statistics, which are equal on all ranks. If `checkpoint.interval_minutes` or a
+    signal is the only reason for a checkpoint, each rank continues with its own statistics after the save. Such a
+    checkpoint also has these statistics, under a key for each rank. If a run resumes from it on the same number of
+    ranks, each rank restores its own statistics, as if there had been no checkpoint.
     """
 
     def targets(self) -> Values:

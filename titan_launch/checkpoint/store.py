@@ -119,12 +119,12 @@ class CheckpointStore:
         self._last = self._executor.submit(self._copy_waiting)
 
     def forget_after(self, step: int) -> None:
-        """Let the thread delete the copies of steps after `step`: the run returns to `step` and trains those again."""
+        """Let the thread delete the copies of all steps after `step`, because the run returns to `step`."""
         self._last = self._executor.submit(self._forget_after, step)
 
     def finish(self) -> str:
-        """Copy the checkpoints that have no copy, and wait. Return "" if the newest checkpoint, and those that
-        `keep_every` and `keep_best` keep, have copies. Otherwise return a message."""
+        """Copy all checkpoints that `_next` selects, and wait until they are copied. Return "" on success, else a
+        message."""
         self.begin()
         self._last.result()
         return self._failure
@@ -164,7 +164,7 @@ class CheckpointStore:
                 except (StoreError, OSError) as error:
                     _log.warning("old checkpoints in %s could not be deleted: %s", self.url, error)
         except Exception as error:  # of any class, because training must go on
-            # If the checkpoint was deleted meanwhile, that is no failure.
+            # If the checkpoint has been deleted in the meantime, the error is not a failure.
             if step is None or step in complete_steps(self._folder):
                 name = "the checkpoints" if step is None else checkpoint_name(step)
                 self._failure = f"{name} could not be copied to {self.url}: {error}"
@@ -173,8 +173,8 @@ class CheckpointStore:
             self.step_in_copy = None
 
     def _next(self) -> int | None:
-        """Return the next step to copy: the newest step without a copy, then steps that `keep_every` or `keep_best`
-        keeps. Return None if there is no such step."""
+        """Return the next step to copy: the newest step, then steps that `keep_every`, `keep_best` or `keep_latest = 0`
+        keeps, newest first. Steps that have a copy, or are damaged, are skipped. Return None if no step is left."""
         losses = validation_losses(self._folder)
         omitted = {*self.known, *self._damaged, *self._waiting.expendable(losses)}
         return max((step for step in losses if step not in omitted), default=None)
@@ -185,7 +185,7 @@ class CheckpointStore:
         source = self._folder / name
         content = read_regular(source / MANIFEST_FILE, MOST_BYTES)
         manifest = check(source)  # the disk may have damaged the files since they were saved
-        self._objects.delete(f"{name}/{MANIFEST_FILE}")  # a damaged copy may have one
+        self._objects.delete(f"{name}/{MANIFEST_FILE}")  # a damaged copy may have a manifest
         in_parallel(lambda file: self._objects.put(source / file, f"{name}/{file}"), manifest.files)
         if self._record.exists():
             self._objects.put(self._record, self._record.name)

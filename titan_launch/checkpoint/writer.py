@@ -37,9 +37,9 @@ _SHARED = "put job.dump_folder on a shared file system"
 def write_checkpoint(request: WriteRequest, state: State, group: dist.ProcessGroup | None) -> Written:
     """Write the checkpoint of a step, and return the result. Collective over `group`, a process group for CPU tensors.
 
-    Raises the same error on all ranks: an OSError (no space, no permission, or a file whose content is not what was
-    written) or a RuntimeError. After an error, the temporary folder is removed, and all valid checkpoints stay. If a
-    rank dies, the temporary folder stays until the next save.
+    Raises the same error on all ranks: an OSError (no space, no permission, or a file that differs from the written
+    bytes) or a RuntimeError. After an error, the temporary folder is removed, and all valid checkpoints stay. If a rank
+    dies, the temporary folder stays until the next save.
     """
     start = time.perf_counter()
     temporary = request.folder / f"{checkpoint_name(request.manifest.step)}{TEMPORARY}"

@@ -55,9 +55,9 @@ class WriterProcess:
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         self.process = context.Process(target=serve, args=(theirs, address), name="checkpoint writer", daemon=True)
-        # Without CUDA_VISIBLE_DEVICES, a writer could open a CUDA context of 0.5 GB. Without the block, a stop signal
-        # to the process group would kill a writer that has not yet called `ignore_stop_signals`. The start of the
-        # resource tracker, which the first `start` would do, unblocks SIGINT and SIGTERM, so it comes before.
+        # CUDA_VISIBLE_DEVICES="" keeps a writer from opening a CUDA context of 0.5 GB. `signals_blocked` keeps a stop
+        # signal from killing a writer that has not yet called `ignore_stop_signals`. Starting the resource tracker
+        # unblocks SIGINT and SIGTERM, so it is started here, and not by `process.start`.
         resource_tracker.ensure_running()
         with environment(CUDA_VISIBLE_DEVICES=""), signals_blocked():
             self.process.start()
@@ -118,8 +118,8 @@ def _meeting_point() -> tuple[str, int, dist.Store | None]:
 
 def _own_address() -> str:
     """Return an address under which other hosts can reach this host: the address from which this host sends packets to
-    the host of torchrun's store. That host may be this one. Without torchrun, all ranks are on this host, and the
-    address is a local one."""
+    MASTER_ADDR, the host of torchrun's store. Return MASTER_ADDR itself if that address is a loopback address or cannot
+    be found, and `localhost` without torchrun."""
     master = os.environ.get("MASTER_ADDR", "localhost")
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]

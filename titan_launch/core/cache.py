@@ -47,15 +47,15 @@ def built_once(kind: str, identity: Any, build: Callable[[Path], object], task: 
     processes may call this function at once: one builds, and the others wait. The folder gets its final name when it is
     complete and on disk. If an earlier call was interrupted, `build` gets the folder with the files that the
     interrupted call wrote. A folder is built again if its files no longer have the content that `build` wrote. If
-    `task` is not empty and the folder does not exist, a log line names `task` and the folder.
+    `task` (such as "preparing tokens") is not empty and the folder does not exist, a log line names both.
 
-    Raises UserError if the cache cannot be written or `build` raises OSError, and other errors of `build`.
+    Raises UserError if the cache cannot be written or `build` raises OSError. Passes on other errors of `build`.
     """
     digest = hashlib.blake2b(json.dumps([_VERSION, identity]).encode(), digest_size=12).hexdigest()
     folder = cache_folder() / kind / digest
     if _is_folder(folder) and _has_known_state(folder):
         return folder
-    refuse_weights_folder(folder.parent)  # an entry itself may hold weights
+    refuse_weights_folder(folder.parent)  # the entry is not checked: it may hold weights itself
     if task and not folder.is_dir():
         _log.info("%s, into %s", task, folder)
     try:
@@ -112,7 +112,7 @@ def _seal(folder: Path) -> None:
 
 
 def _read_list(folder: Path) -> dict[str, tuple[str, list[int]]]:
-    """Return digest and state of each file of an entry. Raises OSError, ValueError and TypeError."""
+    """Return digest and state of each file, from the list of an entry. Raises OSError, ValueError and TypeError."""
     content = read_json(folder / _FILES)
     if not isinstance(content, dict) or not all(map(is_name_inside, content)):
         raise ValueError
@@ -120,7 +120,7 @@ def _read_list(folder: Path) -> dict[str, tuple[str, list[int]]]:
 
 
 def _has_known_state(folder: Path) -> bool:
-    """Return True if no file of an entry was written since its content last matched its digest. Reads only the list."""
+    """Return True if all files of an entry still have the states in its list. The contents are not read."""
     try:
         return all(file_state(folder / name) == state for name, (_, state) in _read_list(folder).items())
     except (OSError, ValueError, TypeError):

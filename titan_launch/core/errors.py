@@ -61,8 +61,8 @@ class Problem:
     """Other keys on which the problem depends. If one of them is wrong too, this problem may be a consequence."""
 
     said_once: str = ""
-    """Last part of `reason`, such as a list of keys. If an earlier problem in the same message has the same last part,
-    it is printed only there."""
+    """Last part of `reason`, such as a list of allowed keys. If several problems of a message have the same last part,
+    only the first of these problems is printed with it."""
 
 
 class ConfigError(UserError):
@@ -79,8 +79,8 @@ def config_error(key: KeyPath, reason: str, value: Any = UNSET, also: tuple[KeyP
 
 
 def format_key(key: KeyPath) -> str:
-    """Return `precision.rules.0.match` for `("precision", "rules", 0, "match")`: the form that overrides use. A part
-    that is no bare key of TOML is quoted."""
+    """Return `precision.rules.0.match` for `("precision", "rules", 0, "match")`: the form of keys in overrides. A part
+    that is not a bare key of TOML, such as `a.b`, is quoted."""
     return ".".join(part if _BARE.fullmatch(part) else toml_string(part) for part in map(str, key))
 
 

@@ -137,7 +137,7 @@ def read_regular(path: Path, most_bytes: int | None = None) -> bytes:
         # `read` allocates memory for all bytes that it may read.
         content = b"" if size > most_bytes else file.read(min(most_bytes, max(size, 16 * MIB)) + 1)
     if max(size, len(content)) > most_bytes:
-        reason = f"larger than {most_bytes / MIB:,.4g} MiB, the limit of such a file"
+        reason = f"larger than {most_bytes / MIB:,.4g} MiB, the limit for this kind of file"
         raise OSError(errno.EFBIG, reason, str(path))
     return content
 
@@ -150,8 +150,8 @@ def chunks_of(path: Path) -> Iterator[bytes]:
 
 
 def file_inside(folder: Path, name: str) -> Path:
-    """Return the path of a file or folder in a folder that somebody else may have made. Raises OSError for a link that
-    leads out of the folder (see `leads_out`)."""
+    """Return the path `folder / name`. Somebody else may have made the folder, so a link that leads out of it raises
+    OSError (see `leads_out`)."""
     if leads_out(folder / name, folder):
         reason = "a link to a file outside of the folder, which is not followed; replace the link by a copy of the file"
         raise OSError(errno.EPERM, reason, str(folder / name))
@@ -165,7 +165,7 @@ def is_name_inside(name: str) -> bool:
 
 
 def leads_out(path: Path, folder: Path) -> bool:
-    """Return True if a path below a folder is a link, or is below a link, to a target outside of the folder.
+    """Return True if a link leads out of a folder: the link is `path`, or a folder between `folder` and `path`.
 
     Targets in a cache of Hugging Face are allowed, because its folders consist of links:
     `models--OWNER--NAME/snapshots/REVISION/FILE` to `models--OWNER--NAME/blobs/DIGEST`.

@@ -18,7 +18,7 @@ from titan_launch.core.terminal import counted
 _HASHED_SAMPLES = 64
 
 _NAMED_FILES = 2000
-"""Largest number of files for which a fingerprint has the name and state of each file. Each takes 60 to 100 bytes."""
+"""A fingerprint of more files than this omits their names and states, which take 60 to 100 bytes per file."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def fingerprint_of(
     index.
     """
     named = tuple(
-        # JSON files must not contain bytes that are not UTF-8: each of them becomes `\udcXX`.
+        # A name may have bytes that are not UTF-8, which JSON cannot contain. Each such byte becomes the text `\udcXX`.
         (name.encode(errors="backslashreplace").decode(), " ".join(map(str, state)))
         for name, *state in files[:_NAMED_FILES]
         if name

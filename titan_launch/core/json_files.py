@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 MOST_BYTES = 16 * MIB
-"""Default limit of the bytes of a file."""
+"""Default limit of the size of a file in bytes."""
 
 MOST_VALUES = 2_000_000
 """Default limit of the number of values in a text. Each value takes about 100 bytes of memory. Each comma and each
@@ -37,7 +37,7 @@ _LONGEST_PLACE = 200
 
 
 class JsonError(ValueError):
-    """A text that is not JSON, or that is outside of the limits. The message can follow `not valid JSON: `."""
+    """Error for a text that is not JSON or exceeds a limit. The message can follow `not valid JSON: `."""
 
     def __init__(self, reason: str, line: int = 0):
         """`line`: line of the error in the text; 0 if the error has no line."""
@@ -56,7 +56,7 @@ def parse_json(content: bytes | str, most_values: int = MOST_VALUES, most_keys: 
     `most_keys`: limit of the number of keys; None: no limit. A key takes twice the memory of a value. Colons in strings
     count as keys.
 
-    Raises JsonError for a text that is not JSON or is outside of the limits. It is also raised for two equal keys in an
+    Raises JsonError for a text that is not JSON or exceeds a limit. JsonError is also raised for two equal keys in an
     object, for NaN and infinities, for numbers outside of the range of float64, and for half of a surrogate pair.
     """
     text = _decoded(content)

@@ -41,8 +41,8 @@ MEMORY = 512 * MIB
 
 _REGAINED_SECONDS = 0.1
 """Seconds that each call adds to the spare time of its object. The spare time is the CPU time that the calls of an
-object may take in addition to the time for their input. It begins with SECONDS, and never exceeds SECONDS. If each call
-had SECONDS again, a file could make each of a million calls take 2 s."""
+object may take in addition to the time for their input. It begins with SECONDS, and never exceeds SECONDS. Without this
+rule, a file could make each of a million calls take 2 s."""
 
 _REQUEST, _ANSWER = struct.Struct("<QdQQ"), struct.Struct("<Qd")
 """Headers of requests and answers. The header of a request contains its length, and the limits of CPU seconds, of
@@ -177,7 +177,7 @@ class _Helper:
 
     def _start(self) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "titan_launch.core.limited_process"]
-        if threading.current_thread() is threading.main_thread():  # the kernel also signals if the starting thread ends
+        if threading.current_thread() is threading.main_thread():  # else the end of this thread would end the helper
             command.append(_STOP_WITH_PARENT)
         self._process = subprocess.Popen(
             command,
@@ -266,7 +266,7 @@ def _read(descriptor: int, length: int) -> bytes:
 
 
 class _Memory:
-    """The limit of the memory that this process may allocate. On systems other than Linux, there is no limit."""
+    """The limit of the memory that this process may allocate. Only Linux has this limit."""
 
     def __init__(self) -> None:
         if sys.platform == "linux":

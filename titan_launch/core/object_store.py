@@ -19,7 +19,7 @@ from titan_launch.core.terminal import one_line, say, short_name, shortened
 Value = TypeVar("Value")
 
 _MODULES = {"s3": "s3fs", "gs": "gcsfs"}
-"""The module of `packages.PACKAGES` that reads URLs, by their scheme."""
+"""For each scheme of a URL, the module of `packages.PACKAGES` that reads such URLs."""
 
 _OPTIONS: dict[str, dict[str, int]] = {"s3": {"max_concurrency": 2}, "gs": {}}
 """Options of the module's file system class, by scheme. s3fs holds `max_concurrency` parts of 50 MB of each large file
@@ -32,8 +32,8 @@ _CONNECTIONS = 4
 """Number of objects that are transferred at the same time."""
 
 _STALLED_S = 600.0
-"""A request fails if no byte, or no part of 50 MB of a large file, is moved for this number of seconds. The libraries
-have a timeout for a server that does not answer, but none for a server that does not read."""
+"""Seconds without progress after which a request fails. Progress is a transferred byte or, in a large file, a
+transferred part of 50 MB. The libraries have no timeout for a server that stops reading."""
 
 _LOCAL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 """Error numbers of the local disk. These errors are raised as OSError, not as StoreError."""
@@ -141,8 +141,8 @@ class ObjectStore:
         _tried(transfer)
 
     def _result(self, coroutine: Any, progress: Any) -> Any:
-        """Return the result of a coroutine of fsspec, which counts bytes in `progress`. Raises its error, and
-        TimeoutError if the number of bytes does not grow (see `_STALLED_S`)."""
+        """Return the result of a coroutine of fsspec. The coroutine counts bytes in `progress`. Raises the coroutine's
+        error, and TimeoutError if the number of bytes does not grow (see `_STALLED_S`)."""
         from asyncio import run_coroutine_threadsafe  # not needed to load a job without URLs
 
         future, before = run_coroutine_threadsafe(coroutine, self._files.loop), 0
@@ -178,7 +178,7 @@ def in_parallel(action: Callable[[str], object], names: Iterable[str]) -> None:
 
 
 def _tried(request: Callable[[], Value]) -> Value:
-    """Return the result of a request. A request that fails is repeated, unless its error is final."""
+    """Return the result of a request. A request that fails is repeated up to twice, unless its error is final."""
     for pause in (*_WAITS_S, None):
         try:
             return request()
@@ -242,11 +242,11 @@ def local_copy(url: str) -> Path:
         raise StoreError("there is no such object, and no object below it; check the name")
     for name in objects:
         if name and not is_name_inside(name):
-            raise StoreError(f"{short_name(name)} below it is no name of a file in a folder; rename this object")
+            raise StoreError(f"no file can have the name of the object {short_name(name)}; rename the object")
         for folder in PurePosixPath(name).parents:
             if (outer := "" if folder == PurePosixPath() else str(folder)) in objects:
                 both = f"{short_name(outer or url)} and {short_name(name)}"
-                raise StoreError(f"it has the objects {both}, but no file is also a folder; rename one of them")
+                raise StoreError(f"it has the objects {both}, but a file cannot also be a folder; rename one of them")
     last = url.rpartition("/")[2]
 
     def build(folder: Path) -> None:
@@ -289,11 +289,11 @@ def _transfer(store: ObjectStore, name: str, expected: StoredObject, target: Pat
         for chunk in chunks_of(partial):
             md5.update(chunk)
         digest = md5.hexdigest()
-        # With some kinds of encryption, an ETag of S3 looks like an MD5 digest and is none. Then two copies are equal.
+        # With some encryption, an ETag of S3 looks like an MD5 digest, but is none. Two equal copies suffice then.
         is_whole = digest in (expected.etag, before) or len(expected.etag) != len(digest)
         if size == expected.size and is_whole:
             sync_file(partial)
             partial.rename(target)
             return
         before = digest
-    raise StoreError(f"{name or 'the object'} arrived with {size:,} bytes of {expected.size:,}, or with other content")
+    raise StoreError(f"{name or 'the object'} arrived damaged: {size:,} of {expected.size:,} bytes, or a wrong digest")

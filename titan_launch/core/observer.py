@@ -30,14 +30,14 @@ class StepResult:
 
     loss_sum: Tensor
     """This rank's part of the step's loss, without the z-loss. The sum of the parts of all ranks is the mean loss over
-    all items. (Items are the valid targets, or what a loss counts in place of them, such as pairs.) The ranks of a
-    tensor-parallel group compute the same loss. So each of them has this loss divided by the tensor-parallel degree."""
+    all items. (Items are the valid targets or, for some losses, pairs or answers.) The ranks of a tensor-parallel group
+    compute the same loss, so the part of each rank is this loss divided by the tensor-parallel degree."""
 
     parts: Mapping[str, Tensor]
     """This rank's part of the mean of each further metric of the loss (`Loss.tags`), by tag."""
 
     items_local: Tensor
-    """Number of this rank's items in `loss_sum`, divided by the tensor-parallel degree."""
+    """Number of this rank's items, divided by the tensor-parallel degree; 0 if this rank computes no loss."""
 
     items_global: Tensor
     """Number of items of all ranks. `loss_sum` and the gradients are already divided by this number."""

@@ -39,8 +39,8 @@ PACKAGES = {
 
 
 def is_installed(module: str) -> bool:
-    """Return True if a module can be imported. A folder without `__init__.py` that has the module's name does not
-    count: `wandb` writes its runs to a folder `wandb` in the working directory."""
+    """Return True if a module can be imported. A folder with the module's name, but without `__init__.py`, does not
+    count: the package `wandb` writes its runs to a folder `wandb` in the working directory."""
     with suppress(ModuleNotFoundError, ValueError):  # `backports` may be missing, or a module may have no spec
         found = find_spec(module)
         return found is not None and found.origin is not None

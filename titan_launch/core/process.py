@@ -211,11 +211,11 @@ def _run(action: Callable[[], None], describe: Callable[[Iterable[Problem]], str
 
 
 UNEXPECTED = "the run failed"
-"""The beginning of the message of an error that has a traceback above it."""
+"""Beginning of the message for an unexpected error. Its traceback is printed above the message."""
 
 
 def wrong_path(error: OSError) -> str | None:
-    """Return the message for the error of a path that cannot exist or be entered; None for other errors."""
+    """Return the message for a path that is too long, forbidden, below a file, or a loop of links; None for others."""
     if error.errno not in (errno.EACCES, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR) or error.filename is None:
         return None
     return f"error: {shortened(str(error.filename), 300)}: {error.strerror}; name another path, or correct it"
@@ -229,12 +229,12 @@ def _announce(text: str, status: int) -> int:
 def announce_once(text: str, traceback: str = "") -> None:
     """Print an error, unless another rank of this host has printed one before.
 
-    The later errors of other ranks are consequences of the first. The rank that creates the file of
-    `claim_announcement` prints its error. This rank need not be rank 0, because torchrun may stop rank 0 before rank 0
+    The later errors of other ranks are consequences of the first one. The first rank to create the file of
+    `claim_announcement` prints its error. This need not be rank 0, because torchrun may stop rank 0 before rank 0
     prints. `traceback`: text that is printed above the error, without indentation.
     """
     if claim_announcement(os.environ):
-        clear_line = CLEAR_LINE if sys.stderr.isatty() else ""  # a progress bar leaves the cursor behind its line
+        clear_line = CLEAR_LINE if sys.stderr.isatty() else ""  # a progress bar may be in this line
         above = f"{printable(traceback)}\n" if traceback else ""
         say_escaped(f"{clear_line}{above}{as_message(text)}", sys.stderr, flush=True)
 

@@ -38,7 +38,7 @@ def signals_handled(
     """Call `on_request(number, is_repeated)` for signals that ask this process to end, until the end of the block.
 
     `numbers`: the signals. `is_repeated` is False for the first signal, and True for each signal that arrives at least
-    `same_request_s` seconds after the first. Signals between these are ignored. Enter the block in the main thread.
+    `same_request_s` seconds after the first. Earlier repetitions are ignored. Enter the block in the main thread.
 
     A thread makes the calls. Python runs a signal handler only when the main thread returns to the interpreter, which
     never happens during a collective that hangs. A handler also must not log, since the interrupted code may hold the
@@ -140,7 +140,7 @@ def is_orphan() -> bool:
 
 
 def process_fields(pid: int) -> list[str] | None:
-    """Return the fields of /proc/PID/stat after the name: state, parent, and so on. None if there is no such file."""
+    """Return the fields of /proc/PID/stat after the process name: state, parent, ...; None if there is no such file."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()  # the name may contain spaces

@@ -94,7 +94,7 @@ def say_data(text: str, end: str = "\n", flush: bool = False) -> None:
 
 
 def say_escaped(text: str, file: TextIO | None = None, end: str = "\n", flush: bool = False) -> None:
-    """Print a text unchanged. The caller has already escaped the text, and may then have added colours."""
+    """Print a text unchanged. The caller has already escaped its control characters, and may have added colours."""
     print(text, file=sys.stdout if file is None else file, end=end, flush=flush)
 
 

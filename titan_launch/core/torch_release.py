@@ -44,7 +44,7 @@ MIXES_DTYPES_IN_UNIT = torch_release() >= (2, 15)
 """True if the parameters of one FSDP2 unit may have several compute dtypes (`param_dtype_override_fn`)."""
 
 SPLITS_BACKWARD_OF_EXPERTS = torch_release() >= (2, 13)
-"""True if pipeline schedules can split the backward of a mixture of experts.
+"""True if pipeline schedules can split the backward of a mixture of experts: gradients of inputs, then of weights.
 
 PyTorch 2.11 frees the nodes of custom (Python) autograd functions before it computes the gradients of weights. PyTorch
 2.12 was not tried."""
@@ -61,7 +61,7 @@ Before torch 2.15 local variables kept one buffer and the gradients of one unit 
 
 KEEPS_REDUCED_GRADIENTS = torch_release() >= (2, 15)
 """True if FSDP2 keeps the reduced gradients of a unit in the reduce dtype until it has called the hooks of the
-parameters. Their casts to the storage dtype exist beside them. Earlier releases free them at the cast."""
+parameters. Copies in the storage dtype exist at the same time. Earlier releases free the originals at the cast."""
 
 FREES_WITHOUT_GRADIENTS = torch_release() >= (2, 12)
 """True if FSDP2 frees the reduce-scatter input of the previous unit even if the current unit has no gradients to

@@ -32,7 +32,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def number_of_copies(tensor: Tensor) -> int:
-    """Return how many ranks of its mesh hold each element of a DTensor; 1 for a plain tensor."""
+    """Return the number of ranks that hold each element of a DTensor; 1 for a plain tensor."""
     if not isinstance(tensor, DTensor):
         return 1
     mesh = tensor.device_mesh
@@ -80,8 +80,8 @@ def chunk_sizes(length: int, ranks: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Shard:
-    """This rank's part of a sharded tensor, without the mesh. So the part can be sent to a process that does not have
-    the mesh.
+    """This rank's part of a sharded tensor, without a DeviceMesh. So the part can be sent to the process that writes
+    checkpoints.
 
     The class implements DCP's protocol for objects that create their own write items.
     """

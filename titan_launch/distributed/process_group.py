@@ -112,8 +112,8 @@ def _connect(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
 
 
 def _wait_for_exit(store: dist.Store, rank: int, world_size: int) -> None:
-    """If rank 0 hosts the store, rank 0 waits at most 10 s until the other ranks are about to exit. If rank 0 exited
-    first, NCCL's threads on the other ranks would log that the store is gone."""
+    """If rank 0 hosts the store, let rank 0 wait until the other ranks are about to exit, but at most 10 s. If rank 0
+    exited first, NCCL's threads on the other ranks would log that the store is gone."""
     if agent_keeps_store():
         return
     deadline = time.monotonic() + 10
@@ -132,8 +132,8 @@ def choose_device(choice: str, local_rank: int) -> torch.device:
     if local_rank >= available:
         raise config_error(
             ("job", "device"),
-            f"this host has {available} GPUs, but a process here needs GPU {local_rank} (counted from 0); "
-            f'start at most {available} processes per host, or set "cpu"',
+            f"this host has too few GPUs ({available}): a process here needs GPU {local_rank} (counted from 0); "
+            'start at most one process per GPU, or set "cpu"',
             choice,
         )
     return torch.device("cuda", local_rank)

@@ -1,4 +1,4 @@
-"""Rendezvous of all ranks at each start of a run. After a restart, the run uses the same store as before."""
+"""Rendezvous of all ranks at each start of a run. After a restart, the ranks use the same torchrun store as before."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def wait_for_ranks(
 ) -> dist.Store:
     """Wait for the other ranks of this start. Return `store` with a prefix for keys that only these ranks use.
 
-    torchrun keeps one store across restarts. In it, restarted ranks would read the addresses of dead processes.
-    torchrun also has no id that all ranks of a start share and that changes with each start, because each agent counts
-    only its own failures. So rank 0 publishes a random id of the start in the store. Every other rank reads the id, and
-    stores its own random name under it. If the id is from a dead rank 0 of an earlier start, no reply comes, and the
-    rank waits for the next id. Only a living rank 0 replies to the name.
+    torchrun keeps one store across restarts. Without a prefix, restarted ranks would read the addresses of dead
+    processes from the store. torchrun has no id that all ranks share and that changes with each start, because each
+    agent counts only its own failures. So rank 0 publishes a random id of the start in the store. Every other rank
+    reads the id, stores its own random name under the id, and waits for a reply to this name. If the id is from a dead
+    rank 0 of an earlier start, no reply comes, and the rank uses the next id that appears.
 
     Raises RunError if ranks do not join in time. If `stop_signal()` returns a signal on rank 0 while ranks are missing,
     rank 0 waits for at most 15 more seconds. If ranks are still missing then, all ranks that have joined raise Stopped.

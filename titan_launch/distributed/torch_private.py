@@ -69,7 +69,7 @@ def roots(model: nn.Module) -> tuple[nn.Module, ...]:
 
 
 def parameter_group(module: nn.Module) -> FSDPParamGroup | None:
-    """Return FSDP2's state of the unit of a wrapped module. None: the unit has no parameters, or the release is
+    """Return FSDP2's state of a wrapped module's unit. Return None if the unit has no parameters, or if the release is
     untested."""
     assert isinstance(module, FSDPModule), "fully_shard was not called on this module"
     if not is_tested_release():
@@ -170,7 +170,7 @@ class ReplicaGroup(ABC):
 def replace_replica_groups(
     model: nn.Module, stand_in: Callable[[dist.ProcessGroup, FSDPParamGroup], ReplicaGroup]
 ) -> None:
-    """Replace the process group over which FSDP2 all-reduces the gradients of each unit by `stand_in(group, unit)`.
+    """For each unit, replace the process group over which FSDP2 all-reduces gradients by `stand_in(group, unit)`.
 
     Units without replicas have no group for all-reduces and are not changed.
     """
@@ -278,8 +278,8 @@ def hooks_watched(on_hook: Callable[[str, nn.Module], None]) -> Iterator[None]:
 
 @contextmanager
 def shape_propagation_wrapped(wrap: Callable[[Any], Any]) -> Iterator[None]:
-    """Until the end of the block, replace the function in which DTensor computes the shapes of unsharded results by
-    `wrap(function)`."""
+    """Until the end of the block, let `wrap(function)` replace the function with which DTensor computes the shapes of
+    unsharded results."""
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
     name = "_propagate_tensor_meta_non_cached"
@@ -288,7 +288,7 @@ def shape_propagation_wrapped(wrap: Callable[[Any], Any]) -> Iterator[None]:
 
 
 def apply_to_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """Return `value` with `function` applied to the tensors in it, also in the collections that FSDP2 traverses."""
+    """Return `value` with `function` applied to all tensors in it, also in nested collections and dataclasses."""
     from torch.distributed.utils import _apply_to_tensors
 
     return _apply_to_tensors(function, value)
@@ -311,7 +311,7 @@ def divided_shapes(model: nn.Module) -> Iterator[tuple[nn.Parameter, torch.Size]
 
 def unsharded_gradients(model: nn.Module) -> Iterator[tuple[nn.Parameter, Tensor]]:
     """Yield (sharded parameter, gradient of the unsharded parameter) for each parameter of a model whose unsharded
-    parameter has a gradient. FSDP2 must have all-gathered every unit before."""
+    parameter has a gradient. FSDP2 must already have all-gathered every unit."""
     for group in parameter_groups(model):
         for parameter in group.fsdp_params:
             gradient = unsharded_parameter(parameter).grad
@@ -367,7 +367,7 @@ def pop_forward_order(root: nn.Module) -> ForwardOrder:
 
 
 def restore_forward_order(root: nn.Module, order: ForwardOrder) -> None:
-    """Set FSDP2's record of a forward to `order`, before its backward, which prefetches units in the reverse order."""
+    """Before a backward, set FSDP2's record of its forward to `order`. Backward prefetches in the reverse order."""
     if not is_tested_release():
         return
     assert isinstance(root, FSDPModule)
@@ -504,7 +504,7 @@ def clear_mesh_caches() -> None:
     causes a deadlock.
     """
     # Not PyTorch's own function (torch.distributed.tensor.debug), which is slow to import.
-    with suppress(AttributeError):  # an untested release; `launch` trains one job in a process
+    with suppress(AttributeError):  # an untested release; `launch` has no earlier job in the process
         DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
         torch._C._clear_DTensor_sharding_propagator_cache()
 

@@ -39,9 +39,9 @@ def build_loss(
     """Return the loss of a job: the loss that the model computes (`model.loss`), or the loss that `loss.name` names.
 
     `num_classes`: number of classes of the data. `has_values`: False if the forward is traced with FakeTensors, whose
-    values cannot be checked. `frozen`: the teacher or reference model, if it is a model of its own. With `loss.chunks`,
-    this function changes the output layer in place: the layer then returns the loss instead of logits. Raises
-    ConfigError if the function that `loss.name` names cannot be imported or called (`import_loss`).
+    values cannot be checked. `frozen`: the teacher or reference model, unless the reference is the trained model with
+    its adapters disabled. With `loss.chunks`, this function changes the output layer in place: the layer then returns
+    the loss. Raises ConfigError if the function that `loss.name` names cannot be imported or called (`import_loss`).
     """
     if config.model.loss is not None:
         return ModelLoss(config.model.loss, config.data.unit, has_values)

@@ -1,5 +1,5 @@
-"""Cross-entropy in chunks of classes, from the input of an output layer or from logits. From the input of an output
-layer, the logits of a whole microbatch never exist.
+"""Cross-entropy in chunks of classes, computed from the input of an output layer, or from logits. In the first case,
+the logits of all classes never exist at the same time.
 
 Forward goes through the chunks and updates a running log-sum-exp for each target. Backward computes the logits of each
 chunk a second time. The softmax follows from these logits and the log-sum-exp.
@@ -7,7 +7,7 @@ chunk a second time. The softmax follows from these logits and the log-sum-exp.
 The chunks divide classes, not tokens, for three reasons. First, a chunk's part of the weight gradient is one matrix
 product, which is written once, in the dtype of the weight. So nothing is accumulated in bf16, and this gradient,
 usually the largest of the model, needs no fp32 copy. Second, only the gradient of the input is a sum over chunks; that
-tensor is small, so the sum is in fp32. Third, tensor parallelism also divides classes, over ranks. The number of its
+tensor is small, so the sum is in fp32. Third, tensor parallelism also divides classes, over ranks. So the number of
 all-reduces does not depend on the number of chunks.
 """
 
@@ -136,8 +136,8 @@ def _gradient(  # noqa: PLR0913 - a compiled function takes tensors and numbers
     smoothing: float,
     num_classes: int,
 ) -> Tensor:
-    """Return the gradient of a chunk of logits, in their dtype. It is `scale` times a sum: softmax (times `z_factor`),
-    minus (1 - smoothing) at the target, minus smoothing / num_classes everywhere.
+    """Return the gradient of a chunk of logits, in their dtype: `scale` x (`z_factor` x softmax - t - smoothing /
+    num_classes), where t is 1 - smoothing at the target's class, and 0 elsewhere. `z_factor`: None for 1.
 
     The softmax is exp((logit - `largest`) - `log_sum`), where `log_sum` is the logarithm of `_Running.sum_exp` over all
     classes. (The sum `largest` + `log_sum` alone would lose digits of large logits.)

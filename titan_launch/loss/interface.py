@@ -1,4 +1,4 @@
-"""The interface of a loss: what it needs of a model and a batch, and what it returns.
+"""The interface of a loss: the methods that a step calls, and the sums that they return.
 
 The items of a loss are the terms of its sum: the valid targets, pairs of answers, or answers. A loss returns sums over
 the items of a microbatch, and never divides. The step divides these sums by the number of items in all its microbatches
@@ -56,8 +56,8 @@ class Loss:
     """True if the class overrides `prepare_step`."""
 
     frozen: nn.Module | None = None
-    """The teacher or reference model, which is never trained but wrapped like the trained model. None without one, and
-    if the reference model is the trained model without its adapters (`loss.second_model.Base`)."""
+    """The teacher or reference model, which is never trained but wrapped like the trained model. None if there is none,
+    or if the reference model is the trained model without its adapters (`loss.second_model.Base`)."""
 
     def __init__(self, check: LogitsCheck = lambda shape, targets: None):
         self._check = check

@@ -77,8 +77,8 @@ class ModelLoss(Loss):
     def _check_shift(self, loss: Tensor, logits: Tensor | None, targets: Tensor) -> None:
         """Raise ConfigError if the model shifts the targets by one token, because they are shifted already.
 
-        The check compares the loss with two cross-entropies: of the targets, and of the targets shifted once more. If
-        the two are equal, the next forward checks again; usually they differ in the first step. The host waits for the
+        The check compares the loss with two cross-entropies: for the targets, and for the targets shifted once more. If
+        both are equal, the next forward checks again; usually they differ in the first step. The host waits for the
         device. Without logits there is no check.
         """
         if logits is None:

@@ -127,8 +127,8 @@ def _by_document(values: Tensor, documents: Tensor) -> Tensor:
 
 
 def num_documents(tokens: int) -> int:
-    """Return the size of the document axis for samples of `tokens` tokens, an even number. Document numbers are 0 to at
-    most `tokens`: every token may be a document, and padding is one more."""
+    """Return the size of the axis of documents for samples of `tokens` tokens. A sample has at most `tokens` + 1
+    documents: every token may be one, and padding is another. The size is even, because documents form pairs."""
     return 2 * (tokens // 2 + 1)
 
 
@@ -143,7 +143,7 @@ PAIR_LOSSES: Mapping[str, PairLoss] = {
     "orpo": PairLoss(orpo, mean_log_prob),
     "reward": PairLoss(reward, score),
 }
-"""The losses of pairs by `loss.name`. `config.sections.loss.LOSSES` names the second models of losses."""
+"""The losses of pairs by `loss.name`. `config.sections.loss.LOSSES` says which losses have a second model."""
 
 
 class PreferenceLoss(Loss):

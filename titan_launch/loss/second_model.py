@@ -40,7 +40,7 @@ class Base:
 
 
 class WeightsSource:
-    """A folder of weights in the form of a data source: a checkpoint stores its fingerprint, so a resumed run notices
+    """A folder of weights as a data source. A checkpoint has the fingerprint of each source, so a resumed run notices
     changed weights."""
 
     def __init__(self, folder: WeightsFolder):

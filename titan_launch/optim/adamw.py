@@ -20,7 +20,7 @@ def update_adamw(groups: Sequence[ShardGroup], config: OptimizerConfig, applied:
     for group in groups:
         count_step(group.shards, applied)
         step = group.shards[0].state["step"].double().clamp(min=1)  # 0 before the first update, which may be skipped
-        # The scalars have the dtype of the lists, because otherwise PyTorch would update a list tensor by tensor.
+        # The scalars are float32 like the lists of tensors. Otherwise PyTorch would update a list tensor by tensor.
         corrections = _Corrections(
             (1 - config.beta2**step).sqrt().float(),
             ((1 - config.beta1**step) / applied).float(),  # infinity if the step is skipped, so that the update is 0

@@ -5,8 +5,8 @@ value of a table with 255 or 256 entries, which lie closer together near zero ("
 differs in three ways. The blocks lie within rows (the last dim), so FSDP2 shards the scales like the parameter, and any
 number of ranks can load them. AdamW's second moment is stored as its square root, whose values in a block span half as
 many orders of magnitude. A root above 0 is not rounded to 0, unless its whole block is stored as zeros (see
-`_SMALLEST_SCALE`). Both tables have the value 1. So a state that is stored again without a change keeps every bit, and
-a skipped step changes nothing.
+`_SMALLEST_SCALE`). The value 1 is in both tables, so the largest magnitude of a block is stored exactly. If unchanged
+values are stored again, every bit stays the same. So a skipped step changes nothing.
 
 The state of vectors (norms, biases) stays in float32.
 """

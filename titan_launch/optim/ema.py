@@ -19,9 +19,9 @@ from titan_launch.optim.shards import in_float32
 
 
 def update_weight(config: EMAConfig, step: int) -> float:
-    """Return the weight of the parameters in the average after a step: 0 if the step is between updates, and 1 for
-    updates up to `ema.start_step`, which copy the parameters. The weight depends only on the step, so a resume needs no
-    state."""
+    """Return the weight w with which a step changes the average to (1 - w) x average + w x parameters: 0 if the step is
+    between updates, and 1 (a copy) for updates up to `ema.start_step`. The weight depends only on the step, so a resume
+    needs no state."""
     assert config.decay is not None
     if step % config.every_steps:
         return 0.0
@@ -34,8 +34,8 @@ def update_weight(config: EMAConfig, step: int) -> float:
 class WeightEMA(Observer):
     """A moving average of the trainable parameters: for each parameter a float32 DTensor, sharded like the parameter. A
     shared parameter has one average. If the optimizer is sharded over replicas, each average is a plain tensor instead:
-    the average of this replica's chunk of the parameter. Only then a method communicates: `in_model` all-gathers the
-    chunks."""
+    the average of this replica's chunk of the parameter. In that case `in_model` all-gathers the chunks. No other
+    method communicates."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, config: EMAConfig):
         """Begin with the values of the parameters. If the optimizer has float32 masters, they are averaged in place of
@@ -65,7 +65,7 @@ class WeightEMA(Observer):
         for parameter, average in self._averages.items():
             local, (source,) = local_tensor(average), in_float32([self._source(parameter)])
             applied = applied.to(local.device)
-            # One tensor at a time, because `_foreach_lerp_` with a weight on the device is such a loop, too.
+            # A loop, because `_foreach_lerp_` with a weight on the device also updates one tensor at a time.
             local.lerp_(source, applied)
 
     @contextmanager

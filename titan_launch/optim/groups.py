@@ -57,9 +57,9 @@ def group_parameters(
 def check_param_groups(model: nn.Module, config: OptimizerConfig, head: Collection[str] = ()) -> None:
     """Raise ConfigError if `[optimizer]` does not fit the whole model.
 
-    Four problems are possible. An entry of `[[optimizer.param_groups]]` applies to no parameter. An entry gives an
-    algorithm for matrices (Muon) to a parameter that is not a matrix. `optimizer.name` is an algorithm for matrices,
-    and the model has no matrix for it, or the output layer is unknown.
+    Four problems are possible: (1) an entry of `[[optimizer.param_groups]]` applies to no parameter; (2) an entry gives
+    an algorithm for matrices (Muon) to a parameter that is not a matrix; `optimizer.name` is an algorithm for matrices,
+    and (3) the model has no matrix for it, or (4) the output layer is unknown.
     """
     paths = trainable_paths(model)
     decisions = {parameter: first_match(config.param_groups, names) for parameter, names in paths.items()}
@@ -117,8 +117,8 @@ def _undecayed_and_inner(model: nn.Module, head: Collection[str]) -> tuple[set[n
     """Return the parameters that have no weight decay by default (`is_undecayed`), and those that an algorithm for
     matrices updates by default (`is_inner_matrix`).
 
-    A shared parameter has no weight decay if `is_undecayed` is True for any module that has the parameter. Such an
-    algorithm updates it if `is_inner_matrix` is True for all of these modules.
+    Several modules may share a parameter. Such a parameter has no weight decay if `is_undecayed` is True for any of the
+    modules. An algorithm for matrices updates the parameter if `is_inner_matrix` is True for all of the modules.
     """
     undecayed, inner, others = set[nn.Parameter](), set[nn.Parameter](), set[nn.Parameter]()
     for path, module in model.named_modules(remove_duplicate=False):
@@ -161,11 +161,11 @@ def check_stacks(model: nn.Module, config: OptimizerConfig, head: Collection[str
             if layout.tensor > 1:
                 divided = f"parallelism.tensor_parallel_degree = {layout.tensor} divides each expert of {path}"
             elif sharded_dim((experts, *others), shards, is_stacked=True):
-                divided = f"{shards} FSDP2 shards do not divide the {experts} experts of {path}, so FSDP2 shards each"
+                divided = f"FSDP2 divides each expert of {path}: it shards {experts} experts over {shards} ranks"
             elif is_within_matrix((-(-experts // shards), *others), layout.optimizer_replicas):
                 divided = (
-                    f"parallelism.shard_optimizer_over_replicas = true divides the {-(-experts // shards)} experts of "
-                    f"{path} on a rank over {layout.replicate} replicas"
+                    f"parallelism.shard_optimizer_over_replicas = true divides each expert of {path}, because a rank "
+                    f"has {-(-experts // shards)} experts and there are {layout.replicate} replicas"
                 )
             else:
                 continue

@@ -39,8 +39,8 @@ class MatrixGather:
     """Number of replicas over which the optimizer is sharded."""
 
     ranks: dist.ProcessGroup | None = None
-    """The ranks that have the shards of a matrix, in the order (replica, rank along FSDP2's axis). None for the ranks
-    along FSDP2's axis."""
+    """Process group of the ranks that have the shards of a matrix, in the order (replica, rank along FSDP2's axis).
+    None: the process group of FSDP2's mesh axis."""
 
     @property
     def size(self) -> int:
@@ -51,9 +51,9 @@ class MatrixGather:
     def gather(self, shards: Tensor, shapes: Sequence[torch.Size]) -> Tensor | None:
         """Return the full stack that this rank computes, gathered from the shards of all ranks. Collective.
 
-        `shards`: this rank's shards of all matrices of the batch, one after another: flat, in bfloat16. `shapes`:
-        shapes of the full stacks. The i-th of the ranks that share a matrix gets the i-th stack, on the mesh's device.
-        A rank without a stack gets None.
+        `shards`: this rank's shards of all matrices of the batch, joined in one flat bfloat16 tensor. `shapes`: shapes
+        of the full stacks. Of the ranks that share the matrices, the i-th gets the i-th stack, on the mesh's device. If
+        there are fewer stacks than ranks, the other ranks get None.
         """
         if self.mesh is None or self._axis is None:
             return shards.view(shapes[0])
@@ -104,7 +104,7 @@ class MatrixGather:
 
     @property
     def _tensor_parallel(self) -> list[tuple[int, int]]:
-        """(Axis of the mesh, axis of a stack that it shards), for each tensor-parallel axis of the mesh."""
+        """For each tensor-parallel axis of the mesh: (index of this axis, axis of a stack that this axis shards)."""
         start = len(self.placements) if self._axis is None else self._axis + 1
         behind = enumerate(self.placements[start:], start)
         return [(axis, placement.dim + 1) for axis, placement in behind if isinstance(placement, Sharded)]

@@ -23,7 +23,7 @@ from titan_launch.optim.matrix_gather import MatrixGather
 from titan_launch.optim.shards import LocalShard, ShardGroup, count_step, in_float32, masters, moments, store
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Coefficients of the quintic polynomial. Its slope at 0 is large, so small singular values grow fast."""
+"""Coefficients of the polynomial in `orthogonalized`. Its slope at 0 is large, so small singular values grow fast."""
 
 
 class Matrix(NamedTuple):
@@ -81,8 +81,7 @@ def orthogonalized(matrices: Tensor, steps: int) -> Tensor:
     `matrices` is one matrix (rows, columns), or a stack (matrices, rows, columns).
 
     First each matrix is divided by its Frobenius norm. Each iteration applies a quintic polynomial to the singular
-    values, by products of the matrix and its transpose, in the order that gives the smaller product. `matrices` may be
-    overwritten.
+    values, and uses the smaller of the two products X X^T and X^T X of a matrix X. `matrices` may be overwritten.
     """
     a, b, c = _COEFFICIENTS
     given = matrices.bfloat16()

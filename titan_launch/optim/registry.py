@@ -26,9 +26,9 @@ from titan_launch.plan.param_groups import is_mixed
 class MixedOptimizer(Optimizer):
     """An optimizer in which each group has its own algorithm.
 
-    If `is_mixed` is True, this package updates all groups. This is needed for moments, parameters or master weights of
-    different dtypes, and for stochastic rounding. Otherwise PyTorch updates a group if PyTorch implements the group's
-    algorithm, and this package updates the other groups.
+    If `is_mixed` is True, functions of this package update all groups. This is needed if moments, parameters or master
+    weights have different dtypes, and for stochastic rounding. Otherwise PyTorch's functions update the groups whose
+    algorithm PyTorch has (`Algorithm.pytorch`), and functions of this package update the other groups.
 
     The state of a parameter is `step`, the tensors that the algorithm names (with 8 bits: their codes and scales), and
     optionally `master`. All except `step` are DTensors like the parameter. With `replicas` they are plain tensors: the
@@ -53,7 +53,7 @@ class MixedOptimizer(Optimizer):
         self._seed = seed if config.rounding == "stochastic" else None
         self._names = {p: name for group in groups for name, p in group.parameters.items()}
         self._histories: dict[Tensor, float] = {}
-        """A number for each parameter, equal for parameters of a group that had gradients in the same steps."""
+        """A number for each parameter. It is equal for parameters of a group that had gradients in the same steps."""
 
         super().__init__([as_param_group(group) for group in groups], {"lr": config.lr})
 
@@ -123,9 +123,9 @@ class MixedOptimizer(Optimizer):
     def _shards_by_step(self, group: Mapping[str, Any]) -> list[list[LocalShard]]:
         """Return the shards of a group in lists with equal step counts.
 
-        There is one list if all parameters have gradients in every step. The host does not
-        read the counts: they are on the device, because only the device knows which steps are skipped. But a skipped
-        step is skipped for all parameters. So two counts are equal if both parameters had gradients in the same steps.
+        There is one list if all parameters have gradients in every step. The counts are on the device, because only the
+        device knows which steps are skipped, and the host does not wait for them. A skipped step is skipped for all
+        parameters. So the counts of two parameters are equal if both had gradients in the same steps (`_histories`).
         """
         numbers: dict[tuple[float | None, bool], int] = {}
         for parameter in group["params"]:

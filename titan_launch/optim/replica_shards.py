@@ -33,7 +33,7 @@ from titan_launch.plan.types import ModelPlan, Unit
 
 
 class Chunk(NamedTuple):
-    """The part of a parameter's local shard that a replica updates: a range of its elements, which is a box."""
+    """The part of a parameter's local shard that a replica updates: consecutive elements that form a box."""
 
     start: int
     """Index of the chunk's first element in the flat shard."""
@@ -121,10 +121,10 @@ class _Exchange(NamedTuple):
 class ReplicaShards:
     """The chunks of this rank, and the exchange of gradients and parameters between the replicas.
 
-    A step calls `begin_microbatch` before each forward (`parallel.accumulation.Accumulation`), `reduce_gradients` after
-    its last backward, and `gather_parameters` after the update. `reduce_gradients` and `gather_parameters` are
-    collective over the replicas. With `leave_early`, the last backward is collective, too. All replicas must compute
-    gradients of the same parameters, in the same order, as FSDP2 demands of all ranks.
+    A step calls `begin_microbatch` before each microbatch (in a pipeline, before each backward), `reduce_gradients`
+    after its last backward, and `gather_parameters` after the update. The last two methods are collective over the
+    replicas. With `leave_early`, the last backward is collective, too. All replicas must compute gradients of the same
+    parameters, in the same order, as FSDP2 demands of all ranks.
     """
 
     def __init__(self, model: nn.Module, plan: ModelPlan, mesh: Mesh, leave_early: bool):
@@ -179,8 +179,8 @@ class ReplicaShards:
         return Shard(chunk, tuple(a + b for a, b in zip(offsets, within, strict=True)), size)
 
     def begin_microbatch(self, is_last: bool) -> None:
-        """Prepare for the next backward. `is_last`: True if this is the last backward of its parameters in the step.
-        With `leave_early`, the reduce-scatters of the gradients start during this backward."""
+        """Prepare for the next backward. `is_last`: True if no later backward of the step adds to the same gradients.
+        With `leave_early`, the reduce-scatters of these gradients then start during the backward."""
         self._is_last = is_last
 
     @torch.no_grad()
@@ -250,7 +250,7 @@ class ReplicaShards:
         self._started.work.wait()
         unit, received = self._started.unit, self._started.received
         self._started = None  # frees the buffer that was sent, before the cast
-        # FSDP2 reduces a unit twice if it ran twice in the forward.
+        # FSDP2 reduces the gradients of a unit twice if the unit ran twice in the forward.
         row = self.stored(received, unit)
         unit.row = row if unit.row is None else unit.row.add_(row)
 

@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the step. So a resumed run needs no scheduler state."""
+"""The learning rate as a pure function of the step, so that a resumed run needs no scheduler state."""
 
 from __future__ import annotations
 

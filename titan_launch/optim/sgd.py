@@ -39,7 +39,7 @@ def update_pytorch(group: ShardGroup, config: OptimizerConfig, found_inf: Tensor
 
 
 def _update(group: ShardGroup, config: SGDConfig, applied: Tensor) -> None:
-    # The scalars have the dtype of the lists, because otherwise PyTorch would update a list tensor by tensor.
+    # The scalars are float32 like the lists of tensors. Otherwise PyTorch would update a list tensor by tensor.
     shards = group.shards
     parameters = masters(shards)
     updates = torch._foreach_mul(parameters, (group.weight_decay * applied).float())

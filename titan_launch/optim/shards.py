@@ -186,8 +186,8 @@ _GOLDEN = -1640531527  # 2^32 divided by the golden ratio, as an int32; multiple
 
 @dataclass(frozen=True)
 class Draw:
-    """The random numbers of a tensor at a step. They depend only on seed, name, step and element. So a resumed run, or
-    another sharding, draws the same numbers."""
+    """The random numbers of a tensor at a step. They depend only on the seed, the tensor's name, the step and the
+    element. So a resumed run, or a run with another sharding, draws the same numbers."""
 
     seed: int
     name: str
@@ -204,8 +204,8 @@ class Draw:
 
     @property
     def inner(self) -> tuple[bool, tuple[int, ...], tuple[int, ...]]:
-        """A tuple of: True if the tensor has axes, lengths of the axes after the first, offsets along these axes.
-        `random_bits` draws for several tensors at once if their `inner` is equal."""
+        """The tuple (tensor has axes, lengths of the axes after the first, offsets along these axes). `random_bits`
+        draws for several tensors at once if their `inner` is equal."""
         return bool(self.shape), tuple(self.shape[1:]), self.offsets[1:]
 
     @property
