@@ -245,26 +245,26 @@ class LossKind:
 
 _OPTION = 'is an option of the cross-entropy, and loss.name is "{}"; remove this key'
 _WHOLE = 'is not supported with loss.name = "{}", which reads the logits of all classes and of whole sequences; set '
-_SECOND = 'is not supported with loss.name = "{}", whose second model does not support this parallelism; set 1'
+_SECOND = 'is not supported with loss.name = "{}", whose second model does not support this parallelism; set '
 
 _OF_WHOLE_LOGITS: Mapping[tuple[str, str], str] = {
     ("loss", "chunks"): _OPTION,
     ("loss", "z_loss"): _OPTION,
     ("loss", "label_smoothing"): _OPTION,
-    ("parallelism", "loss_parallel"): f"{_WHOLE}false",
-    ("parallelism", "context_parallel_degree"): f"{_WHOLE}1",
+    ("parallelism", "loss_parallel"): f"{_WHOLE}loss_parallel = false",
+    ("parallelism", "context_parallel_degree"): f"{_WHOLE}context_parallel_degree = 1",
 }
 _OF_PAIRS: Mapping[tuple[str, str], str] = {
     **_OF_WHOLE_LOGITS,
     ("parallelism", "pipeline_parallel_degree"): (
         'is not supported with loss.name = "{}", which needs the documents of a sample, but a pipeline gives the loss '
-        "only logits and targets; set 1"
+        "only logits and targets; set pipeline_parallel_degree = 1"
     ),
 }
 _WITH_SECOND_MODEL: Mapping[tuple[str, str], str] = {
     **_OF_WHOLE_LOGITS,
-    ("parallelism", "pipeline_parallel_degree"): _SECOND,
-    ("parallelism", "expert_parallel_degree"): _SECOND,
+    ("parallelism", "pipeline_parallel_degree"): f"{_SECOND}pipeline_parallel_degree = 1",
+    ("parallelism", "expert_parallel_degree"): f"{_SECOND}expert_parallel_degree = 1",
 }
 
 LOSSES: Mapping[str, LossKind] = {
