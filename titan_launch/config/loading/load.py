@@ -77,7 +77,7 @@ def _merge_all(
     given, files = parse_overrides(overrides, aliases), read_job(path) if path else []
     draft, problems = _merge(files, given)
     if has_copies(draft.table):
-        # Overrides of `model.args` may change values from the model's folder, which is not yet read.
+        # Overrides of `model.args` may look wrong only because the model's folder is not read yet.
         wrong = [problem for problem in problems if problem.key[:2] != ("model", "args")] + _parse(draft.table)[1]
         if wrong:
             raise UserError(draft.provenance(path or "the command line").describe(wrong))

@@ -87,7 +87,7 @@ def _parse_key(name: str) -> tuple[str, ...]:
 
 
 def _split_key(name: str) -> tuple[str, ...]:
-    """Return the parts of a dotted key, which may be quoted as in TOML. Raises ValueError for any other text."""
+    """Return the parts of a dotted key, which may be quoted as in TOML. Raises ValueError for a text that is no key."""
     if '"' not in name and "'" not in name and all(name.split(".")):
         return tuple(name.split("."))
     try:

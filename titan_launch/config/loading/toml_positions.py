@@ -1,5 +1,4 @@
-"""The line of each key of a TOML document, since tomli does not report lines, and messages for tomli's syntax
-errors."""
+"""Line numbers of the keys of a TOML document, which tomli does not report, and messages for tomli's syntax errors."""
 
 from __future__ import annotations
 
