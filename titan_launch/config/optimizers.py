@@ -220,8 +220,7 @@ def _decoding(shards: Sequence[ShardSize], config: OptimizerConfig) -> int:
 
 
 def _encoding(shards: Sequence[ShardSize], config: OptimizerConfig) -> int:
-    """Return the peak bytes (see `ShardSize.encoding`) while one state tensor of each parameter of a batch is
-    stored."""
+    """Return the peak bytes (see `ShardSize.encoding`) while one state tensor per parameter of a batch is stored."""
     key = _row_width if config.state_dtype == "int8" else _inner_axes
     return max(sum(shard.encoding(config) for shard in part) for part in alike(shards, key))
 

@@ -62,8 +62,8 @@ class KTOConfig(ReferenceConfig):
     undesirable. The loss of a desirable answer is `desirable_weight` x sigmoid(baseline - reward), and that of an
     undesirable answer `undesirable_weight` x sigmoid(reward - baseline). The reward is `beta` x log-ratio, where the
     log-ratio is defined as for `dpo`. The baseline is the mean reward of mismatched answers in the step, but at least
-    0. A mismatched answer follows the prompt of a different chat in its sample. Each step runs both models once more
-    for the mismatched answers."""
+    0; in validation, it is 0. A mismatched answer follows the prompt of a different chat in its sample. Each step runs
+    both models once more for the mismatched answers."""
 
     beta: Annotated[float, Field(gt=0)] = 0.1
     """Strength of the reference model. A small value lets the trained model move further from it."""
@@ -122,7 +122,7 @@ class DistillationConfig(Section):
 class LossConfig(Section):
     """The training loss. It is summed in fp32. With `cross_entropy` and `distillation`, validation reports the
     cross-entropy without label smoothing and z-loss, so that jobs can be compared. With any other loss, and with
-    `model.loss`, validation reports the training loss."""
+    `model.loss`, validation reports the training loss (`kto`: with the baseline 0)."""
 
     name: str = "cross_entropy"
     """The loss. `cross_entropy`: the mean cross-entropy of all targets that are not ignored. `dpo`, `ipo`, `simpo` and
