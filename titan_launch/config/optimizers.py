@@ -156,7 +156,7 @@ class Algorithm:
     """Peak memory of `update`."""
 
     settings: tuple[str, ...] = ()
-    """Keys or tables of `[optimizer]` that this algorithm reads, but some other algorithms do not read."""
+    """Keys and tables of `[optimizer]` that only some algorithms read, including this one."""
 
     weight_decay: float = 0.1
     """Default of `optimizer.weight_decay`."""
@@ -423,4 +423,4 @@ ALGORITHMS: dict[str, Algorithm] = {
         pytorch=PyTorchUpdate("titan_launch.optim.sgd:update_pytorch", _pytorch_sgd),
     ),
 }
-"""The algorithms, by their name in `[optimizer]` and its parameter groups."""
+"""The algorithms by name: the values of `optimizer.name`, and of `algorithm` in a parameter group."""

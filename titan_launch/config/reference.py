@@ -253,7 +253,7 @@ def _sections() -> Iterator[str]:
 
 
 def _section(heading: str, path: str, section: type[Section]) -> Iterator[str]:
-    """Yield the description of a table's keys, then that of each array of tables in it."""
+    """Yield the description of a table's keys, then the description of each array of tables in this table."""
     yield from _describe(heading, section_doc(section), _fields(section))
     for name, field in section.model_fields.items():
         for kind in alternatives(field.annotation):

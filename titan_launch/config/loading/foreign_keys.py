@@ -278,8 +278,8 @@ COMMON_NAMES: dict[str, str] = {
 FOREIGN_KEYS: dict[str, str] = {
     **TORCHTITAN_KEYS,
     **COMMON_NAMES,
-    "optimizer.beta": _BETAS,  # in other sections, `beta` is that of DPO
-    # Names that are sections here, and keys with a single value in other tools.
+    "optimizer.beta": _BETAS,  # in other sections, `beta` means `loss.dpo.beta`
+    # Names of sections of this job file that are keys with a single value in other tools.
     "activation_checkpoint": "activation_checkpoint.mode",
     "compile": "compile.enable",
     "data": "data.path",

@@ -205,7 +205,7 @@ def _parse(table: dict[str, Any]) -> tuple[JobConfig, list[Problem]]:
     In the configuration, each wrong key has its default value, so that the rules can check the other keys. With more
     than `MOST_PROBLEMS` problems, all keys have their default values.
     """
-    # With all sections and kinds, the validator of JobConfig validates every section.
+    # Missing sections are added as {}. Pydantic then builds one validator, that of JobConfig, not one per section.
     complete = _with_kinds({name: {} for name in JobConfig.model_fields} | table, ())
     try:
         return JobConfig.model_validate(complete), []

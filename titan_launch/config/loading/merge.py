@@ -121,7 +121,7 @@ def parse_value(text: str) -> Any:
 
 
 _ALTERNATIVES: Mapping[KeyPath, str] = {("training", "steps"): "epochs", ("training", "epochs"): "steps"}
-"""Pairs of keys in one table of which a job sets only one. The value is the name of the other key."""
+"""Keys of one table that exclude each other: each key, with the name of the key that it excludes."""
 
 
 class Draft:

@@ -314,7 +314,7 @@ def as_written(value: object) -> object:
 
 def keys_of_packed_documents(config: JobConfig) -> Iterator[tuple[KeyPath, str]]:
     """Yield (key, value) for each data source whose samples consist of documents that do not attend to each other. The
-    key is `packing`, `samples` for a factory, or `kind` if all data of the kind is like this."""
+    key is `packing`, `samples` for a factory, or `kind` if all data of this kind has such samples."""
     for source, data in sources_of(config):
         if separates_documents(data):
             keys = (name for name in ("packing", "samples") if name in type(data).model_fields)

@@ -123,9 +123,9 @@ def batch_norm_sees_whole_sequences(config: JobConfig) -> Iterator[Problem]:
 
 
 def experts_can_be_divided(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem if a job with expert parallelism has a model without experts, or if the degree does not divide
-    the number of experts, or the number of ranks over which FSDP2 shards parameters. (If `data_parallel_shard_degree`
-    is -1, `plan_layout` checks the number of ranks.)"""
+    """Report a problem if a job with expert parallelism has a model without experts. Also report a problem if the
+    degree does not divide the number of experts, or the number of ranks over which FSDP2 shards parameters. (If
+    `data_parallel_shard_degree` is -1, `plan_layout` checks the number of ranks.)"""
     parallelism, args = config.parallelism, known_args(config.model)
     degree, shard = parallelism.expert_parallel_degree, parallelism.data_parallel_shard_degree
     if degree == 1:
@@ -222,8 +222,7 @@ def num_stages(parallelism: ParallelismConfig) -> int:
 
 
 def too_few_layers(parallelism: ParallelismConfig, layers: int) -> str:
-    """Return the reason why a model with `layers` layers has too few of them for the pipeline stages, with the
-    remedy."""
+    """Return the reason why `layers` layers are too few for the pipeline stages, with the remedy."""
     per_rank, wanted = stages_per_rank(parallelism), num_stages(parallelism)
     times = f" ({per_rank} per rank)" if per_rank > 1 else ""
     remedy = f"set pipeline_parallel_degree to at most {layers // per_rank}"

@@ -23,7 +23,7 @@ class LoRARule(Section):
     """Rank of these adapters. Unset: `lora.rank`."""
 
     alpha: Annotated[float, Field(gt=0)] | None = None
-    """Alpha of these adapters, which decides their scale together with their rank. Unset: `lora.alpha`."""
+    """Alpha of these adapters: their scale is alpha / rank. Unset: `lora.alpha`."""
 
 
 class LoRAConfig(Section):

@@ -143,10 +143,10 @@ class LossConfig(Section):
     """Settings of `kto`, which needs this table."""
 
     simpo: SimPOConfig | None = None
-    """Settings of `simpo`. Without this table, they have their defaults."""
+    """Settings of `simpo`. Without this table, the defaults apply."""
 
     orpo: ORPOConfig | None = None
-    """Settings of `orpo`. Without this table, they have their defaults."""
+    """Settings of `orpo`. Without this table, the defaults apply."""
 
     distillation: DistillationConfig | None = None
     """Settings of `distillation`, which needs this table."""

@@ -32,10 +32,10 @@ class TrainingConfig(Section):
     """Tokens per sequence. Not used with images."""
 
     local_batch_size: Annotated[int, Field(ge=1)] | Literal["auto"] = 4
-    """Samples (sequences or images) per microbatch on each data-parallel rank. `auto`: the largest number whose
-    predicted memory fits, and which divides the samples per step of a rank. Other keys with the value `auto`, such as
-    `activation_checkpoint.mode`, are chosen together with it. `auto` requires `global_batch_size`, so that the number
-    does not change the training. A run logs the number. Before training, the run tries three steps in a separate
+    """Samples (sequences or images) per microbatch on each data-parallel rank. `auto`: the largest number with which
+    the predicted memory fits, and which divides the samples per step of a rank. Other keys with the value `auto`, such
+    as `activation_checkpoint.mode`, are chosen together with it. `auto` requires `global_batch_size`, so that the
+    number does not change the training. A run logs the number. Before training, the run tries three steps in a separate
     process (not with expert parallelism). If these steps run out of memory, the run tries the next smaller number."""
 
     global_batch_size: Annotated[int, Field(ge=1)] | None = None
