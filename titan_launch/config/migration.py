@@ -100,7 +100,7 @@ _COSMETIC = (
     "checkpoint.enable_first_step_checkpoint",
     "checkpoint.enable_ft_dataloader_checkpoints",
 )
-"""Keys of TorchTitan without a counterpart that do not change the training."""
+"""Keys of TorchTitan that are not converted and do not change the training."""
 
 
 def _llama4(**sizes: Any) -> tuple[str, str | None, dict[str, Any]]:
