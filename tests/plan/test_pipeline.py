@@ -98,11 +98,15 @@ def test_stages_are_assigned_in_a_loop_or_in_a_v(schedule: str, ranks: list[int]
 @pytest.mark.parametrize(
     ("inventory", "parallelism", "problem"),
     [
-        (llama(2), {"pipeline_parallel_degree": 3}, "makes 3 stages, but the model has only 2 layers; set at most 2"),
+        (
+            llama(2),
+            {"pipeline_parallel_degree": 3},
+            "makes 3 stages, but the model has only 2 layers; set pipeline_parallel_degree to at most 2",
+        ),
         (
             llama(3),
             {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "ZBVZeroBubble"},
-            "makes 4 stages (2 per rank), but the model has only 3 layers; set at most 1",
+            "makes 4 stages (2 per rank), but the model has only 3 layers; set pipeline_parallel_degree to at most 1",
         ),
         (
             llama(3),

@@ -164,7 +164,7 @@ def test_a_cpu_has_two_attention_backends() -> None:
         built = build_model(config.model, 16)
         with ExitStack() as stack:
             if name in ("cudnn", "efficient"):
-                with pytest.raises(ConfigError, match=r"kernels.attention: is a kernel for GPUs"):
+                with pytest.raises(ConfigError, match=r"kernels.attention: is for GPUs"):
                     use_kernels(config, built, plan_precision(config, built), WHOLE, torch.device("cpu"), stack)
                 continue
             use_kernels(config, built, plan_precision(config, built), WHOLE, torch.device("cpu"), stack)

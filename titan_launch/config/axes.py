@@ -1,4 +1,4 @@
-"""The axes of parallelism, as a table. Code for all axes loops over its rows. This module does not import torch."""
+"""The axes of parallelism: one row for each, over which code for all axes loops. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Axis:
     """True if the computation waits for each collective along the axis."""
 
     has_host_work: bool = False
-    """True if DTensor starts the collectives, which takes the host `plan.speeds.Measured.exchange_seconds` for each."""
+    """True if DTensor starts the collectives: each takes `plan.speeds.Measured.exchange_seconds` of the host's time."""
 
     @property
     def setting(self) -> str:

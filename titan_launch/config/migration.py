@@ -59,7 +59,7 @@ DEFAULTS: dict[str, Any] = {
     "validation.steps": -1,
     "validation.local_batch_size": 8,
 }
-"""TorchTitan's defaults, for keys whose default here is different."""
+"""TorchTitan's defaults of keys that the conversion reads. The type of a default is also the type of its key."""
 
 _DATASETS: dict[str, dict[str, Any]] = {
     "c4": {"kind": "huggingface", "path": "allenai/c4", "subset": "en", "streaming": True, "shuffle": False},
@@ -100,7 +100,7 @@ _COSMETIC = (
     "checkpoint.enable_first_step_checkpoint",
     "checkpoint.enable_ft_dataloader_checkpoints",
 )
-"""Keys of TorchTitan without a counterpart that do not change the training."""
+"""Keys of TorchTitan that are not converted and do not change the training."""
 
 
 def _llama4(**sizes: Any) -> tuple[str, str | None, dict[str, Any]]:
@@ -337,7 +337,7 @@ def _model(job: Migration) -> None:
         job.put(f"model.args.{key}", value)
     if packed:
         remedy = 'set "data.packing" = "documents", which a stream does not support'
-        job.drop("model.flavor", f"documents of a sample attend to each other; to prevent this, {remedy}")
+        job.drop("model.flavor", f"here, documents of a sample attend to each other; to prevent this, {remedy}")
     elif own == HUGGINGFACE:
         reason = (
             "the new job uses the class of transformers, whose router has no bias that balances the load of the "
@@ -420,7 +420,7 @@ def _optimizer(job: Migration) -> None:
         groups = [{"match": "**", "weight_decay": decay}]
         job.put("optimizer.param_groups", groups, "TorchTitan also decays norms and embeddings")
     if job.value("optimizer.name") not in (None, "AdamW"):
-        job.drop("optimizer.name", 'AdamW is used instead; "optimizer.name" has the other algorithms')
+        job.drop("optimizer.name", 'AdamW is used instead; to use another algorithm, set "optimizer.name"')
 
 
 def _schedule(job: Migration) -> None:
@@ -549,7 +549,7 @@ def _checkpoint(job: Migration) -> None:
     if excluded := job.value("checkpoint.exclude_from_loading"):
         names = {"optimizer": "optimizer", "dataloader": "data", "train_state": "step", "lr_scheduler": "step"}
         parts = sorted({names[part] for part in excluded if part in names})
-        job.drop("checkpoint.exclude_from_loading", f"with checkpoint.load, set the key to {json.dumps(parts)}")
+        job.drop("checkpoint.exclude_from_loading", f"set it to {json.dumps(parts)} if you set checkpoint.load")
 
 
 def _validation(job: Migration) -> None:

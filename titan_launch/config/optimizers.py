@@ -80,8 +80,8 @@ class ShardSize(NamedTuple):
         return 4 * self.num_elements if DTYPE_BYTES[self.state_dtype(config)] < 4 else 0
 
     def decoding(self, config: OptimizerConfig) -> int:
-        """Return the bytes of the temporary tensors while a state tensor in 8 bits is copied to float32, without the
-        copy: int32 indices, or later the scale of each element. Return 0 for another dtype."""
+        """Return the bytes of the temporary tensors while a state tensor in 8 bits is copied to float32: int32 indices,
+        and later the scale of each element. The copy itself is not included. Return 0 for another dtype."""
         return 4 * self._padded if self.state_dtype(config) == "int8" else 0
 
     def encoding(self, config: OptimizerConfig) -> int:
@@ -140,8 +140,8 @@ class PyTorchUpdate:
 
 @dataclass(frozen=True)
 class Algorithm:
-    """One algorithm. Its update computes in float32, and supports moments, parameters and master weights of any
-    dtype."""
+    """One algorithm. Its update computes in float32. It supports moments and parameters of any dtype, and master
+    weights."""
 
     update: str
     """Import string of the function `update(groups, config, applied)`, which updates all `ShardGroup`s of the
@@ -156,7 +156,7 @@ class Algorithm:
     """Peak memory of `update`."""
 
     settings: tuple[str, ...] = ()
-    """Keys or tables of `[optimizer]` that this algorithm reads, but some other algorithms do not read."""
+    """Keys and tables of `[optimizer]` that only some algorithms read, including this one."""
 
     weight_decay: float = 0.1
     """Default of `optimizer.weight_decay`."""
@@ -199,7 +199,7 @@ def batches(sizes: Sequence[int], limit: int | None = None) -> list[range]:
 
 
 def _in_batches(of_batch: Callable[[Sequence[ShardSize], OptimizerConfig], int]) -> Temporaries:
-    """Return the function for an update in batches (see `batches`). `of_batch`: the same for one batch."""
+    """Return the function for an update in batches (see `batches`), from a function `of_batch` for one batch."""
 
     def temporaries(groups: Sequence[GroupSizes], config: OptimizerConfig, ranks: int) -> int:
         divided = ((group.shards, batches([shard.num_elements for shard in group.shards])) for group in groups)
@@ -220,13 +220,13 @@ def _decoding(shards: Sequence[ShardSize], config: OptimizerConfig) -> int:
 
 
 def _encoding(shards: Sequence[ShardSize], config: OptimizerConfig) -> int:
-    """Return the peak of the bytes that are allocated to store one state tensor of each parameter of a batch."""
+    """Return the peak bytes (see `ShardSize.encoding`) while one state tensor per parameter of a batch is stored."""
     key = _row_width if config.state_dtype == "int8" else _inner_axes
     return max(sum(shard.encoding(config) for shard in part) for part in alike(shards, key))
 
 
 def _draw(shards: Sequence[ShardSize], config: OptimizerConfig) -> int:
-    """Return the peak of the bytes that stochastic rounding allocates for a batch."""
+    """Return the peak bytes (see `ShardSize.draw`) while tensors of a batch are rounded stochastically."""
     return max(sum(shard.draw(config) for shard in part) for part in alike(shards, _inner_axes))
 
 
@@ -311,15 +311,15 @@ kernel on a GPU runs longer than its launch takes."""
 
 
 def muon_parts(shards: Sequence[T], num_elements: Callable[[T], int]) -> list[Sequence[T]]:
-    """Divide consecutive shards into parts of at most `_MUON_LIMIT` elements, or of one larger shard. Muon has float32
-    copies of one part at a time."""
+    """Divide consecutive shards into parts of at most `_MUON_LIMIT` elements; a larger shard is a part of its own. Muon
+    has float32 copies of one part at a time."""
     parts = batches([num_elements(shard) for shard in shards], _MUON_LIMIT)
     return [shards[part.start : part.stop] for part in parts]
 
 
 def matrices_at_once(shape: Sequence[int]) -> int:
-    """Return how many matrices of a stack Muon's iterations process together. `shape`: (matrices, rows, columns) of the
-    stack."""
+    """Return the number of matrices of a stack that Muon processes together in its iterations. `shape`: (matrices,
+    rows, columns) of the stack."""
     number, rows, columns = shape
     return min(number, max(1, _MUON_LIMIT // (rows * columns)))
 
@@ -382,9 +382,9 @@ def _muon_batch(batch: Sequence[Sequence[ShardSize]], config: OptimizerConfig, r
 
 
 def _muon_direction(part: Sequence[ShardSize], config: OptimizerConfig) -> int:
-    """Return the peak memory in bytes while the directions are computed in which a part's parameters move. It includes
-    float32 copies of gradients, momenta and directions, and the bytes to decode and encode the momenta. It does not
-    include the directions in bfloat16."""
+    """Return the peak memory in bytes while Muon computes the directions of a part: the matrices that it then makes
+    orthogonal. This memory includes float32 copies of gradients, momenta and directions, and the bytes to decode and
+    encode the momenta. It does not include the directions in bfloat16."""
     gradients = sum(shard.gradient_copy for shard in part)
     momenta = sum(shard.state_copy(config) for shard in part)
     directions = 4 * sum(shard.num_elements for shard in part) if config.muon.nesterov else 0
@@ -423,4 +423,4 @@ ALGORITHMS: dict[str, Algorithm] = {
         pytorch=PyTorchUpdate("titan_launch.optim.sgd:update_pytorch", _pytorch_sgd),
     ),
 }
-"""The algorithms, by their name in `[optimizer]` and its parameter groups."""
+"""The algorithms by name: the values of `optimizer.name`, and of `algorithm` in a parameter group."""

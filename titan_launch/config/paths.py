@@ -125,7 +125,7 @@ def _files_of(entry: str, suffixes: tuple[str, ...] = ("",)) -> Iterator[tuple[s
         import sysconfig  # imported here (like `glob` below), because most jobs do not need it
 
         stdlib = Path(sysconfig.get_paths()["stdlib"])
-        files = _files_below(stdlib, without="site-packages")  # which may hold 40,000 files
+        files = _files_below(stdlib, without="site-packages")  # site-packages may hold 40,000 files
         return (found for found in files if found[0].endswith(".py"))
     if os.path.isdir(entry):
         return (found for found in _files_below(Path(entry)) if uncompressed(found[0]).endswith(suffixes))

@@ -151,7 +151,7 @@ def _foreign_keys() -> Iterator[str]:
     yield "## TorchTitan\n"
     yield from _remedy_table(TORCHTITAN_KEYS)
     yield "## TRL, Transformers' Trainer, Axolotl, LLaMA-Factory, torchtune, Lightning\n"
-    yield "The headings are the sections of the job file here. The error for a key is the same in every section.\n"
+    yield "The headings are sections of titan_launch's job file. The error for a key is the same in every section.\n"
     by_section: dict[str, list[str]] = {section: [] for section in [*JobConfig.model_fields, ""]}
     for key in COMMON_NAMES:
         found = re.search(r'"(\w+)\.\w', _remedy(key))
@@ -253,7 +253,7 @@ def _sections() -> Iterator[str]:
 
 
 def _section(heading: str, path: str, section: type[Section]) -> Iterator[str]:
-    """Yield the description of a table's keys, then that of each array of tables in it."""
+    """Yield the description of a table's keys, then the description of each array of tables in this table."""
     yield from _describe(heading, section_doc(section), _fields(section))
     for name, field in section.model_fields.items():
         for kind in alternatives(field.annotation):

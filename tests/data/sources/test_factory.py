@@ -226,7 +226,7 @@ def test_errors_of_a_factory_name_it() -> None:
     assert problem("Stream", shuffle=False, args={"number": 0}) == "data.kind: returns an iterable without samples"
     assert problem("Stream", num_workers=2) == (
         "data.shuffle: a stream is read in its own order; set shuffle = false, and shuffle the data in advance\n"
-        "data.num_workers: a stream is read by at most one worker process per rank; set 0 or 1"
+        "data.num_workers: a stream is read by at most one worker process per rank; set num_workers = 0 or 1"
     )
     assert problem("Sequence").startswith('data.kind: tests.data.sources.test_factory has no attribute "Sequence"; did')
     config = FactoryData(kind="tests.data.sources.test_factory:Stream", shuffle=False)

@@ -55,7 +55,7 @@ TORCHTITAN_KEYS: dict[str, str] = {
     "lr_scheduler.name": "lr_scheduler.kind",
     "parallelism.disable_loss_parallel": 'use "parallelism.loss_parallel", with the opposite value',
     "parallelism.enable_async_tensor_parallel": "asynchronous tensor parallelism is not supported; remove this key",
-    "parallelism.expert_tensor_parallel_degree": '"parallelism.tensor_parallel_degree" also divides experts',
+    "parallelism.expert_tensor_parallel_degree": 'use "parallelism.tensor_parallel_degree", which also divides experts',
     "parallelism.context_parallel_load_balancer": 'use "parallelism.context_parallel_load_balance", a bool',
     "parallelism.module_fqns_per_model_part": _NO_STAGE_LAYERS,
     "parallelism.pipeline_parallel_layers_per_stage": _NO_STAGE_LAYERS,
@@ -98,11 +98,11 @@ TORCHTITAN_KEYS: dict[str, str] = {
     "validation.steps": 'use "validation.max_samples", in samples',
     "experimental": 'use "model.name" = "package.module:factory" for your own model',
     "fault_tolerance": "torchft is not supported; use the option --max-restarts of `launch` to restart failed ranks",
-    "memory_estimation": "the command `plan` estimates memory",
+    "memory_estimation": "use the command `plan`, which estimates memory",
     "profiling.enable_profiling": _PROFILE,
     "profiling.profile_freq": _PROFILE,
     "profiling.profiler_active": "profiling.num_steps",
-    "profiling.profiler_warmup": 'not needed; "profiling.start_step" may be any step after the first ones',
+    "profiling.profiler_warmup": 'not needed; set "profiling.start_step" to a step after the slow first steps',
     "profiling.enable_memory_snapshot": 'use "profiling.memory", with "profiling.start_step"',
     "profiling.save_traces_folder": _PROFILE_FOLDER,
     "profiling.save_memory_snapshot_folder": _PROFILE_FOLDER,
@@ -263,7 +263,7 @@ _NAMES: dict[str, str] = {
     "validation.min_improvement": "early_stopping_threshold",
     'use "validation.max_samples", in samples': "limit_val_batches",
 }
-"""The names of keys in tools other than TorchTitan, separated by spaces, by the remedy for these keys."""
+"""Each remedy, with the names of its keys in tools other than TorchTitan, separated by spaces."""
 
 COMMON_NAMES: dict[str, str] = {
     **{name: remedy for remedy, names in _NAMES.items() for name in names.split()},
@@ -278,8 +278,8 @@ COMMON_NAMES: dict[str, str] = {
 FOREIGN_KEYS: dict[str, str] = {
     **TORCHTITAN_KEYS,
     **COMMON_NAMES,
-    "optimizer.beta": _BETAS,  # in other sections, `beta` is that of DPO
-    # Names that are sections here, and keys with a single value in other tools.
+    "optimizer.beta": _BETAS,  # in other sections, `beta` means `loss.dpo.beta`
+    # Names of sections of this job file that are keys with a single value in other tools.
     "activation_checkpoint": "activation_checkpoint.mode",
     "compile": "compile.enable",
     "data": "data.path",

@@ -23,7 +23,7 @@ class JobFile:
     def __init__(self, path: str):
         self.path = path
         """Path from the command line, or from the `extends` of another file. A relative path is relative to the working
-        directory. For the name of a job file in the package, the path of that file."""
+        directory. If the name of a job file in the package is given, this is the path of that file."""
         self._text = _read_text(path)
         self.table: dict[str, Any] = _parse(path, self._text)
         """Content of the file, without `extends`."""

@@ -1,5 +1,5 @@
-"""Limits of the size and content of a job file. A job file that somebody else wrote can then cause an error, but cannot
-use up memory or time."""
+"""Limits of the size and content of a job file. They ensure that a job file from elsewhere can cause an error, but
+cannot use up memory or time."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def _merge_all(
     given, files = parse_overrides(overrides, aliases), read_job(path) if path else []
     draft, problems = _merge(files, given)
     if has_copies(draft.table):
-        # Overrides of `model.args` may change values from the model's folder, which is not yet read.
+        # Overrides of `model.args` may look wrong only because the model's folder is not read yet.
         wrong = [problem for problem in problems if problem.key[:2] != ("model", "args")] + _parse(draft.table)[1]
         if wrong:
             raise UserError(draft.provenance(path or "the command line").describe(wrong))
@@ -205,7 +205,7 @@ def _parse(table: dict[str, Any]) -> tuple[JobConfig, list[Problem]]:
     In the configuration, each wrong key has its default value, so that the rules can check the other keys. With more
     than `MOST_PROBLEMS` problems, all keys have their default values.
     """
-    # With all sections and kinds, the validator of JobConfig validates every section.
+    # Missing sections are added as {}. Pydantic then builds one validator, that of JobConfig, not one per section.
     complete = _with_kinds({name: {} for name in JobConfig.model_fields} | table, ())
     try:
         return JobConfig.model_validate(complete), []

@@ -87,7 +87,7 @@ def _parse_key(name: str) -> tuple[str, ...]:
 
 
 def _split_key(name: str) -> tuple[str, ...]:
-    """Return the parts of a dotted key, which may be quoted as in TOML. Raises ValueError for any other text."""
+    """Return the parts of a dotted key, which may be quoted as in TOML. Raises ValueError for a text that is no key."""
     if '"' not in name and "'" not in name and all(name.split(".")):
         return tuple(name.split("."))
     try:
@@ -121,7 +121,7 @@ def parse_value(text: str) -> Any:
 
 
 _ALTERNATIVES: Mapping[KeyPath, str] = {("training", "steps"): "epochs", ("training", "epochs"): "steps"}
-"""Pairs of keys in one table of which a job sets only one. The value is the name of the other key."""
+"""Keys of one table that exclude each other: each key, with the name of the key that it excludes."""
 
 
 class Draft:

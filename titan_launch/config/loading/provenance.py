@@ -18,7 +18,7 @@ class KeyLocation(NamedTuple):
     source: int
     line: int
     text: str
-    """`configs/job.toml:7`, or `command line: --training.steps=20`."""
+    """Location as text: `configs/job.toml:7`, or `command line: --training.steps=20`."""
 
 
 class Source(Protocol):

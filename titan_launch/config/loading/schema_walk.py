@@ -95,7 +95,7 @@ def _names(label: str | int, kind: Any) -> bool:
 
 
 def _inside(kind: Any, part: str | int) -> list[Any]:
-    """Return the types that `part` of a value of type `kind` accepts: a key of a table, or an item of an array."""
+    """Return the types that a value of type `kind` accepts at `part`, a key of a table or an index of an array."""
     if not is_section(kind):
         return item_types(kind)
     field = kind.model_fields.get(part)

@@ -1,5 +1,4 @@
-"""The line of each key of a TOML document, since tomli does not report lines, and messages for tomli's syntax
-errors."""
+"""Line numbers of the keys of a TOML document, which tomli does not report, and messages for tomli's syntax errors."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ _DOT = re.compile(r"[ \t]*\.[ \t]*")
 _EQUALS = re.compile(r"[ \t]*=[ \t]*")
 _HEADER_OPEN, _HEADER_CLOSE = re.compile(r"\[\[?[ \t]*"), re.compile(r"[ \t]*\]\]?")
 _SCALAR = re.compile(r"[^,\]}#\n]+")
-# The order matters: three quotes would also match as an empty string. `(?!")`: a string may end with quotes.
+# Three quotes come first, because two of them would match as an empty string. `(?!")`: a string may end with quotes.
 _STRING = re.compile(r'''"""(?:\\.|[^\\])*?"""(?!")|\'\'\'.*?\'\'\'(?!')|"(?:\\.|[^"\\\n])*"|'[^'\n]*\'''', re.DOTALL)
 
 
@@ -81,8 +80,8 @@ class _Scanner:
         return key
 
     def _resolve(self, parts: list[str]) -> KeyPath:
-        """Return the path of a header, with indices. In a header, the name of an array of tables stands for the last
-        item so far."""
+        """Return the path of the table that a header names, with indices of arrays. In a header, the name of an array
+        of tables stands for its last item so far."""
         key: KeyPath = ()
         for part in parts:
             key = (*key, part)

@@ -40,17 +40,15 @@ _KNOWN = READ | {*WRITTEN, STORE}
 
 
 def has_copies(table: Mapping[str, Any]) -> bool:
-    """Return True if `with_local_copies` copies objects for this table."""
+    """Return True if `with_local_copies` would copy objects for this table."""
     return any(_name(key) in READ for key, _ in _urls(table))
 
 
 def with_local_copies(table: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
     """Return (table, problems). In the returned table, the path of a local copy replaces each URL of `READ`. A URL that
     cannot be copied, or that a run cannot write to, stays and has a problem. If a run cannot write to a URL, nothing is
-    copied.
-
-    Raises UserError if the cache cannot be written, and ConfigError, without the value, for a URL with credentials.
-    Raises RunError if a store does not answer: after this error, `launch` may start the ranks again."""
+    copied. Raises UserError if the cache cannot be written, and ConfigError, without the value, for a URL with
+    credentials. Raises RunError if a store does not answer: after this error, `launch` may start the ranks again."""
     urls = list(_urls(table))
     for key, url in urls:
         if has_credentials(url):

@@ -64,4 +64,4 @@ STEP_RULES: tuple[Rule, ...] = (
     average_is_updated_in_the_run,
 )
 """The rules that compare a key with `training.steps`. A run with `training.epochs` checks them again when it knows the
-steps."""
+number of steps."""

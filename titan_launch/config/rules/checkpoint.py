@@ -33,7 +33,7 @@ def weights_are_never_written_to(config: JobConfig) -> Iterator[Problem]:
 
 def load_is_a_word_or_a_path(config: JobConfig) -> Iterator[Problem]:
     """Report a problem if `checkpoint.load` is a number below 1, or a word that is neither a keyword nor an existing
-    path. (A text with `/` is always taken as a path. The run reports a missing one when it loads the checkpoint.)"""
+    path. (A text with `/` is always taken as a path. The run reports a missing path when it loads the checkpoint.)"""
     load = config.checkpoint.load
     if isinstance(load, int) and load < 1:
         yield Problem(_LOAD, 'must be "latest", "none", a step (at least 1), or a path', load)

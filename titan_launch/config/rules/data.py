@@ -105,7 +105,7 @@ def mixture_weights_are_usable(config: JobConfig) -> Iterator[Problem]:
             total = sum(shares)
             too_small = [index for index, share in enumerate(shares) if 0 < share * _SMALLEST_SHARE < total]
             limit = f"1/{_SMALLEST_SHARE} of the sum of all weights"
-            reason = f"is less than {limit} from step {step} on; set 0 or a larger weight"
+            reason = f"the weight from step {step} on is less than {limit}; set the weight 0 or a larger one"
             if shares and not total:
                 too_small, reason = [0], f"all sources have the weight 0 from step {step} on; set a larger weight"
             for index in too_small:
@@ -189,7 +189,7 @@ def streams_are_only_read_in_order(config: JobConfig) -> Iterator[Problem]:
         if data.streaming:
             yield from stream_problems(data, key)
             if data.packing != "concat":
-                reason = 'needs the lengths of all documents, but a stream has none; set "concat", or remove streaming'
+                reason = 'needs documents of known length; set packing = "concat", or remove streaming'
                 yield Problem((*key, "packing"), reason, data.packing, also=((*key, "streaming"),))
 
 
@@ -313,8 +313,8 @@ def as_written(value: object) -> object:
 
 
 def keys_of_packed_documents(config: JobConfig) -> Iterator[tuple[KeyPath, str]]:
-    """Yield (key, value) for each data source with several documents in a sample that do not attend to each other. The
-    key is `packing`, `samples` for a factory, or `kind` if all data of the kind is like this."""
+    """Yield (key, value) for each data source whose samples consist of documents that do not attend to each other. The
+    key is `packing`, `samples` for a factory, or `kind` if all data of this kind has such samples."""
     for source, data in sources_of(config):
         if separates_documents(data):
             keys = (name for name in ("packing", "samples") if name in type(data).model_fields)

@@ -1,4 +1,4 @@
-"""Rules across sections for the loss, and the job of its second model. Part of `titan_launch.config.rules`."""
+"""Rules of `titan_launch.config.rules` for the loss, and the job that describes its second model."""
 
 from __future__ import annotations
 
@@ -114,19 +114,19 @@ def outputs_suit_the_loss(config: JobConfig) -> Iterator[Problem]:
     labels = labels_taken(config.model)
     has_labels = labels is not None
     if has_labels and name not in ("cross_entropy", "reward"):
-        reason = f'is for language models, but model.args.num_labels is {labels}; set "cross_entropy" or "reward"'
+        reason = f'is for language models, not for num_labels = {labels}; set loss.name = "cross_entropy" or "reward"'
         yield Problem(_NAME, reason, name, also=(("model", "args", "num_labels"),))
     elif name == "reward" and labels != 1:
-        reason = 'must be 1 for loss.name = "reward", which reads one number for each answer'
+        reason = 'num_labels must be 1 for loss.name = "reward", which reads one number for each answer'
         yield args_problem(config, ("num_labels",), reason, also=(_NAME,))
     for source, data in sources_of(config):
         also = (("model", "args", "num_labels"), _NAME)
         if isinstance(data, ClassificationData) and labels != len(data.labels):
-            reason = f"must be {len(data.labels)}, the number of labels in {format_key((*source, 'labels'))}"
+            reason = f"num_labels must be {len(data.labels)}, the number of labels in {format_key((*source, 'labels'))}"
             yield args_problem(config, ("num_labels",), reason, also=((*source, "labels"),))
         elif isinstance(data, PreferenceData) and (data.train_on == "end") != (name == "reward"):
             needed = "end" if name == "reward" else "last"
-            reason = f'has targets that loss.name = "{name}" does not read; set "{needed}"'
+            reason = f'has targets that loss.name = "{name}" does not read; set train_on = "{needed}"'
             yield Problem((*source, "train_on"), reason, data.train_on, also=also)
         elif (
             has_labels
@@ -168,8 +168,8 @@ def second_model_fits(config: JobConfig) -> Iterator[Problem]:
         yield from error.problems
         return
     if unit_taken(model) != config.data.unit:
-        reason = f"holds a model ({model.name}) that takes {unit_taken(model)}, but the data consists of "
-        yield Problem(second.key, reason + config.data.unit, second.folder, also=(("data", "kind"),))
+        reason = f"holds a model ({model.name}) that takes {unit_taken(model)}, but the data has {config.data.unit}"
+        yield Problem(second.key, f"{reason}; name another model", second.folder, also=(("data", "kind"),))
         return
     theirs, own = vocabulary_taken(model), vocabulary_taken(config.model)
     if None not in (theirs, own) and theirs != own:

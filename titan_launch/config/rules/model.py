@@ -101,8 +101,8 @@ def sequences_have_positions(config: JobConfig) -> Iterator[Problem]:
     limit = args.longest_sequence() if args is not None else None
     if limit is not None and seq_len > limit[1]:
         name, longest = limit
-        reason = f"is longer than the model's {longest} positions (model.args.{name}); set at most {longest}, or more "
-        yield Problem(("training", "seq_len"), f"{reason}positions", seq_len, also=(_NAME, _FLAVOR, (*_ARGS, name)))
+        reason = f"exceeds the model's {longest} positions; set at most {longest}, or a larger model.args.{name}"
+        yield Problem(("training", "seq_len"), reason, seq_len, also=(_NAME, _FLAVOR, (*_ARGS, name)))
 
 
 def factory_args_can_be_recorded(config: JobConfig) -> Iterator[Problem]:

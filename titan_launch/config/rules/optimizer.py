@@ -62,7 +62,7 @@ def width_is_scaled(config: JobConfig) -> Iterator[Problem]:
         yield Problem(key, reason, base, also=(("model", "name"),))
         return
     if width % base and base % width:
-        reason = f"is neither a divisor nor a multiple of the model's width, {width}; set such a number"
+        reason = f"must be a divisor or a multiple of the model's width, {width}"
         yield Problem(key, reason, base, also=(("model", "args", "dim"), ("model", "flavor")))
     for what in args.beyond_mup():
         reason = f"muP has no rule for {what}{'' if ';' in what else '; remove this key'}"

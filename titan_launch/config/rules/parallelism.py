@@ -30,7 +30,7 @@ def matrices_can_be_divided(config: JobConfig) -> Iterator[Problem]:
     sizes = args.tensor_parallel_sizes()
     misfits = [f"{name} ({size})" for name, size in sizes.items() if size % degree]
     if misfits:
-        remedy = f"set {_divisors(gcd(*sizes.values()))}"
+        remedy = f"set tensor_parallel_degree to {_divisors(gcd(*sizes.values()))}"
         reason = f"must divide {', '.join(misfits)}, because each rank holds a shard of every matrix; {remedy}"
         yield Problem(TENSOR.key, reason, degree, also=_MODEL)
 
@@ -46,7 +46,7 @@ def models_can_be_divided(config: JobConfig) -> Iterator[Problem]:
     ):
         if degree > 1 and not is_supported:
             reason = (
-                f"is not supported by the model {config.model.name}; set 1, and use data parallelism "
+                f"is not supported by the model {config.model.name}; set {key[1]} = 1, and use data parallelism "
                 "(data_parallel_shard_degree)"
             )
             yield Problem(key, reason, degree, also=_MODEL)
@@ -63,20 +63,17 @@ def ring_attention_is_causal(config: JobConfig) -> Iterator[Problem]:
 
 def only_sequences_are_divided(config: JobConfig) -> Iterator[Problem]:
     """Report a problem if the data consists of images and the job has context or sequence parallelism: both divide
-    sequences of tokens.
-
-    (If a model of this package does not support the parallelism with any data, `models_can_be_divided` reports the
-    problem.)
-    """
+    sequences of tokens. (If a model of this package does not support the parallelism with any data,
+    `models_can_be_divided` reports the problem.)"""
     if config.data.unit == "tokens":
         return
     parallelism, architecture = config.parallelism, ARCHITECTURES.get(config.model.name)
     problems: list[tuple[KeyPath, int | bool, str]] = []
     if parallelism.context_parallel_degree > 1 and architecture is None:
-        problems.append((CONTEXT.key, parallelism.context_parallel_degree, "1"))
+        problems.append((CONTEXT.key, parallelism.context_parallel_degree, "context_parallel_degree = 1"))
     can_divide = architecture is None or architecture.args.supports_tensor_parallel
     if parallelism.tensor_parallel_degree > 1 and parallelism.sequence_parallel and can_divide:
-        problems.append((_SEQUENCE, True, "false"))
+        problems.append((_SEQUENCE, True, "sequence_parallel = false"))
     for key, value, remedy in problems:
         what = f'data.kind = "{config.data.kind}" gives {config.data.unit}'
         reason = f"divides sequences of tokens, but {what}; set {remedy}"
@@ -126,9 +123,9 @@ def batch_norm_sees_whole_sequences(config: JobConfig) -> Iterator[Problem]:
 
 
 def experts_can_be_divided(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem if a job with expert parallelism has a model without experts, or if the degree does not divide
-    the number of experts, or the number of ranks over which FSDP2 shards parameters. (If `data_parallel_shard_degree`
-    is -1, `plan_layout` checks the number of ranks.)"""
+    """Report a problem if a job with expert parallelism has a model without experts. Also report a problem if the
+    degree does not divide the number of experts, or the number of ranks over which FSDP2 shards parameters. (If
+    `data_parallel_shard_degree` is -1, `plan_layout` checks the number of ranks.)"""
     parallelism, args = config.parallelism, known_args(config.model)
     degree, shard = parallelism.expert_parallel_degree, parallelism.data_parallel_shard_degree
     if degree == 1:
@@ -152,7 +149,8 @@ def misfit_of_experts(degree: int, num_experts: int, experts: str) -> str | None
     in the reason."""
     if num_experts % degree == 0:
         return None
-    return f"must divide {experts} ({num_experts}), since each rank holds whole experts; set {_divisors(num_experts)}"
+    remedy = f"set expert_parallel_degree to {_divisors(num_experts)}"
+    return f"must divide {experts} ({num_experts}), since each rank holds whole experts; {remedy}"
 
 
 def misfit_of_expert_ranks(degree: int, shard: int, context: int) -> str | None:
@@ -224,11 +222,11 @@ def num_stages(parallelism: ParallelismConfig) -> int:
 
 
 def too_few_layers(parallelism: ParallelismConfig, layers: int) -> str:
-    """Return the reason why a model with `layers` layers has too few of them for the pipeline stages, with the
-    remedy."""
+    """Return the reason why `layers` layers are too few for the pipeline stages, with the remedy."""
     per_rank, wanted = stages_per_rank(parallelism), num_stages(parallelism)
     times = f" ({per_rank} per rank)" if per_rank > 1 else ""
-    return f"makes {wanted} stages{times}, but the model has only {layers} layers; set at most {layers // per_rank}"
+    remedy = f"set pipeline_parallel_degree to at most {layers // per_rank}"
+    return f"makes {wanted} stages{times}, but the model has only {layers} layers; {remedy}"
 
 
 def misfit_of_microbatches(
@@ -246,7 +244,8 @@ def misfit_of_microbatches(
     has = f"makes {num_microbatches} {'microbatch' if num_microbatches == 1 else 'microbatches'} per step"
     if schedule == "1F1B" and num_microbatches < degree:
         larger = "a larger value" if samples_each is None else f"at least {degree * samples_each}"
-        return f"{has}, but 1F1B requires at least one per stage ({degree}); set {larger}, or use GPipe"
+        remedy = f"set global_batch_size to {larger}, or use GPipe"
+        return f"{has}, but 1F1B requires at least one per stage ({degree}); {remedy}"
     if schedule in _INTERLEAVED and not _makes_equal_rounds(num_microbatches, degree):
         below = next(n for n in range(num_microbatches, 0, -1) if _makes_equal_rounds(n, degree))
         above = next(n for n in count(num_microbatches) if _makes_equal_rounds(n, degree))
@@ -343,7 +342,7 @@ def split_backward_is_reduced_once(config: JobConfig) -> Iterator[Problem]:
     why = f"{schedule} computes the gradients of weights later than those of activations"
     if accumulation.mode != "auto" and accumulation.row.reduce_scatters_each:
         kept = "" if accumulation.keep_params_unsharded else " and keep_params_unsharded = true"
-        reason = f'{why}, and supports only one reduction per step; set "deferred"{kept}, or use Interleaved1F1B'
+        reason = f'{why}, and supports only one reduction per step; set mode = "deferred"{kept}, or use Interleaved1F1B'
         yield Problem(("gradient_accumulation", "mode"), reason, accumulation.mode, also=(_SCHEDULE,))
     elif not accumulation.keep_params_unsharded and accumulation != GradientAccumulationConfig(mode="auto"):
         reason = f"{why}, so parameters must stay unsharded; set keep_params_unsharded = true, or use Interleaved1F1B"
@@ -366,11 +365,10 @@ def split_backward_checkpoints_whole_modules(config: JobConfig) -> Iterator[Prob
     why = f"frees each saved result after one read, but {schedule} reads each result twice"
     if checkpointing.mode == "selective" and checkpointing.selective_ac_option == "op":
         key: KeyPath = ("activation_checkpoint", "selective_ac_option")
-        yield Problem(
-            key, f'{why}; set a number or mode = "full", or use Interleaved1F1B', "op", also=(_SCHEDULE, mode)
-        )
+        reason = f'{why}; set selective_ac_option to a number, or set mode = "full", or use Interleaved1F1B'
+        yield Problem(key, reason, "op", also=(_SCHEDULE, mode))
     elif checkpointing.mode == "auto":
-        reason = f'may choose selective checkpointing by operation, which {why}; set "none" or "full"'
+        reason = f'may choose selective checkpointing by operation, which {why}; set mode = "none" or "full"'
         yield Problem(mode, reason, "auto", also=(_SCHEDULE,))
 
 
@@ -381,7 +379,7 @@ def split_backward_supports_experts(config: JobConfig) -> Iterator[Problem]:
     if SPLITS_BACKWARD_OF_EXPERTS or not splits_backward(config.parallelism) or args is None:
         return
     if args.num_experts() is not None:
-        reason = 'splits the backward of experts, which needs torch 2.13 or later; set "Interleaved1F1B" or "1F1B"'
+        reason = "splits the backward of experts, which needs torch 2.13 or later; use Interleaved1F1B or 1F1B"
         yield Problem(_SCHEDULE, reason, schedule, also=_MODEL)
 
 

@@ -45,7 +45,7 @@ def deferred_gradients_accumulate_in_float32(config: JobConfig) -> Iterator[Prob
     reason = (
         f'gradient_accumulation.mode = "{mode}" accumulates gradients in this dtype, with a relative error of 3e-3 '
         "over 4 microbatches and 6e-3 over 64 (float32: 2e-9 and 2e-8; measured); "
-        'set "float32", or gradient_accumulation.mode = "immediate"'
+        'set reduce_dtype = "float32", or gradient_accumulation.mode = "immediate"'
     )
     for key, dtype in _with_rules(config, ("precision", "reduce_dtype"), "reduce_dtype"):
         if dtype == "bfloat16":
@@ -62,7 +62,7 @@ def deferred_all_reduces_exist(config: JobConfig) -> Iterator[Problem]:
     if config.parallelism.shard_optimizer_over_replicas:
         reason = (
             "has no all-reduce between replicas to defer: with parallelism.shard_optimizer_over_replicas = true, "
-            'gradients are exchanged between replicas once per step in every mode; set "immediate"'
+            'gradients are exchanged between replicas once per step in every mode; set mode = "immediate"'
         )
         also: KeyPath = ("parallelism", "shard_optimizer_over_replicas")
         yield Problem(("gradient_accumulation", "mode"), reason, mode, also=(also,))
@@ -79,7 +79,7 @@ def parameters_can_stay_unsharded(config: JobConfig) -> Iterator[Problem]:
     if not config.gradient_accumulation.keep_params_unsharded:
         return
     if config.loss.kind.frees_parameters:
-        reason = f'is not supported with loss.name = "{config.loss.name}", which reshards after each forward; set false'
+        reason = f'loss.name = "{config.loss.name}" reshards after each forward; set keep_params_unsharded = false'
         yield Problem(key, reason, True, also=(("loss", "name"),))
     reshards = ("parallelism", "fsdp_reshard_after_forward")
     for other, reshard in _with_rules(config, reshards, "reshard_after_forward"):
@@ -98,7 +98,7 @@ def attention_backend_is_used(config: JobConfig) -> Iterator[Problem]:
     if backend == "auto" or known_args(config.model) is None:
         return
     for what, also in islice(beyond_causal_attention(config), 1):
-        reason = f'supports only plain causal attention, but the job has {what}; set "auto"'
+        reason = f'supports only plain causal attention, but the job has {what}; set attention = "auto"'
         yield Problem(("kernels", "attention"), reason, backend, also)
 
 

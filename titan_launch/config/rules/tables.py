@@ -193,13 +193,13 @@ CONTRADICTIONS = (
         "training.unfreeze",
         lambda job: bool(job.training.unfreeze) and job.parallelism.pipeline_parallel_degree > 1,
         "is not supported with {parallelism.pipeline_parallel_degree}: PyTorch's stages agree in the first step on the "
-        "gradients that they exchange; train from the start, or set the degree to 1",
+        "gradients that they exchange; train all from the start, or set pipeline_parallel_degree = 1",
     ),
     Contradiction(
         "kernels.attention",
         lambda job: job.kernels.attention == "math" and job.parallelism.context_parallel_degree > 1,
         "is not supported with {parallelism.context_parallel_degree}: ring attention requires a fused kernel; set "
-        '"auto"',
+        'attention = "auto"',
     ),
     Contradiction(
         "parallelism.context_parallel_degree",
@@ -211,7 +211,7 @@ CONTRADICTIONS = (
         "parallelism.pipeline_parallel_schedule",
         lambda job: job.compile.enable and splits_backward(job.parallelism),
         "computes the gradients of weights later than those of activations, but with {compile.enable} the backward of "
-        'a block is one graph; set "Interleaved1F1B" or "1F1B", or compile.enable = false',
+        "a block is one graph; use Interleaved1F1B or 1F1B, or set compile.enable = false",
     ),
     Contradiction(
         "compile.components",
@@ -244,7 +244,7 @@ CONTRADICTIONS = (
         "activation_checkpoint.mode",
         lambda job: job.activation_checkpoint.mode == "memory_budget" and job.parallelism.tensor_parallel_degree > 1,
         "is not supported with {parallelism.tensor_parallel_degree}: PyTorch's partitioner cannot determine the size "
-        'of a DeviceMesh in the graph; set "full" or "selective", or parallelism.tensor_parallel_degree = 1',
+        'of a DeviceMesh in the graph; set mode = "full" or "selective", or parallelism.tensor_parallel_degree = 1',
     ),
     Contradiction(
         "float8.enable",
@@ -300,7 +300,7 @@ CONTRADICTIONS = (
             and not _stores_bfloat16(job)
         ),
         "rounds to bfloat16, but the job has {precision.storage_dtype}, and stores neither parameters nor moments in "
-        'bfloat16; set precision.storage_dtype or optimizer.state_dtype = "bfloat16", or set "nearest"',
+        'bfloat16; set precision.storage_dtype or optimizer.state_dtype = "bfloat16", or set rounding = "nearest"',
         also=("optimizer.state_dtype", "optimizer.master_weights", "precision.rules"),
     ),
     Contradiction(
@@ -312,14 +312,14 @@ CONTRADICTIONS = (
             and _stores_bfloat16(job)
         ),
         "rounds to bfloat16, but {optimizer.master_weights} updates float32 copies, and {optimizer.state_dtype} keeps "
-        'the moments in another dtype; set "nearest", or remove one of these two keys',
+        'the moments in another dtype; set rounding = "nearest", or remove one of these two keys',
         also=("precision.storage_dtype", "precision.rules"),
     ),
     Contradiction(
         "optimizer.state_dtype",
         lambda job: job.optimizer.state_dtype == "int8" and job.parallelism.tensor_parallel_degree > 1,
         "is not supported with {parallelism.tensor_parallel_degree}: tensor parallelism divides the rows of some "
-        'matrices, whose elements share scales; set "bfloat16", or tensor_parallel_degree = 1',
+        'matrices, whose elements share scales; set state_dtype = "bfloat16", or tensor_parallel_degree = 1',
     ),
     Contradiction(
         "ema.validate_with",
@@ -461,7 +461,7 @@ def missing_on_cpu(config: JobConfig) -> Iterator[Problem]:
         reason = f'{why}, but the device is "cpu"; remove this key, or train on GPUs'
         yield from (Problem(path, reason, value, also=(device,)) for path, value in changed_keys(config, key))
     if config.kernels.attention in ("cudnn", "efficient"):
-        reason = 'is a kernel for GPUs, but the device is "cpu"; set "auto", "flash" or "math", or train on GPUs'
+        reason = 'is for GPUs, but the device is "cpu"; set attention = "auto", "flash" or "math", or train on GPUs'
         yield Problem(("kernels", "attention"), reason, config.kernels.attention, also=(device,))
     if config.float8.enable and not config.float8.emulate:
         remedy = "set float8.emulate = true, or set float8.enable = false"

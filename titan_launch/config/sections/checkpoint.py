@@ -55,7 +55,7 @@ class CheckpointConfig(Section):
 
     save_frozen: bool = False
     """Also save the parameters that are never trained and have the values of `model.weights`. False: checkpoints omit
-    these parameters, and record the path and the fingerprint of the folder. A run that resumes reads the parameters
+    these parameters, and record the path and the fingerprint of this folder. A run that resumes reads the parameters
     from `model.weights`, and refuses a folder with another fingerprint. All other parameters are always saved."""
 
     load: int | str = "latest"
@@ -90,6 +90,6 @@ class CheckpointConfig(Section):
     parts."""
 
     accept_changes: bool = False
-    """Resume even if the experiment has changed since the checkpoint. The experiment is its configuration, and the
-    content of the training data, the tokenizer, the initial weights and the second model of the loss. A checkpoint of a
-    different model can never be resumed."""
+    """Resume even if the experiment has changed since the checkpoint. The experiment consists of the configuration, and
+    of the content of the training data, the tokenizer, the initial weights and the second model of the loss. A
+    checkpoint of a different model can never be resumed."""

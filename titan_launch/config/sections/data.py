@@ -197,9 +197,9 @@ class ChatData(LinesData):
     no target."""
 
     truncation: Literal["skip", "stop", "right", "left"] = "skip"
-    """Use of a chat with more than `training.seq_len` + 1 tokens. `skip`: the chat is not used, and the log reports the
-    number of such chats. `stop`: the run ends with an error that names the chat. `right`: tokens are removed at the end
-    of the chat. `left`: tokens are removed at its beginning."""
+    """Action for a chat with more than `training.seq_len` + 1 tokens. `skip`: the chat is not used, and the log reports
+    the number of such chats. `stop`: the run ends with an error that names the chat. `right`: tokens are removed at the
+    end of the chat. `left`: tokens are removed at its beginning."""
 
 
 class PreferenceData(ChatData):
@@ -220,9 +220,9 @@ class PreferenceData(ChatData):
     the loss uses the model's output after the last token of the chat. `loss.name = "reward"` needs `end`."""
 
     truncation: Literal["skip", "stop", "right", "left"] = "skip"
-    """Use of a pair whose two chats do not fit into `training.seq_len` together. `skip`: the pair is not used, and the
-    log reports the number of such pairs. `stop`: the run ends with an error that names the pair. `right`, `left`: each
-    chat is cut to at most half of `training.seq_len`, plus one token, because the last token of a chat is never an
+    """Action for a pair whose two chats do not fit into `training.seq_len` together. `skip`: the pair is not used, and
+    the log reports the number of such pairs. `stop`: the run ends with an error that names the pair. `right`, `left`:
+    each chat is cut to at most half of `training.seq_len`, plus one token, because the last token of a chat is never an
     input. Tokens are removed at the end of the chat (`right`) or at its beginning (`left`)."""
 
 
@@ -240,7 +240,7 @@ class UnpairedPreferenceData(ChatData):
     assistant, with the token that ends it. `assistant`: all turns of the assistant."""
 
     truncation: Literal["skip", "stop", "right", "left"] = "skip"
-    """Use of a chat with more than `training.seq_len` tokens. `skip`: the chat is not used, and the log reports the
+    """Action for a chat with more than `training.seq_len` tokens. `skip`: the chat is not used, and the log reports the
     number of such chats. `stop`: the run ends with an error that names the chat. `right`: tokens are removed at the end
     of the chat. `left`: tokens are removed at its beginning."""
 
@@ -265,7 +265,7 @@ class ClassificationData(LinesData):
     exported model has these names."""
 
     truncation: Literal["skip", "stop", "right", "left"] = "skip"
-    """Use of a text with more than `training.seq_len` tokens. `skip`: the text is not used, and the log reports the
+    """Action for a text with more than `training.seq_len` tokens. `skip`: the text is not used, and the log reports the
     number of such texts. `stop`: the run ends with an error that names the text. `right`: tokens are removed at the end
     of the text. `left`: tokens are removed at its beginning."""
 
@@ -292,8 +292,8 @@ class HuggingFaceData(RecordsData):
     kind: Literal["huggingface"]
 
     path: str
-    """A folder that `save_to_disk` wrote, or a folder of data files (Parquet, JSON lines, CSV, text). Or the name of a
-    data set of the Hugging Face Hub, such as `roneneldan/TinyStories`, which is downloaded."""
+    """A folder that `save_to_disk` wrote, a folder of data files (Parquet, JSON lines, CSV, text), or the name of a
+    data set of the Hugging Face Hub, such as `roneneldan/TinyStories`. A data set of the Hub is downloaded."""
 
     column: str = "text"
     """Name of the column with the text."""
@@ -316,10 +316,10 @@ class TokensData(TokenizedData):
     kind: Literal["tokens"]
 
     path: str
-    """Folder of token files that `titan-launch prepare` wrote, relative to the working directory. Or a file of another
-    program: a `.bin` of Megatron-LM with its `.idx` beside it (the suffix may be omitted), a file of llm.c, an `.npy`
-    file of NumPy, or a flat file of numbers as in nanoGPT. A glob of such files is also possible. `[tokenizer]` must be
-    the tokenizer that made the tokens."""
+    """A folder of token files that `titan-launch prepare` wrote, or a file of another program, relative to the working
+    directory. The files of other programs are: a `.bin` of Megatron-LM with its `.idx` beside it (the suffix may be
+    omitted), a file of llm.c, an `.npy` file of NumPy, or a flat file of numbers as in nanoGPT. A glob of such files is
+    also possible. `[tokenizer]` must be the tokenizer that made the tokens."""
 
     dtype: Literal["uint16", "uint32"] | None = None
     """Dtype of the numbers in a flat file. Files in all other formats contain their dtype."""
@@ -444,7 +444,7 @@ def stream_problems(data: DataSource, key: KeyPath) -> Iterator[Problem]:
         reason = "a stream is read in its own order; set shuffle = false, and shuffle the data in advance"
         yield Problem((*key, "shuffle"), reason, True, also=((*key, "kind"),))
     if data.num_workers > 1:
-        reason = "a stream is read by at most one worker process per rank; set 0 or 1"
+        reason = "a stream is read by at most one worker process per rank; set num_workers = 0 or 1"
         yield Problem((*key, "num_workers"), reason, data.num_workers, also=((*key, "kind"),))
 
 

@@ -23,7 +23,7 @@ class LoRARule(Section):
     """Rank of these adapters. Unset: `lora.rank`."""
 
     alpha: Annotated[float, Field(gt=0)] | None = None
-    """Alpha of these adapters, which decides their scale together with their rank. Unset: `lora.alpha`."""
+    """Alpha of these adapters: their scale is alpha / rank. Unset: `lora.alpha`."""
 
 
 class LoRAConfig(Section):
@@ -35,11 +35,11 @@ class LoRAConfig(Section):
     targets: Array[str] = ()
     """The modules that get adapters: linear layers, embeddings, and the experts of a mixture of experts. An entry is a
     glob of module paths, such as `["layers.*.attention.w*"]`: `*` matches within one segment, `**` crosses dots. An
-    entry that matches no whole path is a name as in `peft`, such as `["q_proj", "v_proj"]`. Such a name matches the
-    ends of module paths, as this package or `transformers` names the modules. `["all-linear"]`: the linear layers and
-    the experts of the blocks, but no routers. `plan` and a run print the paths of the modules with adapters. If an
-    entry also matches other kinds of modules, these get no adapter. The adapter of a module is its child `lora`. Empty:
-    no adapters."""
+    entry that matches no whole path counts as a name as in `peft`, such as `["q_proj", "v_proj"]`. Such a name matches
+    the ends of module paths: of the paths in this package, or of those in `transformers`. `["all-linear"]`: the linear
+    layers and the experts of the blocks, but no routers. `plan` and a run print the paths of the modules with adapters.
+    If an entry also matches other kinds of modules, these get no adapter. The adapter of a module is its child `lora`.
+    Empty: no adapters."""
 
     rank: Annotated[int, Field(ge=1)] = 16
     """Rows of A, and columns of B. At most the smaller side of each target's weight."""
@@ -52,16 +52,16 @@ class LoRAConfig(Section):
     inputs are token ids, have no dropout."""
 
     rank_stabilized: bool = False
-    """Scale by `alpha / sqrt(rank)` instead (arXiv:2312.03732), so that a larger rank does not slow down learning."""
+    """Scale by `alpha / sqrt(rank)`, not `alpha / rank`, so that a large rank learns as fast (arXiv:2312.03732)."""
 
     rules: Array[LoRARule] = ()
     """Exceptions to `rank` and `alpha`."""
 
     adapter: str | None = None
     """Folder of `peft` with the initial values of the adapters: `adapter_config.json` and `adapter_model.safetensors`,
-    as `titan-launch export --adapter` and `peft` write them. Its rank, scale and targets must equal those of the job.
-    Its dropout must equal the default of `lora.dropout`, unless the job sets this key. A key that this package does not
-    understand is an error. A run that resumes does not read the folder."""
+    as `titan-launch export --adapter` and `peft` write them. Rank, scale and targets in the folder must equal those of
+    the job. The dropout in the folder must be 0, unless the job sets `lora.dropout`. A key of `adapter_config.json`
+    that this package does not understand is an error. A run that resumes does not read the folder."""
 
     def of(self, path: str) -> LoRAConfig:
         """Return the settings for the adapter of the module at `path`: the first rule that matches the module overrides

@@ -62,8 +62,8 @@ class KTOConfig(ReferenceConfig):
     undesirable. The loss of a desirable answer is `desirable_weight` x sigmoid(baseline - reward), and that of an
     undesirable answer `undesirable_weight` x sigmoid(reward - baseline). The reward is `beta` x log-ratio, where the
     log-ratio is defined as for `dpo`. The baseline is the mean reward of mismatched answers in the step, but at least
-    0. A mismatched answer follows the prompt of a different chat in its sample. Each step runs both models once more
-    for the mismatched answers."""
+    0; in validation, it is 0. A mismatched answer follows the prompt of a different chat in its sample. Each step runs
+    both models once more for the mismatched answers."""
 
     beta: Annotated[float, Field(gt=0)] = 0.1
     """Strength of the reference model. A small value lets the trained model move further from it."""
@@ -122,7 +122,7 @@ class DistillationConfig(Section):
 class LossConfig(Section):
     """The training loss. It is summed in fp32. With `cross_entropy` and `distillation`, validation reports the
     cross-entropy without label smoothing and z-loss, so that jobs can be compared. With any other loss, and with
-    `model.loss`, validation reports the training loss."""
+    `model.loss`, validation reports the training loss (`kto`: with the baseline 0)."""
 
     name: str = "cross_entropy"
     """The loss. `cross_entropy`: the mean cross-entropy of all targets that are not ignored. `dpo`, `ipo`, `simpo` and
@@ -143,10 +143,10 @@ class LossConfig(Section):
     """Settings of `kto`, which needs this table."""
 
     simpo: SimPOConfig | None = None
-    """Settings of `simpo`. Without this table, they have their defaults."""
+    """Settings of `simpo`. Without this table, the defaults apply."""
 
     orpo: ORPOConfig | None = None
-    """Settings of `orpo`. Without this table, they have their defaults."""
+    """Settings of `orpo`. Without this table, the defaults apply."""
 
     distillation: DistillationConfig | None = None
     """Settings of `distillation`, which needs this table."""
@@ -245,26 +245,26 @@ class LossKind:
 
 _OPTION = 'is an option of the cross-entropy, and loss.name is "{}"; remove this key'
 _WHOLE = 'is not supported with loss.name = "{}", which reads the logits of all classes and of whole sequences; set '
-_SECOND = 'is not supported with loss.name = "{}", whose second model does not support this parallelism; set 1'
+_SECOND = 'is not supported with loss.name = "{}", whose second model does not support this parallelism; set '
 
 _OF_WHOLE_LOGITS: Mapping[tuple[str, str], str] = {
     ("loss", "chunks"): _OPTION,
     ("loss", "z_loss"): _OPTION,
     ("loss", "label_smoothing"): _OPTION,
-    ("parallelism", "loss_parallel"): f"{_WHOLE}false",
-    ("parallelism", "context_parallel_degree"): f"{_WHOLE}1",
+    ("parallelism", "loss_parallel"): f"{_WHOLE}loss_parallel = false",
+    ("parallelism", "context_parallel_degree"): f"{_WHOLE}context_parallel_degree = 1",
 }
 _OF_PAIRS: Mapping[tuple[str, str], str] = {
     **_OF_WHOLE_LOGITS,
     ("parallelism", "pipeline_parallel_degree"): (
         'is not supported with loss.name = "{}", which needs the documents of a sample, but a pipeline gives the loss '
-        "only logits and targets; set 1"
+        "only logits and targets; set pipeline_parallel_degree = 1"
     ),
 }
 _WITH_SECOND_MODEL: Mapping[tuple[str, str], str] = {
     **_OF_WHOLE_LOGITS,
-    ("parallelism", "pipeline_parallel_degree"): _SECOND,
-    ("parallelism", "expert_parallel_degree"): _SECOND,
+    ("parallelism", "pipeline_parallel_degree"): f"{_SECOND}pipeline_parallel_degree = 1",
+    ("parallelism", "expert_parallel_degree"): f"{_SECOND}expert_parallel_degree = 1",
 }
 
 LOSSES: Mapping[str, LossKind] = {

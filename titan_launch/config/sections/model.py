@@ -23,7 +23,7 @@ class ModelConfig(Section):
     path: str | None = None
     """With `name = "huggingface"`: the folder with the `config.json` of the class, relative to the working directory;
     default: `weights`. The keys of this file become `[model.args]`, and the `config.json` of the run records them. The
-    weights in the folder are not read: name the folder in `weights` for that."""
+    weights in this folder are read only if `weights` names the folder, too."""
 
     flavor: str = "debug"
     """Size of the model: a row of its size table (the reference shows the table after the model's arguments), or `none`
@@ -37,15 +37,15 @@ class ModelConfig(Section):
     blocks: Array[str] | None = None
     """Globs of module paths. Each matching module becomes one FSDP2 unit (a `fully_shard` call). `*` matches within one
     segment of a module path, `**` crosses dots. Default: the blocks of the model. With a factory or `huggingface`, the
-    default is the first of three groups that the model has: 1. The entries of the outermost `nn.ModuleList`s that have
-    a matrix (so no norms). 2. The repeated modules in `nn.Sequential`s. 3. The instances of the most repeated class.
-    The modules of 2 and 3 must hold more than half of the parameters outside of embeddings. A run logs the chosen
-    blocks."""
+    default is the first of three groups that the model has: 1. The entries of the outermost `nn.ModuleList`s, except
+    for entries without a matrix, such as norms. 2. The repeated modules in `nn.Sequential`s. 3. The instances of the
+    most repeated class. Groups 2 and 3 count only if they hold more than half of the parameters outside of embeddings.
+    A run logs the chosen blocks."""
 
     weights: str | None = None
     """Folder with the initial values of the parameters: a Hugging Face folder (`config.json` and `*.safetensors`), or a
     folder that `titan-launch import` or `export --format plain` wrote. If `flavor` is not set, the folder also provides
-    `name` and `args`. An argument that differs from the folder's is an error, with two exceptions. A larger
+    `name` and `args`. An argument of the job that differs from the folder's is an error, with two exceptions. A larger
     `vocab_size` adds rows of zeros. A different `num_labels` needs a new head (see `exclude_from_weights`). A run that
     resumes reads only the parameters that its checkpoint omits (see `checkpoint.save_frozen`)."""
 

@@ -36,9 +36,10 @@ class ParallelismConfig(Section):
 
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     """Reshard parameters after forward, and all-gather them again for backward. `default`: reshard all blocks but the
-    last, because backward needs the last block and the head first. With one shard, `default` reshards nothing, because
-    an all-gather would only copy; the exceptions are jobs with a mode `auto` or with CPU offload. `always`: also
-    reshard the last block and the head. `never`: keep all parameters unsharded until backward."""
+    last, because backward needs the last block and the head first. If one rank holds all shards, `default` reshards
+    nothing, because an all-gather would only copy. (Jobs with CPU offload, or with a mode `auto`, reshard
+    nevertheless.) `always`: also reshard the last block and the head. `never`: keep all parameters unsharded until
+    backward."""
 
     tensor_parallel_degree: Degree = 1
     """Number of ranks over which the matrices of every layer are sharded (tensor parallelism). Each rank computes a
@@ -64,15 +65,15 @@ class ParallelismConfig(Section):
 
     context_parallel_rotate_method: Literal["allgather", "alltoall"] = "allgather"
     """With context parallelism: collective that exchanges keys and values. `allgather`: one all-gather before
-    attention. `alltoall`: the keys and values pass from rank to rank in several all-to-alls, each during the attention
-    over the keys and values received before. `alltoall` takes less memory."""
+    attention. `alltoall`: several all-to-alls pass the keys and values from rank to rank. During each of them, a rank
+    computes the attention over the keys and values that it already has. `alltoall` takes less memory."""
 
     expert_parallel_degree: Degree = 1
     """Number of ranks that share the experts of every layer (expert parallelism). Each rank holds whole experts, and
     receives the tokens that choose these experts. The degree must divide `data_parallel_shard_degree` x
-    `context_parallel_degree`. FSDP2 shards the experts of each rank over as many ranks as this product divided by the
-    degree. The ranks that share experts are neighbours among the ranks of `data_parallel_shard_degree` and
-    `context_parallel_degree`."""
+    `context_parallel_degree`. FSDP2 shards each expert over (product / degree) ranks. Example: with a product of 8 and
+    a degree of 4, ranks 0 to 3 share the experts, ranks 4 to 7 do the same, and FSDP2 shards each expert over 2
+    ranks."""
 
     pipeline_parallel_degree: Degree = 1
     """Number of ranks that share the layers (pipeline parallelism). Each rank holds some of the layers, and
@@ -141,9 +142,8 @@ class CompileConfig(Section):
 
     enable: bool = False
     """Compile the components in `components`. Each block is one graph; equal blocks share one compiled graph. Two kinds
-    of modules inside of a block cannot be part of a graph: experts, and FSDP2 units, which precision rules can make. If
-    a block has such modules inside, the largest modules without them are compiled instead of the block. A graph break
-    is an error."""
+    of modules inside of a block cannot be part of a graph: experts, and FSDP2 units (which a precision rule can make).
+    In a block with such a module, the largest submodules without one are compiled. A graph break is an error."""
 
     backend: Literal["inductor", "aot_eager", "eager"] = "inductor"
     """Compiler backend. `inductor`: Triton kernels on GPUs, C++ on CPUs (needs a C++ compiler). The other two are
@@ -152,7 +152,7 @@ class CompileConfig(Section):
 
     components: Array[Component] = ("model",)
     """Components to compile: `model` (the blocks of the model) and `loss`. The compiled loss makes no fp32 copies of
-    the logits. With `loss.chunks`, the loss of each chunk is compiled; the products of the output layer are not."""
+    the logits. With `loss.chunks`, the loss of each chunk is compiled, but not the output layer's products."""
 
     cache_folder: Annotated[str, Field(min_length=1)] | None = None
     """Folder in which inductor stores compiled kernels, and from which later starts load them. The folder should be on

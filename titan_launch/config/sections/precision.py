@@ -41,20 +41,20 @@ class PrecisionRule(Section):
 
     buffer_dtype: FloatDtype | None = None
     """Dtype of the floating-point buffers of the module and of its submodules. Unset: `precision.buffer_dtype`. The
-    running statistics of a BatchNorm get this dtype only if the rule matches the BatchNorm itself. The selection biases
-    and loads of experts never get it."""
+    running statistics of a BatchNorm get this dtype only if the rule matches the BatchNorm itself. The routers'
+    selection biases and counts of tokens per expert never get it."""
 
     reshard_after_forward: bool | None = None
     """Reshard the parameters after forward, and all-gather them again for backward. Unset: the same as for the block
-    that contains the modules. A unit with modules of several blocks, or of the head, is then resharded only with
+    that contains the modules. If unset, a unit with modules of several blocks, or of the head, is resharded only with
     `fsdp_reshard_after_forward = "always"`, because backward needs this unit first."""
 
     unit_per: Literal["model", "block", "module"] = "model"
     """Number of FSDP2 units for the matched modules: one for the model (the fewest collectives), one per block, or one
     per module. `model` requires that all matched modules run in every forward of the whole model. If some of these
     modules run outside of the model's forward, or only in some steps, use `block` or `module`. (A unit that is larger
-    than the largest block and has more than a million parameters is always divided by blocks. Before torch 2.13 each
-    module is a separate unit.)"""
+    than the largest block and has more than a million parameters is divided into one unit per block even with `model`.
+    Before torch 2.13 each module is a separate unit.)"""
 
 
 class PrecisionConfig(Section):
@@ -74,20 +74,20 @@ class PrecisionConfig(Section):
     that no rule matches uses float32 parameters, and its inputs are not cast."""
 
     reduce_dtype: FloatDtype = "float32"
-    """Dtype in which gradients are reduced over the ranks. A deferred reduction also accumulates gradients in this
-    dtype."""
+    """Dtype in which gradients are reduced over the ranks. The deferred modes of gradient accumulation also sum the
+    gradients of microbatches in this dtype."""
 
     buffer_dtype: FloatDtype | None = None
-    """Dtype of floating-point buffers, except for the running statistics of BatchNorm, and the selection biases and
-    loads of experts. Unset: the dtype that the model gave them (FSDP2 casts no buffers)."""
+    """Dtype of floating-point buffers, except for the running statistics of BatchNorm, and the routers' selection
+    biases and counts of tokens per expert. Unset: the dtype that the model gave them (FSDP2 casts no buffers)."""
 
     placement: Literal["auto", "in_place", "own_unit"] = "auto"
     """FSDP2 units of the modules that rules match, and of trained modules in frozen blocks, such as adapters.
     `in_place`: the modules stay in the units of their blocks, so a rule adds no collective. A unit then has parameters
     of several dtypes, which needs torch 2.15. `own_unit`: the modules get units of their own. `auto`: in place, except
-    for rules that FSDP2 does not support in place. Most of these rules set `unit_per` or `reshard_after_forward`. In
-    the others, the modules differ from their block in storage dtype, in reduce dtype, or in the step at which they are
-    unfrozen. Before torch 2.15, `auto` is the same as `own_unit`."""
+    for rules that FSDP2 does not support in place. These are rules that set `unit_per` or `reshard_after_forward`, and
+    rules whose modules differ from their block, for example in storage dtype, in reduce dtype, or in the step at which
+    they are unfrozen. Before torch 2.15, `auto` is the same as `own_unit`."""
 
     rules: Array[PrecisionRule] = ()
     """Exceptions for modules, by class or by path. The first rule that matches a module applies. A rule that matches no
@@ -155,9 +155,9 @@ class KernelsConfig(Section):
     """Kernel of `F.scaled_dot_product_attention`. `auto` on a GPU: the first usable kernel in the order `cudnn`,
     `flash`, `efficient`, `math`. On GPUs other than Hopper, `flash` comes before `cudnn`. A model that may pass masks,
     such as a class of `transformers`, does not use `cudnn`. The log names the chosen kernel, and the reason why each
-    kernel earlier in this order cannot be used. `auto` on a CPU: PyTorch's choice, or the blocked kernel of this
-    package for causal attention in short sequences, if it is faster. Any other value: this kernel of PyTorch; if it
-    cannot be used, the run fails. `math` stores all attention scores."""
+    kernel earlier in this order cannot be used. `auto` on a CPU: PyTorch's choice, or, if it is faster, this package's
+    blocked kernel for causal attention in short sequences. Any other value: this kernel of PyTorch; if it cannot be
+    used, the run fails. `math` stores all attention scores."""
 
     float32_precision: Literal["ieee", "tf32"] = "ieee"
     """Precision of matrix products and convolutions of float32 tensors on a GPU. `ieee`: full float32. `tf32`: the

@@ -67,17 +67,17 @@ class MetricsConfig(Section):
     """Write TensorBoard event files to the folder `tb/` of the run folder."""
 
     modules: Array[str] = ()
-    """Globs of modules to measure in every reported step. `learned/*` are the norms of their gradients, parameters and
-    updates. `activations/*` are the root mean square, overflow and underflow of their outputs, and of the outputs of
-    the modules that each precision rule matches. A measured step needs memory for a float32 copy of the parameters of
-    these modules. With `compile.enable`, outputs are not measured."""
+    """Globs of modules to measure in every reported step. The metrics `learned/*` are norms of the modules' gradients,
+    parameters and updates. The metrics `activations/*` are root mean square, overflow and underflow of the modules'
+    outputs. One more value of each covers all modules of a precision rule. A measured step needs memory for a float32
+    copy of the measured parameters. With `compile.enable`, outputs are not measured."""
 
     sinks: Annotated[Array[str], AfterValidator(_sinks)] = ()
-    """Further destinations of the reports. `wandb`: Weights & Biases (`pip install 'titan-launch[wandb]'`), offline in
-    the run folder without a login. `mlflow`: MLflow (`pip install 'titan-launch[mlflow]'`). `package.module:factory`: a
-    sink of your own; `factory(run)` gets a `SinkContext` and returns a `titan_launch.metrics.sinks.Sink`. A sink that
-    cannot be opened is an error at the start of the run. A sink that fails later gets no more reports, and training
-    continues."""
+    """Further destinations of the reports. `wandb`: Weights & Biases (`pip install 'titan-launch[wandb]'`); without a
+    login, W&B records the run offline, in the run folder. `mlflow`: MLflow (`pip install 'titan-launch[mlflow]'`).
+    `package.module:factory`: a sink of your own; `factory(run)` gets a `SinkContext` and returns a
+    `titan_launch.metrics.sinks.Sink`. A sink that cannot be opened is an error at the start of the run. A sink that
+    fails later gets no more reports, and training continues."""
 
     peak_tflops_per_device: Annotated[float, Field(gt=0)] | None = None
     """Dense bf16 peak of one device in TFLOP/s, for the MFU. Default: the peak of the GPU, if it is known. Without a
@@ -144,7 +144,7 @@ class DebugConfig(Section):
 
 
 class ProveConfig(Section):
-    """The twin: a small copy of the job, which the command `prove` trains. Only this command reads these keys, except
+    """Settings of the command `prove`, which trains the twin: a small copy of the job. Other commands read only the key
     `certificate`."""
 
     args: Table = Field(default_factory=dict)
@@ -153,8 +153,8 @@ class ProveConfig(Section):
     table."""
 
     vocab_size: Annotated[int, Field(ge=2)] | None = None
-    """Number of different tokens of the twin's data. A number above 64 counts as 64. The twin's embedding must have as
-    many rows as this number. Default: 64, or less if the model's argument `vocab_size` is smaller."""
+    """Number of different tokens of the twin's data. A number above 64 counts as 64. The twin's embedding must have at
+    least this many rows. Default: 64, or the vocabulary size of the model or the data if that is smaller."""
 
     certificate: str | None = None
     """Path of the certificate that `prove --out` wrote, relative to the working directory. `launch --require-proof` and
@@ -170,13 +170,13 @@ class CommConfig(Section):
     """Timeouts, hang detection and measurements of collectives."""
 
     init_timeout_seconds: Annotated[int, Field(ge=1)] = 1800
-    """Timeout of collectives in seconds until the end of the first step of the process: while ranks build the model,
+    """Timeout of collectives, in seconds, until the process has finished its first step: while ranks build the model,
     load a checkpoint and warm up. A collective that takes longer ends the run."""
 
     timeout_seconds: Annotated[int, Field(ge=1)] = 600
-    """Timeout of collectives in seconds after the first step of the process. A collective that takes longer ends the
-    run. While a rollback loads a checkpoint, `init_timeout_seconds` applies instead. The timeout applies to all process
-    groups except for the one that writes checkpoints."""
+    """Timeout of collectives, in seconds. It applies after the first step of the process, to all process groups except
+    for the one that writes checkpoints. A collective that takes longer ends the run. While a rollback loads a
+    checkpoint, `init_timeout_seconds` applies instead."""
 
     hang_seconds: Annotated[int, Field(ge=0)] | None = None
     """Seconds without progress after which a rank counts as hanging. Such a rank writes the stacks of its threads to
@@ -211,8 +211,8 @@ class PlannerConfig(Section):
 
     memory_gib: Positive | None = None
     """Memory limit of one device, in GiB, as torch reports it. Default: the memory of the device. On a CPU (`job.device
-    = "cpu"`, no `planner.device`): the machine's memory divided by the ranks on the machine. A lower limit of the
-    process (`ulimit`) counts instead."""
+    = "cpu"`, no `planner.device`): the machine's memory divided by the ranks on the machine. If the process has a lower
+    limit (`ulimit`), this limit is the default."""
 
     margin_gib: Annotated[float, Field(ge=0)] | None = None
     """Memory, in GiB, that must stay free below the limit. If a combination of modes leaves less memory free, `plan`
@@ -223,8 +223,8 @@ class PlannerConfig(Section):
     device."""
 
     inter_node_gb_per_s: Positive | None = None
-    """Bandwidth of one GPU to other nodes, in GB/s (1e9 bytes, one direction): a 400 Gb/s adapter for each GPU is 50.
-    Default: the usual bandwidth for the device."""
+    """Bandwidth of one GPU to other nodes, in GB/s (1e9 bytes, one direction): 50 if each GPU has an adapter of 400
+    Gb/s. Default: the usual bandwidth for the device."""
 
     gpus_per_node: Annotated[int, Field(ge=1)] = 8
     """Number of GPUs per node; on CPUs, number of ranks per node. Ranks are numbered node by node."""
@@ -242,9 +242,9 @@ class PlannerConfig(Section):
 
     expert_load: Annotated[float, Field(ge=1)] = 1.0
     """Assumed imbalance with expert parallelism: the largest number of rows (tokens) that a rank receives for its
-    experts, divided by the mean over the ranks. 1 is a uniform load. Values above `parallelism.expert_parallel_degree`
-    count as this degree, with which one rank computes all rows. Memory, traffic and time are predicted for the rank
-    with the most rows."""
+    experts, divided by the mean over the ranks. 1 is a uniform load. The largest load is
+    `parallelism.expert_parallel_degree`: one rank computes all rows. Larger values count as this degree. Memory,
+    traffic and time are predicted for the rank with the most rows."""
 
     overhead_gib: Annotated[float, Field(ge=0)] | None = None
     """Memory outside of tensors, in GiB: the CUDA context and NCCL. Default: 2 on a GPU; on a CPU 0.5 for the

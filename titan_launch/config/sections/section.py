@@ -25,8 +25,8 @@ class Section(BaseModel):
         """Yield (name, value) for each field whose value differs from its default. A tuple is yielded as a list. A
         field with a default factory is always yielded.
 
-        `names`: the fields to compare; default: all. The `config.json` of a run contains every key. The presence of a
-        key therefore does not show that a user set it.
+        `names`: the fields to compare; default: all. Values are compared, because the `config.json` of a run contains
+        every key: the presence of a key does not show that a user set it.
         """
         for name in names or type(self).model_fields:
             value = getattr(self, name)
@@ -36,7 +36,7 @@ class Section(BaseModel):
 
 T = TypeVar("T")
 Array = Annotated[tuple[T, ...], Field(strict=False)]
-"""A TOML array as a read-only tuple. The TOML parser returns a list, which only `strict=False` accepts for a tuple."""
+"""A TOML array as a read-only tuple. The TOML parser returns a list, which strict mode refuses for a tuple."""
 
 
 class OneOf:

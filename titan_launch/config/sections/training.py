@@ -32,10 +32,10 @@ class TrainingConfig(Section):
     """Tokens per sequence. Not used with images."""
 
     local_batch_size: Annotated[int, Field(ge=1)] | Literal["auto"] = 4
-    """Samples (sequences or images) per microbatch on each data-parallel rank. `auto`: the largest number whose
-    predicted memory fits, and which divides the samples per step of a rank. Other keys with the value `auto`, such as
-    `activation_checkpoint.mode`, are chosen together with it. `auto` requires `global_batch_size`, so that the number
-    does not change the training. A run logs the number. Before training, the run tries three steps in a separate
+    """Samples (sequences or images) per microbatch on each data-parallel rank. `auto`: the largest number with which
+    the predicted memory fits, and which divides the samples per step of a rank. Other keys with the value `auto`, such
+    as `activation_checkpoint.mode`, are chosen together with it. `auto` requires `global_batch_size`, so that the
+    number does not change the training. A run logs the number. Before training, the run tries three steps in a separate
     process (not with expert parallelism). If these steps run out of memory, the run tries the next smaller number."""
 
     global_batch_size: Annotated[int, Field(ge=1)] | None = None
@@ -104,7 +104,7 @@ class TrainingConfig(Section):
 
 @dataclass(frozen=True)
 class AccumulationMode:
-    """The collectives that a mode runs after every microbatch. The others run once, after the last microbatch."""
+    """The collectives that a mode runs after every microbatch. All others run once, after the last microbatch."""
 
     reduce_scatters_each: bool
     """Reduce-scatter after every microbatch. False: every rank sums unsharded gradients until the last microbatch."""
@@ -114,13 +114,13 @@ class AccumulationMode:
 
     @property
     def defers(self) -> bool:
-        """True if gradients of several microbatches are summed, in the reduce dtype, before at least one of their
-        collectives."""
+        """True if at least one collective runs only once per step, on gradients that are summed over the microbatches
+        in the reduce dtype."""
         return not (self.reduce_scatters_each and self.all_reduces_each)
 
     @property
     def needs_all_reduces(self) -> bool:
-        """True if the mode differs from `immediate` only in a job whose replicas all-reduce gradients (HSDP)."""
+        """True if the mode defers only the all-reduce between replicas, and therefore needs replicas (HSDP)."""
         return self.reduce_scatters_each and not self.all_reduces_each
 
 
@@ -129,8 +129,8 @@ ACCUMULATION_MODES: Mapping[str, AccumulationMode] = {
     "deferred_all_reduce": AccumulationMode(reduce_scatters_each=True, all_reduces_each=False),
     "deferred": AccumulationMode(reduce_scatters_each=False, all_reduces_each=False),
 }
-"""The modes by name; later modes send less. Gradient accumulation, rules, `auto`, predicted traffic and the replay of a
-step read this table. To add a mode, add a row, and describe it in the docstring of `GradientAccumulationConfig.mode`
+"""The modes by name, the most traffic first. Gradient accumulation, rules, `auto`, predicted traffic and the replay of
+a step read this table. To add a mode, add a row, and describe it in the docstring of `GradientAccumulationConfig.mode`
 and in docs/how_to/gradient_accumulation.md. Tests compare both texts with the table."""
 
 
@@ -217,7 +217,7 @@ class SGDConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """The optimizer. Norms, biases and embeddings have no weight decay unless a parameter group sets one."""
+    """The optimizer. Embeddings, norms and vectors (biases) have no weight decay unless a parameter group sets one."""
 
     name: AlgorithmName = "AdamW"
     """The algorithm. `AdamW` (decoupled weight decay, arXiv:1711.05101) and `SGD` update all parameters. `Muon` updates
@@ -238,10 +238,10 @@ class OptimizerConfig(Section):
     """Number added to the denominator of AdamW's update."""
 
     weight_decay: Annotated[float, Field(ge=0)] | None = None
-    """Weight decay of all parameters except for norms, biases and embeddings. AdamW and Muon decouple it from the
-    gradient; their default is 0.1. SGD adds `weight_decay` times the parameter to the gradient (L2 regularization, as
-    `torch.optim.SGD`); its default is 0. If the algorithm of a parameter group has the other kind of weight decay than
-    `name`, this value does not apply to the group. The group then uses the default of its algorithm."""
+    """Weight decay of all parameters except for embeddings, norms and vectors (biases). AdamW and Muon decouple it from
+    the gradient; their default is 0.1. SGD adds `weight_decay` times the parameter to the gradient (L2 regularization,
+    as `torch.optim.SGD`); its default is 0. A parameter group whose algorithm has the other kind of weight decay, such
+    as SGD in a job with AdamW, uses the default of its algorithm instead."""
 
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"
     """PyTorch's implementation of AdamW and SGD. `fused` is the fastest on CPU and CUDA. With the other two, the host
@@ -360,7 +360,7 @@ class EMAConfig(Section):
     The first parameters then do not dominate the average of a short run."""
 
     start_step: Annotated[int, Field(ge=0)] = 0
-    """Last step after which the average is a copy of the parameters. Averaging begins with the next update."""
+    """Up to this step, the average is a copy of the parameters. Averaging begins with the next update."""
 
     every_steps: Annotated[int, Field(ge=1)] = 1
     """Steps between updates of the average. A skipped step does not change the average."""
