@@ -39,7 +39,7 @@ class ChatCorpus(TokenizedLinesCorpus):
 
     @property
     def identity(self) -> Sequence[object]:
-        """The text of the template, its variables, and the length of a sample, which also decide the tokens."""
+        """The template's text and variables, and the length of a sample: further values that decide the tokens."""
         return [self.template.renderer.text, str(self.template.renderer.variables), self.seq_len]
 
     def document(self, record: dict[str, Any], file: tuple[str, int]) -> Document:
@@ -137,7 +137,7 @@ class UnpairedPreferenceCorpus(ChatCorpus):
         """Return all tokens of a chat, and its label. Also raises RecordError for a chat without a label."""
         label = record.get("label")
         if not isinstance(label, bool):
-            detail = f"its value is {label!r:.80}" if "label" in record else "true: a desirable answer"
+            detail = f"its value is {label!r:.80}" if "label" in record else "true means a desirable answer"
             raise RecordError('without true or false in "label"', detail)
         chat = self.rendered(messages, record, self.config.train_on)
         return _with_label(chat, np.array([label], chat.tokens.dtype))

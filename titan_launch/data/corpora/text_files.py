@@ -1,4 +1,4 @@
-"""Corpora of files that `path` names, which may be compressed. In a corpus of text, each file is a document."""
+"""Corpora of files that `path` names. The files may be compressed. In a corpus of text, each file is a document."""
 
 from __future__ import annotations
 
