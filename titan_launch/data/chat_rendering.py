@@ -141,7 +141,7 @@ class Renderer:
             detail = "the template changes or omits the text of the last message, which the answer continues"
             raise RecordError("refused by the chat template", detail, "template")
         text, rest = found.text[: found.marks[-1].position], found.text[found.marks[-1].position :]
-        return text if rest.startswith(" ") else text.rstrip()  # the template removed the space, so it strips messages
+        return text if rest.startswith(" ") else text.rstrip()  # without the space, the template strips messages
 
     def end_of_answer(self) -> str:
         """Return the text that the template writes at the end of the last answer of a chat: a special token or, without

@@ -33,7 +33,7 @@ def too_many_epochs(steps: int, epochs: float, num_samples: int, source: str = "
         return None
     whose, remedy = (f" of the source {source}", "fewer steps, or a smaller weight") if source else ("", "fewer steps")
     read = f"training.steps = {steps} is {epochs:.4g} epochs of the {num_samples:,} training samples{whose}"
-    return f"{read}; set {remedy}, or training.epochs for as many epochs as you want"
+    return f"{read}; set {remedy}, or set training.epochs if you want this many epochs"
 
 
 def known_samples(data: DataSource, seq_len: int) -> int | None:

@@ -278,7 +278,7 @@ def _by_suffix(path: str, files: list[Path], kinds: Sequence[str]) -> DataFolder
         raise UnknownDataError(misread)
     if kind in ("jsonl", "parquet") and data - {kind}:
         remedy = f"name the files of one sort by a glob such as {paths.glob_of_sort(path, _ENDS[kind][0])}"
-        mixed = "to use several, write a table [[data.sources]] for each"
+        mixed = "to use several sorts, write a table [[data.sources]] for each"
         sorts = paths.describe_ends(paths.count_ends(names))
         raise UnknownDataError(f"has files of several sorts ({sorts}); {remedy}; {mixed}")
     num_bytes = None if any(file.suffix in paths.COMPRESSED for file in files) else size

@@ -169,7 +169,7 @@ def preference_messages(record: Mapping[str, Any]) -> list[list[Message]]:
     A string `system` becomes the first message.
     """
     if missing := [key for key in ANSWERS if key not in record]:
-        known = '"chosen" and "rejected", and "prompt" unless both are whole chats'
+        known = '"chosen" and "rejected", and also "prompt" if these two are only answers'
         detail = f"its keys are {listed(list(record), most=8)}; a line needs {known}"
         raise RecordError(f'without "{missing[0]}"', detail)
     answers = {key: _as_message(record[key], "assistant") for key in ANSWERS}

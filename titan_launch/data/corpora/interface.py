@@ -56,8 +56,8 @@ class Document:
     """A document before its tokenization."""
 
     name: str | bytes
-    """Name of the document (a text file), or its content (a record). A hash of `name` decides to which split the
-    document belongs."""
+    """For a text file, its name. For a record, its content. A hash of `name` decides to which split the document
+    belongs."""
 
     content: Any
     """The input of `Corpus.encode`: UTF-8 bytes, unless the corpus has an `encode` of its own."""
