@@ -32,7 +32,8 @@ class Machine:
     """Name in the device table, or the name that the driver reports."""
 
     memory_gib: float | None
-    """Memory of one GPU in GiB, as reported by the driver; None for a name in the device table."""
+    """Memory in GiB of one GPU of this machine, from the device table or else from the driver. None for any other
+    device."""
 
 
 @dataclass(frozen=True)
