@@ -134,7 +134,7 @@ def test_a_file_is_never_overwritten(capsys: pytest.CaptureFixture[str]) -> None
     [
         ([], "needs the name of a recipe: pretrain, "),
         (["stf"], 'no recipe or config "stf"; did you mean "sft"?'),
-        (["sft", "--out", "job.yaml"], "the name of a job file ends in .toml"),
+        (["sft", "--out", "job.yaml"], "the name of a job file must end in .toml"),
         (
             ["sft", "job.toml"],
             "unrecognized arguments: job.toml; the option --out names the output (see titan-launch init",
@@ -143,7 +143,7 @@ def test_a_file_is_never_overwritten(capsys: pytest.CaptureFixture[str]) -> None
         (["sft", "--model", "nowhere"], "--model nowhere: there is no such folder"),
         (["sft", "--data", "nowhere"], "--data nowhere: no such file or folder"),
         (["sft", "--data", "text.txt"], 'has 1 text file (data.kind = "text"), but the recipe sft needs "chat"'),
-        (["pretrain", "--data", "chats.jsonl"], "recipes for it: sft, lora"),
+        (["pretrain", "--data", "chats.jsonl"], "recipes for this data: sft, lora"),
         (["pretrain", "--data", "numbers.jsonl"], "no key has text; there are: number"),
         (["pretrain", "--data", "bad.jsonl"], "line 2 of bad.jsonl is not valid JSON"),
         (["pretrain", "--data", "empty.jsonl"], "its files have no lines"),

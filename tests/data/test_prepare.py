@@ -148,7 +148,7 @@ def test_text_that_changes_while_it_is_tokenized_is_refused(text: Path, tmp_path
     def change(part: Any, is_new: bool) -> None:
         (text / "11.txt").write_text("other")
 
-    with pytest.raises(ConfigError, match=r"cannot read .*11\.txt: it has changed while it was tokenized"):
+    with pytest.raises(ConfigError, match=r"cannot read .*11\.txt: it changed while it was tokenized"):
         prepare(corpus(text), tmp_path / "tokens", report=change)
     assert not (tmp_path / "tokens" / HEADER).exists()
 

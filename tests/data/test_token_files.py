@@ -285,7 +285,7 @@ def test_files_of_other_programs_are_read_again_after_a_change(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("path", "keys", "reason"),
     [
-        ("flat.bin", {}, 'data.dtype: must be "uint16" or "uint32": flat.bin has no header that says so'),
+        ("flat.bin", {}, 'data.dtype: must be "uint16" or "uint32": flat.bin has no header that gives it'),
         ("flat.bin", {"dtype": "uint32"}, "has the token id 16,777,332 in flat.bin, but the vocabulary"),
         ("odd.bin", {"dtype": "uint16"}, "the size of odd.bin is not a multiple of uint16"),
         ("empty.bin", {"dtype": "uint16"}, "is empty: empty.bin has no tokens"),

@@ -178,7 +178,7 @@ def test_the_best_job_is_written_and_keeps_what_is_held(tmp_path: Path) -> None:
         (["--max-gpus"], "--max-gpus needs --search"),
         (["--search", "--measure"], "--search and --measure: a search plans many layouts"),
         (["--search", "--global-batch=9:3"], "--global-batch 9:3: needs two numbers of samples, such as 256:1024"),
-        (["--search", "--out=best.yaml"], "best.yaml: the name of a job file ends in .toml"),
+        (["--search", "--out=best.yaml"], "best.yaml: the name of a job file must end in .toml"),
     ],
 )
 def test_bad_options_are_one_error(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

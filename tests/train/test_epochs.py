@@ -272,7 +272,7 @@ def test_commands_take_epochs_and_warn_of_many(tmp_path: Path) -> None:
     assert "300 steps of 4 samples (2 ranks): 1,200 samples of 16 tokens, 30 epochs" in printed
     assert "warning" not in printed
     assert "epochs:                    30\n" in run_command(["plan", *command], tmp_path)[1]
-    warning = "training.steps = 300 is 30 epochs of the 40 training samples; set fewer steps, or training.epochs for as"
+    warning = "training.steps = 300 is 30 epochs of the 40 training samples; set fewer steps, or set training.epochs"
     many = [*command, "--training.steps=300"]
     assert warning in run_command(["check", *many], tmp_path)[2]
     assert f"warning                 {warning}" in run_command(["data", *many, "--samples=0"], tmp_path)[1]

@@ -1,4 +1,4 @@
-"""Rendering of chats by Jinja templates, as the helper process runs it. This module imports little.
+"""Rendering of chats by Jinja templates, in a helper process with limits. So this module imports little.
 
 A template runs in a sandbox, with the variables, functions and tags that templates of Hugging Face use:
 https://huggingface.co/docs/transformers/chat_templating_writing
@@ -21,22 +21,22 @@ Message = Mapping[str, Any]
 """A message of a chat, as templates expect it: `{"role": "user", "content": "..."}`, perhaps with more keys."""
 
 _BEGIN, _END, _MARK_END = "\ufdd0", "\ufdd1", "\ufdd2"
-"""Noncharacters of Unicode, of which marks consist. Marks are put into messages, to find where the text of each message
-is in the rendered chat. A mark consists of `_BEGIN` or `_END`, then the index of a message, then `_MARK_END`. Marks of
-`generation` blocks have no index. Messages with these characters are refused."""
+"""Noncharacters of Unicode that delimit marks. Marks are put into messages, to find where the text of each message is
+in the rendered chat. A mark is `_BEGIN` or `_END`, then the index of a message, then `_MARK_END`. Marks of `generation`
+blocks have no index. Messages with these characters are refused."""
 
 _NONCHARACTERS = re.compile(f"[{_BEGIN}-{_MARK_END}]")
 
 _MARKS = re.compile(f"([{_BEGIN}{_END}])([0-9]*){_MARK_END}")
 
 _PLACES = (("blank", "first", "last", "end"), ("first", "last", "end"), ("last",), ("end",), ("first",))
-"""Sets of places of the marks in a text. `first`: before its first word. `last`: before its last word. `end`: after its
-last word. `blank`: in a text of white space only. A template can test whether a text is empty, or has a certain
-beginning, end or word, so marks may change the rendered chat. The sets are tried in this order, and the first set that
-does not change the rendered chat is used."""
+"""Sets of places for marks in the text of a message. `first`: before its first word. `last`: before its last word.
+`end`: after its last word. `blank`: in a text of white space only. A template can test whether a text is empty, or has
+a certain beginning, end or word, so marks may change the rendered chat. The sets are tried in this order, and the first
+set that does not change the rendered chat is used."""
 
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
-"""Keys of a message with the reasoning before an answer. A template reads one of the first two keys."""
+"""Keys of a message that may hold the reasoning before an answer. A template reads one of the first two keys."""
 
 _TEXTS = ("content", *_THOUGHTS, "arguments")
 """Keys whose texts get marks, in a message and in its tool calls."""
@@ -47,8 +47,8 @@ class RecordError(Exception):
 
     def __init__(self, reason: str, detail: str = "", key: str = "path", on_error: Literal["stop", "skip", ""] = ""):
         """`reason`: text that follows "is" in the error, such as `not valid JSON`; skipped records are counted by
-        reason. `detail`: further text for the error. `key`: key of the section that may be wrong. `on_error`: the value
-        of `key`, "stop" or "skip", if `key` decides about the record; "" if the key `on_error` decides."""
+        reason. `detail`: further text for the error. `key`: key of the section that may be wrong. `on_error`: "stop" or
+        "skip" if `key` itself decides about the record, as `truncation` does; "" if the key `on_error` decides."""
         super().__init__(reason, detail, key, on_error)
         self.reason, self.detail, self.key, self.on_error = reason, detail, key, on_error
 
@@ -64,7 +64,7 @@ class Span(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """The position of a mark (see `_BEGIN`) in the rendered chat, after all marks are removed."""
+    """A mark (see `_BEGIN`), with its position in the text of the chat without marks."""
 
     position: int
     message: int
@@ -72,7 +72,7 @@ class Mark(NamedTuple):
 
 
 class Rendered(NamedTuple):
-    """The rendered text of some messages, and positions in it."""
+    """The rendered text of some messages, with the positions of its blocks and marks."""
 
     text: str
     blocks: list[Span]
@@ -83,7 +83,7 @@ class Rendered(NamedTuple):
 
 @dataclass(frozen=True)
 class Renderer:
-    """A template with its variables."""
+    """A chat template with its variables."""
 
     text: str
     variables: Mapping[str, Any]
@@ -125,8 +125,8 @@ class Renderer:
         return text, spans
 
     def prompt(self, messages: Sequence[Message], allows_special: bool = False) -> str:
-        """Return the text of a chat up to the answer that a model is to generate. If the last message is one of the
-        assistant, the answer continues this message, so the returned text ends with it. Raises RecordError.
+        """Return the text of a chat up to the answer that a model is to generate. If the last message is the
+        assistant's, the answer continues this message, so the returned text ends with this message. Raises RecordError.
 
         `allows_special`: True accepts messages with the names of special tokens. The names become these tokens.
         """
@@ -141,7 +141,7 @@ class Renderer:
             detail = "the template changes or omits the text of the last message, which the answer continues"
             raise RecordError("refused by the chat template", detail, "template")
         text, rest = found.text[: found.marks[-1].position], found.text[found.marks[-1].position :]
-        return text if rest.startswith(" ") else text.rstrip()  # the template removed the space, so it strips messages
+        return text if rest.startswith(" ") else text.rstrip()  # without the space, the template strips messages
 
     def end_of_answer(self) -> str:
         """Return the text that the template writes at the end of the last answer of a chat: a special token or, without
@@ -208,7 +208,7 @@ class Renderer:
         return tuple(token for token in (*self.special_tokens, *named) if token and isinstance(token, str))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the fields. Another process compiles the template again."""
+        """Return only the fields. A process that unpickles them compiles the template again."""
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
     @cached_property
@@ -231,9 +231,9 @@ class _Turns:
     """The assistant's turns in the text of a chat.
 
     Without `generation` blocks, a turn begins after the prompt for an answer: the text that `add_generation_prompt`
-    adds to a chat. To find the end of a turn, the chat is also rendered only up to this turn: the text after the
-    message there also ends the turn in the whole chat. Marks in the messages show where the text of each message is.
-    Marks that change the chat's text are not used.
+    adds to a chat. To find the end of a turn, the chat is also rendered only up to this turn. In that rendering, the
+    text after the message is the end of the turn. Marks in the messages show where the text of each message is. Marks
+    that change the chat's text are not used.
     """
 
     template: Renderer
@@ -313,7 +313,7 @@ class _Turns:
         return start
 
     def _stop(self, index: int, start: int) -> int:
-        """Return the end of the turn of message `index`, after the special token that ends it. `start`: its start.
+        """Return the end of the turn of message `index`, which begins at `start`. The turn includes its special token.
 
         The text after the last message of the chat ends its turn. For any other message, the chat up to this message is
         rendered twice: as it is, and with the prompt for the next answer, which is then removed. If `self.text` has the
@@ -336,7 +336,7 @@ class _Turns:
 
     def _is_prompt(self, end: str, index: int, start: int) -> bool:
         """Return True if `end`, the text after a turn, is the prompt for an answer, which some templates write after
-        every chat. A prompt also stands directly before the turn, and is absent if a question follows the turn."""
+        every chat. Such a prompt also stands directly before the turn, and is absent if a question follows the turn."""
         if not end or not self.text[:start].rstrip().endswith(end):
             return False
         return not self._text_after(index, start, _QUESTION).startswith(end)
@@ -390,7 +390,7 @@ class _Turns:
 
     def _messages_in(self, span: Span) -> set[int]:
         """Return the indices of the messages with text in a span. If no special token ends the span, also return a
-        message whose text follows directly, because one token may have characters of both."""
+        message whose text follows directly, because one token may contain parts of both texts."""
         last = span.stop - self.text.endswith(self.template.closing, 0, span.stop)
         return {mark.message for mark in self._marked.marks if span.start <= mark.position <= last}
 
@@ -404,10 +404,10 @@ def _shortened(error: Exception) -> str:
 _LONGEST_MESSAGE = 500
 
 _LONGEST_DETAIL = 600
-"""Limit of the characters of the detail in an error of a record. The detail may quote the record."""
+"""Largest number of characters of `RecordError.detail` that the error shows. The detail may quote the record."""
 
 _LONGEST_END = 100
-"""Limit of the characters of the text that ends an answer. During generation, each new token is compared with it."""
+"""Largest number of characters of a text that ends answers. Each newly generated token is compared with this text."""
 
 
 def _is_target(message: Message) -> bool:
@@ -507,8 +507,8 @@ def _environment(today: date) -> Any:
             return f"{_BEGIN}{_MARK_END}{caller()}{_END}{_MARK_END}"
 
     class Variables(Namespace):
-        """Variables that a template may change. Names that begin with an underscore are refused, because they lead to
-        Python's internals."""
+        """The `namespace` of templates: variables that a template may change. Names that begin with an underscore are
+        refused, because they lead to Python's internals."""
 
         def __init__(*args: Any, **variables: Any):
             self, *items = args  # so that `self` can be the name of a variable

@@ -1,5 +1,5 @@
-"""Functions that convert epochs to steps, and count the samples of an epoch where this takes at most a fraction of a
-second. This module does not import torch."""
+"""Functions that convert epochs to steps, and count the samples of an epoch if counting takes less than a second. This
+module does not import torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOST_EPOCHS = 20
 """If `training.steps` takes more epochs than this number, commands print a warning."""
 
 _MOST_PACKED = 100_000
-"""Largest number of documents that `known_samples` packs. Packing so many takes a fraction of a second."""
+"""Largest number of documents that `known_samples` packs. Packing 100,000 documents takes a fraction of a second."""
 
 
 def steps_of(epochs: float, num_samples: int, global_batch_size: int, consumed: int = 0) -> int:
@@ -33,13 +33,13 @@ def too_many_epochs(steps: int, epochs: float, num_samples: int, source: str = "
         return None
     whose, remedy = (f" of the source {source}", "fewer steps, or a smaller weight") if source else ("", "fewer steps")
     read = f"training.steps = {steps} is {epochs:.4g} epochs of the {num_samples:,} training samples{whose}"
-    return f"{read}; set {remedy}, or training.epochs for as many epochs as you want"
+    return f"{read}; set {remedy}, or set training.epochs if you want this many epochs"
 
 
 def known_samples(data: DataSource, seq_len: int) -> int | None:
     """Return the number of samples of an epoch for token files of `prepare`, arrays of images, the digits of
-    scikit-learn, and synthetic data. Return None for all other data, for data that cannot be read, and for more than
-    _MOST_PACKED documents that a run would pack."""
+    scikit-learn, and synthetic data. Return None for all other data, for data that cannot be read, and if a run would
+    pack more than _MOST_PACKED documents."""
     with suppress(Exception):  # a run explains why the data cannot be read
         match data:
             case SyntheticData():

@@ -58,7 +58,7 @@ _SIGNATURES = {
     b"ARROW1": "Arrow",
     b"\x89HDF\r\n": "HDF5",
 }
-"""Names of formats by their first bytes. Files of these formats are not flat numbers."""
+"""File formats by their first bytes. Files of these formats are refused, because they are not flat files."""
 
 _LLMC_HEADER = 256
 """Number of int32 in the header of a file of llm.c: magic number, version, number of tokens, zeros."""
@@ -153,8 +153,8 @@ def _recognized(path: Path, config: TokensData, key: KeyPath) -> _File:
         _check_flat(path)
         if config.dtype is None:
             reason = (
-                f'must be "uint16" or "uint32": {path.name} has no header that says so. (A file of Megatron-LM needs '
-                f"its {index.name} beside it. Token files of titan-launch prepare are named by their folder.)"
+                f'must be "uint16" or "uint32": {path.name} has no header that gives it. (A file of Megatron-LM needs '
+                f"its {index.name} beside it. For files of titan-launch prepare, name their folder.)"
             )
             raise config_error((*key, "dtype"), reason)
         file = _whole_file(path, config.dtype)
@@ -176,7 +176,7 @@ def _whole_file(path: Path, dtype: str, start: int = 0, index: Path | None = Non
 
 
 def _llmc_file(path: Path) -> _File | None:
-    """Return a file of llm.c; None if the file does not begin as one. Raises TokenFilesError for a damaged file."""
+    """Return a file of llm.c; None for a file of another format. Raises TokenFilesError for a damaged file."""
     header = np.fromfile(path, "<i4", _LLMC_HEADER)
     if not len(header) or int(header[0]) not in {magic for magic, _ in _LLMC_FORMATS}:
         return None
@@ -193,8 +193,8 @@ def _llmc_file(path: Path) -> _File | None:
 
 
 def _numpy_file(path: Path) -> _File | None:
-    """Return a `.npy` file of NumPy; None if the file does not begin as one. Raises TokenFilesError for a damaged file,
-    and for an array that is not one-dimensional or not of integers."""
+    """Return a `.npy` file of NumPy; None for a file of another format. Raises TokenFilesError for a damaged file, and
+    for an array that is not one-dimensional or not of integers."""
     with open_regular(path) as file:
         if file.read(len(np.lib.format.MAGIC_PREFIX)) != np.lib.format.MAGIC_PREFIX:
             return None
@@ -244,7 +244,7 @@ def _scanned(files: Sequence[_File], end_of_document: int | None) -> tuple[Path,
 
 def _scan(files: Sequence[_File], end_of_document: int | None, folder: Path) -> None:
     """Write the largest token id and the ends of the documents of each file into `folder`. `end_of_document`: id of the
-    token that ends a document, in files without an index; None: write no ends."""
+    token that ends a document, in files without an index. With None, no ends are written."""
     largest, documents = [], []
     for number, file in enumerate(files):
         tokens, found = file.map(), [np.array([file.num_tokens])]

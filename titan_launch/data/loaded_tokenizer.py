@@ -1,4 +1,4 @@
-"""The tokenizer of a `tokenizer.json`, as the helper process runs it. This module imports little."""
+"""The tokenizer of a `tokenizer.json`, in a helper process with limits. So this module imports little."""
 
 from __future__ import annotations
 

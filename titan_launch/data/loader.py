@@ -127,7 +127,7 @@ def build_validation_loader(
     parts: Sequence[range] | None = None,
     workers: Workers = NO_WORKERS,
 ) -> Loader:
-    """Return a loader of the samples in `parts`, each on exactly one of the `dp_size` ranks, in order.
+    """Return a loader of the samples in `parts`, in order. Each sample is on exactly one of the `dp_size` ranks.
 
     `parts`: ranges of sample indices; default: all samples. All samples of a batch are of one part. Every rank yields
     `num_validation_batches` batches for each part, all of the same shape. Padding samples, whose targets are all
@@ -146,8 +146,8 @@ class FetchedAhead:
     """An endless iterator over batches from worker processes. A thread unpacks the batches while the training loop
     computes.
 
-    Use this class only with worker processes. Without worker processes, the training loop itself must read the batches.
-    The code of a user's source or transform may set random generators, which the training loop also uses.
+    Use this class only with worker processes. Without worker processes, the training loop itself must read the batches,
+    because a user's source or transform may change the random generators that the loop also uses.
     """
 
     def __init__(self, batches: Iterable[Batch], num_ahead: int):
@@ -161,8 +161,8 @@ class FetchedAhead:
         return self
 
     def __next__(self) -> Batch:
-        # The first batch starts the workers. The main thread must do this: only there does PyTorch install its handler
-        # of SIGCHLD, which reports a worker that died.
+        # The first batch starts the workers. The main thread must start them, because PyTorch installs its handler of
+        # SIGCHLD, which reports a worker that died, only in the main thread.
         batch = self._ahead.popleft().result() if self._ahead else next(self._batches)
         while len(self._ahead) < self._num_ahead:
             self._ahead.append(self._thread.submit(next, self._batches))
@@ -263,7 +263,7 @@ class _Reader(ABC):
 
 @dataclass(frozen=True)
 class _TrainReader(_Reader):
-    """Reader of the samples at given positions of the stream. The workers compute the order."""
+    """Reader of the samples at given positions of the stream. The workers convert positions to indices."""
 
     source: SampleSource
     order: Order

@@ -25,7 +25,7 @@ _ROUNDS = 8
 domain (Luby and Rackoff 1988). The small domain of a tiny data set needs more rounds."""
 
 _CACHED_HASHES = 1 << 16
-"""Largest number of hashes that one round of a permutation caches: all hashes for up to 4^16 samples."""
+"""Largest number of hashes that one round of a permutation caches. For up to 4^16 samples, these are all hashes."""
 
 
 class Order(Protocol):
@@ -66,7 +66,7 @@ class SampleOrder:
 
 
 _BLOCK = 64
-"""Smallest number of positions in a block of a mixture. A power of 4 suits `Permutation`."""
+"""Smallest number of positions in a block of a mixture. With a power of 4, `Permutation` is fastest."""
 
 
 class MixtureOrder:
@@ -124,7 +124,7 @@ def block_size(weights: Sequence[Fraction]) -> int:
 
 
 class _Stage:
-    """The positions of a mixture in which the weights are constant, and their division into blocks."""
+    """A range of positions of a mixture in which the weights are constant, divided into blocks."""
 
     def __init__(self, start: int, weights: tuple[int, ...], before: tuple[int, ...], seed: int):
         """`before`: number of samples of each source before `start`."""

@@ -1,4 +1,4 @@
-"""Packing: samples that consist of whole documents, or of pieces of documents that are too long, with little padding.
+"""Packing of documents into samples with little padding. Documents that are too long for a sample are cut into pieces.
 
 A document of n tokens has n - 1 pairs of an input and its target, the next token. It therefore takes n - 1 positions of
 a sample. A document that takes more than `seq_len` positions is cut into pieces of `seq_len` positions and a rest. So

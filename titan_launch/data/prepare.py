@@ -43,7 +43,7 @@ from titan_launch.data.token_files import (
 )
 
 UNFINISHED = "unfinished.json"
-"""Name of a file that is in a folder until the header is written. It identifies the corpus and the tokenizer."""
+"""Name of the file that identifies the corpus and the tokenizer in a folder that is not finished."""
 
 _BATCH = 1000
 """Largest number of documents that are tokenized at a time."""
@@ -55,8 +55,8 @@ _LARGE_CORPUS = 1 << 26
 """Bytes of text above which a run tokenizes the text in several processes, which take a second to start."""
 
 _NOT_IN_TOKENS = {"path", "packing", "shuffle", "num_workers", "name", "weight", "streaming"}
-"""Keys of the section that are not compared, because they do not change the tokens. In place of `path`, the contents of
-its files are compared."""
+"""Keys of the section that `_source` ignores, because they do not change the tokens. In place of `path`, `_source` uses
+the contents of the files."""
 
 
 @dataclass
@@ -88,7 +88,7 @@ def prepare(
 
     `num_workers` processes tokenize the parts. Their number does not change the files. If an earlier call for the same
     corpus was interrupted, its finished shards are kept. If an earlier call has completed the folder, nothing is
-    written. `report(part, is_new)` is called for each finished part; `is_new` is False if an earlier call has finished
+    written. `report(part, is_new)` is called for each finished part. `is_new` is False if an earlier call has finished
     the part. `digests`: the result of `file_digests`, if it is known.
 
     Raises ConfigError for documents that stop the run, and for files that cannot be read or that change meanwhile.
@@ -133,8 +133,8 @@ def chosen_documents(corpus: Corpus, part: Part, counts: Counts) -> Iterator[Doc
 
 
 def training_texts(corpus: Corpus) -> Iterator[str]:
-    """Yield the texts of documents, on which a tokenizer is trained. All texts together have at most about 1 GiB, and
-    the limit is the same for each part. Raises ConfigError if the documents are not plain text."""
+    """Yield texts of documents, on which a tokenizer is trained. All texts together have at most about 1 GiB, and each
+    part has an equal share of this limit. Raises ConfigError if the documents are not plain text."""
     parts = corpus.parts()
     for part in parts:
         size = 0
@@ -210,7 +210,7 @@ def _check_unchanged(corpus: Corpus, digests: Sequence[str]) -> None:
         except OSError as error:
             raise corpus.unopened(file, error) from None
         if not is_unchanged:
-            raise corpus.unreadable(file, "it has changed while it was tokenized; start again when nothing writes it")
+            raise corpus.unreadable(file, "it changed while it was tokenized; start again when it no longer changes")
 
 
 def _source(corpus: Corpus, digests: Sequence[str]) -> str:

@@ -12,8 +12,8 @@ from titan_launch.data.tokenizers import Tokenizer
 
 @dataclass(frozen=True)
 class Passage:
-    """Text of consecutive tokens of a document. `counts`: True if all of the tokens count as targets, False if none
-    does."""
+    """Text of consecutive tokens of a document. `counts`: True if all these tokens count as targets, False if none of
+    them counts."""
 
     text: str
     counts: bool
@@ -33,7 +33,7 @@ def decode_sample(sample: Sample, tokenizer: Tokenizer) -> list[ShownDocument]:
     """Return the documents of a sample of tokens, without its padding.
 
     The last token of a document is never an input. It is omitted if the loss ignores it. The first token is never a
-    target; whether it counts is shown as for the second token. A sample without document numbers is one document.
+    target, so it gets the `counts` of the second token. A sample without document numbers is one document.
     """
     inputs, targets, *numbers = (column.tolist() for column in sample)
     number_of = numbers[0] if numbers else [0] * len(inputs)

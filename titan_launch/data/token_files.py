@@ -42,13 +42,13 @@ SHARD_NAME = re.compile(r"[0-9A-Za-z_-]{1,64}")
 """Valid names of shards. A header must not name files outside of its folder."""
 
 CHUNK = 1 << 24
-"""When a whole file is read, this number of tokens, or of ends of documents, is processed at a time."""
+"""Number of tokens, or of ends of documents, that are processed at a time when a whole file is read."""
 
 MOST_LISTED = 256 * MIB
-"""Limit of the bytes of a JSON file that lists all files of a corpus."""
+"""Largest size in bytes of a JSON file that lists all files of a corpus."""
 
 _MOST_ENTRIES = 5_000_000
-"""Limit of the arrays and objects in a header."""
+"""Largest number of arrays and objects in a header."""
 
 
 class TokenFilesError(Exception):
@@ -266,8 +266,8 @@ class TokenStream:
     vocab_size: int
 
     identity: Sequence[Any]
-    """Key of cached results that depend on the ends of the documents: values that change if an end changes. JSON can
-    represent the values."""
+    """Values that change if the end of a document changes: the key of cached packings. JSON can represent the
+    values."""
 
     starts: Sequence[int] = field(init=False)
     """For each shard, the number of tokens before it. The last entry is the number of all tokens."""
@@ -323,7 +323,7 @@ class TokenStream:
 
 
 def open_token_files(folder: Path, header: Header) -> TokenStream:
-    """Map the files of a folder into memory. Reads all ends of documents, but no tokens.
+    """Map the files of a folder into memory. This reads all ends of documents, but no tokens.
 
     Raises TokenFilesError if a file is missing, or if its size does not agree with the header. Also raises
     TokenFilesError if a document has no tokens, or if the last document does not end with its shard.

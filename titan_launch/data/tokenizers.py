@@ -104,8 +104,8 @@ class ByteTokenizer:
 
 
 _LIMITS = Limits(memory_per_byte=600, answer=64 * MIB, answer_per_byte=40)
-"""Limits of the calls of a tokenizer. The package `tokenizers` needs up to 500 bytes of memory for each token. The
-result of the first call has all special tokens, so it may be large."""
+"""Limits of the helper process for each call of a tokenizer. The package `tokenizers` needs up to 500 bytes of memory
+for each token. The result of the first call has all special tokens, so it may be large."""
 
 
 class HuggingFaceTokenizer:
@@ -188,7 +188,7 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
 
 
 END_OF_DOCUMENT = "<|endoftext|>"
-"""Name of the special token of a trained tokenizer, as in GPT-2."""
+"""Name of the only special token of a tokenizer from `train_tokenizer`. GPT-2 uses the same name."""
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> int:

@@ -15,12 +15,12 @@ from titan_launch.inference.saved_model import SavedModel
 from titan_launch.models.huggingface.files import WeightsError
 
 OPTION: KeyPath = ("--template",)
-"""The option that names a template. Errors name it as their key."""
+"""The option that names a template. Errors about the template name this option as their key."""
 
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """The chat format that the command line sets. Options that are None or empty are taken from the run."""
+    """The chat format that the command line sets. For options that are None or empty, the values of the run apply."""
 
     template: str | None = None
     """A Jinja file, or a name as in `data.template`."""
@@ -51,13 +51,13 @@ def find_template(saved: SavedModel, tokenizer: Tokenizer, options: ChatOptions)
 
 
 def template_section(job: JobConfig, has_template: bool = False) -> ChatData:
-    """Return the section of the chat data on which a run was trained, the first one in a mixture. Without chat data,
-    return the defaults. `has_template`: True if the user named a template. If False, raises WeightsError for a run with
-    several chat formats."""
+    """Return the section of the chat data on which a run was trained; for a mixture, the first such section. Without
+    chat data, return the defaults. `has_template`: True if the user named a template. If False, raises WeightsError for
+    a run with several chat formats."""
     sections = [source for source in single_sources(job.data).values() if isinstance(source, ChatData)]
     formats = [(section.template, section.template_args, section.date) for section in sections]
     if any(each != formats[0] for each in formats) and not has_template:
-        raise WeightsError("its sources of chats have several formats; choose the chat template with --template")
+        raise WeightsError("its data has chats in several formats; choose the chat template with --template")
     return sections[0] if sections else ChatData(kind="chat", path="")
 
 

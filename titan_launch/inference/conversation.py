@@ -14,7 +14,7 @@ from titan_launch.inference.language_model import LanguageModel
 
 
 class Answer(NamedTuple):
-    """An answer that is generated while its pieces are read."""
+    """An answer to a message. Reading its pieces generates the answer."""
 
     pieces: Generator[str, None, None]
     """The pieces of the text. After the last piece, the answer is added to the conversation. If `close` or an error
@@ -43,8 +43,8 @@ class Conversation:
     """
 
     def __init__(self, model: LanguageModel, sequence: TokenSequence, system: str | None = None):
-        """`model`: a model with a chat template. `sequence`: an empty sequence of `model.module`. `system`: text of a
-        system message, with which the conversation begins; None: no system message."""
+        """`model`: a model with a chat template. `sequence`: an empty `TokenSequence` of `model.module`. `system`: text
+        of a system message, with which the conversation begins; None: no system message."""
         self.model = model
         self.sequence = sequence
         self._first: list[Message] = [] if system is None else [{"role": "system", "content": system}]

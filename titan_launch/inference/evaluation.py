@@ -45,7 +45,7 @@ class ChatForm(NamedTuple):
 class EvaluatedModel(TemplateLM):
     """A trained model behind the interface that lm-evaluation-harness calls.
 
-    Texts that are too long lose tokens at their beginning, like those for `hf`, the harness's own class of models.
+    Texts that are too long lose tokens at their beginning, as in `hf`, the harness's own model class.
     """
 
     def __init__(self, model: LanguageModel, batch_size: int):
@@ -61,7 +61,7 @@ class EvaluatedModel(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """The token before a text without context: the one that begins a document or, if there is none, the
+        """The token before a text without context: the token that begins a document or, without such a token, the
         end-of-document token."""
         return self.model.begin[0] if self.model.begin else self.eot_token_id
 
@@ -94,8 +94,8 @@ class EvaluatedModel(TemplateLM):
         return self.apply_chat_template(others)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Return the tokens of a text. Without a chat template, the token that begins a document, if there is one,
-        comes first.
+        """Return the tokens of a text. Without a chat template, the first token is the token that begins a document, if
+        there is one.
 
         With a chat template, `string` is a rendered text, which contains its own first token, and names of special
         tokens become these tokens. With `add_special_tokens=False`, the text is plain text, and no token is added
@@ -205,8 +205,8 @@ def evaluate(
 
 
 def _find_tasks(tasks: Sequence[str], include_path: Path | None) -> TaskManager:
-    """Return a task manager that knows all `tasks`. It reads the harness's own 14,000 tasks, which takes seconds, only
-    if the user's folder `include_path` lacks a task. Raises UserError for an unknown task."""
+    """Return a task manager that knows all `tasks`. If the user's folder `include_path` lacks a task, the harness's own
+    14,000 tasks are read too, which takes seconds. Raises UserError for an unknown task."""
     for has_defaults in (False, True):
         manager = TaskManager(include_path=include_path, include_defaults=has_defaults)
         unknown = [name for name in tasks if not manager.match_tasks([name])]

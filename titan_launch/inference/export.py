@@ -1,4 +1,4 @@
-"""Export of a run's weights. The export runs in one process, whatever the number of ranks that wrote the checkpoint."""
+"""Export of a run's weights. One process exports a checkpoint, even if many ranks wrote it."""
 
 from __future__ import annotations
 
@@ -93,8 +93,8 @@ def export(run: Path, out: Path, options: ExportOptions) -> str:
     """Write the weights of a run, or of another folder that `open_saved_model` can open, into the new folder `out`.
     Return a line about the result, and further lines with notes.
 
-    Host memory stays near twice the largest tensor, and near four times with a mean of models. Raises WeightsError,
-    DamagedCheckpointError and UserError.
+    Host memory stays near twice the size of the largest tensor. For a mean of models, it stays near four times this
+    size. Raises WeightsError, DamagedCheckpointError and UserError.
     """
     saved, source = _source(run, options)
     if options.dtype is not None:
@@ -205,7 +205,7 @@ def _write_generation_config(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def _write_chat_format(source: SavedModel, folder: Path) -> Iterator[str]:
-    """For a run that trained on chats, write the chat template and the token that ends an answer to the files that
+    """If the run trained on chats, write the chat template and the token that ends an answer into the files that
     `transformers` reads. Yield notes about parts of the chat format that the folder lacks."""
     if not any(isinstance(data, ChatData) for data in single_sources(source.job.data).values()):
         return
@@ -247,9 +247,9 @@ def _rows(source: SavedModel, options: ExportOptions) -> int | None:
 
 
 def _write_adapter(source: SavedModel, folder: Path, options: ExportOptions) -> tuple[int, int]:
-    """Write the adapters as a folder for `peft`, which applies them to the model with which the run began. Return the
-    number of tensors and of bytes. Raises WeightsError if there are no adapters, or if the run also trained other
-    parameters."""
+    """Write the adapters as a folder for `peft`. `peft` applies the adapters to the model with which the run began.
+    Return the number of tensors and of bytes. Raises WeightsError if there are no adapters, or if the run also trained
+    other parameters."""
     adapters, lora = adapters_of_saved(source), source.job.lora
     if not adapters:
         raise WeightsError("it has no adapters ([lora] was not set); remove --adapter")

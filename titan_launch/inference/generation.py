@@ -73,7 +73,7 @@ class TokenSequence:
         """Number of tokens that the last call of `continued_as` kept."""
 
     def continued_as(self, tokens: Sequence[int]) -> list[int]:
-        """Shorten the sequence to the longest beginning that it shares with `tokens[:-1]`. If the cache cannot be
+        """Shorten the sequence to the longest prefix that it shares with `tokens[:-1]`. If the cache cannot be
         shortened to this length, shorten the sequence further. Return the rest of `tokens`, at least one token, for
         `extend`."""
         shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(self.tokens, tokens, strict=False)))
@@ -101,7 +101,7 @@ class TokenSequence:
 
 class _OwnCache(TokenSequence):
     """A sequence of a model that returns its own cache, such as a class of `transformers`. These caches have no common
-    method to remove tokens. So a sequence whose end changes is computed again as a whole."""
+    method to remove tokens. So if the end of a sequence changes, the whole sequence is computed again."""
 
     past: Any = None
 
@@ -202,9 +202,9 @@ def generate_tokens(
 ) -> Iterator[int]:
     """Yield up to `max_new_tokens` tokens after a prompt, without the token that ends the text.
 
-    `sequence`: an earlier sequence of this model. Tokens that the prompt shares with the beginning of `sequence` are
-    not computed again, if the cache of `sequence` allows this. Raises UserError if the prompt is empty, if the prompt
-    and `max_new_tokens` together exceed `model.max_tokens`, or if the model returns no logits.
+    `sequence`: an earlier sequence of this model. If its cache allows this, tokens that the prompt shares with the
+    beginning of `sequence` are not computed again. Raises UserError if the prompt is empty, if the prompt and
+    `max_new_tokens` together exceed `model.max_tokens`, or if the model returns no logits.
     """
     if not prompt:
         raise UserError("error: the prompt is empty; give at least one character")

@@ -1,5 +1,5 @@
-"""A trained language model in one process: its module, its tokenizer, and the length of the longest sequence that it
-takes."""
+"""A trained language model in one process: its module, its tokenizer, and the largest number of tokens of a
+sequence."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class LanguageModel:
 
     def encode(self, text: str, has_special_tokens: bool = False) -> list[int]:
         """Return the tokens of a text, after the tokens `begin`. `has_special_tokens`: True if names of special tokens
-        in the text become these tokens. A text that then begins with `begin` gets these tokens only once."""
+        in the text become these tokens. If the text begins with the tokens `begin`, they are not repeated."""
         if not has_special_tokens:
             return [*self.begin, *self.tokenizer.encode(text)]
         tokens, _ = self.tokenizer.encode_chat(text)

@@ -41,8 +41,7 @@ from titan_launch.plan.freezing import ADAPTER
 from titan_launch.train.run_folder.folder import checkpoint_folder
 
 _LONGEST = 2048
-"""Largest `training.seq_len` that the record of a Hugging Face folder gets, even if the model takes longer
-sequences."""
+"""Largest `training.seq_len` in the `record` of a Hugging Face folder, even if the model takes longer sequences."""
 
 
 @dataclass(frozen=True)
@@ -144,10 +143,10 @@ def _checked(folder: Path, step: int) -> tuple[Path, Manifest]:
 
 def _base_folder(job: JobConfig, recorded: Base | None, given: Path | None) -> Path | None:
     """Return the folder of the weights with which a run began: `given` or, by default, the first existing folder among
-    `model.weights`, the path in the manifest, and `model.path`. None if no folder exists.
+    `model.weights`, the path in the manifest, and `model.path`. Otherwise return None.
 
-    If no folder exists and the checkpoint omits parameters, a URL among these values is copied, and the local copy is
-    returned. Raises WeightsError if the URL cannot be copied.
+    But if no folder exists, the checkpoint omits parameters, and one of these values is a URL, return a local copy of
+    the URL. Raises WeightsError if the URL cannot be copied.
     """
     if given is not None:
         return given
@@ -243,8 +242,8 @@ def _adapter_by_shape(saved: SavedModel, a: str) -> Adapter:
 
 
 def merged(saved: SavedModel) -> SavedModel:
-    """Return the model with its adapters added to its weights; without adapters, the model itself. For a weight with an
-    adapter, `read` returns the sum in fp32, so that the sum is rounded only once, when it is cast."""
+    """Return the model with its adapters added to its weights. Without adapters, return `saved` itself. For a weight
+    with an adapter, `read` returns the sum in fp32, so that the sum is rounded only once, when it is cast."""
     adapters = {adapter.weight: adapter for adapter in adapters_of_saved(saved)}
     if not adapters:
         return saved
@@ -277,8 +276,8 @@ def averaged(models: Sequence[SavedModel], shares: Sequence[float]) -> SavedMode
     each other.
 
     `read` returns a mean in fp32 (or fp64 for tensors in fp64), so that the mean is rounded only once, when it is cast.
-    A tensor that is the same in all models stays exactly the same. Tensors of integers are those of the first model.
-    Raises WeightsError if the models have different structures.
+    If a tensor is the same in all models, the mean is exactly this tensor. Tensors of integers are taken from the first
+    model. Raises WeightsError if the models have different structures.
     """
     first, *others = models
     for other in others:

@@ -96,7 +96,7 @@ class Audit:
 
 
 def compare(plan: ModelPlan, layout: Layout, observed: Observations) -> Audit:
-    """Return the audit of a model: its planned dtypes, compared with the observed ones."""
+    """Return the audit of a model, which compares planned and observed dtypes."""
     modules = [info for info in plan.inventory.modules if info.same_as is None]
     return Audit(
         modules=tuple(_audit_module(plan, info, observed.modules[info.path]) for info in modules),
@@ -243,7 +243,7 @@ def _describe(finding: Finding) -> str:
 
 
 def _merge_equal_rows(rows: Iterable[tuple[str, tuple[str, ...]]]) -> list[tuple[str, tuple[str, ...]]]:
-    """Merge rows with equal cells whose names differ only in numbers: `layers.*.norm (2)`."""
+    """Merge rows with equal cells whose names differ only in numbers, under one name such as `layers.*.norm (2)`."""
     groups: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for name, cells in rows:
         groups.setdefault((re.sub(r"\b\d+\b", "*", name), cells), []).append(name)

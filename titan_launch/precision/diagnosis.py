@@ -26,9 +26,9 @@ _MODEL, _ACCUMULATION_MODE = ("model", "name"), ("gradient_accumulation", "mode"
 def explain_dtypes(
     error: BaseException, model: nn.Module, plan: ModelPlan, precision: PrecisionConfig
 ) -> ConfigError | None:
-    """Return a ConfigError with a remedy for a known error of PyTorch in a forward or backward. It is an error about
-    dtypes, or an error of FSDP2 that the model's code causes, such as an in-place change of a unit's output. Return
-    None for any other error.
+    """Return a ConfigError with a remedy for a known error of PyTorch in a forward or backward. Known errors are about
+    dtypes, or come from FSDP2 because of the model's code, such as an in-place change of a unit's output. Return None
+    for any other error.
 
     `model`: the whole model or a pipeline stage. `plan`: the plan of `model`.
     """
@@ -64,8 +64,8 @@ class Failure:
 
     @property
     def line(self) -> str:
-        """The innermost line of the user's code in the traceback, such as `model.py:42`; else of the launcher's
-        code."""
+        """The innermost line of the user's code in the traceback, such as `model.py:42`. Without one, the innermost
+        line of the launcher's code."""
         return Path(user_location(self._error, or_own=True) or "").name
 
     def problem(self, key: KeyPath, reason: str, value: object = UNSET) -> Problem:
@@ -139,8 +139,8 @@ def _output_dtype(failure: Failure, consumer: str) -> Problem | None:
     """Explain a precision rule whose `output_dtype` differs from the compute dtype of the module `consumer`; None if
     there is no such rule.
 
-    Of several such rules, the rule of the nearest module is named. The model's last module does not count, because its
-    output goes to the loss.
+    Of several such rules, the rule of the module nearest to `consumer` is named. The model's last module does not
+    count, because its output goes to the loss.
     """
     computes_in = failure.plan.unit_of[consumer].compute_dtype
     sources = [
@@ -172,9 +172,8 @@ def _beside_buffers(failure: Failure, path: str) -> Problem:
 
 
 def batch_norm_clash(failure: Failure) -> Problem | None:
-    """Explain a dtype error of CUDA's BatchNorm kernels. Backward raises this error, which does not tell the module
-    that failed. So the first BatchNorm whose buffers and parameters have different dtypes is named; None if there is
-    none."""
+    """Explain a dtype error of CUDA's BatchNorm kernels. Backward raises this error, so the module that failed is
+    unknown. The first BatchNorm whose buffers and parameters have different dtypes is named; None if there is none."""
     modules = failure.plan.inventory.modules
     found = [m.path for m in modules if "running_mean" in failure.buffers_in_another_dtype(m)]
     return _beside_buffers(failure, found[0]) if found else None
@@ -192,7 +191,8 @@ def no_kernel(failure: Failure) -> Problem | None:
 
 def _with_casting_rule(failure: Failure, path: str, reason: str, dtypes: Sequence[str]) -> Problem:
     """Return the problem of an operation in the module at `path`. Add a second remedy to `reason`: a precision rule for
-    this module, or for the nearest module around it that contains parameters; nothing if there is no such module."""
+    this module or, if it contains no parameters, for the nearest module around it that does. Without such a module, add
+    nothing."""
     while path and not any(module.parameters for module in failure.inside(path)):
         path = parent(path)
     if not path:
@@ -256,7 +256,7 @@ def used_without_a_call(failure: Failure) -> Problem | None:
         return failure.problem(key, f"{reason}; {remedy}", value)
     if unit.key is None:
         return failure.problem(
-            ("model", "blocks"), f"{reason}; call the module, or name blocks that hold both in model.blocks"
+            ("model", "blocks"), f"{reason}; call the module, or name in model.blocks a block that holds both modules"
         )
     remedy = f'match the module around it ("{failure.glob(user)}")' if user else "drop the module from the rule"
     return failure.problem(unit.key, f"{reason}; {remedy}")

@@ -1,4 +1,4 @@
-"""Observation, by hooks, of the dtypes in which a wrapped model computes, stores and communicates."""
+"""Hooks that record the dtypes in which a wrapped model computes, stores and communicates."""
 
 from __future__ import annotations
 
@@ -116,10 +116,10 @@ def _note_buffers(module: nn.Module, seen: Seen) -> None:
 
 
 def _watch_unit(module: nn.Module, gathers_bytes: bool, seen: Seen, hooks: ExitStack) -> None:
-    """Record the collectives of the unit that `module` belongs to. The modules of a unit share them.
+    """Record the collectives of the unit that `module` belongs to. All modules of a unit share its collectives.
 
-    `gathers_bytes`: True if the plan all-gathers parameters of several dtypes as bytes (uint8), which are then
-    recorded. Other bytes, such as weights in float8, are not recorded.
+    `gathers_bytes`: True if the plan all-gathers parameters of several dtypes as bytes (uint8). Then uint8 is recorded.
+    Otherwise uint8, such as weights in float8, is not recorded.
     """
 
     def note(kind: str, output: Tensor, sent: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The facts about a model's folder, or about data at a path, that a recipe writes into a job file."""
+"""Facts about a model folder, or about the data at a path. `titan-launch init` writes them into a job file."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from titan_launch.recipes.writing import Row
 
 _FEW_RECORDS = 200
 """Number of records below which no validation split is made, because the split could be empty. For text files, which
-have no records, the limit is a tenth as many files."""
+have no records, the limit is 20 files: a tenth of this number."""
 
 _SHORT_SIDE = 224
-"""Image size in pixels for which the published image classifiers are made."""
+"""Height and width in pixels of the images for which most published classifiers are made."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ class ModelFolder:
 
 
 def look_at_model(path: str) -> ModelFolder:
-    """Return the facts about a folder. Raises UserError for a folder with an adapter, and for a folder without a
-    `config.json` of a model that a job can use."""
+    """Return the facts about a model folder. Raises UserError for a folder with an adapter, and if `config.json` is
+    missing or is not of a model that a job can use."""
     folder = Path(path)
     try:
         refuse_adapter(folder)
@@ -91,8 +91,8 @@ class DataFolder:
     """Keys of `[data]` only."""
 
     validation: str | None = None
-    """Path of separate validation data; None if there are none. (Then `is_split` tells whether a split of `path` is
-    used.)"""
+    """Path of separate validation data; None if there is none. (With None, `is_split` tells whether a split of `path`
+    is used.)"""
 
     is_split: bool = True
     """True if a split of `path` is held out for validation."""
@@ -111,15 +111,15 @@ class DataFolder:
 
 
 class UnknownDataError(Exception):
-    """Error for a path without data, or with data that cannot be read or whose kind is not clear. The message continues
-    a line that begins with the path."""
+    """Error for data that is missing, that cannot be read, or whose kind is not clear. The message continues a line
+    that begins with the path."""
 
 
 def look_at_data(path: str, kinds: Sequence[str] = ()) -> DataFolder:
     """Return the facts about the data at a path, from the names and the content of its files.
 
-    `kinds`: the preferred kinds, the best one first. They decide if the first lines suit several kinds. Raises
-    UnknownDataError if there are no data at the path, if the data cannot be read, or if their kind is not clear.
+    `kinds`: the preferred kinds, the best one first. If the first lines suit several kinds, the kind that is first in
+    `kinds` is used. Raises UnknownDataError if the data is missing, cannot be read, or has no clear kind.
     """
     try:
         return _facts_about(path, kinds)
@@ -186,7 +186,7 @@ def _dataset(folder: Path) -> DataFolder | None:
 
 def _images(folder: Path) -> DataFolder | None:
     """Return the facts about a folder of WebDataset shards, or of class folders whose first files are mostly images.
-    None for any other folder."""
+    Return None for any other folder."""
     if next(folder.glob("*.tar"), None):
         return _shards(str(folder / "*.tar"))
     classes = paths.class_folders(str(folder))
@@ -259,7 +259,7 @@ _ENDS = {
 
 
 def _by_suffix(path: str, files: list[Path], kinds: Sequence[str]) -> DataFolder:
-    """Return the facts about files. The kind of the data is that of the suffix whose files have the most bytes.
+    """Return the facts about files. The data has the kind whose files (see `_ENDS`) have the most bytes.
 
     Raises UnknownDataError if the kind is JSON lines or Parquet, and other files have a suffix of another kind, such as
     `.txt`. Files with a suffix that is not in `_ENDS` are no error. Also raises UnknownDataError if the kind is text,
@@ -278,7 +278,7 @@ def _by_suffix(path: str, files: list[Path], kinds: Sequence[str]) -> DataFolder
         raise UnknownDataError(misread)
     if kind in ("jsonl", "parquet") and data - {kind}:
         remedy = f"name the files of one sort by a glob such as {paths.glob_of_sort(path, _ENDS[kind][0])}"
-        mixed = "to use several, write a table [[data.sources]] for each"
+        mixed = "to use several sorts, write a table [[data.sources]] for each"
         sorts = paths.describe_ends(paths.count_ends(names))
         raise UnknownDataError(f"has files of several sorts ({sorts}); {remedy}; {mixed}")
     num_bytes = None if any(file.suffix in paths.COMPRESSED for file in files) else size
@@ -325,8 +325,8 @@ _KINDS_OF_LINES = {
 
 def _lines(path: str, kinds: Sequence[str]) -> DataFolder:
     """Return the facts about JSON lines: chats, pairs of answers, or text in a field. Raises UnknownDataError if the
-    first lines suit several kinds and none of these is in `kinds`. Also raises it if a line is not an object, or if no
-    key has text."""
+    first lines suit several kinds and none of these is in `kinds`, if a line is not an object, or if no key has
+    text."""
     records = _records(path)
     first, number = next(records), 1
     found = _kinds_of_line(first)
@@ -357,7 +357,7 @@ def _lines(path: str, kinds: Sequence[str]) -> DataFolder:
 
 def _kinds_of_line(record: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
     """Return the kinds of data that a line suits, each with the keys of the line that show this kind. The dict is empty
-    if the line suits none of them: its text is then in another field."""
+    if the line suits no kind. The text of the line is then in another field."""
     from titan_launch.data.corpora.chat import ANSWERS, chat_keys
 
     keys = chat_keys(record)

@@ -38,12 +38,12 @@ class Recipe:
     """Data of the job if the user names none: data that every machine has, or a placeholder."""
 
     tokens_per_step: int
-    """Largest number of tokens per step; for a small model (`_is_small`), the largest number is at most 8192. For
-    images: largest number of samples per step. (A rank has at least one sample, so a step may have more.)"""
+    """Largest number of tokens per step, but at most 8192 for a small model (`_is_small`). For images: largest number
+    of samples per step. (Each rank has at least one sample, so a step may exceed these limits.)"""
 
     steps: int
-    """Usual number of steps. With `prefers_steps`, the job has this number of steps. Otherwise, if the number of
-    samples is unknown, warm-up and intervals follow from this number."""
+    """Usual number of steps. With `prefers_steps`, this is the value of the key `steps`. Without it, if the number of
+    samples is unknown, warm-up and intervals are computed from this number."""
 
     lr: float
     lr_comment: str
@@ -58,7 +58,7 @@ class Recipe:
     """`training.local_batch_size` if no size can be planned: without a GPU, without a model, or without torch."""
 
     prefers_steps: bool = False
-    """True to write the key `steps` in place of `epochs`, unless these steps are `epochs` epochs or more."""
+    """True to write the key `steps` in place of `epochs`, except if these steps are at least `epochs` epochs."""
 
     epochs: int = 3
     epochs_from_random: int = 3
@@ -193,9 +193,9 @@ class Inputs:
 
 
 def find_data(name: str, path: str | None) -> DataFolder | None:
-    """Return the data at `path`. If `path` is None, return the recipe's default data, or None if it is a placeholder.
+    """Return the data at `path`. If `path` is None, return the recipe's default data, or None for a placeholder.
 
-    Raises UserError if `look_at_data` cannot tell what the data are, or if the recipe does not take data of this kind.
+    Raises UserError if `look_at_data` fails, or if the recipe does not take data of this kind.
     """
     recipe = RECIPES[name]
     if path is None and recipe.default_data in (CHATS, PAIRS):
@@ -207,7 +207,7 @@ def find_data(name: str, path: str | None) -> DataFolder | None:
     if data.kind not in recipe.kinds:
         others = [other for other, candidate in RECIPES.items() if data.kind in candidate.kinds]
         needs = " or ".join(f'"{kind}"' for kind in recipe.kinds)
-        hint = f"; recipes for it: {', '.join(others)}" if others else ""
+        hint = f"; recipes for this data: {', '.join(others)}" if others else ""
         reason = f'has {data.description} (data.kind = "{data.kind}"), but the recipe {name} needs {needs}{hint}'
         raise UserError(f"error: --data {path}: {reason}")
     return data
@@ -344,9 +344,8 @@ def _image_model(model: ModelFolder | None, data: DataFolder) -> Iterator[Table]
 
 
 def _lora(recipe: Recipe, model: ModelFolder | None) -> Iterator[Row]:
-    """Yield the keys of `[lora]`. For a model of this package, the targets are the linear layers of attention. If the
-    model has no experts, they include those of feed-forward layers. For a class of `transformers`, the targets are
-    `**.*_proj`."""
+    """Yield the keys of `[lora]`. For a model of this package, the targets are the linear layers of attention and, if
+    the model has no experts, of the feed-forward layers. For a class of `transformers`, the targets are `**.*_proj`."""
     targets = ["layers.*.attention.*", "layers.*.feed_forward.*"]
     comment = "modules that match: linear layers, embeddings, experts"
     if model is not None and model.name == HUGGINGFACE:
@@ -427,7 +426,7 @@ def _validation(recipe: Recipe, inputs: Inputs, length: _Length) -> Iterator[Tab
 
 
 def _size(model: ModelFolder, *names: str) -> int:
-    """Return the first of these numbers that the `config.json` of a model has; 0 if there is none."""
+    """Return the first integer among the values of `names` in a model's `config.json`; 0 if there is none."""
     return next((size for name in names if isinstance(size := model.config.get(name), int)), 0)
 
 
@@ -490,14 +489,14 @@ class _Length:
     """The key `epochs` or `steps` of `[training]`."""
 
     steps: int
-    """Approximate number of steps, from which warm-up and intervals follow."""
+    """Approximate number of steps, from which warm-up and intervals are computed."""
 
 
 def _length_of(epochs: int, steps: int, prefers_steps: bool, samples: _Samples | None, batch: int) -> _Length:
     """Return the length of a run with `batch` samples per step.
 
     `steps`: usual number of steps of the recipe. `prefers_steps`: True to write the key `steps` in place of `epochs`,
-    unless these steps are `epochs` epochs or more."""
+    except if these steps are at least `epochs` epochs."""
     name, value = ("steps", steps) if prefers_steps else ("epochs", epochs)
     if samples is None:
         other = "epochs" if prefers_steps else "steps"

@@ -1,4 +1,4 @@
-"""Batch sizes and activation checkpointing of a recipe, from the planner's predictions for the machine."""
+"""Choice of a recipe's microbatch size and activation checkpointing, by the planner's predictions for the machine."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ class Machine:
     """Name in the device table, or the name that the driver reports."""
 
     memory_gib: float | None
-    """Memory of one GPU in GiB, as reported by the driver; None for a name in the device table."""
+    """Memory in GiB of one GPU of this machine, from the device table or else from the driver. None for any other
+    device."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +51,11 @@ RecordingsOf = Callable[[JobConfig, Layout, Kernels], Recordings]
 
 
 def planned_sizes(config: JobConfig, machine: Machine, recordings_of: RecordingsOf) -> Sizes:
-    """Return the microbatch size and the activation checkpointing with the shortest predicted step among those that
-    fit.
+    """Return the microbatch size and the activation checkpointing mode that fit and have the shortest predicted step.
 
-    Step times that agree to two digits count as equal, and so do unknown times. Of candidates with equal times, those
-    with the cheapest mode in `_COST` are preferred, then those with the largest microbatch, which have the fewest
-    collectives. If no candidate fits, or if the job cannot be planned, return a microbatch of one sample and mode
-    `full`.
+    Step times that agree to two digits count as equal, and so do unknown times. Among equal times, the cheapest mode in
+    `_COST` is preferred, then the largest microbatch, which has the fewest collectives. If no candidate fits, or if the
+    job cannot be planned, return a microbatch of one sample and mode `full`.
 
     `config`: the job, whose global batch size does not change. Raises the errors of `recordings_of`, except
     ConfigError.

@@ -51,7 +51,7 @@ def _rows(rows: Sequence[Row]) -> str:
 def check_new(file: str, command: str) -> None:
     """Raise UserError for a job file that exists, or that does not end in `.toml`."""
     if not file.endswith(".toml"):
-        raise UserError(f"error: {file}: the name of a job file ends in .toml")
+        raise UserError(f"error: {file}: the name of a job file must end in .toml")
     if Path(file).exists():
         reason = f"{command} never overwrites a file; name another file, or move this one"
         raise UserError(f"error: {file} exists, and {reason}")
@@ -68,7 +68,7 @@ def write_new(file: str, text: str) -> None:
 
 def print_open_problems(file: str) -> None:
     """Print the keys of a new job file that the check refuses, such as keys with placeholders or with paths that do not
-    exist. Print nothing if there are none."""
+    exist. Print nothing if the check refuses no key."""
     try:
         load_job(file)
     except UserError as error:

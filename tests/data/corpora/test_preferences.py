@@ -175,7 +175,7 @@ def test_the_last_target_of_an_answer_is_its_label(tmp_path: Path) -> None:
 def test_answers_without_a_label_or_too_long_are_named_or_cut(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     chat = {"prompt": "Hi", "completion": "Hello"}
-    for line, detail in ((chat, "true: a desirable answer"), ({**chat, "label": 1}, "its value is 1")):
+    for line, detail in ((chat, "true means a desirable answer"), ({**chat, "label": 1}, "its value is 1")):
         with pytest.raises(ConfigError, match=re.escape(f'is without true or false in "label" ({detail}')):
             rated(file, [line])
     length = len(f"{BEFORE}Hello<|im_end|>\n")

@@ -39,7 +39,7 @@ class ChatCorpus(TokenizedLinesCorpus):
 
     @property
     def identity(self) -> Sequence[object]:
-        """The text of the template, its variables, and the length of a sample, which also decide the tokens."""
+        """The template's text and variables, and the length of a sample: further values that decide the tokens."""
         return [self.template.renderer.text, str(self.template.renderer.variables), self.seq_len]
 
     def document(self, record: dict[str, Any], file: tuple[str, int]) -> Document:
@@ -137,7 +137,7 @@ class UnpairedPreferenceCorpus(ChatCorpus):
         """Return all tokens of a chat, and its label. Also raises RecordError for a chat without a label."""
         label = record.get("label")
         if not isinstance(label, bool):
-            detail = f"its value is {label!r:.80}" if "label" in record else "true: a desirable answer"
+            detail = f"its value is {label!r:.80}" if "label" in record else "true means a desirable answer"
             raise RecordError('without true or false in "label"', detail)
         chat = self.rendered(messages, record, self.config.train_on)
         return _with_label(chat, np.array([label], chat.tokens.dtype))
@@ -169,7 +169,7 @@ def preference_messages(record: Mapping[str, Any]) -> list[list[Message]]:
     A string `system` becomes the first message.
     """
     if missing := [key for key in ANSWERS if key not in record]:
-        known = '"chosen" and "rejected", and "prompt" unless both are whole chats'
+        known = '"chosen" and "rejected", and also "prompt" if these two are only answers'
         detail = f"its keys are {listed(list(record), most=8)}; a line needs {known}"
         raise RecordError(f'without "{missing[0]}"', detail)
     answers = {key: _as_message(record[key], "assistant") for key in ANSWERS}

@@ -38,7 +38,7 @@ _OLDEST_JINJA = (3, 1, 6)
 """Oldest release of jinja2 that may be used. Templates can leave the sandbox of earlier releases (CVE-2025-27516)."""
 
 _MOST_BYTES = MIB
-"""Limit of the size of a template file in bytes. Published templates have up to 50 kB."""
+"""Largest size of a template file in bytes. Published templates have up to 50 kB."""
 
 _SECONDS_PER_MESSAGE = 0.01
 """Seconds of CPU time that are allowed for each message of a chat. For each answer, the chat is rendered several
@@ -74,7 +74,7 @@ class ChatTemplate:
     def call(self, method: str, *arguments: Any, num_messages: int = 0) -> Any:
         """Return the result of a method of the renderer. Raises RecordError if the renderer refuses the chat, and
         ConfigError on the key of the template if the call fails for another reason or exceeds a limit. `num_messages`:
-        number of messages of the chat. Each message allows the call more CPU time."""
+        number of messages of the chat. The more messages, the more CPU time the call may take."""
         if self.is_trusted:
             return getattr(self.renderer, method)(*arguments)
         try:
@@ -85,7 +85,7 @@ class ChatTemplate:
             raise config_error(self.key, f"{reason}; set {_KNOWN}, or another Jinja file", value) from None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the fields. `_limited` is not among them, because it belongs to the helper of this process."""
+        """Return the fields without `_limited`, which belongs to the helper process of this process."""
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
     @cached_property

@@ -70,7 +70,7 @@ def load_rows(config: HuggingFaceData, key: KeyPath, streaming: bool = False) ->
 
 def _saved(config: HuggingFaceData, key: KeyPath, found: Any) -> Any:
     """Return the split of data that `save_to_disk` wrote. `found`: the loaded data, which is one data set, or a dict of
-    data sets by split. Raises ConfigError for a `subset`, and for an `hf_split` that is missing."""
+    data sets by split. Raises ConfigError if `subset` is set, or if the data has no split `hf_split`."""
     if config.subset is not None:
         reason = "a folder that save_to_disk wrote has no subsets; remove this key"
         raise config_error((*key, "subset"), reason, config.subset)

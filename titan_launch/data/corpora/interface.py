@@ -22,8 +22,8 @@ class File:
     """A file of a corpus."""
 
     name: str
-    """Path relative to the folder that the job names, or to the folder in which its glob searches. So the name does not
-    change when the folder is moved. For a data set of Hugging Face: the name of the Arrow file."""
+    """Path relative to the folder that the job names, or to the folder in which the job's glob searches. So the name
+    does not change when that folder is moved. For a data set of Hugging Face: the name of the Arrow file."""
 
     path: Path
     state: Sequence[int]
@@ -56,8 +56,8 @@ class Document:
     """A document before its tokenization."""
 
     name: str | bytes
-    """Name of the document (a text file), or its content (a record). A hash of `name` decides to which split the
-    document belongs."""
+    """For a text file, its name. For a record, its content. A hash of `name` decides to which split the document
+    belongs."""
 
     content: Any
     """The input of `Corpus.encode`: UTF-8 bytes, unless the corpus has an `encode` of its own."""
@@ -112,7 +112,7 @@ class Corpus(ABC):
 
     @property
     def left_out(self) -> str:
-        """Text about other files in the folders of the corpus, which are not read; "" if there are none."""
+        """Text about the files in the folders of the corpus that are not read; "" if all files are read."""
         return ""
 
     @cached_property

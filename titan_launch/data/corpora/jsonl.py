@@ -20,10 +20,10 @@ from titan_launch.data.corpora.text_files import LEAST_RECORD, FileCorpus, is_co
 from titan_launch.data.token_files import Encoded, Tokens
 
 MOST_LINE = 32 * MIB
-"""Limit of the bytes of a line. The parsed values of a line may take 20 times as much memory."""
+"""Largest size of a line in bytes. The parsed values of a line may take 20 times as much memory."""
 
 _MOST_CONTAINERS = 2_000_000
-"""Limit of the number of arrays and objects in a line. Brackets in strings also count."""
+"""Largest number of arrays and objects in a line. Brackets in strings also count."""
 
 
 class LinesCorpus(FileCorpus, RecordCorpus):
@@ -137,7 +137,7 @@ class ClassificationCorpus(TokenizedLinesCorpus):
 
     @property
     def identity(self) -> list[object]:
-        """The length of a sample, which also decides the tokens."""
+        """The length of a sample: a further value that decides the tokens."""
         return [self.seq_len]
 
     def document(self, record: dict[str, Any], file: tuple[str, int]) -> Document:
@@ -165,9 +165,9 @@ class ClassificationCorpus(TokenizedLinesCorpus):
 
 
 def scored(tokens: Tokens, label: int, longest: int, truncation: str) -> Encoded:
-    """Return a document whose only target is `label`, after its last token. `longest`: limit of its number of tokens,
-    without the label. `truncation`: "left" keeps the last tokens of a longer document, any other value the first
-    ones."""
+    """Return a document whose only target is `label`, after its last token. `longest`: largest number of tokens,
+    without the label. `truncation`: "left" keeps the last tokens of a longer document, any other value keeps the first
+    tokens."""
     kept = tokens[-longest:] if truncation == "left" else tokens[:longest]
     targets = np.zeros(len(kept) + 1, np.bool_)
     targets[-1] = True

@@ -16,10 +16,10 @@ from titan_launch.data.corpora.records import BATCH_ROWS, ColumnCorpus
 from titan_launch.data.corpora.text_files import LEAST_RECORD, FileCorpus, most_of_records
 
 _MOST_DICTIONARY = 32 * MIB
-"""Limit of the bytes of the dictionary of a column. Writers usually limit dictionaries to 1 MiB."""
+"""Largest size in bytes of a column's dictionary. Writers usually limit dictionaries to 1 MiB."""
 
 _AT_ONCE = 32 * MIB
-"""Limit of the bytes of the rows that are read at a time. Each row counts like the whole dictionary."""
+"""Largest number of bytes of rows that are read at a time. Each row counts with the size of the dictionary."""
 
 
 class ParquetCorpus(FileCorpus, ColumnCorpus):
@@ -37,7 +37,7 @@ class ParquetCorpus(FileCorpus, ColumnCorpus):
             with self._table(file) as (table, _):
                 last, column = table.num_row_groups - 1, table.schema_arrow.names.index(self.config.column)
                 for group in range(table.num_row_groups):
-                    # With damaged metadata, this read raises an exception. The next line would crash the process.
+                    # If metadata is damaged, this read raises an exception, and the next line would crash the process.
                     next(table.iter_batches(1, [group], [self.config.column], use_threads=False), None)
                     in_group = table.metadata.row_group(group).column(column).total_uncompressed_size
                     of_all += in_group
@@ -63,9 +63,9 @@ class ParquetCorpus(FileCorpus, ColumnCorpus):
                 yield document
 
     def _batches(self, table: Any, stream: BinaryIO, file: File, groups: Iterable[int]) -> Iterator[Any]:
-        """Yield the rows of row groups in batches that fit into memory. A short column of indices may repeat a large
-        value of the dictionary in every row. So the more bytes the dictionary has, the fewer rows are in a batch.
-        Raises ConfigError for a dictionary that is too large."""
+        """Yield the rows of row groups in batches that fit into memory. Every row may repeat a large value of the
+        dictionary by a small index. So the more bytes the dictionary has, the fewer rows are in a batch. Raises
+        ConfigError for a dictionary that is too large."""
         from pyarrow.parquet import ParquetFile
 
         column = self.config.column

@@ -15,7 +15,7 @@ BATCH_ROWS = 1000
 """Largest number of rows that are read at a time."""
 
 _SHOWN = 500
-"""Limit of the characters that an error quotes from the names of columns."""
+"""Largest number of characters of column names that an error quotes."""
 
 
 class RecordCorpus(Corpus):

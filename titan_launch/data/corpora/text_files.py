@@ -1,4 +1,4 @@
-"""Corpora of files that `path` names, which may be compressed. In a corpus of text, each file is a document."""
+"""Corpora of files that `path` names. The files may be compressed. In a corpus of text, each file is a document."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class FileCorpus(Corpus):
     def expanded(self, file: File, limit: int) -> ConfigError:
         """Return the error for a file that is larger than its limit after decompression."""
         reason = f"after decompression it exceeds {limit:,} bytes, the limit for {file.size:,} compressed bytes"
-        return self.unreadable(file, f"{reason}; decompress it first")
+        return self.unreadable(file, f"{reason}; store it uncompressed")
 
     def _decompressor(self, file: File) -> tuple[Callable[[BinaryIO], Any], tuple[type[Exception], ...]]:
         """Return a function that decompresses the stream of a file, and the exceptions that the function raises for

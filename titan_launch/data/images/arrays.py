@@ -1,4 +1,4 @@
-"""Images in arrays: `.npz` files, whose uncompressed arrays are mapped into memory, and the digits of scikit-learn."""
+"""Images in arrays: `.npz` files (uncompressed arrays are mapped into memory) and the digits of scikit-learn."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Pixels = npt.NDArray[np.uint8] | npt.NDArray[np.floating]
 Labels = npt.NDArray[np.int64]
 
 MOST_CLASSES = 1 << 20
-"""Limit of the number of classes. The classifier of a model has a row of weights for each class."""
+"""Largest number of classes. The classifier of a model has a row of weights for each class."""
 
 _HEADER_READERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
@@ -127,7 +127,7 @@ def open_npz(path: str, path_key: KeyPath) -> ArrayImages:
 
 
 def map_npz(path: Path, names: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
-    """Return the arrays of an `.npz` file that have a name in `names`, by name. Names that the file lacks are omitted.
+    """Return the arrays of an `.npz` file whose names are in `names`, by name. Names that the file lacks are omitted.
     Raises many types of errors.
 
     Uncompressed arrays are mapped into memory: all processes of a host share them, and only the used parts are read.

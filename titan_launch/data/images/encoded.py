@@ -38,13 +38,13 @@ _INDEX_VERSION = 2
 _INDEX_FILE = "index.npz"
 
 _MOST_LABEL = MIB
-"""Limit of the bytes of KEY.cls and KEY.json."""
+"""Largest size in bytes of KEY.cls and KEY.json."""
 
 _MOST_EXTENSION = 1 << 16
-"""Limit of the bytes of a tar member that only contains the name or other header fields of the next member."""
+"""Largest size in bytes of a tar member that only contains the name or other header fields of the next member."""
 
 _MOST_GLOBAL = 1 << 10
-"""Limit of the bytes of a tar member with header fields for all later members, to each of which tarfile copies them."""
+"""Largest size in bytes of a tar member with header fields that tarfile copies to each later member."""
 
 
 @dataclass
@@ -267,7 +267,7 @@ def _folders(folder: Path) -> Iterator[Path]:
     while rest:
         folder = rest.pop()
         yield folder
-        if folder.stat().st_nlink == 2:  # on ext4 and XFS, each folder in it would be a further link
+        if folder.stat().st_nlink == 2:  # on ext4 and XFS, each subfolder adds a link, so there is none
             continue
         with os.scandir(folder) as entries:
             below = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False) and entry.name[0] != "."]

@@ -1,4 +1,4 @@
-"""The only module that opens image files with Pillow.
+"""Opening of image files with Pillow. No other module opens image files.
 
 Pillow guesses the format of a file from its content, and some of its formats start other programs: a file that begins
 like PostScript is given to Ghostscript, even if its name ends in `.jpg`. So only the formats below are tried. A small
@@ -24,31 +24,31 @@ FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 """Pillow's names of the file formats that are read. A JPEG with further pictures gets the name MPO when it is open."""
 
 MOST_BYTES = 256 * MIB
-"""Limit of the bytes of an image file. An uncompressed image of `MOST_PIXELS` takes less."""
+"""Largest size of an image file in bytes. An uncompressed image of `MOST_PIXELS` takes less."""
 
 MOST_PIXELS = 50_000_000
-"""Limit of the pixels that are decoded. Decoding and normalization take up to 20 bytes for each pixel."""
+"""Largest number of pixels that are decoded. Decoding and normalization take up to 20 bytes for each pixel."""
 
 _MOST_STORED = 125_000_000
-"""Limit of the stored pixels of a JPEG. Some telephones take photos of 108 million pixels. A JPEG of more than
+"""Largest number of stored pixels of a JPEG. Some telephones take photos of 108 million pixels. A JPEG of more than
 MOST_PIXELS must be scaled down while it is decoded. For a progressive JPEG, libjpeg takes up to 8 bytes for each
 pixel."""
 
 _MOST_SCANS = 20
-"""Limit of the scans of a JPEG with `MOST_PIXELS`. A smaller JPEG may have more scans: the time of a scan grows with
-the number of pixels."""
+"""Largest number of scans of a JPEG with `MOST_PIXELS`. A smaller JPEG may have more scans, because the time of a scan
+grows with the number of pixels."""
 
 _MOST_EXIF = 1 << 16
-"""Limit of the bytes of EXIF data. All tags of EXIF may refer to the same bytes, so the memory that Pillow needs grows
-with the square of this size."""
+"""Largest size of EXIF data in bytes. All tags of EXIF may refer to the same bytes, so the memory that Pillow needs
+grows with the square of this size."""
 
 _READ_TWICE = 2 * MIB
-"""Until a file is open, Pillow may read the size of the file plus this number of bytes. Many tags of a TIFF may refer
+"""While Pillow opens a file, it may read as many bytes as the file has, plus this number. Many tags of a TIFF may refer
 to the same bytes, which Pillow reads once for each tag."""
 
 _LEAST_READ, _MOST_SMALL_READS = 256, 50_000
-"""Limit of the number of Pillow's reads of a file: 50,000, plus one for every 256 bytes of the file. Without a limit, a
-file could consist of millions of tiny parts."""
+"""Pillow may read a file 50,000 times, plus once for every 256 bytes of the file. Without a limit, a file could consist
+of millions of tiny parts."""
 
 _OWN_WARNINGS = re.compile(r"PIL\b")
 

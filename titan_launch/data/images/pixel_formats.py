@@ -56,8 +56,8 @@ _UPRIGHT = {
     7: "TRANSVERSE",
     8: "ROTATE_90",
 }
-"""Pillow's operation that makes an image upright, by orientation. Orientation 1 is upright; other values mean
-nothing."""
+"""Pillow's operation that makes an image upright, by orientation. Orientation 1 is upright. Other values are
+ignored."""
 
 _EIGHT_BITS = "convert it to 8 bits per channel, or save arrays in an .npz file"
 
@@ -118,8 +118,8 @@ def _problem(image: Image) -> str:
 
 
 def _is_gray_16(image: Image) -> bool:
-    """Return True for 16-bit gray, also where Pillow stores it as 32-bit integers: gray PPM files, and PNG before
-    Pillow 10.3."""
+    """Return True for 16-bit gray. Pillow stores it as 32-bit integers for gray PPM files and, before Pillow 10.3, for
+    PNG files."""
     if image.mode == "I" and image.format == "PPM":
         return True
     return image.mode in (*READ_AS_FLOAT, "I") and _raw_mode(image)[0] in READ_AS_FLOAT

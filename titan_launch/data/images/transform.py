@@ -1,7 +1,7 @@
 """Changes that turn stored images into samples: resize, crop, augmentation, the user's transform, and normalization.
 
-The random numbers for an image are computed from its index and its position in the stream of samples. So they depend on
-neither ranks nor workers, and an image is augmented differently in every epoch.
+The random numbers for an image are computed from its index and its position in the stream of samples. So the numbers do
+not depend on ranks or workers, and an image is augmented differently in every epoch.
 """
 
 from __future__ import annotations

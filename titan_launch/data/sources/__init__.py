@@ -53,7 +53,7 @@ SOURCES: dict[str, Callable[[Any, SourceContext], SampleSource]] = {
     "mixture": build_mixture,
     FACTORY: build_factory,
 }
-"""Functions of (section, context) that build a source, by the section's `data_kind`. The keys equal `DATA_KINDS`."""
+"""The function (section, context) -> source for each `data_kind` of a section. The keys are those of `DATA_KINDS`."""
 
 
 def build_source(

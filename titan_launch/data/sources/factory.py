@@ -6,9 +6,9 @@ A factory is called as `factory(context, **args)`, with a `SourceContext`. It re
   always returns the same sample;
 - an iterable of samples: a stream.
 
-Both may have the attribute `num_classes` and the method `describe() -> str`. An object with `__getitem__` may also have
-`fingerprint() -> str`, whose result changes when the data changes. A stream may have `state_dict` and
-`load_state_dict`.
+An object or a stream may have the attribute `num_classes` and the method `describe() -> str`. An object with
+`__getitem__` may also have `fingerprint() -> str`, whose result changes when the data changes. A stream may have
+`state_dict` and `load_state_dict`.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def build_factory(config: FactoryData, context: SourceContext) -> SampleSource:
 
 @dataclass(frozen=True)
 class SampleCheck:
-    """A check that samples have the form on which models and the loss rely."""
+    """A check that samples have the form that models and the loss require."""
 
     name: str
     """Import string of the factory, for errors."""
@@ -130,12 +130,12 @@ class SampleCheck:
 
     @classmethod
     def of(cls, first: Any, config: FactoryData, context: SourceContext, num_classes: int | None) -> SampleCheck:
-        """Return the check of a factory's samples. Raises ConfigError for images without `num_classes`, for images of a
-        wrong form, and for images that do not fit the model. Raises UserError if the new check refuses the first
-        sample.
+        """Return the check of a factory's samples. Raises ConfigError for images of a wrong form, for images that do
+        not fit the model, and if neither `num_classes` nor the model gives the number of classes. Raises UserError if
+        the new check refuses the first sample.
 
-        `first`: the first sample. `num_classes`: the attribute of this name of the object that the factory returned;
-        None if the object lacks it.
+        `first`: the first sample. `num_classes`: the attribute `num_classes` of the object that the factory returned;
+        None if it is missing.
         """
         key = (*context.key, "kind")
         if config.unit == "tokens":

@@ -34,8 +34,8 @@ class Images(Protocol):
     """Text for a log line, such as the number of skipped files."""
 
     def as_file(self, chosen: Indices) -> tuple[str, int]:
-        """Return (name, size in bytes). A fingerprint counts the chosen images as one file with this name and size. The
-        name is, for example, a digest of the images."""
+        """Return (name, size in bytes) of one file that stands for the chosen images in a fingerprint. The name is, for
+        example, a digest of the images."""
 
     def hashes(self) -> npt.NDArray[np.uint32]:
         """Return a hash for each image, which decides to which split the image belongs."""

@@ -53,7 +53,7 @@ class SampleSource(Protocol):
         """Number of classes of the targets. For tokens, this is the size of the vocabulary."""
 
     def describe(self) -> str:
-        """Return a text for a log line: the amount and kind of the data."""
+        """Return a text for a log line, with the amount and kind of the data."""
 
     def fingerprint(self, seed: int) -> Fingerprint | None:
         """Return a fingerprint of the source's data; None if the source reads no data, is a mixture, or is a stream.
@@ -95,7 +95,7 @@ class Details:
 
 @runtime_checkable
 class DetailedSource(Protocol):
-    """A source that knows more about its data than the number of samples."""
+    """A source that can list the contents of its data, beyond the number of samples."""
 
     def details(self) -> Details:
         """Return the contents of the source. The call may read all ends of documents, or all labels."""

@@ -45,8 +45,8 @@ class MixtureSource:
         """Return None: a run compares the fingerprint of each source of the mixture."""
 
     def __getitem__(self, index: int) -> Sample:
-        """Return sample `index`. If a source of the mixture has document numbers and this sample has none, the sample
-        gets document numbers of 0: it is one document."""
+        """Return sample `index`. If a source of the mixture has document numbers and this sample has none, all tokens
+        of the sample get the document number 0."""
         return tuple(column[0] for column in self.read_batch([index], None))
 
     def read_batch(self, indices: Sequence[int], positions: Sequence[int] | None) -> Sample:

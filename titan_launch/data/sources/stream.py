@@ -39,8 +39,8 @@ class Reader(Iterator[Sample], Protocol):
 
 
 class StreamSource:
-    """A stream as a data source. Its length is 2^62, which is never reached. Only the first sample can be read by
-    index."""
+    """A stream as a data source. Its `len` is 2^62, which is more than any run reads. Only the first sample can be read
+    by index."""
 
     def __init__(self, open_part: Callable[[int, int], Reader], first: Sample, num_classes: int, description: str):
         """`open_part(part, parts)` returns a reader of one part. `first`: the first sample."""
@@ -111,7 +111,7 @@ class SampleReader:
     """Reader of one part of a stream of samples. Part k of n has the samples k, k + n, k + 2n, ... of the stream."""
 
     def __init__(self, open_stream: Callable[[], Any], check: Callable[[Any, str], Sample], part: int, parts: int):
-        """`check(sample, where)` returns the sample, or raises an error with the text `where`."""
+        """`check(sample, where)` returns the sample, or raises an error. `where`: name of the sample in the error."""
         self._cursor, self._check, self._part, self._parts = _Cursor(open_stream), check, part, parts
         self.state_dict, self.load_state_dict = self._cursor.state_dict, self._cursor.load_state_dict
 

@@ -1,4 +1,4 @@
-"""Samples of token files: sequences of tokens, and the same sequences shifted by one token."""
+"""Samples of token files. Inputs are a sequence of tokens, and targets are this sequence shifted by one token."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from titan_launch.data.sources.packed import PackedSource, token_details
 from titan_launch.data.token_files import Header, TokenFilesError, Tokens, TokenStream, open_token_files, read_header
 
 _SHOWN = 64
-"""Limit of the characters of a digest in an error."""
+"""Largest number of characters of a digest that an error quotes."""
 
 
 class TokenSource:
@@ -176,7 +176,7 @@ def _check_whole(config: CorpusData | TokensData, context: SourceContext, header
     if longest > context.seq_len:
         reason = (
             f"has {what}, of which one takes {longest:,} positions, but training.seq_len is {context.seq_len:,}; "
-            "prepare the text again"
+            "set a larger training.seq_len, or prepare the text again"
         )
         raise config_error((*context.key, "path"), reason, config.path, also=(("training", "seq_len"),))
 
