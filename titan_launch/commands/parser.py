@@ -247,7 +247,7 @@ def _recorder(config: JobConfig) -> Callable[[], Recorder]:
 
 def recordings_of(config: JobConfig, layout: Layout, kernels: Kernels, is_silent: bool = False) -> Recordings:
     """Return the recordings of a job. A recording that is not in the cache is made with torch when it is first needed.
-    A line on standard error reports each new recording, unless `is_silent` is True."""
+    Unless `is_silent` is True, a line on standard error is printed before microbatches are recorded."""
     from titan_launch.plan.memory.recordings import Recordings
 
     def tell(text: str) -> None:

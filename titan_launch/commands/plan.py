@@ -171,7 +171,7 @@ class _Planned:
     """The FSDP2 units of the resolved job."""
 
     has_chosen_batch: bool
-    """True if the plan has chosen the microbatch."""
+    """True if the plan has chosen the size of the microbatch (`training.local_batch_size = "auto"`, `--max-batch`)."""
 
     recommendation: Resolution | None
     """The best choice of modes. If the job has a mode `auto`, it is the same as `resolution`. None if no choice fits,
@@ -182,7 +182,7 @@ class _Planned:
     compared and none fits, or if `PlanOptions.advises` is set. Empty if not sought or not found."""
 
     sufficient_ranks: int | None = None
-    """If the job does not fit: a number of ranks on which it is planned to fit. None if not sought or not found."""
+    """If the job does not fit: a number of ranks on which the job would fit. None if not sought or not found."""
 
     trial: dict[str, Any] | None = None
     """Memory of a trial on a GPU or a phantom GPU. None without a trial, or after a trial on a CPU."""

@@ -22,10 +22,10 @@ class RunDescription:
     settings: Mapping[str, int | float | str]
     """Values of the job by key, such as `optimizer.lr`, for the comparison of runs. A value that is neither a number
     nor a string is given as TOML text, such as `true` or `["wq", "wv"]`. An unset key has the value `unset`. A long
-    value is cut off."""
+    value is cut, and its checksum is appended."""
 
     later_metrics: frozenset[str]
-    """Tags of all metrics that the run reports, in its first report or only later."""
+    """Tags of the metrics that the first report of the run may lack, and a later report may have."""
 
 
 class Sink(ABC):
