@@ -191,6 +191,6 @@ def say_speed(num_tokens: int, num_kept: int, num_new: int, seconds: float) -> N
     """Print the numbers of tokens and the speed to the standard error. `num_tokens`: number of tokens of the prompt.
     `num_kept`: number of these tokens whose keys and values were already in the cache. `num_new`: number of generated
     tokens."""
-    kept = f" ({num_kept} in the cache)" if num_kept else ""
+    kept = f" ({num_kept} cached)" if num_kept else ""
     speed = f"{num_new / seconds:,.1f} tokens/s"
     say(f"prompt: {num_tokens} tokens{kept}; new: {num_new} tokens in {seconds:.2f} s, {speed}", file=sys.stderr)
