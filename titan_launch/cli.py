@@ -1,4 +1,4 @@
-"""The command line. Errors in a job file are reported before torch is imported."""
+"""The entry point of all commands. Errors in a job file are reported before torch is imported."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from titan_launch.core.process import BAD_INPUT, FAILED, OK, announce_once, wron
 from titan_launch.core.terminal import escape_warnings
 
 COMMANDS = {
-    "train": "train as one rank of the process group that torchrun describes, or alone (the default command)",
+    "train": "train as one of the ranks that torchrun started, or alone (the default command)",
     "init": "write a commented job file from a recipe: pre-training, fine-tuning, LoRA, DPO, images",
     "migrate": "convert a job file of TorchTitan, and list the keys that could not be converted",
     "check": "check the job file and, if it exists, its run folder, without torch or a GPU",
@@ -25,7 +25,7 @@ COMMANDS = {
     "prove": "compare training in the job's layout with training in one process, at a small size on the CPU",
     "prepare": "tokenize text into memory-mapped files, and train tokenizers",
     "data": "describe the data of the job, and show its first samples, without a GPU",
-    "import": "copy a Hugging Face folder with the tensor names of this package, and write a job that starts from it",
+    "import": "copy a Hugging Face folder, with this package's tensor names, and write a job that starts from the copy",
     "export": "write the weights of a run in the format of Hugging Face, or as one file",
     "generate": "continue a text with a trained model, and print it as it is generated",
     "chat": "answer messages with a trained model, turn by turn, by its chat template",
@@ -39,8 +39,8 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command. Return its exit status: 0, 1 for a failure, 2 for bad input, or another status such as 130 after
-    Ctrl-C. Many commands end the process themselves."""
+    """Run a command. Return its exit status: 0 for success, 1 for a failure, 2 for bad input, or another status such as
+    130 after Ctrl-C. Many commands end the process instead of returning."""
     args = list(sys.argv[1:] if argv is None else argv)
     escape_warnings()
     try:
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         announce_once(str(error))
         return BAD_INPUT
-    except RunError as error:  # such as that of an object store that does not answer
+    except RunError as error:  # such as: an object store does not answer
         announce_once(f"error: {error}")
         return FAILED
     except BrokenPipeError:  # the reader of the output has ended, such as `| head`
@@ -68,8 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse_arguments(args: Sequence[str]) -> Namespace:
-    """Return the options of a command, with the overrides of the job as `overrides` and the command's function as
-    `run`.
+    """Return a namespace with the options of a command. Its attribute `overrides` has the overrides of the job, and
+    `run` is the function that runs the command.
 
     Raises SystemExit for `--help` and `--version`, and UserError for bad arguments.
     """
@@ -80,7 +80,7 @@ def parse_arguments(args: Sequence[str]) -> Namespace:
         known = f"the commands are {', '.join(COMMANDS)}{did_you_mean(name, COMMANDS)}"
         raise UserError(f'error: unknown command "{name}"; {known} (see titan-launch --help)')
     command = command_module(name)
-    parser = Parser(prog=f"titan-launch {name}", description=COMMANDS[name])  # one parser, because each takes 1 ms
+    parser = Parser(prog=f"titan-launch {name}", description=COMMANDS[name])  # the only one, since a parser takes 1 ms
     command.add_arguments(parser)
     arguments = parser.parse(rest)
     arguments.run = command.run

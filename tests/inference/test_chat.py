@@ -192,8 +192,8 @@ def test_a_piped_conversation(
     assert printed == f"{ANSWER}\n" * 3
     assert numbers == [
         f"prompt: 8 tokens; new: {new} tokens",
-        f"prompt: {second} tokens ({first} kept); new: {new} tokens",
-        f"prompt: 8 tokens (7 kept); new: {new} tokens",
+        f"prompt: {second} tokens ({first} cached); new: {new} tokens",
+        f"prompt: 8 tokens (7 cached); new: {new} tokens",
     ]
     cut = (
         f"prompt: 8 tokens; new: {new} tokens",

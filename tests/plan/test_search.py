@@ -176,8 +176,8 @@ def test_the_best_job_is_written_and_keeps_what_is_held(tmp_path: Path) -> None:
         ),
         (["--hold=loss.chunks"], "--hold needs --search"),
         (["--max-gpus"], "--max-gpus needs --search"),
-        (["--search", "--measure"], "--search and --measure: a search plans many layouts"),
-        (["--search", "--global-batch=9:3"], "--global-batch 9:3: needs two numbers of samples, such as 256:1024"),
+        (["--search", "--measure"], "--measure needs one layout, and --search plans many"),
+        (["--search", "--global-batch=9:3"], "--global-batch 9:3: needs sample counts LOW <= HIGH, such as 256:1024"),
         (["--search", "--out=best.yaml"], "best.yaml: the name of a job file must end in .toml"),
     ],
 )

@@ -231,7 +231,7 @@ def test_bad_exports_are_one_error_and_leave_nothing(tmp_path: Path, capsys: pyt
         ([run, "--out", str(tmp_path / "out"), "--training.steps=3"], "unknown option --training.steps"),
         (
             [run, "--out", str(tmp_path / "out"), "--format=plain", "--vocab-size=9"],
-            "--vocab-size is for --format hf; remove it",
+            "--vocab-size has no effect with --format plain; remove it",
         ),
     ):
         assert main(["export", *arguments]) == 2

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from titan_launch.inference.generation import TokenSequence
 
 _NEW_TOKENS = 1024
-"""Default of `--max-new-tokens`, unless the longest sequence of the model leaves room for fewer."""
+"""Default of `--max-new-tokens`. It is smaller if the longest sequence of the model has no room for this number."""
 
 _RESET, _QUIT = "/reset", "/quit"
 """Lines that are not messages: the first begins a new conversation, the second ends the chat."""
@@ -36,7 +36,7 @@ def add_arguments(parser: Parser) -> None:
     )
     language_model.add_model(parser)
     language_model.add_chat(parser)
-    most = f"most tokens of an answer (default: {_NEW_TOKENS}, or fewer if the model has no room for more)"
+    most = f"largest number of tokens in an answer (default: {_NEW_TOKENS}, or fewer if the model has no room for more)"
     stop = "text that ends an answer, and is not printed; may be given several times"
     language_model.add_sampling(parser, most, stop)
 

@@ -22,11 +22,11 @@ def add_arguments(parser: Parser) -> None:
     text = "run folders; the first is the reference"
     parser.add_argument("run_folders", metavar="RUN", nargs="+", help=text)
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
-    parser.add_argument("--out", metavar="FILE", help="also write a page")
+    parser.add_argument("--out", metavar="FILE", help="also write the comparison as an HTML page")
     group = parser.add_argument_group("for scripts", "exit status 1 if a run exceeds a limit")
-    text = "fail if the median speed of a run is more than this below that of the first run, such as 3%%"
+    text = "fail if the median speed of a run is more than PERCENT, such as 3%%, below that of the first run"
     group.add_argument("--fail-if-slower", type=percentage, metavar="PERCENT", help=text)
-    text = "fail if losses at the last step that all runs reported differ by more than X from the first run"
+    text = "fail if, at the last step that all runs reported, a loss differs by more than X from the first run's"
     group.add_argument("--fail-if-loss-differs", type=number_from(0), metavar="X", help=text)
 
 

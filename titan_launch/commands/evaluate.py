@@ -19,8 +19,8 @@ def add_arguments(parser: Parser) -> None:
     parser.epilog = "example:\n  titan-launch evaluate outputs/llama --tasks hellaswag,arc_easy --limit 100"
     add_model(parser)
     group = parser.add_argument_group("evaluation")
-    group.add_argument("--tasks", required=True, metavar="NAMES", help="tasks or groups, divided by commas (required)")
-    group.add_argument("--limit", type=at_least(1), metavar="N", help="documents to use of each task (default: all)")
+    group.add_argument("--tasks", required=True, metavar="NAMES", help="comma-separated tasks or groups (required)")
+    group.add_argument("--limit", type=at_least(1), metavar="N", help="number of documents per task (default: all)")
     text = "examples in each prompt (default: as many as the task sets)"
     group.add_argument("--num-fewshot", type=at_least(0), metavar="N", help=text)
     text = "sequences per forward (default: 8)"

@@ -17,20 +17,20 @@ def add_arguments(parser: Parser) -> None:
     parser.usage = "titan-launch export SOURCE --out OUT [options]"
     parser.epilog = "example:\n  titan-launch export outputs/llama_bn --out exported --format plain"
     add_source(parser)
-    text = "mean of the checkpoints of these steps, with weights if there are any: 800,900,1000 or 800,1000=2"
+    text = "write the mean of the checkpoints of these steps, such as 800,900,1000; or with weights: 800,1000=2"
     parser.add_argument("--average", type=_steps, metavar="STEPS", default={}, help=text)
-    text = "another model for a mean of several (a model soup), with its weight; the weight of SOURCE is 1; repeatable"
+    text = "write the mean of SOURCE (weight 1) and this model (weight W, default: 1), a model soup; repeatable"
     parser.add_argument("--soup", type=_weighted, action="append", metavar="FOLDER[=W]", default=[], help=text)
-    parser.add_argument("--out", required=True, metavar="OUT", help="folder to write, which must not exist (required)")
+    parser.add_argument("--out", required=True, metavar="OUT", help="folder to write; must be new or empty (required)")
     text = "hf: config.json, *.safetensors and tokenizer of Hugging Face (the default); plain: one model.safetensors "
-    parser.add_argument("--format", choices=("hf", "plain"), default="hf", help=f"{text}in the names of this package")
+    parser.add_argument("--format", choices=("hf", "plain"), default="hf", help=f"{text}with this package's names")
     text = "write only the adapters ([lora]), as a folder that peft loads; default: the model with its adapters merged"
     parser.add_argument("--adapter", action="store_true", help=text)
     text = "dtype of the weights (default: that of the parameters in the checkpoint)"
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help=text)
     text = "largest size of a file with format hf (default: 5GB)"
     parser.add_argument("--max-shard-size", metavar="SIZE", help=text)
-    text = "rows of the vocabulary to write with format hf; the others are padding (default: those of model.weights)"
+    text = "with format hf: write only the first N rows of the vocabulary (default: as in model.weights, or all)"
     parser.add_argument("--vocab-size", type=at_least(1), metavar="N", help=text)
 
 
@@ -68,7 +68,7 @@ def run(arguments: Namespace) -> int:
     if arguments.format == "plain":
         for option in ("max_shard_size", "vocab_size"):
             if getattr(arguments, option) is not None:
-                raise UserError(f"error: --{option.replace('_', '-')} is for --format hf; remove it")
+                raise UserError(f"error: --{option.replace('_', '-')} has no effect with --format plain; remove it")
     if arguments.average and arguments.step is not None:
         raise UserError("error: --average names the steps; remove --step")
     if (arguments.average or arguments.soup) and arguments.adapter:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from titan_launch.inference.language_model import LanguageModel
 
 _NEW_TOKENS = 128
-"""Default of `--max-new-tokens`, unless the longest sequence of the model leaves room for fewer."""
+"""Default of `--max-new-tokens`. It is smaller if the longest sequence of the model has no room for this number."""
 
 
 def add_arguments(parser: Parser) -> None:
@@ -34,9 +34,9 @@ def add_arguments(parser: Parser) -> None:
     text = "names of special tokens in the prompt, such as <|im_start|>, become these tokens (default: plain text)"
     group.add_argument("--special-tokens", action="store_true", help=text)
     language_model.add_chat(
-        parser, "each prompt is a message of a user, in the chat template of the model, and the text is the answer"
+        parser, "send each prompt as a user's message, in the chat template of the model, and generate the answer"
     )
-    most = f"most tokens to generate (default: {_NEW_TOKENS}, or fewer if the sequence would be too long for the model)"
+    most = f"largest number of new tokens (default: {_NEW_TOKENS}, or fewer if the model has no room for more)"
     stop = "text that ends the generation, and is not printed; may be given several times"
     language_model.add_sampling(parser, most, stop)
 

@@ -20,7 +20,7 @@ def add_arguments(parser: Parser) -> None:
     parser.usage = "titan-launch import FOLDER --out OUT"
     parser.epilog = "example:\n  titan-launch import Llama-3.2-1B --out imported/llama"
     parser.add_argument("folder", metavar="FOLDER", help="Hugging Face folder: config.json and *.safetensors")
-    parser.add_argument("--out", required=True, metavar="OUT", help="folder to write, which must not exist (required)")
+    parser.add_argument("--out", required=True, metavar="OUT", help="folder to write; must be new or empty (required)")
 
 
 def run(arguments: Namespace) -> int:

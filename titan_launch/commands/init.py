@@ -1,4 +1,4 @@
-"""The command `init`: a commented job file, from a recipe or from a config that the package carries."""
+"""The command `init`: a commented job file, from a recipe or from a config of the package."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from titan_launch.recipes.writing import check_new, job_text, print_open_problem
 
 _NO_GPU = (
     "Sizes: small ones, since this machine has no GPU. `titan-launch plan --device h100-80gb` shows what fits a GPU.",
-    "`titan-launch init` with the options --device and --world-size writes the sizes for it.",
+    "`titan-launch init` with the options --device and --world-size writes the sizes for that GPU.",
 )
 
 _NO_MODEL = "Sizes: small ones, since no model is named. `titan-launch init` with --model chooses them for the GPU."
@@ -74,7 +74,7 @@ def _listing() -> list[str]:
     width = max(map(len, [*RECIPES, *carried_configs()]))
     lines = ["recipes (titan-launch init NAME [--out FILE] [--model FOLDER] [--data PATH]):"]
     lines += [f"  {name:{width}}  {recipe.title}" for name, recipe in RECIPES.items()]
-    lines += ["", "configs that the package carries (copied by init; --config takes their names, too):"]
+    lines += ["", "configs of the package (init copies them; --config also takes their names):"]
     return lines + [f"  {name:{width}}  {_first_sentence(path)}" for name, path in carried_configs().items()]
 
 

@@ -50,7 +50,7 @@ def add_chat(parser: Parser, switch: str | None = None) -> None:
     group.add_argument("--template", metavar="FILE", help=text)
     text = "variable of the template, such as enable_thinking=false; values are TOML; may be given several times"
     group.add_argument("--template-arg", action="append", type=_variable, default=[], metavar="NAME=VALUE", help=text)
-    text = "date that the template writes as the present one (default: data.date of the run, or 2024-07-26)"
+    text = "date that the template writes as today's date (default: data.date of the run, or 2024-07-26)"
     group.add_argument("--date", type=_date, metavar="YYYY-MM-DD", help=text)
 
 
@@ -76,8 +76,8 @@ def _date(text: str) -> str:
 
 
 def check_chat(arguments: Namespace, *further: str) -> None:
-    """Raise UserError for an option that needs `--chat`, if `--chat` is not given. `further`: names of such options
-    that only this command has."""
+    """Raise UserError for an option that needs `--chat`, if `--chat` is not given. `further`: names of options that
+    need `--chat` and that only this command has."""
     given = [name for name in ("system", "template", "template_arg", "date", *further) if getattr(arguments, name)]
     if given and not arguments.chat:
         raise UserError(f"error: --{given[0].replace('_', '-')} has no effect without --chat; add --chat")
@@ -120,7 +120,7 @@ def add_sampling(parser: Parser, most: str, stop: str) -> None:
     group.add_argument("--temperature", type=number_from(0), default=0.0, metavar="T", help=text)
     text = "draw from the N most probable tokens (default: all)"
     group.add_argument("--top-k", type=at_least(1), metavar="N", help=text)
-    text = "draw from the fewest tokens whose probabilities add up to P (default: 1)"
+    text = "draw only from the most probable tokens whose probabilities add up to P (default: 1)"
     group.add_argument("--top-p", type=number_from(0, 1), metavar="P", help=text)
     group.add_argument("--seed", type=at_least(0), metavar="N", help="seed of the drawn tokens (default: 0)")
     group.add_argument("--stop", action="append", default=[], metavar="TEXT", help=stop)
@@ -136,8 +136,8 @@ def check_sampling(arguments: Namespace) -> None:
 
 
 def sampling_of(arguments: Namespace, model: LanguageModel) -> tuple[Sampling, torch.Generator]:
-    """Return the settings by which tokens are chosen, from the options, and a random generator. If the model has no
-    key-value cache, print a note to the standard error."""
+    """Return the sampling settings of the options, and a random generator with the seed of `--seed`. If the model has
+    no key-value cache, print a note to the standard error."""
     import torch
 
     from titan_launch.inference.generation import Sampling, has_cache
@@ -191,6 +191,6 @@ def say_speed(num_tokens: int, num_kept: int, num_new: int, seconds: float) -> N
     """Print the numbers of tokens and the speed to the standard error. `num_tokens`: number of tokens of the prompt.
     `num_kept`: number of these tokens whose keys and values were already in the cache. `num_new`: number of generated
     tokens."""
-    kept = f" ({num_kept} kept)" if num_kept else ""
+    kept = f" ({num_kept} cached)" if num_kept else ""
     speed = f"{num_new / seconds:,.1f} tokens/s"
     say(f"prompt: {num_tokens} tokens{kept}; new: {num_new} tokens in {seconds:.2f} s, {speed}", file=sys.stderr)

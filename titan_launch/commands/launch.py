@@ -18,7 +18,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_job("titan-launch launch --nproc-per-node 2 --config configs/llama_bn.toml --training.steps=20")
     for name, (metavar, text) in LAUNCH_OPTIONS.items():
         parser.add_argument(f"--{name}", dest=name, metavar=metavar, default=SUPPRESS, help=text)
-    text = "refuse to start unless a certificate of `prove` proves the job's layout (see prove.certificate)"
+    text = "start only if a certificate of `prove` proves the job's layout (see prove.certificate)"
     parser.add_argument("--require-proof", action="store_true", help=text)
     add_output(parser)
     add_dry_run(parser)

@@ -22,7 +22,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("old", metavar="OLD.toml", help="job file of TorchTitan v0.2")
     text = "job file to write, which must not exist (default: OLD.migrated.toml)"
     parser.add_argument("--out", metavar="NEW.toml", help=text)
-    text = "ranks of the job, from which numbers of samples are computed (default: unknown)"
+    text = "number of ranks of the job, to compute numbers of samples (default: unknown)"
     parser.add_argument("--world-size", type=at_least(1), metavar="N", help=text)
 
 
@@ -64,7 +64,7 @@ def _lines(old: JobFile, notes: list[Note]) -> list[str]:
 
 
 def _tables(migration: Migration) -> list[Table]:
-    """Return the tables of the new job, in the order of the reference."""
+    """Return the tables of the new job, in the order of the sections of `JobConfig`."""
     tables: dict[str, list[Row]] = {}
     order = list(JobConfig.model_fields)
     for key, (value, comment) in sorted(migration.new.items(), key=lambda item: order.index(str(item[0][0]))):

@@ -44,7 +44,7 @@ class Parser(ArgumentParser):
         """Add `--config`, and describe the overrides below the options. `example` is a complete command."""
         self.usage = f"{self.prog} --config JOB.toml [options] [--section.key=value ...]"
         self.epilog = f"{OVERRIDES}\n\nexample:\n  {example}"
-        text = "job file, or the config.json in the run folder of an earlier run (required)"
+        text = "job file, config.json in the folder of an earlier run, or name of a config of the package (required)"
         self.add_argument("--config", required=True, metavar="JOB.toml", help=text)
 
     def add_key_options(self, title: str, options: Iterable[tuple[str, str, str, str]]) -> None:
@@ -146,7 +146,7 @@ def number_from(minimum: float, maximum: float = math.inf) -> Callable[[str], fl
 
 def add_source(parser: Parser) -> None:
     """Add the positional argument SOURCE, which names a trained model, and the options that choose its weights."""
-    text = "run folder, folder that `import` wrote, or Hugging Face folder"
+    text = "run folder, Hugging Face folder, or folder that `import` or `export --format plain` wrote"
     parser.add_argument("source", metavar="SOURCE", help=text)
     text = "checkpoint of this step (default: the newest; if validation.patience has ended the run, the best)"
     parser.add_argument("--step", type=at_least(0), metavar="N", help=text)
@@ -195,8 +195,8 @@ def check_weights(loaded: LoadedJob) -> None:
     """Raise UserError if `model.weights` does not hold the tensors of the model. Values are not read.
 
     Nothing is checked if `model.weights` is not set, or if the run will resume, because a resumed run loads a
-    checkpoint. For a user's own model and a class of `transformers`, only the files are checked. Without torch, the
-    same holds for a model of the package that has not been recorded.
+    checkpoint. Only the files are checked for a user's own model, for a class of `transformers` and, without torch, for
+    a model of the package that has not been recorded.
     """
     config = loaded.config
     if config.model.weights is None:
@@ -247,7 +247,7 @@ def _recorder(config: JobConfig) -> Callable[[], Recorder]:
 
 def recordings_of(config: JobConfig, layout: Layout, kernels: Kernels, is_silent: bool = False) -> Recordings:
     """Return the recordings of a job. A recording that is not in the cache is made with torch when it is first needed.
-    A line on standard error reports each new recording, unless `is_silent` is True."""
+    Unless `is_silent` is True, a line on standard error is printed before microbatches are recorded."""
     from titan_launch.plan.memory.recordings import Recordings
 
     def tell(text: str) -> None:

@@ -1,9 +1,9 @@
 """The command `plan`, and dry runs: predictions of a job on any number of ranks, without a GPU.
 
 The first plan of a model records microbatches with torch, and stores the recordings in the user's cache. Later plans of
-the model use these recordings, also with other numbers of shards, modes, optimizers or paths. They take a fraction of a
-second, and do not import torch. The modes of a job are `gradient_accumulation.mode` and `activation_checkpoint.mode`; a
-choice is one of each.
+the model use these recordings, even if the number of shards, the modes, the optimizer or paths differ. A later plan
+takes a fraction of a second, and does not import torch. The modes of a job are `gradient_accumulation.mode` and
+`activation_checkpoint.mode`; a choice is one mode for each of these keys.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ KEY_OPTIONS = (
     ("--intra-bandwidth", "planner.intra_node_gb_per_s", "GB/S", _BANDWIDTH.format("to devices of its host")),
     ("--inter-bandwidth", "planner.inter_node_gb_per_s", "GB/S", _BANDWIDTH.format("to devices of other hosts")),
     ("--gpus-per-node", "planner.gpus_per_node", "N", f"devices per host (default: {PlannerConfig().gpus_per_node})"),
-    ("--expert-load", "planner.expert_load", "X", "rows of the busiest rank's experts over the mean (default: 1)"),
+    ("--expert-load", "planner.expert_load", "X", "tokens of the busiest rank's experts / mean (default: 1)"),
     ("--speeds", "planner.speeds", "FILE", "speeds that measure-device measured (default: the data sheet of --device)"),
     ("--mfu", "planner.mfu", "X", "fraction of the peak FLOP/s that a step reaches, instead of speeds of operations"),
 )
@@ -67,7 +67,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_job("titan-launch plan --config configs/llama3_8b.toml --world-size 8 --device h100-80gb")
     parser.add_argument("--world-size", type=at_least(1), default=1, metavar="N", help="ranks (default: 1)")
     text = "replay: record a microbatch once, and replay it with FSDP2's memory; trace: run a whole step without "
-    text += "values, the reference (default: replay)"
+    text += "values, which is slower (default: replay)"
     parser.add_argument("--engine", choices=get_args(EngineName), default="replay", help=text)
     text = "rows to compare; own: only the modes that the job sets or that auto may choose (default: all)"
     parser.add_argument("--rows", choices=("all", "own"), default="all", help=text)
@@ -78,7 +78,7 @@ def add_arguments(parser: Parser) -> None:
     )
     text = "also train three steps as rank R on this device, without other ranks, to see whether its memory suffices"
     parser.add_argument("--trial", type=at_least(0), metavar="R", help=text)
-    text = "also measure active and reserved memory: three steps of the fullest rank on a phantom GPU (see --device)"
+    text = "also measure memory: train three steps of the rank with the highest peak on a phantom GPU (needs --device)"
     parser.add_argument("--measure", action="store_true", help=text)
     text = "also name changes that save memory, even if the job fits"
     parser.add_argument("--advise", action="store_true", help=text)
@@ -128,7 +128,7 @@ def run(arguments: Namespace) -> NoReturn:
 
 
 def _refuse_options_of_one_layout(arguments: Namespace) -> None:
-    """Raise UserError for an option that a search does not have."""
+    """Raise UserError for an option that cannot be used with `--search`."""
     flags = ("max_batch", "verbose", "measure", "advise", "plot", "trial")
     values = {name: getattr(arguments, name) for name in flags}
     given = [
@@ -136,7 +136,7 @@ def _refuse_options_of_one_layout(arguments: Namespace) -> None:
     ]
     given += ["--rows"] * (arguments.rows != "all") + ["--engine"] * (arguments.engine != "replay")
     if given:
-        raise UserError(f"error: --search and {given[0]}: a search plans many layouts; plan the job that it finds")
+        raise UserError(f"error: {given[0]} needs one layout, and --search plans many; plan the job that it finds")
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ class _Planned:
     """The FSDP2 units of the resolved job."""
 
     has_chosen_batch: bool
-    """True if the plan has chosen the microbatch."""
+    """True if the plan has chosen the size of the microbatch (`training.local_batch_size = "auto"`, `--max-batch`)."""
 
     recommendation: Resolution | None
     """The best choice of modes. If the job has a mode `auto`, it is the same as `resolution`. None if no choice fits,
@@ -182,7 +182,7 @@ class _Planned:
     compared and none fits, or if `PlanOptions.advises` is set. Empty if not sought or not found."""
 
     sufficient_ranks: int | None = None
-    """If the job does not fit: a number of ranks on which it is planned to fit. None if not sought or not found."""
+    """If the job does not fit: a number of ranks on which the job would fit. None if not sought or not found."""
 
     trial: dict[str, Any] | None = None
     """Memory of a trial on a GPU or a phantom GPU. None without a trial, or after a trial on a CPU."""
@@ -197,11 +197,11 @@ class _Planned:
 def print_plan(config: JobConfig, world_size: int, locate_key: unit_table.KeyLocator, options: PlanOptions) -> None:
     """Print the plan of a job on `world_size` ranks, as text or as JSON, and write a picture if `options` asks for it.
 
-    Raises the same ConfigErrors as the start of a run, also if no choice fits that `auto` may make. Raises UserError
-    for a trial or measurement that is impossible, and RunError if the memory of its device does not suffice.
+    Raises the same ConfigErrors as the start of a run, for example if none of the modes that `auto` may choose fits.
+    Raises UserError for an impossible trial or measurement, and RunError if the device has too little memory for it.
     """
     if options.trial is not None and options.trial >= world_size:
-        raise UserError(f"--trial {options.trial}: there are {world_size} ranks, counted from 0 (--world-size)")
+        raise UserError(f"--trial {options.trial}: must be a rank below --world-size {world_size}; the first rank is 0")
     if options.measures:
         from titan_launch.phantom_gpu.environment import PHANTOMS
 
@@ -274,7 +274,7 @@ def _measure(planned: _Planned) -> dict[str, Any]:
 def print_dry_run(config: JobConfig, world_size: int, rank: int) -> None:
     """Run one training step as rank `rank` of `world_size`, on fake tensors. Print what the rank holds.
 
-    Raises the same ConfigErrors as the start of a run, also if no choice fits that `auto` may make.
+    Raises the same ConfigErrors as the start of a run, for example if none of the modes that `auto` may choose fits.
     """
     config = with_batch_size(config, world_size)
     layout = plan_layout(config.parallelism, config.training, world_size)

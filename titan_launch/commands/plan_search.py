@@ -73,13 +73,13 @@ def _batches(text: str | None) -> list[int]:
         return []
     low, _, high = text.partition(":")
     if not (low.isdecimal() and high.isdecimal() and 0 < int(low) <= int(high)):
-        raise UserError(f"error: --global-batch {one_line(text)}: needs two numbers of samples, such as 256:1024")
+        raise UserError(f"error: --global-batch {one_line(text)}: needs sample counts LOW <= HIGH, such as 256:1024")
     return [int(low) << doublings for doublings in range((int(high) // int(low)).bit_length())]
 
 
 def _best_batch(config: JobConfig, world_size: int, held: Sequence[Key], batches: Sequence[int]) -> Result:
-    """Return the result for the global batch size in `batches` with the most samples per second. If `batches` is empty,
-    return the result for the size in the job."""
+    """Search with each global batch size in `batches`, and return the result with the most samples per second. If
+    `batches` is empty, search with the size in the job."""
 
     def samples_per_second(result: Result) -> float:
         return result.best[0].layout.global_batch_size / result.best[0].seconds if result.best else 0.0

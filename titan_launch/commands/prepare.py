@@ -51,7 +51,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--tokenizer", metavar="TOKENIZER", help=text)
     text = "first train a byte-level BPE tokenizer of SIZE tokens on the text, and write it to OUT/tokenizer"
     parser.add_argument("--train-tokenizer", type=at_least(BYTES_VOCABULARY), metavar="SIZE", help=text)
-    text = "write OUT/train and OUT/validation, which has N %% of the documents (default: OUT has all documents)"
+    text = "write OUT/validation with N %% of the documents, and OUT/train with the others (default: OUT has all)"
     parser.add_argument("--validation-percent", type=at_least(1, most=99), metavar="N", help=text)
     text = "number of processes, which does not change the result (default: the number of CPU cores)"
     parser.add_argument("--workers", type=at_least(1), metavar="N", help=text)
@@ -187,7 +187,7 @@ def _train_tokenizer(corpus: Corpus, arguments: Namespace) -> TokenizerConfig:
     start = time.monotonic()
     wanted = arguments.train_tokenizer
     size = train_tokenizer(training_texts(corpus), wanted, folder)
-    fewer = "" if size == wanted else f" (the text is too small for {wanted:,} tokens)"
+    fewer = "" if size == wanted else f" (the text is too short for a vocabulary of {wanted:,})"
     say(f"tokenizer: {size:,} tokens{fewer}, trained in {time.monotonic() - start:,.0f} s, in {folder}")
     return config
 

@@ -1,4 +1,4 @@
-"""The command `prove`: a comparison of a job's layout with one process, and a certificate of the result."""
+"""The command `prove`: a comparison of training in a job's layout and in one process, with a certificate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command `report`: the page of a run."""
+"""The command `report`: an HTML page about a run."""
 
 from __future__ import annotations
 

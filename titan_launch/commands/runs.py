@@ -1,4 +1,4 @@
-"""The command `runs`: the runs in a folder."""
+"""The command `runs`: a table of the runs in a folder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from titan_launch.report.run_page import describe_run
 def add_arguments(parser: Parser) -> None:
     parser.usage = "titan-launch runs [FOLDER] [--json]"
     parser.epilog = "example:\n  titan-launch runs outputs"
-    text = "folder with run folders, at most three levels below (default: outputs)"
+    text = "folder to search for runs, at most three levels deep (default: outputs)"
     parser.add_argument("folder", metavar="FOLDER", nargs="?", default="outputs", help=text)
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 

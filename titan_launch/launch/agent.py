@@ -39,7 +39,7 @@ class ElasticAgent(LocalElasticAgent):
         final_statuses: Collection[int],
         **kwargs: Any,
     ):
-        """`stopping`: gets the processes of the ranks after every start, to forward signals to them. `on_failure`:
+        """`stopping`: the forwarder of signals, which gets the processes of the ranks at every start. `on_failure`:
         called with the failures of ranks before a restart. `final_statuses`: exit statuses of ranks after which the
         ranks are not restarted, because they would fail again."""
         super().__init__(*args, **kwargs)
@@ -83,7 +83,7 @@ class ElasticAgent(LocalElasticAgent):
         self._has_failed = True
         statuses = {failure.exitcode for failure in result.failures.values()}
         if RESTART_STATUS in statuses:  # another host's agent was the first to notice the new host
-            self._remaining_restarts += 1  # a new host is no failure, but `super` counted a restart
+            self._remaining_restarts += 1  # a new host is no failure, but torchrun will count a restart
             self._has_failed = False
             return result
         if self._stopping.signal is not None or statuses & set(self._final_statuses):
@@ -98,8 +98,8 @@ class ElasticAgent(LocalElasticAgent):
     def _silent_failures(self, worker_group: WorkerGroup) -> dict[int, ProcessFailure]:
         """Return, by rank, the failures of ranks of this host that ended without printing an error.
 
-        Either a signal killed the rank, or its code called `exit` directly, perhaps with status 0 (see
-        `EXITED_DIRECTLY`).
+        Either a signal killed the rank, or its code ended the process, perhaps with status 0, by `os._exit` or C's
+        `exit` (see `EXITED_DIRECTLY`).
         """
         assert isinstance(self._pcontext, SubprocessContext)
         failures = {}

@@ -34,7 +34,7 @@ LAUNCH_OPTIONS = {
     "max-restarts": ("N", "restarts of all ranks after a failure (default: 0)"),
     "shutdown-timeout": ("SECONDS", f"time for ranks to save and end after a signal (default: {SHUTDOWN_TIMEOUT_S})"),
 }
-"""The options of `launch`, each with its metavar and its help. All but `shutdown-timeout` are passed to torchrun."""
+"""The options of `launch`: (metavar, help text) by name. All but `shutdown-timeout` are passed to torchrun."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ _RANGES = {"master-port": (1, LAST_PORT), "max-restarts": (0, _MOST), "shutdown-
 
 
 def _number(text: str, first: int, last: int) -> int | None:
-    """Return the whole number in `text`; None if there is none, or if it is not within `first` and `last`."""
+    """Return the whole number in `text`; None if `text` is not a whole number from `first` to `last`."""
     return int(text) if text.isdecimal() and len(text) < 10 and first <= int(text) <= last else None
 
 

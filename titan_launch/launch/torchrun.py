@@ -180,9 +180,9 @@ def _report_failure(failures: Mapping[int, ProcessFailure], run_folder: Path, st
     """Return the exit status of the rank that failed first. If that rank printed no error, print one for it.
 
     If a signal killed a rank, that rank counts as the first, and the status is 128 + the number of the signal.
-    Otherwise, a rank that called `os._exit` counts as the first. In both cases the other ranks failed later, in their
-    next collective. Ranks that SIGTERM killed do not count, because torchrun ends the other ranks with SIGTERM after a
-    failure.
+    Otherwise, a rank that called `os._exit` (EXITED_DIRECTLY) counts as the first. In both cases the other ranks failed
+    later, in their next collective. Ranks that SIGTERM killed do not count, because torchrun sends SIGTERM to the
+    other ranks after a failure.
     """
     exit_codes = {rank: failure.exitcode for rank, failure in failures.items()}
     killed = {rank: -code for rank, code in exit_codes.items() if code < 0 and -code != signal.SIGTERM}

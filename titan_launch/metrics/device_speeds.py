@@ -32,15 +32,15 @@ from titan_launch.plan.speeds import Measured, MeasuredAttention, MeasuredCollec
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _REPETITIONS = 5
-"""Number of repetitions of a measurement. Its result is their median."""
+"""Largest number of repetitions of a measurement. The result is the median of the repetitions."""
 
 _KEPT_BYTES = 31 * MIB
 """Bytes of a host tensor that is created and freed before the measurements. After that, glibc keeps the memory of freed
-tensors up to this size (mallopt(3), M_MMAP_THRESHOLD), similar to a CPU run (`cpu/allocator.py`)."""
+tensors up to this size (mallopt(3), M_MMAP_THRESHOLD). In a CPU run, `cpu/allocator.py` makes glibc keep it, too."""
 
 _OLD_BYTES = 64 * MIB
-"""The inputs of matrix products and elementwise operations are parts of tensors of at least this size in bytes, which
-exceeds a core's own cache. Each call takes the next part. So it reads from outside of this cache, as in training."""
+"""Smallest size in bytes of the tensors that matrix products and elementwise operations read. It exceeds the cache of
+a core. Each call reads the next part of its tensors, so the part is not in that cache, as in training."""
 
 _MOST_OLD = 4096
 """Largest number of parts that `_in_turn` takes from a tensor."""
@@ -57,8 +57,8 @@ class Scope:
     """Sizes of the measured operations, and the time that each measurement takes."""
 
     sizes: tuple[int, ...]
-    """Sizes in ascending order. Matrix products are measured with all combinations of them as rows, inner size and
-    columns."""
+    """Sizes in ascending order. Matrix products are measured for every combination of rows, inner size and columns
+    from these sizes."""
 
     heads: tuple[int, int]
     """Batch size and number of heads, for attention."""
@@ -266,8 +266,8 @@ def _convolution(watch: _Stopwatch, images: tuple[int, int, int], dtype: torch.d
 
 
 def _memory(watch: _Stopwatch, elements: int) -> tuple[float, float]:
-    """Return the means (bytes that are read and written, seconds) of three elementwise operations on float32 tensors: a
-    sum of two tensors, an activation function, and a cast to bfloat16."""
+    """Return (bytes that are read and written, seconds), each as the mean of three elementwise operations on float32
+    tensors: a sum of two tensors, an activation function, and a cast to bfloat16."""
     parts = _in_turn(torch.randn(max(_OLD_BYTES // 4, elements), device=watch.device), elements)
     calls: tuple[Callable[[], Tensor], ...] = (
         lambda: next(parts) + next(parts),
@@ -363,7 +363,7 @@ def _stage_seconds(watch: _Stopwatch) -> float:
     forward, and a send in backward.
 
     The module of a stage is a small layer, whose time is subtracted. The result is computed from the difference between
-    the times of two numbers of microbatches, so that the bubble does not count.
+    the times of a short and a long step (n and 3 n microbatches, n ranks), so that the bubble does not count.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
 
@@ -382,8 +382,8 @@ def _stage_seconds(watch: _Stopwatch) -> float:
 
 
 def _ranks_per_core(ranks: Ranks) -> float:
-    """Return the number of threads of all ranks on this host, divided by the number of cores that they may use, but at
-    least 1. Return 1 on a GPU."""
+    """Return the number of threads of all ranks on the host with the most ranks, divided by the number of cores that
+    this process may use, but at least 1. Return 1 on a GPU."""
     if ranks.device.type != "cpu":
         return 1.0
     threads = torch.get_num_threads() * max(Counter(on_all_ranks(lambda: ranks.first_on_host)).values())
@@ -393,8 +393,8 @@ def _ranks_per_core(ranks: Ranks) -> float:
 def _collectives(
     watch: _Stopwatch, ranks: Ranks, message_bytes: tuple[int, ...], say: Callable[[str], None]
 ) -> Iterator[MeasuredCollective]:
-    """Yield the measurements of each collective in groups of consecutive ranks, for each size of groups. Skip
-    collectives that the backend does not have.
+    """Yield the measurements of each collective for each group size. A group has consecutive ranks. Skip collectives
+    that the backend does not have.
 
     All groups of a size communicate at the same time. The sizes are the powers of two that divide the world size, and
     the world size itself.
@@ -417,8 +417,8 @@ def _collectives(
 def _points(
     watch: _Stopwatch, kind: CollectiveKind, group: dist.ProcessGroup, message_bytes: tuple[int, ...]
 ) -> Points:
-    """Return a pair (bytes, seconds) for each size of the whole buffer. The bytes are those that a rank sends if
-    collectives use rings. Return no pairs if the backend does not have the collective."""
+    """Return a pair (bytes, seconds) for each size of the whole buffer. The bytes are those that a rank sends in
+    a ring algorithm. Return no pairs if the backend does not have the collective."""
     size = group.size()
     shares = {"all_reduce": 2 * (size - 1) / size, "send": 1.0}
     share, points = shares.get(kind, (size - 1) / size), list[tuple[float, float]]()

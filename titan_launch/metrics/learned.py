@@ -21,7 +21,7 @@ _OUTPUTS = ("activations/rms", "activations/underflow", "activations/overflow")
 
 
 class Learned(Observer):
-    """An observer that measures modules in the steps that are reported. The host does not wait for the device."""
+    """An observer that measures single modules in each reported step, without waiting for the device."""
 
     def __init__(
         self,
@@ -33,12 +33,12 @@ class Learned(Observer):
         replicas: int = 1,
     ):
         """`modules`: this rank's modules by path; the path of the root is "". `paths`: paths of the modules, on any
-        pipeline rank, that are measured one by one. `groups`: by name of a group, the paths of modules whose outputs
+        pipeline rank, that are measured one by one. `groups`: for each group name, the paths of modules whose outputs
         are measured together; None if no outputs are measured. Closing `stack` removes all hooks.
 
         `replicas`: number of replicas over which the optimizer is sharded. Each replica has all parameters, but only a
-        part of each gradient. So the squares of parameters and updates are divided by this number. 1: the optimizer is
-        not sharded over replicas."""
+        part of each gradient. So sums over ranks count parameters and updates once per replica, and are divided by
+        this number. 1: the optimizer is not sharded over replicas."""
         self._paths = paths
         named = [
             (name, p) for name, p in modules[""].named_parameters() if any(is_within(name, path) for path in paths)

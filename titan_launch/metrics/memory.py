@@ -1,8 +1,8 @@
 """Measurement of the live bytes of a training step by category, updated at every operation.
 
 Tracking works on real CPU tensors and on fake tensors. A storage counts from the operation that returns it until its
-last reference is gone. Temporary memory inside a kernel does not count. If a tensor is used twice, autograd adds its
-two gradients in place, but under a `TorchDispatchMode` into a new tensor. So this new tensor counts for a moment, too.
+last reference is gone. Temporary memory inside a kernel does not count. If a tensor is used twice, autograd normally
+adds its two gradients in place. Under a `TorchDispatchMode`, the sum is a new tensor, which counts for a moment, too.
 """
 
 from __future__ import annotations
@@ -45,12 +45,11 @@ _PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.at
 
 OP_DEVICE = torch.ops.prim.device.default
 """Operation that returns the device of a fake tensor. More than half of the operations of a traced step are this one. A
-dispatch mode answers it at once, so that it takes no time in other modes."""
+dispatch mode returns the device without calling it, so that it takes no time in other modes."""
 
 
 class LiveMemory(TorchDispatchMode):
-    """A dispatch mode that records the storages of the results of all operations in a ledger. `track` enters this
-    mode."""
+    """A dispatch mode that records in a ledger the storages that operations return. `track` enters this mode."""
 
     def __init__(self, ledger: Ledger):
         super().__init__()
@@ -233,8 +232,8 @@ def _watch_fsdp(memory: LiveMemory, stack: ExitStack) -> None:
             result = recorded(fsdp_params, *args, **kwargs)
             *_, not_yet_all_reduced = result
             memory.hold([p.sharded_param.grad for p in fsdp_params], Category.GRADIENTS)
-            # With offload, the ledger does not count GRADIENTS. The tensor still counts as REDUCE_SCATTER, because it
-            # stays on the device until its all-reduce.
+            # With offload, the ledger does not count GRADIENTS. `not_yet_all_reduced` still counts as REDUCE_SCATTER,
+            # because it stays on the device until its all-reduce.
             if not memory.offloads:
                 memory.hold([not_yet_all_reduced], Category.GRADIENTS)
             return result

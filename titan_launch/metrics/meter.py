@@ -48,11 +48,11 @@ class Meter(Observer):
     ):
         """`world_size`: number of ranks of the default process group; with 1 no group is needed.
 
-        `unit`: the kind of sample that throughput counts. A token and an image have one target each.
+        `unit`: unit of the throughput. The meter counts targets; each token and each image has one target.
 
         `flops_per_step_per_device`: FLOPs including those of ignored positions. If None, no TFLOP/s are reported.
-        `peak_flops`: peak of one device in FLOP/s. If None, no MFU is reported. `timeline`: the timeline in which the
-        step counts its parts.
+        `peak_flops`: peak of one device in FLOP/s. If None, no MFU is reported. `timeline`: the timeline to which the
+        step reports when each of its parts begins.
         """
         self._device = timeline.device
         self._clock = timeline.clock
@@ -92,8 +92,8 @@ class Meter(Observer):
     def pauses(self) -> dict[str, float]:
         """Return the time of the pauses that belong to the last report, by tag, in seconds per step.
 
-        These are the pauses between the last two reports, and those since the last report, such as the validation of
-        its step. The dict is empty before the first report.
+        These are the pauses between the last two reports, and those since the last report, such as a validation after
+        the reported step. The dict is empty before the first report.
         """
         if not self._reported_steps:
             return {}
@@ -125,7 +125,7 @@ class Meter(Observer):
         over ranks are equal on all ranks. `time/step_s` and throughputs are measured on this rank.
 
         `train/loss` is the mean of the steps that were not skipped. If all steps of the window were skipped, it is the
-        loss of the last step. `train/loss_max` is missing if no rank had an item in the last step. `measured`: further
+        loss of the last step. `train/loss_max` is missing if `items_global` of the last step is 0. `measured`: further
         metrics of this rank by tag; all ranks pass the same tags.
 
         Raises RuntimeError if no step was counted since the last report.
@@ -178,7 +178,7 @@ class Meter(Observer):
     @torch.no_grad()
     def _combine(self, local: Mapping[str, float | Tensor]) -> dict[str, float]:
         """Reduce every value over the ranks as `Tag.combine` says, and return the results on the host. A value whose
-        name has no tag must be equal on all ranks."""
+        name is not in `TAGS` must be equal on all ranks."""
         names: dict[str, list[str]] = {"sum": [], "max": [], "same": []}
         unchanged: dict[str, float] = {}
         for name, value in local.items():
@@ -190,7 +190,7 @@ class Meter(Observer):
                 names[how].append(name)
         on_device = {name: value for name, value in local.items() if isinstance(value, Tensor)}
         on_host = [name for name in local if name not in on_device and name not in unchanged]
-        # The number of targets in a window may exceed 16 million, above which float32 does not hold every integer.
+        # float64, because float32 does not hold every integer above 16 million, and a window may have more targets.
         # One copy for all values, because the host waits for each copy.
         copied = torch.tensor([local[name] for name in on_host], dtype=torch.float64).to(self._device)
         on_device |= dict(zip(on_host, copied.unbind(), strict=True))
@@ -219,7 +219,7 @@ class Meter(Observer):
 
 
 def _own_mean(loss_sum: Tensor, items_local: Tensor, items_global: Tensor) -> Tensor:
-    """Return this rank's mean loss: -inf if the rank has no item, and inf if the loss is NaN.
+    """Return this rank's mean loss: -inf if `items_local` is 0, and inf if the loss is NaN.
 
     A maximum over ranks ignores -inf. NaN is replaced, because some backends ignore NaN in a maximum."""
     mean = (loss_sum.double() * items_global / items_local).nan_to_num(nan=torch.inf, posinf=torch.inf)

@@ -62,14 +62,14 @@ TAGS = [
     ),
     Tag(
         "train/z_loss",
-        "With `loss.z_loss`: this weight times the mean of (ln Z)² over the targets of the reported step that are not "
+        "With `loss.z_loss`: this weight times the mean of (ln Z)² in the reported step, over the targets that are not "
         "ignored. Z is the sum of exp(logit). The gradient is that of `train/loss` + `train/z_loss`.",
         combine="sum",
         chart=("Learning", "z-loss"),
     ),
     Tag(
         "distillation/kl_divergence",
-        'With `loss.name = "distillation"`: mean KL divergence of the step, from the probabilities of the teacher, at '
+        'With `loss.name = "distillation"`: mean KL divergence of the step, KL(teacher ‖ model), at '
         "`loss.distillation.temperature`. It is not multiplied by its weight in the loss.",
         combine="sum",
         chart=("Learning", "parts of the distillation loss"),
@@ -103,8 +103,8 @@ TAGS = [
     ),
     Tag(
         "preference/signed_reward",
-        "With `kto`: mean over the answers of the step of their rewards. An undesirable answer counts with the "
-        "negative reward.",
+        "With `kto`: mean reward of the answers of the step. The reward of an undesirable answer counts with the "
+        "opposite sign.",
         combine="sum",
         chart=("Learning", "rewards of answers"),
         console="reward {:8.4f}",
@@ -119,7 +119,7 @@ TAGS = [
     Tag(
         "preference/accuracy",
         "With a loss of pairs: fraction of the pairs of the step whose chosen answer has the higher reward, from 0 to "
-        "1. With `kto`: fraction of the answers whose reward is on the right side of the baseline.",
+        "1. With `kto`: fraction of the answers with a reward above (desirable) or below (undesirable) the baseline.",
         combine="sum",
         chart=("Learning", "accuracy of preferences (0 to 1)"),
         console="preferred {:7.2%}",
@@ -198,7 +198,7 @@ TAGS = [
     ),
     Tag(
         "data/tokens/<source>",
-        "Tokens of a source of the mixture so far, with padding.",
+        "Tokens of a source of the mixture so far, including padding.",
         chart=("Data", "tokens of each source"),
     ),
     Tag(
@@ -410,7 +410,7 @@ TAGS = [
     ),
     Tag(
         BEST_LOSS,
-        "With `validation.patience`: lowest validation loss so far, of the loss that `checkpoint.keep_best` compares.",
+        "With `validation.patience`: lowest value so far of the validation loss that `checkpoint.keep_best` compares.",
         chart=("Learning", "loss"),
     ),
     Tag(
@@ -428,8 +428,8 @@ TAGS = [
         "validation/accuracy",
         "Fraction of the validation targets (images or next tokens) that are predicted correctly, from 0 to 1. A "
         "target is predicted correctly if its class has the largest logit. With a loss of pairs: fraction of the "
-        "held-out pairs whose chosen answer has the higher reward. With `kto`: fraction of the held-out answers whose "
-        "reward has the right sign.",
+        "held-out pairs whose chosen answer has the higher reward. With `kto`: fraction of the held-out answers with a "
+        "reward above (desirable) or below (undesirable) 0.",
         chart=("Learning", "accuracy (0 to 1)"),
         console="accuracy {:7.2%}",
     ),
@@ -506,7 +506,7 @@ TAGS = [
     ),
     Tag(
         "experts/dropped",
-        "Number of tokens, once for each chosen expert, that were not computed. Always 0: no token is dropped.",
+        "Number of pairs (token, chosen expert) that were not computed. Always 0: no token is dropped.",
         combine="sum",
     ),
 ]

@@ -22,8 +22,8 @@ class Parts:
         """Count time under a part, from now until the next call."""
 
     def group(self, name: str) -> None:
-        """Put the following parts, such as those of a microbatch, under a common name in profiles, until the next call.
-        "" gives no name."""
+        """In profiles, put all parts until the next call under a common name, such as that of a microbatch. ""
+        gives no name."""
 
 
 UNCOUNTED = Parts()

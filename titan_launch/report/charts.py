@@ -14,7 +14,7 @@ Points = Sequence[tuple[float, float]]
 """Pairs (x, value), with increasing x."""
 
 NUM_COLORS = 9
-"""Number of the classes `line0`, `line1`, ... of lines, and of the classes `part0`, `part1`, ... of areas."""
+"""Number of colors. Lines have the CSS classes `line0`, `line1`, ..., and areas have `part0`, `part1`, ..."""
 
 _WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM, _RIGHT = 560, 260, 64, 32, 42, 22
 _WIDE = 1150
@@ -48,7 +48,7 @@ def line_chart(
     is_difference: bool = False,
     has_hover: bool = True,
 ) -> str:
-    """Return a chart with a line for each series; without finite values, only a sentence about that.
+    """Return a chart with a line for each series. If no value is finite, return only a caption that says this.
 
     Values that are not finite are gaps. A series without finite values has no line. `title` contains the unit of the
     values. `x` is the name of the horizontal axis. `title` and all names are plain text.
@@ -116,9 +116,8 @@ class Column:
 
 def stacked_chart(title: str, columns: Sequence[Column], unit: str, colors: Mapping[str, int]) -> str:
     """Return a chart with a column for each interval of steps, divided into parts; "" if no column has a height. Very
-    high columns are cut off and labelled. `colors`: the number of the color of each part, in the order from bottom to
-    top.
-    """
+    high columns are cut off and labelled with their height. `colors`: number of the color of each part. The parts are
+    in this order from bottom to top."""
     heights = [sum(map(_extent, column.parts.values())) for column in columns]
     if not columns or not max(heights) > 0:
         return ""
@@ -366,7 +365,7 @@ def _parts(points: Points) -> Iterator[Points]:
 
 
 def _ticks(low: float, high: float, is_whole: bool = False, intervals: int = 4) -> list[float]:
-    """Return round numbers that enclose an interval, with about `intervals` steps between them."""
+    """Return equally spaced round numbers from at most `low` to at least `high`, with about `intervals` gaps."""
     size = max(abs(low), abs(high))
     if high - low <= 1e-12 * size:  # otherwise neighboring ticks could be equal
         low, high = (low - 1, high + 1) if is_whole or not size else (low - size / 10, high + size / 10)
@@ -379,7 +378,7 @@ def _ticks(low: float, high: float, is_whole: bool = False, intervals: int = 4) 
 
 
 def _number(value: float, ticks: Sequence[float]) -> str:
-    """Return the number of a tick, with as many digits as tell it from the next tick."""
+    """Return the value of a tick as text, with just enough digits to tell it from the next tick."""
     step = ticks[1] - ticks[0]
     largest = max(abs(ticks[0]), abs(ticks[-1]))
     if largest >= 1e7 or largest < 1e-3:

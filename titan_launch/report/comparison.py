@@ -33,7 +33,7 @@ from titan_launch.report.page import charts, folded, page, paragraphs, section, 
 from titan_launch.report.recorded_run import RecordedRun
 
 _MOST_KEYS = 20
-"""Largest number of different keys that a page shows without a click."""
+"""Largest number of keys with different values that a page shows without a click."""
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,8 @@ class Comparison:
         omitted."""
 
     def loss_differences(self, tag: str) -> dict[str, Points]:
-        """Return the difference of each other run's loss `tag` from the first run's loss, over `axis`, by the name of
-        the other run. Runs without a point in the range of the first run are omitted."""
+        """Return a series for each run but the first, by name: its loss `tag` minus that of the first run, over `axis`.
+        Runs without a point in the range of the first run are omitted."""
         reference, *others = (loss_curve(run, tag, self.axis) for run in self.runs)
         found = zip(self.names[1:], others, strict=True)
         return {name: points for name, curve in found if (points := difference_of_curves(curve, reference))}
@@ -223,7 +223,7 @@ class Comparison:
         tags = [speed_tag(run) for run in self.runs]
         if None in tags or len({*tags}) > 1:
             kinds = ", ".join(f"{name}: {tag or 'none'}" for name, tag in zip(self.names, tags, strict=True))
-            raise UserError(f"error: --fail-if-slower: the runs have different metrics of speed ({kinds})")
+            raise UserError(f"error: --fail-if-slower: all runs must report the same metric of speed ({kinds})")
         lines = [line for line in self.lines if tags[0] is not None and line.name == speed_unit(tags[0])]
         if not lines:
             return [f"{name} has no finite speed" for name in self.names]

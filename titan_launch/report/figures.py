@@ -149,8 +149,8 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def loss_axis(runs: Sequence[RecordedRun]) -> str:
-    """Return the axis over which losses of runs are compared. It is `step`, unless the runs are known to have different
-    numbers of tokens or images per step. It is then `tokens` or `images`."""
+    """Return the axis over which losses of runs are compared. If the runs are known to have different numbers of tokens
+    or images per step, return `tokens` or `images`. Otherwise return `step`."""
     seen = [dict(run.values(_SAMPLES)) for run in runs]
     images = any("images" in (speed_tag(run) or "") for run in runs)
     sizes = [1 if images else run.seq_len for run in runs]
@@ -224,7 +224,7 @@ def _fall(what: str, run: RecordedRun, tag: str) -> str:
     (first, before), (last, now) = found[0], found[-1]
     if first == last:
         return f"The {what} is {now:.4f} at step {last:,}."
-    verb = "fell" if now < before else "rose" if now > before else "stayed"
+    verb = "fell" if now < before else "rose" if now > before else "did not change"
     return f"The {what} {verb} from {before:.4f} at step {first:,} to {now:.4f} at step {last:,}."
 
 

@@ -126,7 +126,7 @@ def paragraphs(sentences: Iterable[str]) -> str:
 
 
 def write_page(path: Path, text: str, option: str) -> None:
-    """Write a page. Raises UserError if the file cannot be written. `option`: the option that names another file."""
+    """Write a page. Raises UserError if the file cannot be written. `option`: option that names the file."""
     try:
         replace_text(path, text)
     except OSError as error:

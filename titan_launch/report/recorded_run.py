@@ -60,20 +60,20 @@ MOST_METRICS = 20_000
 
 LARGEST, SMALLEST = 1e150, 1e-150
 """Numbers of larger magnitude count as infinite, and numbers of smaller magnitude as 0. So sums, differences and
-quotients of two other numbers are finite."""
+quotients of two numbers between these limits are finite."""
 
 _MOST_STEPS = 10**15
 _LONGEST_NAME = 500
 _MOST_STARTS = 200
-"""Largest number of starts of a run that are shown, the last ones."""
+"""Largest number of starts of a run that are shown. Earlier starts are omitted."""
 
 _LOG_HEAD, _LOG_TAIL = MIB // 4, MIB // 16
-"""Largest numbers of bytes that are read at the beginning and at the end of the first rank's log. Of the other ranks'
-logs, only the end is read."""
+"""Largest numbers of bytes that are read at the beginning and at the end of the log of the first rank. Of the logs of
+the other ranks, only the end is read."""
 
 _MOST_ERROR_BYTES = 128 * MIB
-"""Largest number of bytes that are read from the other ranks' logs, over all starts. The logs of the newest start are
-read first."""
+"""Largest number of bytes that are read from the logs of all ranks but the first, over all starts. The logs of the
+newest start are read first."""
 
 _MOST_RECORD_BYTES = 64 * MIB
 """Largest size of `units.json`, `precision_audit.json` and `proof.json`. `precision_audit.json` has about 1 kB for each
@@ -285,7 +285,7 @@ class RecordedRun:
 
     @cached_property
     def starts(self) -> list[Start]:
-        """The starts of the run by its logs, at most the last 200, from the oldest to the newest."""
+        """The starts of the run, read from its logs: at most the last 200, the oldest first."""
         logs = self.folder / "logs"
         reader = _Logs(_MOST_ERROR_BYTES)
         folders = ((number, logs / attempt_name(number)) for number in self._attempts[: -_MOST_STARTS - 1 : -1])
@@ -558,7 +558,7 @@ _RESUMED = re.compile(r"resumed from .*step-(\d{1,15})\b", re.ASCII)
 
 @dataclass
 class _Logs:
-    """A reader of logs. `bytes_left`: number of bytes that it may still read from the other ranks' logs."""
+    """A reader of logs. `bytes_left`: bytes that it may still read from the logs of all ranks but the first."""
 
     bytes_left: int
 

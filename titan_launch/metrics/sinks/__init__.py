@@ -24,8 +24,8 @@ SINKS: dict[str, Callable[[MetricsConfig, SinkContext], Sink | None]] = {
 None if the job disables the sink. Only rank 0 opens sinks. A job names further sinks in `metrics.sinks`."""
 
 _EXTRAS = {"wandb": "WandbSink", "mlflow": "MlflowSink"}
-"""Sinks that need the package of the same name, with their classes. A sink's module is imported only if a job names the
-sink."""
+"""The sinks that need the Python package of their name, each with its class in this package. The module of a sink is
+imported only if a job names the sink."""
 
 
 def import_sinks(config: MetricsConfig) -> dict[str, Callable[[SinkContext], Sink]]:

@@ -17,15 +17,15 @@ from titan_launch.core.phantom import TAG_PREFIX
 
 @dataclass(frozen=True)
 class RunDescription:
-    """Facts about a run that its metrics do not show."""
+    """Facts about a run that a sink gets in addition to the metrics."""
 
     settings: Mapping[str, int | float | str]
     """Values of the job by key, such as `optimizer.lr`, for the comparison of runs. A value that is neither a number
     nor a string is given as TOML text, such as `true` or `["wq", "wv"]`. An unset key has the value `unset`. A long
-    value is cut off."""
+    value is cut, and its checksum is appended."""
 
     later_metrics: frozenset[str]
-    """Tags of all metrics that the run reports, in its first report or only later."""
+    """Tags of the metrics that the first report of the run may lack, and a later report may have."""
 
 
 class Sink(ABC):
@@ -99,7 +99,7 @@ class GuardedSink(Sink):
 
     def __init__(self, name: str, sink: Sink, logged: set[str], fatal: tuple[type[Exception], ...] = ()):
         """`logged`: the warnings that are already logged; all sinks of a run share this set. `fatal`: types of errors
-        that end the run nevertheless."""
+        that are raised again, and end the run."""
         self._name, self._logged, self._fatal = name, logged, fatal
         self._sink: Sink | None = sink
 

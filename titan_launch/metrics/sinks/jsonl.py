@@ -41,8 +41,8 @@ class JsonlSink(Sink):
     def __init__(self, path: Path, resume_step: int = 0):
         """Open the file. `resume_step`: step of the checkpoint that the run resumes from; 0 for a new run.
 
-        The lines of later steps, and an incomplete last line, are deleted. Raises UserError if a line up to the first
-        deleted one is not a report or is too long.
+        The lines of later steps, and an incomplete last line, are deleted. Raises UserError if a line is not a report
+        or is too long. Lines after the first deleted line are not checked.
         """
         if path.exists():
             os.truncate(path, _length_until(path, resume_step))
