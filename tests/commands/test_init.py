@@ -76,7 +76,7 @@ def train_two_steps(job: str) -> None:
         fit(build_run(config, this_rank(), stack))
 
 
-@pytest.mark.parametrize("name", rest_is_slow(list(RECIPES)))
+@pytest.mark.parametrize("name", rest_is_slow(list(RECIPES), 3))
 def test_a_recipe_passes_the_check_and_trains(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Every recipe, with a tiny model and tiny data, on two ranks."""
     pytest.importorskip("transformers")

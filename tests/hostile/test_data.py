@@ -122,7 +122,7 @@ def write_job(folder: Path, kind: str, path: str) -> dict[str, str]:
     return {"TITAN_LAUNCH_CACHE": str(folder / "cache")}
 
 
-@pytest.mark.parametrize("name", rest_is_slow(list(BAD_FILES), every=4))
+@pytest.mark.parametrize("name", rest_is_slow(list(BAD_FILES), every=6))
 def test_bad_files_are_one_sentence(runner: Runner, tmp_path: Path, name: str) -> None:
     kind, file, make, sentence = BAD_FILES[name]
     (tmp_path / file).write_bytes(make())

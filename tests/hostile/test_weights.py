@@ -76,7 +76,7 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize("case", rest_is_slow(list(CASES), every=6))
+@pytest.mark.parametrize("case", rest_is_slow(list(CASES), every=9))
 def test_a_hostile_folder_ends_each_command_with_one_sentence(case: str, runner: Runner, tmp_path: Path) -> None:
     change = CASES[case]
     change.change(write_folder(tmp_path / "hf"))

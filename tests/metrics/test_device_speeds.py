@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed import run_command, run_ranks
+from tests.sampling import rest_is_slow
 from titan_launch.config.axes import CollectiveKind
 from titan_launch.distributed.process_group import Ranks
 from titan_launch.metrics.device_speeds import Scope, measure
@@ -58,12 +59,12 @@ def test_measurements_of_two_ranks_are_complete_and_plausible(tmp_path: Path) ->
     assert "collectives of 2 ranks" in lines and silent == []
 
 
-def test_groups_divide_the_ranks_and_know_whether_they_cross_nodes() -> None:
-    for world_size, groups in ((4, {2: 0, 4: 2}), (3, {3: 2}), (1, {})):
-        scope = Scope((16, 32), (1, 1), (8,), (16,), (1, 4, 4), BYTES[:1], BYTES[:1], budget_seconds=0.001)
-        measured, _, _ = run_ranks(measure_here, world_size, scope, 2)[0]
-        found = {(c.kind, c.ranks, c.crossings) for c in measured.collectives}
-        assert found == {(kind, *group) for kind in get_args(CollectiveKind) for group in groups.items()}
+@pytest.mark.parametrize(("world_size", "groups"), rest_is_slow([(4, {2: 0, 4: 2}), (3, {3: 2}), (1, {})], 3))
+def test_groups_divide_the_ranks_and_know_whether_they_cross_nodes(world_size: int, groups: dict[int, int]) -> None:
+    scope = Scope((16, 32), (1, 1), (8,), (16,), (1, 4, 4), BYTES[:1], BYTES[:1], budget_seconds=0.001)
+    measured, _, _ = run_ranks(measure_here, world_size, scope, 2)[0]
+    found = {(c.kind, c.ranks, c.crossings) for c in measured.collectives}
+    assert found == {(kind, *group) for kind in get_args(CollectiveKind) for group in groups.items()}
 
 
 @pytest.mark.parametrize(

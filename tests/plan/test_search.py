@@ -12,6 +12,7 @@ import pytest
 
 from tests.distributed import run_command
 from tests.plan.test_speeds import MEASURED
+from tests.sampling import rest_is_slow
 from titan_launch.cli import main
 from titan_launch.commands.parser import recordings_of
 from titan_launch.commands.plan_search import search_layouts
@@ -87,13 +88,13 @@ OF_OPERATIONS = ("--planner.device=h100-80gb", "--job.device=cuda")
 GRIDS = [
     (6, 0.03, (1,), ()),
     (4, 0.1, (1, 2), (*OF_OPERATIONS, "--model.args.n_layers=2")),
-    pytest.param(4, 0.1, (1, 2, 4), OF_OPERATIONS, marks=pytest.mark.slow),
-    pytest.param(4, 0.02, (1, 2, 4), (), marks=pytest.mark.slow),
-    pytest.param(6, 0.1, (1,), OF_OPERATIONS, marks=pytest.mark.slow),
+    (4, 0.1, (1, 2, 4), OF_OPERATIONS),
+    (4, 0.02, (1, 2, 4), ()),
+    (6, 0.1, (1,), OF_OPERATIONS),
 ]
 
 
-@pytest.mark.parametrize(("ranks", "gib", "stages", "options"), GRIDS)
+@pytest.mark.parametrize(("ranks", "gib", "stages", "options"), rest_is_slow(GRIDS, len(GRIDS)))
 def test_no_layout_is_faster_than_the_one_that_is_found(
     ranks: int, gib: float, stages: tuple[int, ...], options: tuple[str, ...]
 ) -> None:
@@ -221,7 +222,7 @@ def test_speeds_without_a_link_that_layouts_need_are_refused(tmp_path: Path) -> 
         search_layouts(alone, 2, HELD)
 
 
-@pytest.mark.parametrize("speeds", ["device", "measured"])
+@pytest.mark.parametrize("speeds", rest_is_slow(["measured", "device"]))
 def test_no_step_is_faster_than_its_bound(speeds: str, tmp_path: Path) -> None:
     """With tensor parallelism, whose collectives have a base time, and in every mode of gradient accumulation."""
     options = ["--planner.memory_gib=1", "--training.global_batch_size=16", *OF_OPERATIONS]

@@ -11,7 +11,7 @@ from tests.sampling import rest_is_slow
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", rest_is_slow(list(MUTANTS), every=16))
+@pytest.mark.parametrize("name", rest_is_slow(list(MUTANTS), every=32))
 def test_a_seeded_bug_is_found_and_its_module_named(name: str) -> None:
     mutant, certificate = MUTANTS[name], certificate_with(name)
     if not mutant.module:

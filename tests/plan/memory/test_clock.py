@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.sampling import rest_is_slow
 from titan_launch.commands.parser import recordings_of
 from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.load import load_job
@@ -112,7 +113,9 @@ def in_depth(seconds: Seconds, other: Seconds, factor: float) -> Any:
 FULL = ["--activation_checkpoint.mode=full", "--training.global_batch_size=64"]
 
 
-@pytest.mark.parametrize("options", [[], FULL, ["--parallelism.tensor_parallel_degree=2", "--lora.targets=['*.wq']"]])
+@pytest.mark.parametrize(
+    "options", rest_is_slow([["--parallelism.tensor_parallel_degree=2", "--lora.targets=['*.wq']"], FULL, []], 3)
+)
 def test_times_grow_with_blocks_and_microbatches_as_those_of_whole_models(options: list[str]) -> None:
     """Three depths, of which only the last is extrapolated, and four numbers of microbatches."""
     at = [replayed(job(f"--model.args.n_layers={layers}", *options), 4)[0] for layers in (4, 5, 9)]
