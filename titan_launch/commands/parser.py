@@ -60,7 +60,9 @@ class Parser(ArgumentParser):
             group.add_argument(option, metavar=metavar, default=SUPPRESS, help=f"{text}; sets {key}")
             self.key_options[option] = f"--{key}"
 
-    def parse(self, args: Sequence[str], commands_with: Callable[[str], Sequence[str]]) -> Namespace:
+    def parse(
+        self, args: Sequence[str], commands_with: Callable[[str], Sequence[str]] = lambda option: ()
+    ) -> Namespace:
         """Return a namespace with the value of each option. Its attribute `overrides` has the overrides of the job, and
         `key_options` is the dict of this parser. `commands_with`: function that returns the commands with an option,
         for the error of an unknown one. Raises UserError for bad arguments, and SystemExit for `--help`.
