@@ -378,8 +378,7 @@ def _axes(layout: Layout) -> str:
 def measure(seed: int) -> Result | None:
     """Compare the prediction for one random job with the memory of its third step on CPU ranks. Return None for a job
     that does not run here: on more ranks, with ring attention, or with a second model, whose weights it does not have;
-    and with expert parallelism, where the data decide how many rows a rank computes.
-    """
+    and with expert parallelism, where the data decide how many rows a rank computes."""
     with TemporaryDirectory() as name, environment(**{CACHE_VARIABLE: f"{name}/cache"}):
         folder = Path(name)
         sections, ranks, _ = random_sections(seed, folder)

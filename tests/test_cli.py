@@ -296,6 +296,11 @@ def test_check_refuses_an_unknown_planner_device(job: Path, capsys: pytest.Captu
         ("check --config x.toml --trainin={}", 'unknown option --trainin; did you mean "--training"?'),
         ("check --config x.toml -v", "unknown option -v (see titan-launch check --help)"),
         ("check --config x.toml --nproc-per-node 2", "unknown option --nproc-per-node; it is an option of launch"),
+        (
+            "compare a b --world_size 2",
+            "unknown option --world_size; it is an option of init, migrate, check, plan and data",
+        ),
+        ("check --config x.toml --batch-size 2", 'unknown option --batch-size; use "training.local_batch_size"'),
         ("check --config x.toml --config=--x", "--config needs a value"),
         ("check --config x.toml --steps=5", 'unknown option --steps; did you mean "--training.steps"?'),
         ("check --config x.toml --lr 5", 'unknown option --lr; did you mean "--optimizer.lr"?'),

@@ -79,12 +79,21 @@ def parse_arguments(args: Sequence[str]) -> Namespace:
     if name not in COMMANDS:
         known = f"the commands are {', '.join(COMMANDS)}{did_you_mean(name, COMMANDS)}"
         raise UserError(f'error: unknown command "{name}"; {known} (see titan-launch --help)')
-    command = command_module(name)
-    parser = Parser(prog=f"titan-launch {name}", description=COMMANDS[name])  # the only one, since a parser takes 1 ms
-    command.add_arguments(parser)
-    arguments = parser.parse(rest)
-    arguments.run = command.run
+    arguments = _parser(name).parse(rest, _commands_with)  # the only parser without errors: each takes 1 ms
+    arguments.run = command_module(name).run
     return arguments
+
+
+def _parser(name: str) -> Parser:
+    """Return the parser of a command."""
+    parser = Parser(prog=f"titan-launch {name}", description=COMMANDS[name])
+    command_module(name).add_arguments(parser)
+    return parser
+
+
+def _commands_with(option: str) -> list[str]:
+    """Return the commands that have an option, such as `--world-size`."""
+    return [name for name in COMMANDS if option in _parser(name).options]
 
 
 def command_module(name: str) -> ModuleType:

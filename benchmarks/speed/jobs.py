@@ -1,6 +1,7 @@
 """The training job, which is the same for every tool.
 
-This module imports the standard library only, because the scripts of all tools import it."""
+This module imports the standard library only, because the scripts of all tools import it.
+"""
 
 from __future__ import annotations
 

@@ -230,7 +230,8 @@ def measure(job: dict[str, Any]) -> dict[str, tuple[float, float]]:
     """Return measured and planned bytes on this rank, after a step: the optimizer state, and the peak while gradients
     are exchanged, parameters updated and exchanged.
 
-    Nothing is exchanged, because a thread of gloo holds the last tensor that it has sent."""
+    Nothing is exchanged, because a thread of gloo holds the last tensor that it has sent.
+    """
     for name in ("reduce_scatter_single", "all_gather_single"):  # the rank ends with the test
         setattr(replica_shards, name, lambda *args, **kwargs: SimpleNamespace(wait=lambda: None))
     config = JobConfig.model_validate(job)

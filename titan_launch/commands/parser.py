@@ -40,6 +40,11 @@ class Parser(ArgumentParser):
         self.key_options: dict[str, str] = {}
         """For each option that sets a key of the job, the override of this key (`--device`: `--planner.device`)."""
 
+    @property
+    def options(self) -> set[str]:
+        """The options of the command, without `--help`."""
+        return {*self._option_string_actions} - {"-h", "--help"}
+
     def add_job(self, example: str) -> None:
         """Add `--config`, and describe the overrides below the options. `example` is a complete command."""
         self.usage = f"{self.prog} --config JOB.toml [options] [--section.key=value ...]"
@@ -55,9 +60,12 @@ class Parser(ArgumentParser):
             group.add_argument(option, metavar=metavar, default=SUPPRESS, help=f"{text}; sets {key}")
             self.key_options[option] = f"--{key}"
 
-    def parse(self, args: Sequence[str]) -> Namespace:
+    def parse(
+        self, args: Sequence[str], commands_with: Callable[[str], Sequence[str]] = lambda option: ()
+    ) -> Namespace:
         """Return a namespace with the value of each option. Its attribute `overrides` has the overrides of the job, and
-        `key_options` is the dict of this parser. Raises UserError for bad arguments, and SystemExit for `--help`.
+        `key_options` is the dict of this parser. `commands_with`: function that returns the commands with an option,
+        for the error of an unknown one. Raises UserError for bad arguments, and SystemExit for `--help`.
 
         Overrides are not given to argparse, because argparse cannot tell which value belongs to an override. Options
         may have underscores instead of hyphens, as in torchrun.
@@ -77,7 +85,7 @@ class Parser(ArgumentParser):
             elif action is None:
                 is_key = "." in name or name.removeprefix("--") in (*JobConfig.model_fields, "extends")
                 if "--config" not in self._option_string_actions or (name.startswith("-") and not is_key):
-                    self._refuse_unknown(name)
+                    self._refuse_unknown(name, commands_with)
                 overrides += words
             elif action.nargs == 0:
                 options += words
@@ -95,23 +103,16 @@ class Parser(ArgumentParser):
             message += "; the option --out names the output"
         raise UserError(f"error: {message.removeprefix('argument ')} (see {self.prog} --help)")
 
-    def _refuse_unknown(self, name: str) -> NoReturn:
+    def _refuse_unknown(self, name: str, commands_with: Callable[[str], Sequence[str]]) -> NoReturn:
         from titan_launch.config.loading.validation_errors import key_without_its_section
-        from titan_launch.launch.options import LAUNCH_OPTIONS
 
-        owners = {
-            **{f"--{launch_option}": "launch" for launch_option in LAUNCH_OPTIONS},
-            "--fake-world-size": "train and launch",
-            "--fake-rank": "train and launch",
-            "--world-size": "check, plan and data",
-        }
-        option, known = name.replace("_", "-"), {*self._option_string_actions} - {"-h", "--help"}
-        if owner := owners.get(option):
-            hint = f"; it is an option of {owner}"
-        elif remedy := key_without_its_section(name.removeprefix("--")):
+        option = name.replace("_", "-")
+        if remedy := key_without_its_section(name.removeprefix("--").replace("-", "_")):
             hint = f"; {remedy}"
+        elif commands := commands_with(option):
+            hint = f"; it is an option of {' and '.join(', '.join(commands).rsplit(', ', 1))}"
         else:
-            hint = did_you_mean(option, [*known, *(f"--{section}" for section in JobConfig.model_fields)])
+            hint = did_you_mean(option, [*self.options, *(f"--{section}" for section in JobConfig.model_fields)])
         self.error(f"unknown option {shortened(name, 200)}{hint}")
 
 

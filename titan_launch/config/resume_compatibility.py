@@ -61,7 +61,8 @@ ROLES: Mapping[str, Role | Mapping[str, Role]] = {
 `training.steps` and `training.epochs` are `operation`, because a larger value only extends the run, and moves a decay
 at the end of the schedule. `data.path` and `model.weights` are `operation`, because the files may be moved. A resumed
 run instead compares the content of the files with that at the time of the checkpoint. `model.path` is `operation`,
-because `model.args` contains the content of the `config.json` at this path."""
+because `model.args` contains the content of the `config.json` at this path.
+"""
 
 
 class Difference(NamedTuple):

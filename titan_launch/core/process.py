@@ -175,7 +175,8 @@ def remove_folders(folder: str) -> None:
 def rank_folder(environment: Mapping[str, str] = os.environ) -> str | None:
     """Return the folder that torchrun creates for this rank; None in a process that torchrun did not start.
 
-    Each start of all ranks has its own parent folder. `launch` removes all these folders when it ends."""
+    Each start of all ranks has its own parent folder. `launch` removes all these folders when it ends.
+    """
     error_file = environment.get("TORCHELASTIC_ERROR_FILE")
     return os.path.dirname(error_file) if error_file else None
 

@@ -81,7 +81,8 @@ def signals_blocked() -> Iterator[None]:
 def ignore_stop_signals() -> None:
     """Ignore STOP_SIGNALS and RESTART_SIGNAL in this helper process. Its parent ends it.
 
-    Schedulers, terminals and torchrun signal a whole process group, so helper processes get the signals too."""
+    Schedulers, terminals and torchrun signal a whole process group, so helper processes get the signals too.
+    """
     for number in (*STOP_SIGNALS, RESTART_SIGNAL):
         signal.signal(number, signal.SIG_IGN)  # also drops a signal that is pending since `signals_blocked`
 

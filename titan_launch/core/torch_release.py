@@ -47,13 +47,15 @@ SPLITS_BACKWARD_OF_EXPERTS = torch_release() >= (2, 13)
 """True if pipeline schedules can split the backward of a mixture of experts: gradients of inputs, then of weights.
 
 PyTorch 2.11 frees the nodes of custom (Python) autograd functions before it computes the gradients of weights. PyTorch
-2.12 was not tried."""
+2.12 was not tried.
+"""
 
 ACCUMULATES_IN_GRAD = torch_release() >= (2, 15)
 """True if autograd accumulates an unsharded parameter's gradients in the reduce dtype (`Tensor.grad_dtype`).
 
 Before torch 2.15 autograd accumulated gradients in the dtype of the parameter, and FSDP2 converted them after the
-backward of the unit. FSDP2 converted only the first gradient of a step; later gradients were added without a cast."""
+backward of the unit. FSDP2 converted only the first gradient of a step; later gradients were added without a cast.
+"""
 
 FREES_EARLIER = torch_release() >= (2, 15)
 """True if FSDP2 frees the previous all-gather buffer before the next copy-out, and gradients before their reduction.

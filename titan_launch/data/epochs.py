@@ -22,7 +22,8 @@ def steps_of(epochs: float, num_samples: int, global_batch_size: int, consumed: 
     """Return the number of steps, rounded up, until a run has consumed `epochs` times `num_samples` samples.
 
     `consumed`: number of samples that earlier steps have consumed; these steps are not counted. Decimal fractions of
-    `epochs` are exact: 0.1 is one tenth."""
+    `epochs` are exact: 0.1 is one tenth.
+    """
     return math.ceil((Fraction(str(epochs)) * num_samples - consumed) / global_batch_size)
 
 

@@ -38,7 +38,8 @@ class Learned(Observer):
 
         `replicas`: number of replicas over which the optimizer is sharded. Each replica has all parameters, but only a
         part of each gradient. So sums over ranks count parameters and updates once per replica, and are divided by
-        this number. 1: the optimizer is not sharded over replicas."""
+        this number. 1: the optimizer is not sharded over replicas.
+        """
         self._paths = paths
         named = [
             (name, p) for name, p in modules[""].named_parameters() if any(is_within(name, path) for path in paths)

@@ -221,7 +221,8 @@ class Meter(Observer):
 def _own_mean(loss_sum: Tensor, items_local: Tensor, items_global: Tensor) -> Tensor:
     """Return this rank's mean loss: -inf if `items_local` is 0, and inf if the loss is NaN.
 
-    A maximum over ranks ignores -inf. NaN is replaced, because some backends ignore NaN in a maximum."""
+    A maximum over ranks ignores -inf. NaN is replaced, because some backends ignore NaN in a maximum.
+    """
     mean = (loss_sum.double() * items_global / items_local).nan_to_num(nan=torch.inf, posinf=torch.inf)
     return torch.where(items_local > 0, mean, -torch.inf)
 

@@ -445,15 +445,26 @@ TAGS = [
     ),
     Tag(
         "validation/ema_loss",
-        "`validation/loss` of the moving average of the weights (`[ema]`), also for each source of a mixture.",
+        "`validation/loss` of the moving average of the weights (`[ema]`).",
         chart=("Learning", "loss"),
         console="EMA loss {:8.4f}",
     ),
+    Tag("validation/ema_perplexity", "Exponential of `validation/ema_loss`.", chart=("Learning", "perplexity")),
     Tag(
         "validation/ema_accuracy",
-        "`validation/accuracy` of the moving average of the weights (`[ema]`), also for each source of a mixture.",
+        "`validation/accuracy` of the moving average of the weights (`[ema]`).",
         chart=("Learning", "accuracy (0 to 1)"),
         console="EMA accuracy {:7.2%}",
+    ),
+    Tag(
+        "validation/ema_loss/<source>",
+        "`validation/ema_loss` of one source of a mixture.",
+        chart=("Data", "validation loss of each source"),
+    ),
+    Tag(
+        "validation/ema_accuracy/<source>",
+        "`validation/ema_accuracy` of one source of a mixture.",
+        chart=("Data", "validation accuracy of each source (0 to 1)"),
     ),
     Tag(
         "batchnorm/running_mean_divergence",

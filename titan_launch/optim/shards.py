@@ -1,6 +1,7 @@
 """This rank's shards of parameters, gradients and optimizer state, and rounding of float32 results to bfloat16.
 
-If the optimizer is sharded over replicas, the shards are this replica's chunks of the local shards."""
+If the optimizer is sharded over replicas, the shards are this replica's chunks of the local shards.
+"""
 
 from __future__ import annotations
 

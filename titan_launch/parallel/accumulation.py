@@ -11,8 +11,9 @@ from titan_launch.optim.replica_shards import ReplicaShards
 
 class Accumulation:
     """The choice of FSDP2's collectives for each microbatch, by `[gradient_accumulation]`. The training step calls
-    `begin_microbatch` before each forward. If the section keeps parameters unsharded until the step's last backward, as
-    in ZeRO-2, FSDP2 units do not reshard after forward; `ModelPlan` sets this for each unit."""
+    `begin_microbatch` before each microbatch (in a pipeline, before each backward). If the section keeps parameters
+    unsharded until the step's last backward, as in ZeRO-2, FSDP2 units do not reshard after forward; `ModelPlan` sets
+    this for each unit."""
 
     def __init__(self, config: GradientAccumulationConfig, replicas: ReplicaShards | None = None):
         """`replicas`: the exchange of gradients between the replicas, if the optimizer is sharded over them; else None.

@@ -467,7 +467,8 @@ class _Samples:
 def _count_samples(data: DataFolder, keys: Mapping[str, Any], seq_len: int, has_tokenizer: bool) -> _Samples | None:
     """Return the number of training samples of an epoch; None if it is unknown before the data is read.
 
-    `keys`: the keys of `[data]`. `has_tokenizer`: False if each byte is a token."""
+    `keys`: the keys of `[data]`. `has_tokenizer`: False if each byte is a token.
+    """
     known = known_samples(DATA_KINDS[data.kind].model_validate(keys), seq_len)
     if known is not None:
         return _Samples(known, is_exact=True)
@@ -496,7 +497,8 @@ def _length_of(epochs: int, steps: int, prefers_steps: bool, samples: _Samples |
     """Return the length of a run with `batch` samples per step.
 
     `steps`: usual number of steps of the recipe. `prefers_steps`: True to write the key `steps` in place of `epochs`,
-    except if these steps are at least `epochs` epochs."""
+    except if these steps are at least `epochs` epochs.
+    """
     name, value = ("steps", steps) if prefers_steps else ("epochs", epochs)
     if samples is None:
         other = "epochs" if prefers_steps else "steps"

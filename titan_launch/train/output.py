@@ -12,6 +12,7 @@ from titan_launch.checkpoint.state import Progress
 from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.load import dump_job
 from titan_launch.config.loading.provenance import toml_value
+from titan_launch.config.sections.data import MixtureData
 from titan_launch.config.sections.section import Section
 from titan_launch.core.errors import format_key
 from titan_launch.distributed.collectives import on_rank_0
@@ -147,13 +148,13 @@ def _later_metrics(job: ResolvedJob) -> Iterator[str]:
     config = job.config
     if config.validation.freq:
         kinds = ["loss", "accuracy", *(["perplexity"] if config.data.unit == "tokens" else [])]
+        if isinstance(config.validation.data, MixtureData):
+            kinds += ["loss/<source>", "accuracy/<source>"]
         shown = config.ema.validate_with if config.ema.decay is not None else "parameters"
         prefixes = [prefix for prefix, other in (("", "ema"), ("ema_", "parameters")) if shown != other]
         yield from (f"validation/{prefix}{kind}" for prefix in prefixes for kind in kinds)
         if config.validation.patience is not None:
             yield from (BEST_LOSS, WITHOUT_IMPROVEMENT)
-        if config.data.kind == "mixture":
-            yield from ("validation/loss/<source>", "validation/accuracy/<source>")
     has_norms = any(map(is_batch_norm, job.plan.inventory.modules))
     if has_norms and job.layout.world_size > 1 and (config.validation.freq or config.checkpoint.enable):
         yield from ("batchnorm/running_mean_divergence", "batchnorm/running_var_divergence")

@@ -20,7 +20,7 @@ from tests.train.jobs import read_metrics, record, run_job, tiny_job
 from titan_launch.config.job import JobConfig
 from titan_launch.metrics.sinks.interface import RunDescription
 from titan_launch.metrics.sinks.tensorboard import _OVERVIEW, TensorBoardSink
-from titan_launch.metrics.tags import TAGS
+from titan_launch.metrics.tags import TAGS, tag_of
 from titan_launch.train.output import settings_of
 
 T = TypeVar("T")
@@ -88,6 +88,11 @@ def test_a_run_writes_every_tag(events: EventAccumulator, folder: Path, tag: str
     assert steps == expected  # a resumed run continues the same folder, without repeats
     in_file = {report["step"]: report[tag] for report in read_metrics(folder) if tag in report}
     assert [*last.values()] == pytest.approx([in_file[step] for step in expected], rel=1e-6)
+
+
+def test_every_metric_of_a_run_has_a_tag(folder: Path) -> None:
+    written = {name for report in read_metrics(folder) for name in report}
+    assert {name for name in written if tag_of(name) is None} == {"step"}
 
 
 def test_a_run_writes_its_config_and_a_dashboard(events: EventAccumulator) -> None:

@@ -234,18 +234,18 @@ def test_a_run_resumes_with_moved_data_and_with_accepted_changes_of_data(tmp_pat
         shutil.copytree(on_text / part, tmp_path / part, symlinks=True)
     write_text(tmp_path / "held-out", 3)
     checkpoints = tmp_path / "tiny/checkpoints"
-    assert run_ranks(logged, 1, text_job(tmp_path, "text", 4), "the ")[0] == [
-        f"the validation data has changed since {checkpoints / 'step-2'} was saved: it now has 15 samples (before: 10) "
-        "and 3 files (before: 2); new: 2; validation/loss before and after are not comparable"
+    assert run_ranks(logged, 1, text_job(tmp_path, "text", 4), "validation.")[0] == [
+        f"validation.data: the data has changed since {checkpoints / 'step-2'} was saved: it now has 15 samples "
+        "(before: 10) and 3 files (before: 2); new: 2; validation/loss before and after are not comparable"
     ]
     write_text(tmp_path / "text", 2)
     accepted = text_job(tmp_path, "text", 6, accept_changes=True)
     new = build_source(TextData(path=str(tmp_path / "text")), ByteTokenizer(), 16)
     order = SampleOrder(len(new), seed=0, shuffle=True)
     assert run_ranks(next_inputs, 1, accepted)[0] == [new[order(16)][0].tolist()]
-    assert run_ranks(logged, 2, accepted, "the ")[1] == [
-        f"the data has changed since {checkpoints / 'step-4'} was saved: it now has 10 samples (before: 101) and 2 "
-        "files (before: 20); missing: 10, 11, 12 and 15 more; training continues at epoch 1.60 of the new data"
+    assert run_ranks(logged, 2, accepted, "data: the")[1] == [
+        f"data: the data has changed since {checkpoints / 'step-4'} was saved: it now has 10 samples (before: 101) and "
+        "2 files (before: 20); missing: 10, 11, 12 and 15 more; training continues at epoch 1.60 of the new data"
     ]
     # The changed data is accepted from now on.
     assert run_ranks(start, 1, text_job(tmp_path, "text", 8))[0][:2] == (6, 24)

@@ -208,7 +208,8 @@ class PreferenceData(ChatData):
     only answers (texts, or arrays of messages). With only answers, the line also has `prompt`: the chat before the
     answer. A chat template turns each chat into text. This kind needs `pip install 'titan-launch[chat]'`.
 
-    A pair is two documents of one sample, so `training.seq_len` must have room for both."""
+    A pair is two documents of one sample, so `training.seq_len` must have room for both.
+    """
 
     kind: Literal["preferences"]  # type: ignore[assignment]
 

@@ -349,7 +349,8 @@ class EMAConfig(Section):
     with the average than with the last parameters.
 
     The average is in float32, sharded like the parameters: bfloat16 would round off the updates. BatchNorm's running
-    statistics are moving averages themselves. They are not averaged again."""
+    statistics are moving averages themselves. They are not averaged again.
+    """
 
     decay: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Weight of the previous average in an update, such as 0.999; the parameters have the weight `1 - decay`. The

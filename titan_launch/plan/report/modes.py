@@ -1,6 +1,5 @@
 """Predicted memory, traffic and time of a job in all modes of gradient accumulation and activation checkpointing. No
-torch.
-"""
+torch."""
 
 from __future__ import annotations
 

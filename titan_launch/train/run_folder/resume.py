@@ -260,10 +260,10 @@ def _resume(config: JobConfig, checkpoint: Path, selection: Selection, run: Resu
     consumed = dict(zip(trained_on, run.order.consumed(run.progress.data_position), strict=False))
     for section, change in changes.items():
         epoch = consumed[section] / len(sources[section])
-        warn(_log, "the data has %s; training continues at epoch %.2f of the new data", change, epoch)
+        warn(_log, "%s: the data has %s; training continues at epoch %.2f of the new data", section, change, epoch)
     for section in sources:
         if section.startswith("validation") and (change := _data_change(checkpoint, section, sources)):
-            warn(_log, "the validation data has %s; validation/loss before and after are not comparable", change)
+            warn(_log, "%s: the data has %s; validation/loss before and after are not comparable", section, change)
 
 
 def _changed_data(config: JobConfig, section: str, change: str) -> Problem:
