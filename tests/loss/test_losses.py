@@ -33,6 +33,7 @@ from titan_launch.data.order import SampleOrder
 from titan_launch.data.prepare import prepare
 from titan_launch.data.sources import build_source
 from titan_launch.data.tokenizers import build_tokenizer
+from titan_launch.loss.build import losses_of_next_tokens
 from titan_launch.loss.kto import KTOLoss, answers_in, mismatched
 from titan_launch.loss.preferences import orpo
 from titan_launch.loss.second_model import Base
@@ -761,3 +762,20 @@ def test_the_functions_of_the_docs_train(tmp_path: Path) -> None:
 def run_in_folder(folder: Path, jobs: dict[str, dict[str, Any]]) -> None:
     os.chdir(folder)
     run_named(jobs)
+
+
+@pytest.mark.parametrize(
+    ("sections", "tags"),
+    [
+        ({}, ("train/loss", "validation/loss", "validation/ema_loss")),
+        ({"loss": {"label_smoothing": 0.1}}, ("validation/loss", "validation/ema_loss")),
+        ({"loss": {"name": "distillation"}}, ("validation/loss", "validation/ema_loss")),
+        ({"loss": {"name": "simpo"}}, ()),
+        ({"model": {"args": {"num_labels": 3}}}, ()),
+        ({"model": {"name": "resnet"}, "data": {"kind": "images"}}, ()),
+    ],
+)
+def test_only_the_cross_entropy_of_next_tokens_has_a_perplexity(
+    sections: dict[str, Any], tags: tuple[str, ...]
+) -> None:
+    assert losses_of_next_tokens(JobConfig.model_validate(sections)) == tags

@@ -28,6 +28,15 @@ from titan_launch.precision.policy import torch_dtype
 _log = logging.getLogger(__name__)
 
 
+def losses_of_next_tokens(config: JobConfig) -> tuple[str, ...]:
+    """Return the tags of those losses that are the cross-entropy of next tokens, whose exponential is a perplexity."""
+    if config.data.unit != "tokens" or config.model.loss is not None or labels_taken(config.model) is not None:
+        return ()
+    in_training = config.loss.name == "cross_entropy" and config.loss.label_smoothing == 0
+    in_validation = config.loss.name in ("cross_entropy", "distillation")
+    return ("train/loss",) * in_training + ("validation/loss", "validation/ema_loss") * in_validation
+
+
 def build_loss(
     model: nn.Module,
     plan: ModelPlan,

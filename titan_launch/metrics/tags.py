@@ -57,7 +57,7 @@ TAGS = [
     ),
     Tag(
         "train/perplexity",
-        "Exponential of `train/loss`. Only models of tokens have it, and only without label smoothing.",
+        "Exponential of `train/loss`, if this is the cross-entropy of next tokens without label smoothing.",
         chart=("Learning", "perplexity"),
     ),
     Tag(
@@ -421,7 +421,7 @@ TAGS = [
     ),
     Tag(
         "validation/perplexity",
-        "Exponential of `validation/loss`. Only models of tokens have it.",
+        "Exponential of `validation/loss`, if this is the cross-entropy of next tokens.",
         chart=("Learning", "perplexity"),
     ),
     Tag(

@@ -20,6 +20,7 @@ from titan_launch.core.signals import RESTART_SIGNAL, RESTART_STATUS, signal_nam
 from titan_launch.data.order import MixtureOrder
 from titan_launch.distributed.collectives import on_all_ranks, on_rank_0
 from titan_launch.distributed.process_group import set_timeouts
+from titan_launch.loss.build import losses_of_next_tokens
 from titan_launch.metrics.tags import TAGS
 from titan_launch.metrics.timeline import OTHER
 from titan_launch.optim.schedule import describe_clipping, lr_factor, set_lr
@@ -314,13 +315,8 @@ def learning_rates(run: Run, step: int) -> dict[str, float]:
 
 
 def perplexities(run: Run, scalars: Mapping[str, float]) -> dict[str, float]:
-    """Return the exponentials of the losses of a language model, by tag. Losses of images, and training losses with
-    label smoothing, have no perplexity."""
-    if run.config.data.unit != "tokens":
-        return {}
-    smoothed = run.config.loss.label_smoothing > 0
-    names = ("train/loss", "validation/loss", "validation/ema_loss")
-    found = [name for name in names if name in scalars and not (smoothed and name == "train/loss")]
+    """Return the perplexities of a language model, by tag: the exponentials of its losses."""
+    found = [name for name in losses_of_next_tokens(run.config) if name in scalars]
     return {name.replace("loss", "perplexity"): math.exp(min(scalars[name], 700.0)) for name in found}
 
 

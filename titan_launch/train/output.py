@@ -17,6 +17,7 @@ from titan_launch.config.sections.section import Section
 from titan_launch.core.errors import format_key
 from titan_launch.distributed.collectives import on_rank_0
 from titan_launch.distributed.process_group import Ranks
+from titan_launch.loss.build import losses_of_next_tokens
 from titan_launch.metrics.sinks import Sink, SinkContext, open_sinks
 from titan_launch.metrics.sinks.console import ConsoleSink
 from titan_launch.metrics.sinks.interface import GuardedSink, RunDescription
@@ -147,7 +148,7 @@ def _later_metrics(job: ResolvedJob) -> Iterator[str]:
     """Yield the metric tags that the first report of the run may lack, and a later report may have."""
     config = job.config
     if config.validation.freq:
-        kinds = ["loss", "accuracy", *(["perplexity"] if config.data.unit == "tokens" else [])]
+        kinds = ["loss", "accuracy", *(["perplexity"] if losses_of_next_tokens(config) else [])]
         if isinstance(config.validation.data, MixtureData):
             kinds += ["loss/<source>", "accuracy/<source>"]
         shown = config.ema.validate_with if config.ema.decay is not None else "parameters"
