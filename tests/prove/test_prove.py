@@ -88,6 +88,10 @@ def test_more_axes_than_processes_are_proven_in_pairs() -> None:
     degrees = ("tensor", "context", "pipeline")
     config = job(parallelism={f"{axis}_parallel_degree": 2 for axis in degrees})
     assert [case.ranks for case in cases(twin_of(config).config)] == [1, *[4] * 6]
+    grid = {"tensor_parallel_degree": 2, "pipeline_parallel_degree": 2, "data_parallel_replicate_degree": 2}
+    sharded = list(cases(twin_of(job(parallelism={**grid, "shard_optimizer_over_replicas": True})).config))
+    assert len(sharded) == 7
+    assert ["sharded optimizer" in case.parts for case in sharded] == ["replicas" in case.parts for case in sharded]
     with_replicas = job(parallelism={"tensor_parallel_degree": 8, "data_parallel_replicate_degree": 4})
     assert [case.ranks for case in cases(twin_of(with_replicas).config)] == [1, MOST_RANKS]
 
