@@ -61,11 +61,11 @@ class Saving(nn.Module):
             nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.ReLU()) if kind == "b" else nn.Linear(16, 16)
             for kind in kinds
         )
-        self.head = nn.Linear(16, 256)
+        self.output = nn.Linear(16, 256)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embedding(tokens)
         for layer in self.layers:
             x = layer(x)
-        logits: torch.Tensor = self.head(x)
+        logits: torch.Tensor = self.output(x)
         return logits
