@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from titan_launch.plan.proof.certificate import Certificate
 from titan_launch.plan.proof.store import CERTIFICATE, digest_of, find, store
 from titan_launch.plan.proof.twin import twin_of
 from titan_launch.prove import main as prove_main
-from titan_launch.prove import weights
+from titan_launch.prove import ranks, weights
 from titan_launch.prove.main import Proof, prove
 
 
@@ -197,6 +198,13 @@ def test_too_few_processes_are_one_error() -> None:
     assert re.match(
         r"error: this host could start only \d of 8 processes: .*Too many open files; raise its", ended.stdout
     )
+
+
+def test_late_ranks_and_the_time_limit_are_named() -> None:
+    pipes = [Pipe(duplex=False) for _ in range(3)]
+    for late, text in ((1, "rank 0 of 1 did"), (3, "ranks 0, 1, 2 of 3 did")):
+        with pytest.raises(TimeoutError, match=rf"^{text} not finish within 0\.01 s$"):
+            ranks._gather([ours for ours, _ in pipes[:late]], [None] * late, ranks._received, 0.01)
 
 
 def test_globs_that_number_layers_keep_the_depth() -> None:
