@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from itertools import product
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from titan_launch.core.errors import ConfigError, UserError
 from titan_launch.core.files import CACHE_VARIABLE
 from titan_launch.core.json_files import parse_as
 from titan_launch.core.patches import replaced
+from titan_launch.models.decoder.expert_args import ExpertArgs
 from titan_launch.plan.proof.cases import MOST_RANKS, cases
 from titan_launch.plan.proof.certificate import Certificate
 from titan_launch.plan.proof.store import CERTIFICATE, digest_of, find, store
@@ -131,6 +133,13 @@ def test_a_twin_has_the_structure_of_its_job_and_is_small(name: str, flavor: str
     own, small = (resolve_args(m.name, m.flavor, m.args) for m in (config.model, twin.model))
     if name != "vit":
         assert (own.n_heads > own.n_kv_heads) == (small.n_heads > small.n_kv_heads)  # type: ignore[attr-defined]
+
+
+def test_the_experts_of_a_twin_are_valid_for_every_number_of_groups() -> None:
+    for groups, each in product(range(1, 7), range(2, 6)):
+        own = ExpertArgs(num_experts=groups * each, top_k=2, hidden_dim=64, num_groups=groups)
+        small = ExpertArgs.model_validate(own.twin())
+        assert not [*small.problems()] and small.num_groups == min(groups, 4) and small.num_experts <= 8
 
 
 @pytest.mark.parametrize("model_type", ["vit", "resnet"])
