@@ -187,7 +187,17 @@ def test_a_host_that_cannot_have_phantoms_is_told_why(monkeypatch: pytest.Monkey
             pass
         return str(error.value)
 
-    assert "need about 1,2" in reason(count=1000).replace("1200", "1,200")
+    for count, free, text in (
+        (
+            4,
+            2.0,
+            "4 phantom GPUs need about 4.8 GiB of host memory, but 2.0 GiB are free; use at most 1 phantom GPU, or a",
+        ),
+        (1, 1.0, "1 phantom GPU needs about 1.2 GiB of host memory, but 1.0 GiB are free; use a host with more memory"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(environment, "free_memory_gib", lambda free=free: free)
+            assert text in reason(count=count)
     driver = tmp_path / "driver"
     driver.touch()
     with monkeypatch.context() as patch:

@@ -146,6 +146,14 @@ def test_cpu_offload_is_used_only_if_nothing_fits_without_it() -> None:
     assert tight.config.training.enable_cpu_offload and tight.row.verdict == "fits"
 
 
+def test_more_chunks_are_tried_if_the_peak_is_in_the_output_layer_of_a_users_own_model() -> None:
+    """Such a model declares no head."""
+    model = ("--model.name=tests.trace.models:Saving", "--model.args.kinds=aa", "--training.seq_len=4096")
+    options = ("--data.kind=synthetic", "--job.device=cpu", "--loss.chunks=2", "--planner.memory_gib=0.004")
+    config = load_job("llama_debug", [*DEVICE, *model, *options]).config
+    assert search_layouts(config, 1, [HELD[0], *AXES]).best[0].config.loss.chunks == 16
+
+
 def test_the_best_job_is_written_and_keeps_what_is_held(tmp_path: Path) -> None:
     held = ["--hold=parallelism.tensor_parallel_degree=2", "--hold=parallelism.pipeline_parallel_degree=1"]
     held += ["--hold=activation_checkpoint.mode=full", "--hold=loss.chunks"]

@@ -6,6 +6,8 @@ import json
 import re
 import subprocess
 import sys
+from itertools import product
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +25,13 @@ from titan_launch.core.errors import ConfigError, UserError
 from titan_launch.core.files import CACHE_VARIABLE
 from titan_launch.core.json_files import parse_as
 from titan_launch.core.patches import replaced
+from titan_launch.models.decoder.expert_args import ExpertArgs
 from titan_launch.plan.proof.cases import MOST_RANKS, cases
 from titan_launch.plan.proof.certificate import Certificate
 from titan_launch.plan.proof.store import CERTIFICATE, digest_of, find, store
 from titan_launch.plan.proof.twin import twin_of
 from titan_launch.prove import main as prove_main
-from titan_launch.prove import weights
+from titan_launch.prove import ranks, weights
 from titan_launch.prove.main import Proof, prove
 
 
@@ -88,6 +91,10 @@ def test_more_axes_than_processes_are_proven_in_pairs() -> None:
     degrees = ("tensor", "context", "pipeline")
     config = job(parallelism={f"{axis}_parallel_degree": 2 for axis in degrees})
     assert [case.ranks for case in cases(twin_of(config).config)] == [1, *[4] * 6]
+    grid = {"tensor_parallel_degree": 2, "pipeline_parallel_degree": 2, "data_parallel_replicate_degree": 2}
+    sharded = list(cases(twin_of(job(parallelism={**grid, "shard_optimizer_over_replicas": True})).config))
+    assert len(sharded) == 7
+    assert ["sharded optimizer" in case.parts for case in sharded] == ["replicas" in case.parts for case in sharded]
     with_replicas = job(parallelism={"tensor_parallel_degree": 8, "data_parallel_replicate_degree": 4})
     assert [case.ranks for case in cases(twin_of(with_replicas).config)] == [1, MOST_RANKS]
 
@@ -126,6 +133,13 @@ def test_a_twin_has_the_structure_of_its_job_and_is_small(name: str, flavor: str
     own, small = (resolve_args(m.name, m.flavor, m.args) for m in (config.model, twin.model))
     if name != "vit":
         assert (own.n_heads > own.n_kv_heads) == (small.n_heads > small.n_kv_heads)  # type: ignore[attr-defined]
+
+
+def test_the_experts_of_a_twin_are_valid_for_every_number_of_groups() -> None:
+    for groups, each in product(range(1, 7), range(2, 6)):
+        own = ExpertArgs(num_experts=groups * each, top_k=2, hidden_dim=64, num_groups=groups)
+        small = ExpertArgs.model_validate(own.twin())
+        assert not [*small.problems()] and small.num_groups == min(groups, 4) and small.num_experts <= 8
 
 
 @pytest.mark.parametrize("model_type", ["vit", "resnet"])
@@ -193,6 +207,13 @@ def test_too_few_processes_are_one_error() -> None:
     assert re.match(
         r"error: this host could start only \d of 8 processes: .*Too many open files; raise its", ended.stdout
     )
+
+
+def test_late_ranks_and_the_time_limit_are_named() -> None:
+    pipes = [Pipe(duplex=False) for _ in range(3)]
+    for late, text in ((1, "rank 0 of 1 did"), (3, "ranks 0, 1, 2 of 3 did")):
+        with pytest.raises(TimeoutError, match=rf"^{text} not finish within 0\.01 s$"):
+            ranks._gather([ours for ours, _ in pipes[:late]], [None] * late, ranks._received, 0.01)
 
 
 def test_globs_that_number_layers_keep_the_depth() -> None:

@@ -7,12 +7,16 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+_LIBRARY = torch.library.Library("titan_tests", "DEF")
+_LIBRARY.define("without_fake(Tensor x) -> Tensor")
+
 UNFIT: dict[str, Callable[[Tensor, Tensor], object]] = {
     "item": lambda tokens, x: x * tokens.max().item(),
     "numpy": lambda tokens, x: tokens.numpy(),
     "condition": lambda tokens, x: 1 if tokens.sum() > 3 else 0,
     "nonzero": lambda tokens, x: torch.nonzero(tokens),
     "mask": lambda tokens, x: x[tokens > 3],
+    "unsupported": lambda tokens, x: torch.ops.titan_tests.without_fake(x.detach()),
     "shape": lambda tokens, x: x @ torch.zeros(3, 3),
 }
 """Forward passes that a trace cannot run. The last one is wrong everywhere."""
@@ -61,11 +65,11 @@ class Saving(nn.Module):
             nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.ReLU()) if kind == "b" else nn.Linear(16, 16)
             for kind in kinds
         )
-        self.head = nn.Linear(16, 256)
+        self.output = nn.Linear(16, 256)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embedding(tokens)
         for layer in self.layers:
             x = layer(x)
-        logits: torch.Tensor = self.head(x)
+        logits: torch.Tensor = self.output(x)
         return logits

@@ -156,12 +156,14 @@ def reason(does: str) -> str:
         ("condition", "aten._local_scalar_dense", '"condition": '),
         ("nonzero", "aten.nonzero", '"nonzero": '),
         ("mask", "aten.nonzero (torch.nonzero, or a mask as an index)", '"mask": '),
+        ("unsupported", "titan_tests.without_fake.default", '"unsupported": '),
     ],
 )
-def test_an_operation_that_needs_values_is_named_with_its_line(does: str, operation: str, line: str) -> None:
+def test_an_operation_that_a_trace_cannot_run_is_named_with_its_line(does: str, operation: str, line: str) -> None:
     printed = reason(does)
     assert printed.startswith(f"cannot be traced: {operation}")
-    location = printed.split(" at ")[1].split(" needs ")[0]
+    problem = "is not supported by PyTorch's fake tensors" if does == "unsupported" else "needs the values of a tensor"
+    location = printed.split(" at ")[1].split(f" {problem}")[0]
     file, number = location.rsplit(":", 1)
     with open(file) as stream:
         assert line in stream.readlines()[int(number) - 1]

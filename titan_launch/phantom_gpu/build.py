@@ -28,8 +28,6 @@ _NAME = rf"(?:__cuda|cublas|{'|'.join(_UNANSWERED)})[A-Z]\w*"
 _LIBRARIES = ("libtorch", "libc10", "libcaffe2")
 """Beginnings of the names of PyTorch's own libraries."""
 
-_ASKED_AT_RUN_TIME = ("cuModuleUnload", "cuTensorMapEncodeIm2col")
-
 
 def build() -> Path:
     """Return the folder with `libcuda.so.1`, the library to preload. Compile the library if it is not in the cache.
@@ -93,11 +91,10 @@ def _imported_names(libraries: Path) -> set[str]:
 
 
 def _generated(imported: set[str], sources: str) -> Iterator[str]:
-    """Yield the lines of a C file. It defines each function of `imported` and `_ASKED_AT_RUN_TIME` that the C code
-    `sources` does not define."""
+    """Yield the lines of a C file. It defines each function of `imported` that the C code `sources` does not define."""
     answered = set(re.findall(rf"\b({_NAME})\s*[()]", sources))
     yield "int phantom_unanswered(const char *name, int status);"
-    for name in sorted((imported | {*_ASKED_AT_RUN_TIME}) - answered):
+    for name in sorted(imported - answered):
         if name.startswith("cublas"):
             yield f"int {name}() {{ return 0; }}"
         else:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from titan_launch.core.errors import UserError, did_you_mean
 from titan_launch.core.phantom import VARIABLE
+from titan_launch.core.terminal import counted
 from titan_launch.phantom_gpu.build import build
 from titan_launch.plan.hardware import DEVICES, GIB, free_memory_gib
 
@@ -95,9 +96,10 @@ def phantom_gpus(
     free = free_memory_gib()
     if free < count * RANK_GIB:
         most = int(free / RANK_GIB)
-        needed = f"{count * RANK_GIB:.0f} GiB of host memory, but {free:.1f} GiB are free"
-        reason = f"{count} phantom GPUs need about {needed}"
-        raise UserError(f"error: {reason}; use at most {most} phantom GPUs, or a host with more memory")
+        needed = f"{count * RANK_GIB:.1f} GiB of host memory, but {free:.1f} GiB are free"
+        reason = f"{counted(count, 'phantom GPU')} {'needs' if count == 1 else 'need'} about {needed}"
+        fewer = f"at most {counted(most, 'phantom GPU')}, or " if most else ""
+        raise UserError(f"error: {reason}; use {fewer}a host with more memory")
     libraries = build()
     shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix="phantom-", dir=shared) as folder:

@@ -14,6 +14,7 @@ from titan_launch.config.job import JobConfig
 from titan_launch.config.rules.parallelism import NO_EXPERTS, misfit_of_experts
 from titan_launch.config.sections.section import DTYPE_BYTES
 from titan_launch.core.errors import config_error
+from titan_launch.core.terminal import counted
 from titan_launch.models.architectures import known_args
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.types import Inventory, ModelPlan
@@ -57,7 +58,7 @@ def describe_division(layout: Layout) -> str:
         return ""
     shards = layout.parameter_shards // layout.expert
     divided = f"the experts of each layer are divided over {layout.expert} ranks"
-    return f"{divided}; FSDP2 shards each part over {shards} rank{'s' * (shards > 1)}"
+    return f"{divided}; FSDP2 shards each part over {counted(shards, 'rank')}"
 
 
 def largest_load(config: JobConfig, layout: Layout) -> float:
@@ -102,4 +103,4 @@ def describe_load(config: JobConfig, plan: ModelPlan, layout: Layout) -> str | N
     )
     kind = "uniform (planner.expert_load = 1)" if load == 1 else f"{load:g} x the mean (planner.expert_load)"
     mib = received * row_bytes / 2**20
-    return f"{kind}: a rank receives {received:,} rows per layer and microbatch, {mib:,.1f} MiB per buffer"
+    return f"{kind}: a rank receives {counted(received, 'row')} per layer and microbatch, {mib:,.1f} MiB per buffer"

@@ -487,7 +487,7 @@ class Search:
         best: Found | None = None
         sizes = self._sizes(family)
         too_large = set[tuple[ActivationCheckpointConfig, int, int]]()
-        of_loss = {"", "head", *self._inventory.head}
+        before_loss = {*self._inventory.blocks, *self._inventory.embeddings}
         try:
             modes = self._modes(with_local_batch_size(family, sizes[0]))
             checkpointings = dict.fromkeys(job.activation_checkpoint for job in modes)
@@ -509,8 +509,8 @@ class Search:
                     if found.seconds < limit:
                         best, limit = found, found.seconds * (1 - _SAME)
                 if not fitting:  # so larger microbatches do not fit either
-                    is_peak_of_loss = planned[0].row.footprint.peak_point.unit in of_loss  # then more chunks may fit
-                    also = [chunks] if is_peak_of_loss else self._chunks()
+                    # More chunks of the loss do not help if the peak is in a block or an embedding.
+                    also = self._chunks() if planned[0].row.footprint.peak_point.unit in before_loss else [chunks]
                     too_large |= {(checkpointing, n, other) for n in also for other in sizes if other >= size}
         except ConfigError as error:
             return best, error.problems[0].reason

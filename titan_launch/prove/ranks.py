@@ -69,7 +69,7 @@ def in_processes(
                 pipe, process = _started(main, rank, world_size, str(Path(folder, "store")))
                 pipes.append(pipe)
                 processes.append(process)
-            return _gather(pipes, processes, received, time.monotonic() + timeout)
+            return _gather(pipes, processes, received, timeout)
         finally:
             for process in processes:
                 process.kill()
@@ -110,15 +110,16 @@ def _gather(
     pipes: Sequence[Connection],
     processes: Sequence[Any],
     received: Callable[[Connection, Any, int], R],
-    deadline: float,
+    timeout: float,
 ) -> list[R]:
-    results: dict[int, R] = {}
+    results, deadline = dict[int, R](), time.monotonic() + timeout
     while len(results) < len(pipes):
         waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in results]
         ready = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
             late = [str(rank) for rank in range(len(pipes)) if rank not in results]
-            raise TimeoutError(f"{len(late)} of {len(pipes)} ranks did not finish in time (numbers: {', '.join(late)})")
+            names = f"rank{'s' * (len(late) > 1)} {', '.join(late)}"
+            raise TimeoutError(f"{names} of {len(pipes)} did not finish within {timeout:g} s")
         for rank in (rank for rank, pipe in enumerate(pipes) if pipe in ready):
             results[rank] = received(pipes[rank], processes[rank], rank)
     return [results[rank] for rank in range(len(pipes))]

@@ -50,7 +50,7 @@ def dry_run(config: JobConfig, layout: Layout, hardware: Hardware, rank: int) ->
     traced = trace_rank(eager, replace(plan, compiled=()), layout, hardware.kernels, rank)
     batch = [f"{name}: {value}" for name, value in summary_of_batch(layout)]
     lines = [*batch, *held, *_describe_step(traced, layout, hardware)]
-    return "\n".join([*lines, "nothing was trained, read or written"])
+    return "\n".join([*lines, "nothing was trained or written"])
 
 
 def _update(model: AssembledModel, optimizer: Optimizer) -> None:

@@ -136,11 +136,14 @@ def failures_explained(config: ModelConfig) -> Iterator[None]:
         operation = _untraceable_operation(error)
         if operation is not None:
             location = user_location(error, or_own=True)
-            reason = (
-                f"cannot be traced: {operation}{f' at {location}' if location else ''} needs the values of a tensor, "
-                "and a trace has only shapes; use an operation whose output shape does not depend on values "
-                "(torch.where, masked_fill)"
+            problem = (
+                "is not supported by PyTorch's fake tensors, with which a trace runs; register the operation's output "
+                "shapes (torch.library.register_fake), or use another operation"
+                if isinstance(error, _UNSUPPORTED)
+                else "needs the values of a tensor, and a trace has only shapes; use an operation whose output shape "
+                "does not depend on values (torch.where, masked_fill)"
             )
+            reason = f"cannot be traced: {operation}{f' at {location}' if location else ''} {problem}"
             raise config_error(("model", "name"), reason, config.name) from error
         if config.is_of_package:
             raise

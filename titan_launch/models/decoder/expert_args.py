@@ -116,7 +116,7 @@ class ExpertArgs(Section):
         """Return all arguments, with small sizes and the same structure: at most 4 experts without groups, else at most
         8 in at most 4 groups. If a token of the job uses one, several or all experts, so does a token of the twin."""
         groups = min(self.num_groups, 4)
-        experts = min(self.num_experts, 4 if groups == 1 else 8)
+        experts = min(self.num_experts, 4 if groups == 1 else 8 // groups * groups)
         top_k = experts if self.top_k == self.num_experts else min(self.top_k, 2)
         return {
             **self.model_dump(mode="json"),

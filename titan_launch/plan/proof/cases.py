@@ -68,7 +68,8 @@ def cases(twin: JobConfig) -> Iterator[Case]:
 
     - for a layout with one rank: one process for each other choice;
     - for a layout with at most `MOST_RANKS` ranks: this layout, once for each choice;
-    - for a larger layout: one run for each pair of its axes. The choices are used in turn.
+    - for a larger layout: one run for each pair of its axes, with the sharded optimizer if the pair includes replicas.
+      The choices are used in turn.
     """
     choices = list(_choices(twin))
     axes = tuple(_axes(twin))
@@ -85,7 +86,8 @@ def cases(twin: JobConfig) -> Iterator[Case]:
         yield from (Case(choice, (*axes, *_modes(choice))) for choice in choices)
         return
     for index, pair in enumerate(combinations([axis for axis in axes if axis in NAMED_AXES], 2)):
-        config = without(choices[index % len(choices)], tuple(axis for axis in axes if axis not in _with_needed(pair)))
+        kept = (*_with_needed(pair), "sharded optimizer")  # `without` removes it together with the replicas
+        config = without(choices[index % len(choices)], tuple(axis for axis in axes if axis not in kept))
         yield Case(config, (*_axes(config), *_modes(config)))
 
 

@@ -108,7 +108,9 @@ def compare(
     return Comparison(config, rows, tuple(notes))
 
 
-_MODEL_PARALLEL = "FLOPs are the mean of ranks with the same samples; so are compute seconds without device speeds"
+_MODEL_PARALLEL = (
+    "without device speeds, compute seconds are the mean of ranks with the same samples; so is flops_per_rank of --json"
+)
 _PIPELINE = (
     "memory and traffic are those of one pipeline rank: the one with the highest peak memory among the first rank, the "
     "last rank, and the rank with the most parameters; compute seconds include the pipeline bubble, for equal stages"
