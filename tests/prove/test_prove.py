@@ -26,7 +26,7 @@ from titan_launch.core.files import CACHE_VARIABLE
 from titan_launch.core.json_files import parse_as
 from titan_launch.core.patches import replaced
 from titan_launch.models.decoder.expert_args import ExpertArgs
-from titan_launch.plan.proof.cases import MOST_RANKS, cases
+from titan_launch.plan.proof.cases import MOST_RANKS, cases, proven_layout
 from titan_launch.plan.proof.certificate import Certificate
 from titan_launch.plan.proof.store import CERTIFICATE, digest_of, find, store
 from titan_launch.plan.proof.twin import twin_of
@@ -90,7 +90,10 @@ def test_layouts_are_proven(sections: dict[str, Any]) -> None:
 def test_more_axes_than_processes_are_proven_in_pairs() -> None:
     degrees = ("tensor", "context", "pipeline")
     config = job(parallelism={f"{axis}_parallel_degree": 2 for axis in degrees})
-    assert [case.ranks for case in cases(twin_of(config).config)] == [1, *[4] * 6]
+    twin = twin_of(config).config
+    runs = list(cases(twin))
+    assert [case.ranks for case in runs] == [1, *[4] * 6]
+    assert proven_layout(twin, runs) == "pipeline 2 (1F1B), shards 2, context 2, tensor 2, in pairs"
     grid = {"tensor_parallel_degree": 2, "pipeline_parallel_degree": 2, "data_parallel_replicate_degree": 2}
     sharded = list(cases(twin_of(job(parallelism={**grid, "shard_optimizer_over_replicas": True})).config))
     assert len(sharded) == 7

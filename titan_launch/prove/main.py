@@ -15,7 +15,7 @@ from typing import Any
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import RunError, UserError, listed
 from titan_launch.plan.hardware import free_memory_gib
-from titan_launch.plan.proof.cases import Case, cases, has_compiler, in_precision
+from titan_launch.plan.proof.cases import Case, cases, has_compiler, in_precision, proven_layout
 from titan_launch.plan.proof.certificate import Certificate, Finding, Row, Verdict
 from titan_launch.plan.proof.store import digest_of, digests_of_files, versions
 from titan_launch.plan.proof.twin import SAMPLES, SECOND, SEQ_LEN, STEPS, Twin, size_of, structure, twin_of
@@ -57,7 +57,7 @@ def prove(config: JobConfig, say: Say = lambda text: None) -> Certificate:
     verdict: Verdict = "differs" if proof.findings else "cannot be proven" if problems else "proven"
     return Certificate(
         verdict=verdict,
-        layout=proof.cases[-1].name,
+        layout=proven_layout(twin.config, proof.cases),
         digest=digest,
         twin=size_of(twin.config),
         num_parameters=proof.num_parameters,

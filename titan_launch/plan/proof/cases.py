@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
@@ -89,6 +89,14 @@ def cases(twin: JobConfig) -> Iterator[Case]:
         kept = (*_with_needed(pair), "sharded optimizer")  # `without` removes it together with the replicas
         config = without(choices[index % len(choices)], tuple(axis for axis in axes if axis not in kept))
         yield Case(config, (*_axes(config), *_modes(config)))
+
+
+def proven_layout(twin: JobConfig, runs: Sequence[Case]) -> str:
+    """Return the layout that the runs of a twin cover, in words: `shards 2, tensor 2, accumulation deferred`, or for
+    runs of pairs, `replicas 2, shards 2, tensor 2, context 2, in pairs`."""
+    if world_size(twin.parallelism) <= MOST_RANKS:
+        return runs[-1].name
+    return ", ".join(_in_words(twin, axis) for axis in _axes(twin)) + ", in pairs"
 
 
 def runs_with_parts(case: Case, number: int) -> list[Case]:
