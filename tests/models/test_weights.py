@@ -357,7 +357,7 @@ BAD: dict[str, tuple[Change, str]] = {
         "pytorch_model.bin: pickles, which can run code .* convert",
     ),
     "outside": (index(a="../y.safetensors"), r'names "../y.safetensors", which is not a \*.safetensors file in the'),
-    "missing_shards": (index(a="y.safetensors", b="z.safetensors"), "2 of its 3 files are missing: y.safetensors, z"),
+    "missing_shards": (index(a="y.safetensors", b="z.safetensors"), "it lacks 2 of its 3 files: y.safetensors, z"),
     "not_in_its_shard": (index(a="x.safetensors"), "x.safetensors lacks tensors that .* lists: a"),
     "fifo": (
         lambda folder: ((folder / "model.safetensors").unlink(), os.mkfifo(folder / "model.safetensors")),

@@ -304,6 +304,5 @@ def _too_large(
     remedy = "give the factory the attribute meta_device = True and let reset_parameters fill the module"
     if config.name == HUGGINGFACE:
         remedy = "use a host with more memory, or set model.weights without model.exclude_from_weights"
-    free = f"{host.free_bytes / GIB:.1f} GiB are free"
-    reason = f"needs {qualifier}{needed / GIB:.1f} GiB of host memory, but only {free}; {remedy}"
-    return config_error(("model", "name"), reason, config.name)
+    reason = f"{needed / GIB:.1f} GiB of host memory, but only {host.free_bytes / GIB:.1f} GiB are free; {remedy}"
+    return config_error(("model", "name"), f"needs {qualifier}{reason}", config.name)
