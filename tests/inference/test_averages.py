@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from tests.tensors import assert_equal
 from tests.train.jobs import run_job, tiny_job
 from titan_launch.checkpoint.index import read_weights
 from titan_launch.cli import main
+from titan_launch.inference.model_card import _named
 
 pytestmark = needs("safetensors", "sklearn")
 
@@ -152,3 +154,11 @@ def test_bad_means(
     assert main(command) == 2 and not out.exists()
     (line,) = capsys.readouterr().err.splitlines()
     assert re.search(message, line)
+
+
+@pytest.mark.parametrize(
+    ("section", "named"), [("data.sources.0", "`a.txt`, "), ("validation.data", ""), ("validation", "")]
+)
+def test_a_model_card_names_the_sources_of_the_job(section: str, named: str) -> None:
+    record = {"data": {"sources": [{"kind": "text", "path": "a.txt"}]}, "validation": {"freq": 1}}
+    assert _named(cast(Any, SimpleNamespace(record=record)), section) == named
