@@ -168,7 +168,7 @@ def test_a_packing_follows_the_ends_of_documents(tmp_path: Path) -> None:
         (lambda folder: (folder / "tokens.json").unlink(), "has no tokens.json; write the folder with titan-launch"),
         (lambda folder: (folder / "tokens.json").write_text("[1]"), "that titan-launch prepare did not write"),
         (lambda folder: (folder / "tokens.json").write_bytes(b"\xff\xfe"), "that titan-launch prepare did not write"),
-        (edit(version=2), "has version 2 of the format, but this release reads version 1"),
+        (edit(version=2), "has version 2 of the format, but this release reads version 1; prepare it again"),
         (edit(extra=1), "that titan-launch prepare did not write"),
         (edit(dtype="float32"), "that titan-launch prepare did not write"),
         (edit(vocab_size=10**6), "that titan-launch prepare did not write"),

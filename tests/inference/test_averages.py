@@ -19,7 +19,10 @@ from tests.tensors import assert_equal
 from tests.train.jobs import run_job, tiny_job
 from titan_launch.checkpoint.index import read_weights
 from titan_launch.cli import main
+from titan_launch.config.job import JobConfig
+from titan_launch.inference.export import ExportOptions, _rows
 from titan_launch.inference.model_card import _named
+from titan_launch.models.huggingface.files import WeightsError
 
 pytestmark = needs("safetensors", "sklearn")
 
@@ -162,3 +165,10 @@ def test_bad_means(
 def test_a_model_card_names_the_sources_of_the_job(section: str, named: str) -> None:
     record = {"data": {"sources": [{"kind": "text", "path": "a.txt"}]}, "validation": {"freq": 1}}
     assert _named(cast(Any, SimpleNamespace(record=record)), section) == named
+
+
+def test_an_invalid_vocabulary_of_the_original_model_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"vocab_size": "61"}')
+    job = JobConfig.model_validate(job_of(tmp_path, "one"))
+    with pytest.raises(WeightsError, match=f'{tmp_path}/config.json has vocab_size = "61"; write the number of rows'):
+        _rows(cast(Any, SimpleNamespace(job=job, companions=tmp_path)), ExportOptions())

@@ -243,7 +243,8 @@ def _rows(source: SavedModel, options: ExportOptions) -> int | None:
     original = {} if source.companions is None else read_json(source.companions / CONFIG_FILE)
     published = original.get("vocab_size", rows)
     if type(published) is not int or published < 1:
-        raise WeightsError(f"{CONFIG_FILE} of its Hugging Face files has vocab_size = {as_text(published)}")
+        reason = f"{source.companions}/{CONFIG_FILE} has vocab_size = {as_text(published)}"
+        raise WeightsError(f"{reason}; write the number of rows of the embedding there")
     return min(rows, options.vocab_size or published)
 
 
