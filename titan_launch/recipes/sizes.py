@@ -68,7 +68,9 @@ def planned_sizes(config: JobConfig, machine: Machine, recordings_of: Recordings
     except ConfigError as error:  # such as that of a model that cannot be traced
         if not candidates:
             reason, _, _ = error.problems[0].reason.partition("\n")
-            return Sizes(1, "full", (f"Sizes: the smallest ones, because the planner cannot predict the job: {reason}",))
+            return Sizes(
+                1, "full", (f"Sizes: the smallest ones, because the planner cannot predict the job: {reason}",)
+            )
     if not candidates:
         comments = (
             f"Sizes: the smallest ones. Even with these, the planner predicts that the job does not fit into {where}.",
