@@ -142,8 +142,8 @@ class _ValuesCheck:
         if few and not (dist.is_initialized() and dist.get_rank()):
             worst = min(few, key=lambda path: few[path])
             _log.warning(
-                "batchnorm statistics: %s with fewer than %d values per channel and microbatch (fewest: %s, %d values), so "
-                "the statistics are mostly noise; %s",
+                "batchnorm statistics: %s with fewer than %d values per channel and microbatch "
+                "(fewest: %s, %d values), so the statistics are mostly noise; %s",
                 *(counted(len(few), "layer"), _FEW_VALUES, worst, few[worst], self._remedy()),
             )
 
