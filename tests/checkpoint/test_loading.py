@@ -15,9 +15,11 @@ from torch import Tensor
 from tests.checkpoint.states import saved, trained
 from tests.distributed import run_ranks
 from tests.tensors import assert_equal
+from titan_launch.checkpoint.index import IndexReader, ShardPlanner
 from titan_launch.checkpoint.loading import EVERYTHING, Selection, find_checkpoint, load_state, newest_valid
 from titan_launch.checkpoint.manifest import read_manifest, write_manifest
 from titan_launch.core.errors import UserError
+from titan_launch.distributed.dtensor import Shard
 from titan_launch.distributed.random_state import RandomState
 
 
@@ -99,6 +101,13 @@ def test_another_model_is_refused_parameter_by_parameter(checkpoints: tuple[Path
     (result,) = run_ranks(attempt_with_other_names, 1, checkpoints[0])
     assert "2 missing in the checkpoint: 1.new.weight, 1.new.bias" in result
     assert "2 unexpected in the checkpoint: 1.weight, 1.bias" in result
+
+
+def test_a_part_of_a_tensor_of_another_shape_is_refused(checkpoints: tuple[Path, dict[str, Tensor]]) -> None:
+    planner = ShardPlanner({"model.0.0.weight": Shard(torch.zeros(2, 5), (0, 0), (6, 5))})
+    planner.set_up_planner({}, IndexReader(checkpoints[0] / "step-3").read_metadata(), True)
+    with pytest.raises(ValueError, match=r"model.0.0.weight has the shape \(6, 5\) here, but \(7, 5\) in the checkp"):
+        planner.create_local_plan()
 
 
 def attempt_with_other_names(folder: Path) -> str:

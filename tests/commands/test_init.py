@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,6 +26,7 @@ from titan_launch.core.errors import config_error
 from titan_launch.data.tokenizers import train_tokenizer
 from titan_launch.launch import options
 from titan_launch.recipes.recipes import RECIPES
+from titan_launch.recipes.sizes import _Candidate
 from titan_launch.train.build import build_run
 from titan_launch.train.loop import fit
 
@@ -303,6 +305,17 @@ def test_a_job_that_cannot_be_planned_gets_the_smallest_sizes(monkeypatch: pytes
     job, text = written("pretrain", "job.toml", "--device", "l4"), Path("job.toml").read_text()
     assert (job["training"]["local_batch_size"], job["activation_checkpoint"]["mode"]) == (1, "full")
     assert "because the planner cannot predict the job: cannot be traced" in text and "does not fit" not in text
+
+
+def test_an_error_for_a_larger_microbatch_leaves_the_smaller_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    def candidates(*args: Any) -> Iterator[Any]:
+        yield _Candidate(2, "selective", None, 3.0, 8.0)
+        raise config_error(("model", "name"), "cannot be traced", "llama3")
+
+    monkeypatch.setattr("titan_launch.recipes.sizes._candidates", candidates)
+    job, text = written("pretrain", "job.toml", "--device", "l4"), Path("job.toml").read_text()
+    assert (job["training"]["local_batch_size"], job["activation_checkpoint"]["mode"]) == (2, "selective")
+    assert "the planner predicts 3.0 of 8.0 GiB per rank" in text
 
 
 def test_the_gpus_of_the_machine_are_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,6 +76,13 @@ def test_a_damaged_entry_is_built_again(cache: Path, damage: Callable[[Path], ob
     assert built_once("kind", 1, build) == folder and build.calls == 2
 
 
+def test_an_entry_without_a_list_of_files_is_not_compared(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="titan_launch")
+    (built_once("kind", 1, Build()) / "files.json").write_text("[1]")
+    built_once("kind", 1, Build())
+    assert "is damaged" in caplog.text and "comparing" not in caplog.text
+
+
 def test_a_copied_cache_is_compared_once_and_used(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -74,6 +74,7 @@ def test_forks_share_the_items(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [item for item, _ in found] == list(range(6))
     assert len({pid for _, pid in found}) == (3 if sys.platform == "linux" else 1)
     assert in_forks(lambda item: (item, os.getpid()), [5]) == [(5, os.getpid())]
+    assert in_forks(lambda item: item, range(20_000)) == list(range(20_000))  # more than a pipe holds
 
 
 def test_an_error_in_a_fork_is_raised_and_a_killed_fork_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -168,7 +168,7 @@ def test_a_packing_follows_the_ends_of_documents(tmp_path: Path) -> None:
         (lambda folder: (folder / "tokens.json").unlink(), "has no tokens.json; write the folder with titan-launch"),
         (lambda folder: (folder / "tokens.json").write_text("[1]"), "that titan-launch prepare did not write"),
         (lambda folder: (folder / "tokens.json").write_bytes(b"\xff\xfe"), "that titan-launch prepare did not write"),
-        (edit(version=2), "has version 2 of the format, but this release reads version 1"),
+        (edit(version=2), "has version 2 of the format, but this release reads version 1; prepare it again"),
         (edit(extra=1), "that titan-launch prepare did not write"),
         (edit(dtype="float32"), "that titan-launch prepare did not write"),
         (edit(vocab_size=10**6), "that titan-launch prepare did not write"),
@@ -254,7 +254,7 @@ def test_files_of_other_programs_have_the_same_samples(tmp_path: Path) -> None:
     # The index of Megatron-LM joins the last three sequences into one document.
     assert open_tokens(tmp_path / "small").describe() == "3 documents, 34 tokens, 8 samples of 4"
     before = open_tokens(tmp_path / "small").fingerprint(0)
-    for dtype in ("uint16", "int64"):
+    for dtype in ("uint16", "int16", "int64"):
         np.save(tmp_path / "numpy.npy", np.array(STREAM, dtype))
         source = open_tokens(tmp_path / "numpy.npy")
         assert inputs(source) == STREAM[: len(source) * 4] and len(source) == 8, dtype
@@ -290,7 +290,8 @@ def test_files_of_other_programs_are_read_again_after_a_change(tmp_path: Path) -
         ("odd.bin", {"dtype": "uint16"}, "the size of odd.bin is not a multiple of uint16"),
         ("empty.bin", {"dtype": "uint16"}, "is empty: empty.bin has no tokens"),
         ("large.bin", {"dtype": "uint16"}, "has the token id 50,256 in large.bin, but the vocabulary has 257 tokens"),
-        ("negative", {}, "has the token id 4,294,967,295 in negative.bin, but the vocabulary"),
+        ("negative", {}, "has negative token ids in negative.bin; write the ids as uint16 or uint32"),
+        ("int8.npy", {}, "has negative token ids in int8.npy; write the ids as uint16 or uint32"),
         ("llmc.bin", {}, "is damaged: llmc.bin has 34 tokens, but its header says 99"),
         ("small.bin", {"dtype": "uint32"}, "data.dtype: the header of small.bin says uint16"),
         ("floats", {}, "floats.idx says that the data are not token ids"),
@@ -330,6 +331,7 @@ def test_bad_files_of_other_programs_are_refused(tmp_path: Path, path: str, keys
     numbers = np.arange(6)
     for name, array in {"halves": numbers / 2, "rows": numbers.reshape(2, 3), "big": numbers.astype(">u2")}.items():
         np.save(tmp_path / f"{name}.npy", array)
+    np.save(tmp_path / "int8.npy", np.array([1, -1, 2, 3, 4, 5], np.int8))
     (tmp_path / "cut.npy").write_bytes((tmp_path / "rows.npy").read_bytes()[:40])
     np.savez(tmp_path / "arrays.npz", numbers)
     (tmp_path / "flat.bin.gz").write_bytes(gzip.compress((tmp_path / "flat.bin").read_bytes()))

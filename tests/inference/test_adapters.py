@@ -133,7 +133,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "scale": ({"lora": {"alpha": 7.0}}, "its scale differs: set lora.alpha = 5.0 and lora.rank_stabilized = false"),
     "targets": (
         {"lora": {"targets": ["layers.*.attention.wk"]}},
-        "4 tensors are unexpected (lora.targets does not match them): base_model.model.model.layers.0.self_attn.q_proj",
+        "4 tensors unexpected (lora.targets does not match them): base_model.model.model.layers.0.self_attn.q_proj",
     ),
     "base": ({"model": {"weights": "other"}}, "its base has the fingerprint "),
 }

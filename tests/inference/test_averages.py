@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,6 +19,10 @@ from tests.tensors import assert_equal
 from tests.train.jobs import run_job, tiny_job
 from titan_launch.checkpoint.index import read_weights
 from titan_launch.cli import main
+from titan_launch.config.job import JobConfig
+from titan_launch.inference.export import ExportOptions, _rows
+from titan_launch.inference.model_card import _named
+from titan_launch.models.huggingface.files import WeightsError
 
 pytestmark = needs("safetensors", "sklearn")
 
@@ -152,3 +157,18 @@ def test_bad_means(
     assert main(command) == 2 and not out.exists()
     (line,) = capsys.readouterr().err.splitlines()
     assert re.search(message, line)
+
+
+@pytest.mark.parametrize(
+    ("section", "named"), [("data.sources.0", "`a.txt`, "), ("validation.data", ""), ("validation", "")]
+)
+def test_a_model_card_names_the_sources_of_the_job(section: str, named: str) -> None:
+    record = {"data": {"sources": [{"kind": "text", "path": "a.txt"}]}, "validation": {"freq": 1}}
+    assert _named(cast(Any, SimpleNamespace(record=record)), section) == named
+
+
+def test_an_invalid_vocabulary_of_the_original_model_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"vocab_size": "61"}')
+    job = JobConfig.model_validate(job_of(tmp_path, "one"))
+    with pytest.raises(WeightsError, match=f'{tmp_path}/config.json has vocab_size = "61"; write the number of rows'):
+        _rows(cast(Any, SimpleNamespace(job=job, companions=tmp_path)), ExportOptions())

@@ -43,9 +43,11 @@ def test_a_job_takes_the_keys_of_the_folder(tmp_path: Path, monkeypatch: pytest.
     assert load_job("config.json").config == config
 
 
-def _built(name: str, weights: str | None = None, seq_len: int = TOKENS, **args: Any) -> BuiltModel:
+def _built(
+    name: str, weights: str | None = None, seq_len: int = TOKENS, free_bytes: int = 2**34, **args: Any
+) -> BuiltModel:
     config = ModelConfig(name="huggingface", args={**CONFIGS[name], **args}, weights=weights)
-    return build_model(config, seq_len, HostBuild(0, 2**34))
+    return build_model(config, seq_len, HostBuild(0, free_bytes))
 
 
 def _check_modules() -> None:
@@ -149,6 +151,11 @@ def _check_weights(folder: Path) -> None:
 
 TWO = {"tensor_parallel_degree": 2}
 ERRORS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "more than the memory": (
+        {"name": "llama", "free_bytes": 1000},
+        {},
+        "GiB of host memory, but only 0.0 GiB are free; use a host with more memory, or set model.weights without",
+    ),
     "an unknown type": (
         {"name": "llama", "model_type": "lama"},
         {},

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.models.mutations import LLAMA3
 from tests.models.parity import CASES, VOCABULARY, parity, random_model, read_model, same_tensors, samples, tensors_of
 from tests.models.published_configs import PUBLISHED_FILES
 from titan_launch.cli import main
@@ -328,6 +329,11 @@ BAD: dict[str, tuple[Change, str]] = {
     "old_rope": (config(rope_parameters=None, rope_scaling={"type": "dynamic", "factor": 2}), 'rope_type = "dynamic"'),
     "rotates_a_part": (config(partial_rotary_factor=0.5), "partial_rotary_factor"),
     "incomplete_rope": (config(rope_parameters={"rope_type": "llama3", "factor": 8.0}), "has no low_freq_factor, high"),
+    "equal_rope_factors": (
+        config(rope_parameters={**LLAMA3, "low_freq_factor": 4.0}),
+        r"config.json has an impossible value in rope_parameters = .*: low_freq_factor .4.0. must be below high_freq",
+    ),
+    "rope_of_fast_pairs": (config(rope_parameters={**LLAMA3, "low_freq_factor": 8.0}), r"low_freq_factor .8.0. must"),
     "quantized": (config(quantization_config={"bits": 4}), "has quantization_config: quantized weights"),
     "activation": (config(hidden_act="gelu"), 'hidden_act = "gelu", which is not supported .supported: silu'),
     "wrong_type": (config(num_hidden_layers="2"), 'n_layers would be "2"'),
@@ -351,7 +357,7 @@ BAD: dict[str, tuple[Change, str]] = {
         "pytorch_model.bin: pickles, which can run code .* convert",
     ),
     "outside": (index(a="../y.safetensors"), r'names "../y.safetensors", which is not a \*.safetensors file in the'),
-    "missing_shards": (index(a="y.safetensors", b="z.safetensors"), "2 of its 3 files are missing: y.safetensors, z"),
+    "missing_shards": (index(a="y.safetensors", b="z.safetensors"), "it lacks 2 of its 3 files: y.safetensors, z"),
     "not_in_its_shard": (index(a="x.safetensors"), "x.safetensors lacks tensors that .* lists: a"),
     "fifo": (
         lambda folder: ((folder / "model.safetensors").unlink(), os.mkfifo(folder / "model.safetensors")),

@@ -389,8 +389,8 @@ def test_few_values_per_channel_are_warned_of_once(caplog: pytest.LogCaptureFixt
     model.train()(torch.randn(31, 3))
     model(torch.randn(2, 3))
     assert [record.getMessage() for record in caplog.records] == [
-        "batchnorm statistics: 2 layers have fewer than 32 values per channel and microbatch (fewest: 0, "
-        "31 values), so their statistics are mostly noise; increase training.local_batch_size, or with several ranks "
+        "batchnorm statistics: 2 layers with fewer than 32 values per channel and microbatch (fewest: 0, "
+        "31 values), so the statistics are mostly noise; increase training.local_batch_size, or with several ranks "
         'set batchnorm.statistics = "synchronized"'
     ]
     caplog.clear()
@@ -425,6 +425,6 @@ def test_with_synchronized_statistics_the_values_of_all_ranks_count() -> None:
     assert (mean.unique().item(), tracked.item()) == (0.0, 1)
     torch.testing.assert_close(variance, torch.full((3,), 0.9 + 0.1 * 2.0))
     assert logged == "batchnorm statistics: 2 layers synchronized over 2 ranks"
-    assert "(fewest: 0, 2 values), so their statistics are mostly noise" in warned
+    assert "(fewest: 0, 2 values), so the statistics are mostly noise" in warned
     ((_, (alone,)),) = run_ranks(one_value_on_each_rank, 1)
     assert alone == "batchnorm statistics: synchronized over 1 rank, which is the same as local"

@@ -235,6 +235,10 @@ def test_tensor_parallel_plans_that_do_not_fit_the_model_are_refused() -> None:
         ({"norm": "colwise", **PLAN}, "norm is a LayerNorm"),
         (without["attention.*_norm"], "has no style for attention.q_norm (and for 1 more), but each module with"),
         (without["embedding"], "has no style for embedding, but each module with parameters needs one"),
+        (
+            {**PLAN, "embedding": "input"},
+            'has the style "input" for embedding, but it is for modules without parameters; use another style ("sequ',
+        ),
         ({**PLAN, "embedding": "sequence"}, "share the parameter weight"),
     ):
         assert expected in refusal(plan)

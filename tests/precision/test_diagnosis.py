@@ -134,6 +134,11 @@ class Transforms(Block):
         return x + torch.fft.rfft(x).real.sum(-1, keepdim=True)
 
 
+class TransformsHalf(Block):
+    def middle(self, x: Tensor) -> Tensor:
+        return x + torch.linalg.svdvals(x.half())[..., :1]
+
+
 class RunningNorm(nn.Module):
     """A batch norm that does not derive from PyTorch's class, so that no default protects it."""
 
@@ -319,6 +324,12 @@ CASES = (
         value="bfloat16",
         rules=(rule("layers.*", "bfloat16", cast_forward_inputs=False),),
         helps=FLOAT_BLOCKS,
+    ),
+    Case(
+        "TransformsHalf",
+        "an operation in layers.0 (TransformsHalf) (test_diagnosis.py:LINE) does not take float16; cast its inputs to "
+        "float32",
+        key="model.name",
     ),
     Case(
         "HasRunningNorm",

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from tests.distributed import run_ranks
@@ -81,7 +82,8 @@ def runs_of_two_ranks(folder: Path, base: Path, other: Path) -> tuple[dict[str, 
     ema = {"ema": {"decay": 0.5}, "precision": {"param_dtype": "float32", "frozen_storage_dtype": "bfloat16"}}
     states = {"whole": run_job(job(folder / "whole", base, **ema))}
     run_job_until(job(folder / "parts", base, checkpoint={"async_mode": "thread"}, **ema), 3)
-    refusals = [refusal(job(folder / "parts", path, **ema)) for path in (other, folder / "nothing", None)]
+    of_rank = (folder / "nothing", other)[dist.get_rank()]
+    refusals = [refusal(job(folder / "parts", path, **ema)) for path in (other, folder / "nothing", None, of_rank)]
     states["parts"] = run_job(job(folder / "parts", base, **ema))
     run_job(job(folder / "switched", base, 2, **ema))
     run_job(job(folder / "switched", base, 3, checkpoint={"save_frozen": True}, **ema))
@@ -91,7 +93,7 @@ def runs_of_two_ranks(folder: Path, base: Path, other: Path) -> tuple[dict[str, 
 
 def test_a_resume_reads_the_omitted_parameters(tmp_path: Path) -> None:
     base, other = write_base(tmp_path / "base"), write_base(tmp_path / "other", seed=1)
-    states, refusals = run_ranks(runs_of_two_ranks, 2, tmp_path, base, other)[0]
+    (states, refusals), (_, of_rank_1) = run_ranks(runs_of_two_ranks, 2, tmp_path, base, other)
     names = states["whole"].keys() - {"rope.table"}
     for how in ("parts", "switched"):
         assert_equal(states[how], states["whole"])
@@ -108,7 +110,11 @@ def test_a_resume_reads_the_omitted_parameters(tmp_path: Path) -> None:
     )
     assert refusals[0].startswith(f"{other}: has the fingerprint {fingerprints[1]} (")
     assert refusals[1].startswith(f"{tmp_path}/nothing: there is no such folder")
-    assert refusals[2].startswith("None: is required: ") and all(text.endswith(needed) for text in refusals)
+    assert refusals[2].startswith("None: is required: ")
+    # The fingerprint and the change are those of rank 1, on both ranks: rank 0 has no folder.
+    change = refusals[0].removeprefix(f"{other}: ")
+    assert refusals[3] == f"{tmp_path}/nothing: {change}" and of_rank_1[3] == f"{other}: {change}"
+    assert all(text.endswith(needed) for text in refusals)
 
 
 def continued(folder: Path, base: Path, parallelism: dict[str, int]) -> dict[str, Tensor]:

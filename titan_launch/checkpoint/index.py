@@ -254,8 +254,10 @@ class ShardPlanner(DefaultLoadPlanner):
             if name not in saved:
                 raise RuntimeError(f"{name} is missing in the checkpoint")
             tensor = saved[name]
-            if not isinstance(tensor, TensorStorageMetadata) or tuple(tensor.size) != tuple(place.size):
-                raise ValueError(f"{name} has the shape {tuple(place.size)} here, and another one in the checkpoint")
+            assert isinstance(tensor, TensorStorageMetadata)  # `IndexReader` has no other entries
+            here, there = tuple(place.size), tuple(tensor.size)
+            if here != there:
+                raise ValueError(f"{name} has the shape {here} here, but {there} in the checkpoint")
             if place.local.numel():
                 own = ChunkStorageMetadata(torch.Size(place.offsets), place.local.shape)
                 items = [*items, *create_read_items_for_chunk_list(name, tensor, [own])]

@@ -130,11 +130,11 @@ def _has_known_state(folder: Path) -> bool:
 def _has_known_content(folder: Path) -> bool:
     """Read all files of an entry, and return True if they still have the digests in its list. In that case, write
     their present states (`file_state`) into the list."""
-    reason = "the times or inodes of its files have changed since the last check"
-    _log.info("comparing the cached folder %s with its digests, because %s", folder, reason)
     try:
         files = _read_list(folder)
         states = {name: file_state(folder / name) for name in files}
+        reason = "the times or inodes of its files have changed since the last check"
+        _log.info("comparing the cached folder %s with its digests, because %s", folder, reason)
         if any(content_digest([folder / name]) != digest for name, (digest, _) in files.items()):
             return False
     except (OSError, ValueError, TypeError):

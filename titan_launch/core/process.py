@@ -37,6 +37,9 @@ def usable_cores() -> int:
 _MOST_PROCESSES = 4
 """Largest number of processes that share work. Each fork takes some milliseconds, and the memory of one item's work."""
 
+_MOST_ITEMS = 16_384
+"""Largest number of items that processes share at a time: a pipe holds their numbers, 64 KiB."""
+
 
 def in_forks(function: Callable[[T], R], items: Sequence[T], takes_part: bool = True) -> list[R]:
     """Return the results of `function` for all items, in the order of `items`.
@@ -48,13 +51,16 @@ def in_forks(function: Callable[[T], R], items: Sequence[T], takes_part: bool = 
     the function's errors. `takes_part`: False lets this process only wait for the forks. Threads that the function
     starts are then in the forks only, so this process can fork again.
     """
+    if len(items) > _MOST_ITEMS:
+        first, rest = items[:_MOST_ITEMS], items[_MOST_ITEMS:]
+        return in_forks(function, first, takes_part) + in_forks(function, rest, takes_part)
     count = min(usable_cores(), len(items), _MOST_PROCESSES)
     is_alone = count < 2 if takes_part else usable_cores() < 2 or not items
     if is_alone or sys.platform != "linux":  # elsewhere, a fork may not be safe
         return list(map(function, items))
     import pickle  # most processes do not need it
 
-    waiting, end = os.pipe()  # holds the numbers of the items that no process has taken, at most 16,384 numbers
+    waiting, end = os.pipe()  # holds the numbers of the items that no process has taken
     os.write(end, b"".join((index + 1).to_bytes(4, "little") for index in range(takes_part, len(items))))
     os.close(end)
 

@@ -43,9 +43,8 @@ _MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
 _MEGATRON_HEADER = np.dtype(
     [("magic", "V9"), ("version", "<u8"), ("dtype", "u1"), ("sequences", "<u8"), ("ends", "<u8")]
 )
-_MEGATRON_DTYPES = {1: "uint8", 3: "uint16", 4: "uint32", 5: "uint64", 8: "uint16"}
-"""Dtypes by their code in an `.idx` file. Signed integers are read as unsigned: a negative id becomes a large id, which
-is outside of most vocabularies."""
+_MEGATRON_DTYPES = {1: "uint8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
+"""Dtypes by their code in an `.idx` file."""
 
 _LLMC_FORMATS = {(20240520, 1): "uint16", (20240801, 7): "uint32"}
 """Dtypes by (magic number, version) of the header of llm.c."""
@@ -75,12 +74,17 @@ class _File:
 
     path: Path
     dtype: str
+    """The unsigned dtype with which the file is read."""
+
     start: int
     """Bytes before the first token."""
 
     num_tokens: int
     index: Path | None = None
     """The `.idx` file of Megatron-LM; None for other formats."""
+
+    is_signed: bool = False
+    """True if the file has signed integers. A negative one is read as a large one."""
 
     def map(self) -> Tokens:
         dtype = np.dtype(self.dtype).newbyteorder("<")
@@ -101,6 +105,8 @@ def open_foreign_tokens(config: TokensData, tokenizer: Tokenizer, key: KeyPath) 
     folder, identity = _scanned(files, tokenizer.end_of_document)
     scan = read_json(folder / _SCAN)
     for file, largest in zip(files, scan["largest"], strict=True):
+        if file.is_signed and largest > np.iinfo(file.dtype).max // 2:
+            raise TokenFilesError(f"has negative token ids in {file.path.name}; write the ids as uint16 or uint32")
         check_ids(largest, file.path.name, tokenizer.vocab_size)
     ends = [map_file(folder / f"{index}.ends", "int64", number) for index, number in enumerate(scan["documents"])]
     names = [(file.path.name, file.path.stat().st_size, "") for file in files]
@@ -167,12 +173,13 @@ def _recognized(path: Path, config: TokensData, key: KeyPath) -> _File:
 
 
 def _whole_file(path: Path, dtype: str, start: int = 0, index: Path | None = None) -> _File:
-    """Return a file whose tokens begin at byte `start` and end with the file. Raises TokenFilesError if the size does
-    not fit the dtype."""
-    num_tokens, rest = divmod(path.stat().st_size - start, np.dtype(dtype).itemsize)
+    """Return a file whose tokens begin at byte `start` and end with the file. `dtype`: that of the file. Raises
+    TokenFilesError if the size does not fit the dtype."""
+    size = np.dtype(dtype).itemsize
+    num_tokens, rest = divmod(path.stat().st_size - start, size)
     if rest:
         raise TokenFilesError(f"is damaged: the size of {path.name} is not a multiple of {dtype}; copy it again")
-    return _File(path, dtype, start, num_tokens, index)
+    return _File(path, f"uint{8 * size}", start, num_tokens, index, is_signed=dtype.startswith("int"))
 
 
 def _llmc_file(path: Path) -> _File | None:
@@ -208,7 +215,7 @@ def _numpy_file(path: Path) -> _File | None:
     if array.ndim != 1 or array.dtype.kind not in "iu" or array.dtype.newbyteorder("<") != array.dtype:
         found = f"{one_line(str(array.dtype)):.80} of the shape {array.shape!s:.80}"
         raise TokenFilesError(f"cannot be read: {path.name} has {found}; save little-endian integers of one dimension")
-    return _whole_file(path, f"uint{8 * array.dtype.itemsize}", start)
+    return _whole_file(path, array.dtype.name, start)
 
 
 def _check_flat(path: Path) -> None:

@@ -178,7 +178,8 @@ def read_header(folder: Path) -> Header:
         version = content.pop("version")
         if version != VERSION:
             found = f"{one_line(str(version)):.40}"
-            raise TokenFilesError(f"has version {found} of the format, but this release reads version {VERSION}")
+            reason = f"has version {found} of the format, but this release reads version {VERSION}"
+            raise TokenFilesError(f"{reason}; prepare it again")
         shards = tuple(shard_of(shard) for shard in content.pop("shards"))
         files = tuple(map(_file_of, content.pop("files")))
         header = Header(**content, shards=shards, files=files)

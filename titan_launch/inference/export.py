@@ -16,6 +16,7 @@ from titan_launch.config.sections.data import ChatData, ClassificationData, sing
 from titan_launch.config.sections.model import HUGGINGFACE
 from titan_launch.config.sections.tokenizer import TEMPLATE_FILE, TOKENIZER_FILE
 from titan_launch.core.errors import ConfigError, listed
+from titan_launch.core.terminal import counted
 from titan_launch.data.tokenizers import build_tokenizer
 from titan_launch.inference.chat_format import ChatOptions, ends_of_answers, find_template, template_section
 from titan_launch.inference.language_model import tokenizer_of_model
@@ -242,7 +243,8 @@ def _rows(source: SavedModel, options: ExportOptions) -> int | None:
     original = {} if source.companions is None else read_json(source.companions / CONFIG_FILE)
     published = original.get("vocab_size", rows)
     if type(published) is not int or published < 1:
-        raise WeightsError(f"{CONFIG_FILE} of its Hugging Face files has vocab_size = {as_text(published)}")
+        reason = f"{source.companions}/{CONFIG_FILE} has vocab_size = {as_text(published)}"
+        raise WeightsError(f"{reason}; write the number of rows of the embedding there")
     return min(rows, options.vocab_size or published)
 
 
@@ -257,7 +259,7 @@ def _write_adapter(source: SavedModel, folder: Path, options: ExportOptions) -> 
     weights = {name: entry.shape for name, entry in source.entries.items() if name not in own}
     freezing = Freezing(source.job.training, has_adapters=True)
     if others := [name for name in weights if freezing.trained_from([name], requires_grad=True) is not None]:
-        reason = f"it trained {len(others)} parameters besides its adapters: {listed(others)}"
+        reason = f"it trained {counted(len(others), 'parameter')} besides its adapters: {listed(others)}"
         raise WeightsError(f"{reason}; a folder of adapters would lack them: remove --adapter")
     shapes, pieces = file_places(source.job.model, weights, _rows(source, options), options.is_plain)
     targets = targets_of(adapters, shapes, pieces)

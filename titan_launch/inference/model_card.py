@@ -76,4 +76,5 @@ def _named(source: SavedModel, section: str) -> str:
     table: Any = source.record
     for part in section.split("."):
         table = table[int(part)] if part.isdecimal() else table.get(part, {})
-    return f"`{table.get('path') or table.get('kind')}`, " if isinstance(table, dict) else ""
+    named = isinstance(table, dict) and (table.get("path") or table.get("kind"))
+    return f"`{named}`, " if named else ""

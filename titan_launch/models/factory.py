@@ -20,7 +20,7 @@ from torch.nn.modules.module import (
 )
 from torch.nn.parameter import is_lazy
 
-from titan_launch.config.sections.model import ModelConfig
+from titan_launch.config.sections.model import HUGGINGFACE, ModelConfig
 from titan_launch.core.errors import ConfigError, Problem, config_error, did_you_mean
 from titan_launch.core.import_string import user_traceback
 from titan_launch.core.patches import generators_seeded, replaced
@@ -247,7 +247,7 @@ def _check_is_not_shared(module: nn.Module) -> None:
             raise config_error(("model", "name"), reason)
 
 
-class _OutOfHostMemory(Exception):  # noqa: N818 - never leaves this module
+class _OutOfHostMemory(MemoryError):  # noqa: N818 - never leaves this module
     """Error: the tensors of a factory's module do not fit into the host's memory."""
 
     def __init__(self, counted_bytes: int):
@@ -301,8 +301,8 @@ def _too_large(
         needed, qualifier = num_bytes([*module.parameters(), *module.buffers()]), ""
     except Exception:  # the factory fails on the meta device, so only the bytes before the error are known
         needed, qualifier = error.counted_bytes or host.free_bytes, "more than "
-    reason = (
-        f"needs {qualifier}{needed / GIB:.1f} GiB of host memory, but only {host.free_bytes / GIB:.1f} GiB are free; "
-        "give the factory the attribute meta_device = True and let reset_parameters fill the module"
-    )
-    return config_error(("model", "name"), reason, config.name)
+    remedy = "give the factory the attribute meta_device = True and let reset_parameters fill the module"
+    if config.name == HUGGINGFACE:
+        remedy = "use a host with more memory, or set model.weights without model.exclude_from_weights"
+    reason = f"{needed / GIB:.1f} GiB of host memory, but only {host.free_bytes / GIB:.1f} GiB are free; {remedy}"
+    return config_error(("model", "name"), f"needs {qualifier}{reason}", config.name)

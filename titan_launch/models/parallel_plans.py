@@ -179,17 +179,22 @@ def _what_is_divided(style: TensorStyle) -> str:
 def _unassigned(model: nn.Module, found: Mapping[str, TensorStyle]) -> Iterator[Problem]:
     """Yield a problem if modules with parameters have no style, or have `input` or `mixture`, the styles for modules
     without parameters of their own. The reduction of the parameters' gradients would be undefined."""
-    owners = (
+    owners = [
         path
         for path, module in model.named_modules()
         if next(module.parameters(recurse=False), None) is not None and not isinstance(module, LoRA)
-    )
-    paths = [path for path in owners if found.get(path) in (None, "input", "mixture")]
-    if paths:
+    ]
+    for style in (None, "input", "mixture"):
+        paths = [path for path in owners if found.get(path) == style]
+        if not paths:
+            continue
         more = f" (and for {len(paths) - 1} more)" if len(paths) > 1 else ""
+        has, why = f'the style "{style}"', "it is for modules without parameters; use another style"
+        if style is None:
+            has, why = "no style", "each module with parameters needs one; add a style"
         reason = (
-            f"the model's tensor_parallel has no style for {paths[0] or 'the model itself'}{more}, but each module "
-            'with parameters needs one; add a style ("sequence" is for modules that process each token separately)'
+            f"the model's tensor_parallel has {has} for {paths[0] or 'the model itself'}{more}, but {why} "
+            '("sequence" is for modules that process each token separately)'
         )
         yield Problem(_NAME, reason)
 

@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from titan_launch.config.sections.precision import BatchNormConfig
 from titan_launch.core.errors import ConfigError, Problem, config_error
+from titan_launch.core.terminal import counted
 from titan_launch.parallel.synchronized_batchnorm import overrides_forward, synchronize
 
 _log = logging.getLogger(__name__)
@@ -35,7 +36,7 @@ def prepare_batch_norms(
         frozen = [path for path, norm in norms.items() if _is_frozen(norm)]
         for path in frozen:
             _fix_statistics(norms.pop(path))
-        _log.info("batchnorm statistics: fixed in %d frozen layers", len(frozen))
+        _log.info("batchnorm statistics: fixed in %s", counted(len(frozen), "frozen layer"))
     if config.momentum_per == "step":
         for norm in norms.values():
             if norm.momentum is not None:  # None: a cumulative average of all microbatches with equal weights
@@ -87,7 +88,7 @@ def _describe_synchronized(num_norms: int, ranks: int) -> str:
         return "batchnorm statistics: the model has no BatchNorm layers to synchronize"
     if ranks == 1:
         return "batchnorm statistics: synchronized over 1 rank, which is the same as local"
-    return f"batchnorm statistics: {num_norms} layers synchronized over {ranks} ranks"
+    return f"batchnorm statistics: {counted(num_norms, 'layer')} synchronized over {ranks} ranks"
 
 
 class _ValuesCheck:
@@ -141,9 +142,9 @@ class _ValuesCheck:
         if few and not (dist.is_initialized() and dist.get_rank()):
             worst = min(few, key=lambda path: few[path])
             _log.warning(
-                "batchnorm statistics: %d layers have fewer than %d values per channel and microbatch "
-                "(fewest: %s, %d values), so their statistics are mostly noise; %s",
-                *(len(few), _FEW_VALUES, worst, few[worst], self._remedy()),
+                "batchnorm statistics: %s with fewer than %d values per channel and microbatch "
+                "(fewest: %s, %d values), so the statistics are mostly noise; %s",
+                *(counted(len(few), "layer"), _FEW_VALUES, worst, few[worst], self._remedy()),
             )
 
     def _remedy(self) -> str:

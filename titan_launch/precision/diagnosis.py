@@ -51,14 +51,14 @@ class Failure:
         self.text = re.split(r"\. |\n", str(error))[0].rstrip(".")
         """The first sentence of PyTorch's message."""
         self.plan, self.model = plan, model
-        self._rules, self._error = precision.rules, error
+        self._rules, self.error = precision.rules, error
 
     @property
     def path(self) -> str | None:
         """Path of the innermost module whose forward was running. None in backward, except during activation
         checkpointing."""
         paths = {id(self.model.get_submodule(m.path)): m.path for m in self.plan.inventory.modules if not m.same_as}
-        frames = [frame for frame, _ in traceback.walk_tb(self._error.__traceback__)]
+        frames = [frame for frame, _ in traceback.walk_tb(self.error.__traceback__)]
         running = [paths.get(id(f.f_locals.get("self"))) for f in reversed(frames) if f.f_code.co_name == "forward"]
         return next((path for path in running if path is not None), None)
 
@@ -66,7 +66,7 @@ class Failure:
     def line(self) -> str:
         """The innermost line of the user's code in the traceback, such as `model.py:42`. Without one, the innermost
         line of the launcher's code."""
-        return Path(user_location(self._error, or_own=True) or "").name
+        return Path(user_location(self.error, or_own=True) or "").name
 
     def problem(self, key: KeyPath, reason: str, value: object = UNSET) -> Problem:
         """Return a problem of a key. The text ends with PyTorch's message, so that users can search for the message."""
@@ -180,11 +180,13 @@ def batch_norm_clash(failure: Failure) -> Problem | None:
 
 
 def no_kernel(failure: Failure) -> Problem | None:
-    """Explain an operation that has no bfloat16 kernel. Return None if no module was running."""
+    """Explain an operation that has no kernel for bfloat16, or for float16. Return None if no module was running."""
     path = failure.path
     if path is None:
         return None
     where = f"an operation in {failure.describe(path)} ({failure.line})"
+    if "Half" in str(failure.error):  # a cast in the model's code: no key of the job has the value float16
+        return failure.problem(_MODEL, f"{where} does not take float16; cast its inputs to float32")
     reason = f"{where} does not take bfloat16; cast its inputs to float32"
     return _with_casting_rule(failure, path, reason, ("float32",))
 

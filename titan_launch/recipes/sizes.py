@@ -61,11 +61,16 @@ def planned_sizes(config: JobConfig, machine: Machine, recordings_of: Recordings
     ConfigError.
     """
     where = f"{machine.ranks} {machine.device}"
+    candidates: list[_Candidate] = []
     try:
-        candidates = list(_candidates(config, machine, recordings_of))
+        for candidate in _candidates(config, machine, recordings_of):
+            candidates.append(candidate)  # noqa: PERF402 - an error for a larger microbatch leaves the smaller ones
     except ConfigError as error:  # such as that of a model that cannot be traced
-        reason, _, _ = error.problems[0].reason.partition("\n")
-        return Sizes(1, "full", (f"Sizes: the smallest ones, because the planner cannot predict the job: {reason}",))
+        if not candidates:
+            reason, _, _ = error.problems[0].reason.partition("\n")
+            return Sizes(
+                1, "full", (f"Sizes: the smallest ones, because the planner cannot predict the job: {reason}",)
+            )
     if not candidates:
         comments = (
             f"Sizes: the smallest ones. Even with these, the planner predicts that the job does not fit into {where}.",

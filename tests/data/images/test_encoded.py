@@ -19,6 +19,7 @@ from titan_launch.config.sections.data import ImageData
 from titan_launch.core import fingerprint
 from titan_launch.core.errors import ConfigError, UserError
 from titan_launch.core.files import CACHE_VARIABLE
+from titan_launch.data.images.encoded import open_folder
 from titan_launch.data.loader import Workers, build_validation_loader
 from titan_launch.data.sources import SampleSource, build_source
 from titan_launch.data.tokenizers import ByteTokenizer
@@ -248,10 +249,14 @@ def test_shards_without_classes_are_refused(tmp_path: Path, members: Any, field:
     assert problem(write_shard(tmp_path / "a.tar", members), label_field=field) == f"data.path: a.tar {reason}"
 
 
-def test_a_shard_that_cannot_be_opened_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_or_shard_that_cannot_be_opened_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(path: Path) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
+    with pytest.raises(ConfigError, match=r"data.path: .*/gone cannot be read: No such file or directory; correct the"):
+        open_folder(str(tmp_path / "gone"), 3, ("data", "path"))
     shard = write_shard(tmp_path / "a.tar", {"0.png": encoded(0), "0.cls": b"0"})
     monkeypatch.setattr(fingerprint, "open_regular", refuse)  # a test that runs as root may open every file
     assert f"{shard} cannot be read: Permission denied; correct the permissions" in problem(shard)

@@ -49,7 +49,7 @@ def test_parts_take_turns_and_repeat() -> None:
     source = stream("Stream")
     firsts = [[sample[0] for sample in inputs(source, part, 3, 8)] for part in range(3)]
     assert firsts == [[0, 3, 6, 9, 0, 3, 6, 9], [1, 4, 7, 1, 4, 7, 1, 4], [2, 5, 8, 2, 5, 8, 2, 5]]
-    with pytest.raises(UserError, match="fewer samples than the 12 ranks need"):
+    with pytest.raises(UserError, match="fewer samples than the 12 ranks need; use fewer data-parallel ranks"):
         inputs(source, 11, 12, 1)
 
 

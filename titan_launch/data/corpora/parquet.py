@@ -27,6 +27,7 @@ class ParquetCorpus(FileCorpus, ColumnCorpus):
 
     config: ParquetData
     remedy = "name files with rows of text"
+    remedy_for_size = 'write it again with compression="none" and use_dictionary=False (pyarrow)'
 
     def parts(self) -> list[Part]:
         """Return the parts. Each part is a range of row groups of one file, with about `part_bytes` bytes of the

@@ -91,10 +91,13 @@ class FileCorpus(Corpus):
         except OSError as error:
             raise self.unopened(file, error) from None
 
+    remedy_for_size = "store it uncompressed"
+    """Remedy for a file that is too large after decompression."""
+
     def expanded(self, file: File, limit: int) -> ConfigError:
         """Return the error for a file that is larger than its limit after decompression."""
         reason = f"after decompression it exceeds {limit:,} bytes, the limit for {file.size:,} compressed bytes"
-        return self.unreadable(file, f"{reason}; store it uncompressed")
+        return self.unreadable(file, f"{reason}; {self.remedy_for_size}")
 
     def _decompressor(self, file: File) -> tuple[Callable[[BinaryIO], Any], tuple[type[Exception], ...]]:
         """Return a function that decompresses the stream of a file, and the exceptions that the function raises for

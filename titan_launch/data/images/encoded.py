@@ -183,7 +183,8 @@ def open_folder(path: str, channels: int, path_key: KeyPath) -> EncodedImages:
     """Return the images of a folder of class folders. Raises ConfigError on `path_key`, and UserError if the cache
     cannot be written."""
     root = Path(path).resolve()
-    classes = class_folders(path)
+    with _errors_on(path_key, path):
+        classes = class_folders(path)
     if not classes:
         reason = "contains no class folders; put the images of each class into a folder of its own"
         raise config_error(path_key, reason, path)

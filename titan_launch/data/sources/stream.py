@@ -24,6 +24,8 @@ from titan_launch.data.sources.interface import Sample, SourceContext
 
 _log = logging.getLogger(__name__)
 
+_MORE = "use fewer data-parallel ranks, or name more data"
+
 State = dict[str, Any]
 """Plain data, which JSON can represent."""
 
@@ -79,7 +81,7 @@ class _Cursor:
             item = next(self._items)
         except StopIteration:
             if not self.count:
-                raise UserError("the stream of the training data has no samples for this rank") from None
+                raise UserError(f"the stream of the training data has no samples for this rank; {_MORE}") from None
             self.epoch, self.count = self.epoch + 1, 0
             self._begin()
             return next(self)
@@ -126,7 +128,8 @@ class SampleReader:
             if index % self._parts == self._part:
                 return self._check(sample, f"sample {index} of the stream")
             if self._cursor.epoch > start + 1:
-                raise UserError(f"the stream of the training data has fewer samples than the {self._parts} ranks need")
+                reason = f"fewer samples than the {self._parts} ranks need"
+                raise UserError(f"the stream of the training data has {reason}; {_MORE}")
 
 
 class TextReader:
@@ -168,7 +171,7 @@ class TextReader:
         while True:
             row = next(self._cursor)
             if self._cursor.epoch > start + 1:
-                raise UserError("the stream of the training data has no usable rows for this rank")
+                raise UserError(f"the stream of the training data has no usable rows for this rank; {_MORE}")
             where = f"row {self._cursor.count - 1} of this rank"
             try:
                 document = corpus.text_document(_text(row, corpus), self._file, "column")
@@ -192,7 +195,7 @@ def build_text_stream(config: HuggingFaceData, context: SourceContext) -> Stream
     except ConfigError:
         raise
     except UserError:
-        reason = "the stream has no rows with text in this split"
+        reason = "the stream has no rows with text in this split; name other data, or another split"
         raise config_error((*context.key, "path"), reason, config.path) from None
     description = f"{config.path}, sequences of {context.seq_len} tokens"
     return StreamSource(open_part, first, context.tokenizer.vocab_size, description)

@@ -83,6 +83,10 @@ class RopeScaling(Section):
 
     def problems(self) -> Iterator[tuple[tuple[str, ...], str]]:
         """Yield (names of the arguments, reason) for each contradiction between arguments."""
+        low, high = self.low_freq_factor, self.high_freq_factor
+        if self.kind == "llama3" and low >= high:
+            reason = f"low_freq_factor ({low}) must be below high_freq_factor ({high})"
+            yield ("low_freq_factor", "high_freq_factor"), reason
         if self.kind == "yarn" and self.beta_fast <= self.beta_slow:
             reason = f"beta_fast ({self.beta_fast}) must be above beta_slow ({self.beta_slow})"
             yield ("beta_fast", "beta_slow"), reason

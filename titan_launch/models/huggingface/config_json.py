@@ -16,7 +16,7 @@ from titan_launch.config.sections.model import ModelConfig
 from titan_launch.core import json_files
 from titan_launch.core.errors import did_you_mean, format_key, leaves
 from titan_launch.core.files import MIB, file_inside
-from titan_launch.core.terminal import short_name
+from titan_launch.core.terminal import counted, short_name
 from titan_launch.models.architectures import ALL_IN_ARGS, ARCHITECTURES, resolve_args, unknown_flavor, unknown_model
 from titan_launch.models.args import ModelArgs
 from titan_launch.models.decoder.args import DecoderArgs
@@ -152,7 +152,7 @@ def arguments_of(config: Config) -> dict[str, Any]:
     unknown = [key for key in config if key not in known_keys]
     problems += [_unknown(family, key, config[key]) for key in unknown[:_MOST_SHOWN]]
     if len(unknown) > _MOST_SHOWN:
-        problems.append(f"{len(unknown) - _MOST_SHOWN} further keys are unknown")
+        problems.append(f"{CONFIG_FILE} has {counted(len(unknown) - _MOST_SHOWN, 'further unknown key')}")
     config, repeated = _without_aliases(family, config)
     problems += repeated
     for key, value in {**NEUTRAL, **family.neutral}.items():

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from titan_launch.config.sections.lora import LoRAConfig
 from titan_launch.config.sections.model import HUGGINGFACE, ModelConfig
 from titan_launch.core.errors import listed
-from titan_launch.core.terminal import short_name
+from titan_launch.core.terminal import counted, short_name
 from titan_launch.models.architectures import resolve_args
 from titan_launch.models.decoder.args import DecoderArgs
 from titan_launch.models.decoder.huggingface_tensors import Piece, Shape, pieces_of, tensor_shapes
@@ -372,7 +372,7 @@ class AdapterFolder:
             ("missing", missing),
             ("unexpected (lora.targets does not match them)", [n for n in unexpected if n.endswith(_MATRICES)]),
             (
-                "neither LoRA matrices nor copies of tensors of the base",
+                "neither a LoRA matrix nor a copy of a tensor of the base",
                 [n for n in unexpected if not n.endswith(_MATRICES)],
             ),
             ("of another shape", misshaped if not problems else []),
@@ -382,7 +382,7 @@ class AdapterFolder:
             ),
         ):
             if names:
-                problems.append(f"{len(names)} tensors are {what}: {listed(names, most=4)}")
+                problems.append(f"{counted(len(names), 'tensor')} {what}: {listed(names, most=4)}")
         if not missing and not unexpected:
             with matching_limited():
                 problems += self._targets_problems(targets, pieces)

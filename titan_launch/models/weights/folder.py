@@ -21,7 +21,7 @@ from titan_launch.core.files import MIB, file_inside, open_regular
 from titan_launch.core.fingerprint import Fingerprint, fingerprint_of_files
 from titan_launch.core.globs import matches
 from titan_launch.core.packages import not_installed
-from titan_launch.core.terminal import short_name
+from titan_launch.core.terminal import counted, short_name
 from titan_launch.models.architectures import ALL_IN_ARGS, ARCHITECTURES, known_args, labels_taken, resolve_args
 from titan_launch.models.decoder.huggingface_tensors import (
     LM_HEAD,
@@ -90,7 +90,7 @@ class WeightsFolder:
         expected = self._names_by_file()
         missing = [name for name in expected if not os.path.lexists(self.path / name)]
         if missing:
-            raise WeightsError(f"{len(missing)} of its {len(expected)} files are missing: {listed(missing)}")
+            raise WeightsError(f"it lacks {len(missing):,} of its {counted(len(expected), 'file')}: {listed(missing)}")
         for file, names in expected.items():
             found, _ = read_header(self.path / file)
             if lost := [name for name in names or () if name not in found]:
