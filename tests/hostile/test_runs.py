@@ -470,7 +470,7 @@ def test_a_folder_of_very_many_folders_is_one_sentence(
 
 def test_limits_of_reports_are_one_sentence(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorded_run, "MOST_REPORTS", 4)
-    with pytest.raises(UserError, match=r"metrics.jsonl:5: .*more than 4 reports"):
+    with pytest.raises(UserError, match=r"metrics.jsonl: more than 4 reports"):
         load_run(runs / "good")
 
 

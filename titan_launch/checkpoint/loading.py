@@ -257,8 +257,8 @@ def _omitted(checkpoint: Path, state: TrainingState, missing: Collection[str], s
 
 
 def _has_local_statistics(state: TrainingState, saved: Mapping[str, Any]) -> bool:
-    """Return True if the checkpoint has BatchNorm statistics for each rank of this run: it was saved on the same number
-    of ranks, and each rank's statistics had the same names. Collective."""
+    """Return True if the checkpoint has BatchNorm statistics for each rank of this run: it was saved on as many ranks,
+    and for each rank it has the names of that rank's statistics in this run. Collective."""
     there = _below("local_statistics", saved)
     if len({key.partition(".")[0] for key in there}) != dist.get_world_size():
         return False

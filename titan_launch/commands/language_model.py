@@ -1,4 +1,4 @@
-"""Shared parts of the commands that run a trained language model: options, the model, typed lines, and messages."""
+"""Shared parts of the commands that run a trained language model: options, the model, typed input, and messages."""
 
 from __future__ import annotations
 

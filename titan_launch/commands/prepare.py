@@ -81,7 +81,7 @@ def _overrides(arguments: Namespace) -> list[str]:
     if arguments.train_tokenizer and (arguments.config or arguments.tokenizer):
         other = "--config" if arguments.config else "--tokenizer"
         example = "titan-launch prepare corpus/ --out tokens --train-tokenizer 8192"
-        raise UserError(f"error: --train-tokenizer cannot be used with {other}; name the text alone: {example}")
+        raise UserError(f"error: --train-tokenizer cannot be used with {other}; give the text as PATH: {example}")
     if arguments.paths:
         given = [*_chosen(arguments.paths, given), *given, _override("path", arguments.paths)]
     if arguments.tokenizer:

@@ -210,8 +210,8 @@ def _in_batches(of_batch: Callable[[Sequence[ShardSize], OptimizerConfig], int])
 
 
 def _decoding(shards: Sequence[ShardSize], config: OptimizerConfig) -> int:
-    """Return the peak memory in bytes, including the copies, while one state tensor of each parameter of a batch is
-    copied to float32."""
+    """Return the peak memory in bytes, including the copies, while one state tensor of each parameter that is updated
+    at the same time (see `batches`) is copied to float32."""
     copies, peak = 0, 0
     for part in alike(shards, _row_width):
         copies += sum(shard.state_copy(config) for shard in part)

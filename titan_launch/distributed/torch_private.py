@@ -160,7 +160,8 @@ class ReplicaGroup(ABC):
 
     @abstractmethod
     def allreduce(self, tensors: list[Tensor], options: dist.AllreduceOptions) -> None:
-        """Sum over the replicas, in place. The sum is complete at the end of backward, or when this call returns."""
+        """Sum over the replicas, in place. The subclass decides when the sum is complete: when this call
+        returns, or at the end of backward."""
 
     @abstractmethod
     def discard(self) -> None:

@@ -258,7 +258,8 @@ def used_without_a_call(failure: Failure) -> Problem | None:
         return failure.problem(key, f"{reason}; {remedy}", value)
     if unit.key is None:
         return failure.problem(
-            ("model", "blocks"), f"{reason}; call the module, or name in model.blocks a block that holds both modules"
+            ("model", "blocks"),
+            f"{reason}; call the module, or set model.blocks to blocks that contain it and its caller",
         )
     remedy = f'match the module around it ("{failure.glob(user)}")' if user else "drop the module from the rule"
     return failure.problem(unit.key, f"{reason}; {remedy}")

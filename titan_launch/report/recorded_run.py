@@ -420,9 +420,9 @@ def _lines(path: Path) -> Iterator[Report]:
         for number, line in numbered_lines(path):
             if not line.endswith(b"\n"):
                 return
+            if number > MOST_REPORTS:
+                raise UserError(f"error: {path}: more than {MOST_REPORTS:,} reports; move older lines to another file")
             try:
-                if number > MOST_REPORTS:
-                    raise JsonError(f"more than {MOST_REPORTS:,} reports")
                 yield _report(line, tags)
             except (JsonError, ValueError) as error:
                 reason = f'not a report of a run (a JSON object with an integer "step" and numbers): {error}'

@@ -228,8 +228,8 @@ def _either(first: Obstacle, second: Obstacle) -> Obstacle:
 def _check_on(
     device: torch.device, built: BuiltModel, layout: Layout, dtype: str, seq_len: int, pads_values: bool
 ) -> Obstacle:
-    """Return an `Obstacle` that calls attention once with the shapes that the model's attention has on a rank.
-    `pads_values`: as in `ScoreOptions`."""
+    """Return an `Obstacle`, a function that tries a kernel: it calls attention once, with the shapes that the model's
+    attention has on a rank, and returns None or the error. `pads_values`: as in `ScoreOptions`."""
     heads = built.attention
     assert heads is not None
     tokens, (width, value_width) = layout.tokens_on_rank(seq_len), heads.widths(pads_values)

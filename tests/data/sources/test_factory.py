@@ -212,7 +212,7 @@ def test_documents_are_a_third_tensor() -> None:
     source = build("Given", samples="documents", args={"samples": [(GOOD[0], ignored, LAST)]})
     assert torch.equal(source[0][2], LAST)
     assert problem("Given", samples="documents", args={"samples": [(*GOOD, LAST.flip(0))]}) == (
-        "data.kind: sample 0: documents must be numbers that never fall along the sequence"
+        "data.kind: sample 0: documents must be numbers that do not decrease along the sequence"
     )
 
 

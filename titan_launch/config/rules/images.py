@@ -54,7 +54,7 @@ def class_folders_are_the_same(config: JobConfig) -> Iterator[Problem]:
         if ours != theirs:
             differences = (("lacks", theirs - ours), ("also has", ours - theirs))
             found = " and ".join(f"{verb} {listed(sorted(names))}" for verb, names in differences if names)
-            wanted = f"the same class folders as {format_key((*first, 'path'))}, whose order numbers the classes"
+            wanted = f"the same class folders as {format_key((*first, 'path'))}, so that labels mean the same"
             yield Problem(
                 (*key, "path"),
                 f"must have {wanted}, but it {found}",

@@ -226,8 +226,8 @@ class LossKind:
     table. For other losses it may be omitted. None: the loss has no settings of its own."""
 
     data_kind: str | None = None
-    """The only `data.kind` that the loss reads, except for token files and factories. None: every kind whose documents
-    are neither pairs nor answers with a label."""
+    """The only `data.kind` that the loss reads, besides token files and factories, which every loss may read. None: the
+    loss reads every kind whose documents are neither pairs nor answers with a label."""
 
     frees_parameters: bool = False
     """True for a loss that also runs the trained model without backward, after which FSDP2 frees the parameters.

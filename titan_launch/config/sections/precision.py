@@ -166,5 +166,5 @@ class KernelsConfig(Section):
     convolutions only.)"""
 
     bf16_reduced_precision_reduction: bool = True
-    """Allow cuBLAS to add the partial results of a split bfloat16 product in bfloat16. This is PyTorch's default, and
-    it is faster. Each partial result is always summed in float32."""
+    """cuBLAS may split the sum of a bfloat16 product into parts. Each part is summed in float32. True allows cuBLAS to
+    add the results of the parts in bfloat16, which is faster and PyTorch's default; False: in float32."""

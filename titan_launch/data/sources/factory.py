@@ -179,7 +179,7 @@ class SampleCheck:
             allowed = f"0 to {self.num_classes - 1}, or {IGNORED_TARGET} for a target that does not count"
             raise self._error(where, f"target must be {allowed}")
         if documents and not bool((documents[0].diff() >= 0).all()):
-            raise self._error(where, "documents must be numbers that never fall along the sequence")
+            raise self._error(where, "documents must be numbers that do not decrease along the sequence")
         return sample
 
     def _error(self, where: str, reason: str) -> UserError:
