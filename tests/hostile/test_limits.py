@@ -32,52 +32,61 @@ def mib(number: int) -> str:
 
 
 assert arrays._MOST_EXPANDED == text_files.MOST_DOCUMENT
-_COMPRESSED = (
-    f"10 times its size and {mib(text_files.MOST_DOCUMENT)}; 100 times its size and {mib(text_files.MOST_RECORDS)}, "
-    f"of which each counts as {text_files.LEAST_RECORD} bytes or more"
-)
 
 LIMITS = {
-    "a TOML file; a JSON job; files of a job": (
-        f"{mib(job.MOST_BYTES['.toml'])}; {mib(job.MOST_BYTES['.json'])}; {job.MOST_FILES}"
-    ),
-    "values, nested tables and items in an array of a job file": (
-        f"{job.MOST_VALUES:,}; {job.MOST_DEPTH}; {job.MOST_ITEMS:,}"
-    ),
+    "a TOML file": mib(job.MOST_BYTES[".toml"]),
+    "a JSON job": mib(job.MOST_BYTES[".json"]),
+    "files that a job extends, with the job file": f"{job.MOST_FILES}",
+    "values in a job file": f"{job.MOST_VALUES:,}",
+    "levels of nested tables and arrays in a job file": f"{job.MOST_DEPTH}",
+    "items in an array of a job file": f"{job.MOST_ITEMS:,} (`path` of data: {job.MOST_PATHS:,})",
     "files that a path with braces names": f"{MOST_SHARDS:,}",
-    "layers, heads or experts, width, vocabulary of a model": (
-        f"{base.MOST_LAYERS:,}; {base.MOST_PARTS:,}; {base.MOST_WIDTH:,}; {base.MOST_TOKENS:,}"
-    ),
-    "layers of a class of `transformers`": f"{classes._MOST_LAYERS}",
+    "layers of a model": f"{base.MOST_LAYERS:,} (a class of `transformers`: {classes._MOST_LAYERS})",
+    "heads or experts": f"{base.MOST_PARTS:,}",
+    "width": f"{base.MOST_WIDTH:,}",
+    "vocabulary": f"{base.MOST_TOKENS:,}",
     "`config.json` and `adapter_config.json` of weights": mib(config_json._MOST_BYTES),
-    "index, header and metadata of safetensors files": (
-        f"{mib(folder._MOST_INDEX_BYTES)}; {mib(folder._MOST_HEADER_BYTES)}; {folder._MOST_METADATA:,} characters"
+    "index of safetensors files": mib(folder._MOST_INDEX_BYTES),
+    "header of a safetensors file": (
+        f"{mib(folder._MOST_HEADER_BYTES)}, with {folder._MOST_METADATA:,} characters of metadata"
     ),
-    "regular expressions of an adapter": f"{adapters._MOST_PATTERN:,} characters, {adapters._MATCHING_SECONDS:g} s",
+    "regular expressions of an adapter": (
+        f"{adapters._MOST_PATTERN:,} characters in each, {adapters._MATCHING_SECONDS:g} s of CPU time for matching all"
+    ),
     "another JSON file": f"{mib(json_files.MOST_BYTES)}, {json_files.MOST_VALUES:,} values",
-    "`units.json`, `precision_audit.json`": mib(recorded_run._MOST_RECORD_BYTES),
+    "`units.json`, `precision_audit.json`, `proof.json`": mib(recorded_run._MOST_RECORD_BYTES),
     "`metrics.jsonl`": (
         f"{mib(metrics.MOST_LINE_BYTES)} in a line, {recorded_run.MOST_REPORTS:,} reports, "
         f"{recorded_run.MOST_METRICS:,} metrics"
     ),
-    "flight records": mib(flight_recorder._MOST_BYTES),
+    "a flight record": mib(flight_recorder._MOST_BYTES),
     "`tokenizer.json`": (
         f"{mib(tokenizer.MOST_BYTES)}, {tokenizer._MOST_VALUES:,} values, {tokenizer._MOST_KEYS:,} keys"
     ),
     "a chat template": mib(chat_template._MOST_BYTES),
-    "a call of the helper process": (
-        f"{limited_process.SECONDS:g} s of CPU time and {limited_process.SECONDS_PER_BYTE * MIB:g} s for each MiB of "
-        f"input; {mib(limited_process.MEMORY)} of memory and {tokenizers._LIMITS.memory_per_byte} bytes for each byte "
-        "of input"
+    "a call of the helper process: CPU time": (
+        f"{limited_process.SECONDS:g} s, plus {limited_process.SECONDS_PER_BYTE * MIB:g} s for each MiB of input"
     ),
-    "making an object in the helper process": (
-        f"{limited_process.SECONDS:g} s of CPU time and {limited_process.MAKING.seconds_per_byte * MIB:g} s for each "
-        f"MiB of its file; {mib(limited_process.MEMORY)} of memory and {limited_process.MAKING.memory_per_byte} bytes "
-        "for each byte of its file"
+    "a call: memory": (
+        f"{mib(limited_process.MEMORY)}, plus {tokenizers._LIMITS.memory_per_byte} bytes for each byte of input"
+    ),
+    "loading a file in the helper process: CPU time": (
+        f"{limited_process.SECONDS:g} s, plus {limited_process.MAKING.seconds_per_byte * MIB:g} s for each MiB of the "
+        "file"
+    ),
+    "loading a file: memory": (
+        f"{mib(limited_process.MEMORY)}, plus {limited_process.MAKING.memory_per_byte} bytes for each byte of the file"
     ),
     "an image": f"{mib(pillow.MOST_BYTES)}, {pillow.MOST_PIXELS:,} pixels",
-    "a label in a tar file; classes": f"{mib(encoded._MOST_LABEL)}; {arrays.MOST_CLASSES:,}",
-    "a compressed array or document; compressed lines or rows": _COMPRESSED,
+    "a label in a tar file": mib(encoded._MOST_LABEL),
+    "classes of images": f"{arrays.MOST_CLASSES:,}",
+    "a compressed array or document, after decompression": (
+        f"10 times the size of its file, plus {mib(text_files.MOST_DOCUMENT)}"
+    ),
+    "all lines or rows of a compressed or Parquet file, after decompression": (
+        f"100 times the size of the file, plus {mib(text_files.MOST_RECORDS)}. A line or row below "
+        f"{text_files.LEAST_RECORD} bytes counts as {text_files.LEAST_RECORD} bytes"
+    ),
     "a line of a data set": mib(jsonl.MOST_LINE),
     "a prompt of `generate`": f"{language_model.MOST_PROMPT:,} characters",
     "header of token files": mib(token_files.MOST_LISTED),
