@@ -283,7 +283,7 @@ def test_launch_requires_a_proof(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
     store(certificate(digest_of(load_job(str(path)).config), "differs"))
     assert main(launch) == 2
-    assert "layout NOT proven (shards 2): the twin does not train as in one process" in capsys.readouterr().err
+    assert "layout differs (shards 2): the twin does not train as in one process" in capsys.readouterr().err
 
 
 def test_a_run_records_its_certificate_and_its_page_has_it(tmp_path: Path) -> None:

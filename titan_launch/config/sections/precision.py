@@ -51,10 +51,10 @@ class PrecisionRule(Section):
 
     unit_per: Literal["model", "block", "module"] = "model"
     """Number of FSDP2 units for the matched modules: one for the model (the fewest collectives), one per block, or one
-    per module. `model` requires that all matched modules run in every forward of the whole model. If some of these
-    modules run outside of the model's forward, or only in some steps, use `block` or `module`. (A unit that is larger
-    than the largest block and has more than a million parameters is divided into one unit per block even with `model`.
-    Before torch 2.13 each module is a separate unit.)"""
+    per module. With `model`, all matched modules must run inside of the model's forward, where each may run twice, or
+    only in some steps. If some of these modules run outside of the model's forward, use `block` or `module`. (A unit
+    that is larger than the largest block and has more than a million parameters is divided into one unit per block even
+    with `model`. Before torch 2.13 each module is a separate unit.)"""
 
 
 class PrecisionConfig(Section):

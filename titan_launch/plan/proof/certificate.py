@@ -106,8 +106,8 @@ class Certificate:
         """The verdict in one line."""
         return {
             "proven": f"layout proven ({self.layout}): the twin trains as in one process",
-            "differs": f"layout NOT proven ({self.layout}): the twin does not train as in one process",
-            "cannot be proven": f"layout not proven ({self.layout}): the twin cannot be compared with one process",
+            "differs": f"layout differs ({self.layout}): the twin does not train as in one process",
+            "cannot be proven": f"layout cannot be proven ({self.layout}): the twin cannot be compared with one process",
         }[self.verdict]
 
     def text(self) -> str:

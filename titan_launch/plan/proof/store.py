@@ -114,5 +114,5 @@ def describe(certificate: Certificate | None) -> str:
         return "layout not proven; titan-launch prove compares it with one process"
     if certificate.verdict == "proven":
         return f"layout proven on {certificate.created} ({certificate.digest})"
-    result = f"compared with one process: {certificate.verdict}"
-    return f"layout NOT proven on {certificate.created}: {result} ({certificate.digest})"
+    result = "differs from one process" if certificate.verdict == "differs" else certificate.verdict
+    return f"layout {result}; compared on {certificate.created} ({certificate.digest})"
