@@ -253,9 +253,9 @@ CASES: dict[str, Hostile] = {
     "index_list": _case(_index([]), "no table weight_map"),
     "index_numbers": _case(_index({"a": 1}), "no table weight_map"),
     "index_outside": _case(_index({"a": "../x.safetensors"}), "not a *.safetensors file in the folder"),
-    "index_nul": _case(_index({"a": "a\0.safetensors"}), "are missing: a\\x00.safetensors"),
-    "index_lines": _case(_index({"a": "\nerror: \x1b.safetensors"}), "are missing: \\nerror"),
-    "index_long": _case(_index({"a": "a" * 5000 + ".safetensors"}), "are missing: aaa"),
+    "index_nul": _case(_index({"a": "a\0.safetensors"}), "of its 1 file: a\\x00.safetensors"),
+    "index_lines": _case(_index({"a": "\nerror: \x1b.safetensors"}), "of its 1 file: \\nerror"),
+    "index_long": _case(_index({"a": "a" * 5000 + ".safetensors"}), "of its 1 file: aaa"),
     "index_of_itself": _case(_index({"a": INDEX}), "not a *.safetensors file in the folder"),
     "index_of_many": _case(
         _index({f"a{n}": f"{n}.safetensors" for n in range(100_000)}), "it lacks 100,000 of its 100,000 files"

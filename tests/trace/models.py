@@ -7,9 +7,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-_LIBRARY = torch.library.Library("titan_tests", "DEF")
-_LIBRARY.define("without_fake(Tensor x) -> Tensor")
-
 UNFIT: dict[str, Callable[[Tensor, Tensor], object]] = {
     "item": lambda tokens, x: x * tokens.max().item(),
     "numpy": lambda tokens, x: tokens.numpy(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from tests.sampling import rest_is_slow
 from tests.trace.traces import FP32_NORMS, a_job, planned
@@ -136,6 +137,10 @@ def test_a_choice_overrides_the_modes_of_the_job(traced_blocks: list[int]) -> No
 def test_a_trace_of_1024_ranks_costs_no_more() -> None:
     footprint, traffic = ask({"training": {"global_batch_size": 1024}}, ranks=1024)
     assert footprint.peak_bytes > 0 and traffic.collectives.all_gathers == 5
+
+
+LIBRARY = torch.library.Library("titan_tests", "DEF")
+LIBRARY.define("without_fake(Tensor x) -> Tensor")
 
 
 def reason(does: str) -> str:

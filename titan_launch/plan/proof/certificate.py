@@ -107,7 +107,7 @@ class Certificate:
         return {
             "proven": f"layout proven ({self.layout}): the twin trains as in one process",
             "differs": f"layout differs ({self.layout}): the twin does not train as in one process",
-            "cannot be proven": f"layout cannot be proven ({self.layout}): the twin cannot be compared with one process",
+            "cannot be proven": f"layout cannot be proven ({self.layout}): it cannot be compared with one process",
         }[self.verdict]
 
     def text(self) -> str:
