@@ -49,8 +49,8 @@ TAGS = [
     Tag(
         "train/loss",
         "Mean loss over all ranks, and over the steps since the last report that were not skipped. If all of these "
-        "steps were skipped: the loss of the reported step. The loss is the cross-entropy of all targets that are not "
-        "ignored, with label smoothing and without the z-loss, or the loss that `loss.name` names.",
+        "steps were skipped: the loss of the reported step. The loss is that of `loss.name`. By default, it is the "
+        "cross-entropy of all targets that are not ignored, with label smoothing and without the z-loss.",
         combine="sum",
         chart=("Learning", "loss"),
         console="loss {:8.4f}",
@@ -63,7 +63,7 @@ TAGS = [
     Tag(
         "train/z_loss",
         "With `loss.z_loss`: this weight times the mean of (ln Z)² in the reported step, over the targets that are not "
-        "ignored. Z is the sum of exp(logit). The gradient is that of `train/loss` + `train/z_loss`.",
+        "ignored. Z is the sum of exp(logit). The gradient is that of the sum of `train/loss` and `train/z_loss`.",
         combine="sum",
         chart=("Learning", "z-loss"),
     ),
@@ -111,22 +111,22 @@ TAGS = [
     ),
     Tag(
         "preference/baseline",
-        "With `kto`: the baseline of the step, `loss.kto.beta` times the mean log-ratio of mismatched answers, or 0 if "
-        "that is negative.",
+        "With `kto`: the baseline of the step. It is `loss.kto.beta` times the mean log-ratio of mismatched answers, "
+        "or 0 if this product is negative.",
         combine="sum",
         chart=("Learning", "rewards of answers"),
     ),
     Tag(
         "preference/accuracy",
-        "With a loss of pairs: fraction of the pairs of the step whose chosen answer has the higher reward, from 0 to "
-        "1. With `kto`: fraction of the answers with a reward above (desirable) or below (undesirable) the baseline.",
+        "With a loss of pairs: fraction of the step's pairs whose chosen answer has the higher reward, from 0 to 1. "
+        "With `kto`: fraction of the answers with a reward above (desirable) or below (undesirable) the baseline.",
         combine="sum",
         chart=("Learning", "accuracy of preferences (0 to 1)"),
         console="preferred {:7.2%}",
     ),
     Tag(
         "train/loss_max",
-        "In the reported step: largest mean loss of a single rank. It is infinite if a rank's loss is not finite.",
+        "Mean loss, in the reported step, of the rank with the largest one. Infinite if a rank's loss is not finite.",
         combine="max",
         chart=("Learning", "loss"),
     ),
@@ -136,7 +136,7 @@ TAGS = [
         chart=("Learning", "gradient norm"),
         console="grad norm {:8.3f}",
     ),
-    Tag("train/lr", "Learning rate of the step.", chart=("Learning", "learning rate"), console="lr {:9.3e}"),
+    Tag("train/lr", "Learning rate of the reported step.", chart=("Learning", "learning rate"), console="lr {:9.3e}"),
     Tag(
         "train/lr/<group>",
         "Learning rate of a group of `[[optimizer.param_groups]]`, if groups have different ones.",
@@ -243,7 +243,7 @@ TAGS = [
     Tag(
         "throughput/tflops_per_device",
         "Floating-point operations of the model per second of training and device, in TFLOP/s. Positions with an "
-        "ignored target count, too. Operations that activation checkpointing runs twice count once.",
+        "ignored target count, too.",
         chart=("Speed", "TFLOP/s per device"),
     ),
     Tag(
@@ -260,9 +260,8 @@ TAGS = [
     ),
     Tag(
         "time/data_s",
-        "Seconds per step that training waits for data. This and the next five metrics are parts of `time/step_s` on "
-        "rank 0, and add up to it. On CUDA they are times of the stream that computes, so data that arrives in time "
-        "counts 0.",
+        "Seconds per step that training waits for data. This metric and the next five are the parts of `time/step_s`, "
+        "and add up to it. On CUDA they are times of the stream that computes, so data that arrives in time counts 0.",
         chart=("Speed", "where the time of a step goes (s)"),
     ),
     Tag(
@@ -306,8 +305,8 @@ TAGS = [
     ),
     Tag(
         "time/compile_s",
-        "Seconds of compilation since the last report, with `compile.enable`. Only the log has the number of graphs "
-        "that came from the compile cache.",
+        "With `compile.enable`: seconds of compilation since the last report. The number of graphs from the compile "
+        "cache is only in the log.",
         combine="max",
         chart=("Speed", "compilation (s per report)"),
     ),
@@ -363,8 +362,8 @@ TAGS = [
     ),
     Tag(
         "memory/limit_gib",
-        "Memory in GiB that a rank may use, as the planner assumes it: that of its device, its part of the host's "
-        "memory, or `planner.memory_gib`.",
+        "Memory limit of a rank in the planner, in GiB: the memory of its device, its part of the host's memory, or "
+        "`planner.memory_gib`.",
         value=lambda run: run.job.hardware.memory_gib,
     ),
     Tag(
@@ -495,8 +494,8 @@ TAGS = [
     ),
     Tag(
         "experts/unused/<layer>",
-        "Fraction of the layer's experts with a load below 1 % of the mean load, from 0 to 1. 0 if the mean load is "
-        "below 20, which is too small to tell.",
+        "Fraction of the layer's experts with a load below 1 % of the mean load, from 0 to 1. If the mean load is "
+        "below 20 tokens, which is too few to tell, the fraction is 0.",
         combine="max",
         chart=("Experts", "share of unused experts (0 to 1)"),
     ),
