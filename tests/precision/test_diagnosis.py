@@ -282,7 +282,7 @@ def foreign(module: str, match: str) -> str:
 
 IN_PLACE = (
     "changes in place a tensor that it got through the boundary of an FSDP2 unit (test_diagnosis.py:LINE); write "
-    "x = x + y for x += y, drop inplace=True, or change x.clone()"
+    "x = x + y for x += y, drop inplace=True, or change a copy, x.clone()"
 )
 RUNNING_NORM = (
     "layers.0.layer (RunningNorm) has bfloat16 parameters beside float32 buffers (running_mean, running_var), but "
@@ -382,7 +382,7 @@ CASES = (
     Case(
         "Block",
         "the model changes a tensor in place after it was the input of an FSDP2 unit, as in x += block(x); write "
-        "x = x + block(x), or change x.clone()",
+        "x = x + block(x), or change a copy, x.clone()",
         key="model.name",
         model="ModelInItsOwnPlace",
     ),

@@ -170,7 +170,7 @@ def test_an_average_can_begin_and_end_at_a_resume(tmp_path: Path) -> None:
     run_ranks(run_job_until, 1, without, 3)
     with pytest.raises(UserError, match=r"step-3 has no moving average of the weights \(ema.decay was not set\)"):
         saved_average(tmp_path, 3)
-    begun = "moving average of the weights: the checkpoint has none; it begins with the loaded parameters"
+    begun = "moving average of the weights: the checkpoint has none; the new average begins with the loaded parameters"
     assert run_ranks(logged, 1, ema_job(tmp_path, **tied), "moving average of the weights:") == [[begun]]
     states = [dict(read_weights(tmp_path / f"tiny/checkpoints/step-{step}")) for step in (3, 6)]
     average = saved_average(tmp_path)
@@ -180,7 +180,7 @@ def test_an_average_can_begin_and_end_at_a_resume(tmp_path: Path) -> None:
         assert 0 < moved < 0.3, key  # three updates with a weight of 0.1
     source = {"enable": True, "load": str(tmp_path / "tiny"), "exclude_from_loading": ["ema"]}
     anew = ema_job(tmp_path, job={"name": "anew"}, checkpoint=source, training={"steps": 7}, **tied)
-    not_loaded = "moving average of the weights: it is not loaded; it begins with the loaded parameters"
+    not_loaded = "moving average of the weights: that of the checkpoint is not loaded; the new average begins with the loaded parameters"
     assert run_ranks(logged, 1, anew, "moving average of the weights:") == [[not_loaded]]
     without["training"]["steps"] = 7
     dropped = "the moving average of the weights in the checkpoint is dropped, because ema.decay is not set"

@@ -277,8 +277,8 @@ def _log_ema(state: TrainingState, saved: Mapping[str, Any], selection: Selectio
     """Log a line if the run begins a new moving average of the weights, or drops the average of the checkpoint."""
     is_loaded = selection.takes("ema") and bool(_below("ema", saved))
     if "ema" in state.parts and not is_loaded:
-        reason = "it is not loaded" if _below("ema", saved) else "the checkpoint has none"
-        _log.info("moving average of the weights: %s; it begins with the loaded parameters", reason)
+        reason = "that of the checkpoint is not loaded" if _below("ema", saved) else "the checkpoint has none"
+        _log.info("moving average of the weights: %s; the new average begins with the loaded parameters", reason)
     elif "ema" not in state.parts and is_loaded:
         warn(_log, "the moving average of the weights in the checkpoint is dropped, because ema.decay is not set")
 

@@ -74,7 +74,9 @@ def add_arguments(parser: Parser) -> None:
     text = 'plan with the largest microbatch that fits, as with training.local_batch_size = "auto"'
     parser.add_argument("--max-batch", action="store_true", help=text)
     parser.add_argument(
-        "--verbose", action="store_true", help="also print more columns, the FSDP2 units, memory by category"
+        "--verbose",
+        action="store_true",
+        help="also print more columns, a table of the FSDP2 units, and memory by category",
     )
     text = "also train three steps as rank R on this device, without other ranks, to see whether its memory suffices"
     parser.add_argument("--trial", type=at_least(0), metavar="R", help=text)

@@ -94,7 +94,7 @@ class Loss:
         """Return the sums over the items of a microbatch, in fp32. `outputs`: as `select` returns them.
 
         With gradients enabled, there are `num_sums` sums. Backward runs through the first one only; `tags` names the
-        others. Without gradients, there are two sums: the loss that validation reports, and the number of correct
+        others. With gradients disabled, there are two sums: the loss that validation reports, and the number of correct
         targets or items (see `accuracy_of_items`).
         """
         raise NotImplementedError

@@ -33,7 +33,7 @@ class Answers(NamedTuple):
     """Document number of each token, int32 (batch, tokens)."""
 
     targets: Tensor
-    """The targets without the labels, int64 (batch, tokens)."""
+    """The targets, int64 (batch, tokens), with -100 in place of the answers' labels (see `labels`)."""
 
     exist: Tensor
     """True for documents with an answer and a label, bool (batch, documents)."""
@@ -188,8 +188,8 @@ class KTOLoss(Loss):
 
     def sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return four sums over answers: the losses, the rewards (negated for undesirable answers), the number of
-        correct answers (desirable: reward above the baseline; undesirable: below), and the baseline. Without gradients,
-        return the first and the third sum."""
+        correct answers (desirable: reward above the baseline; undesirable: below), and the baseline. With gradients
+        disabled, return the first and the third sum."""
         self._check(outputs.shape, targets)
         assert self._prepared is not None, "call prepare before sums"
         (answers, reference, baseline), self._prepared = self._prepared, None

@@ -57,8 +57,8 @@ class ModelLoss(Loss):
         """Return two sums over the valid targets, in fp32. `outputs`: loss and logits.
 
         The first sum is the loss; if the model returns a mean, it is multiplied by the number of valid targets. The
-        second sum is 0 with gradients enabled. Without gradients, it is the number of correct predictions, or NaN if
-        there are no logits. Raises the ConfigError of `_check_shift`.
+        second sum is 0 with gradients enabled. With gradients disabled, it is the number of correct predictions, or
+        NaN if there are no logits. Raises the ConfigError of `_check_shift`.
         """
         loss, logits = outputs
         if logits is not None and not are_logits(logits, targets):

@@ -185,7 +185,7 @@ class PreferenceLoss(Loss):
     def sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return five sums over pairs: the losses, the rewards of the chosen answers, the rewards of the rejected
         answers, the number of pairs whose chosen answer has the higher reward, and the margins (reward of the chosen
-        answer minus reward of the rejected one). Without gradients, return the first and the fourth sum."""
+        answer minus reward of the rejected one). With gradients disabled, return the first and the fourth sum."""
         self._check(outputs.shape, targets)
         if self._row.of_answer is score and outputs.shape[-1] != 1:
             found = f"returns {outputs.shape[-1]} numbers for each token"

@@ -70,7 +70,7 @@ class FunctionLoss(Loss):
         return torch.stack([count.reshape(()).long(), count_valid(targets)])
 
     def sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return one sum, the loss. Without gradients, return two sums: the loss, and the number of correct
+        """Return one sum, the loss. With gradients disabled, return two sums: the loss, and the number of correct
         predictions, for the accuracy in validation.
 
         Raises ConfigError if the logits have the wrong shape, or if the function fails, returns no scalar or, with

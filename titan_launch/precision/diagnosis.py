@@ -234,7 +234,7 @@ def changed_in_place(failure: Failure) -> Problem | None:
         return None
     reason = (
         f"{failure.describe(path)} changes in place a tensor that it got through the boundary of an FSDP2 unit "
-        f"({failure.line}); write x = x + y for x += y, drop inplace=True, or change x.clone()"
+        f"({failure.line}); write x = x + y for x += y, drop inplace=True, or change a copy, x.clone()"
     )
     return failure.problem(failure.plan.unit_of[path].key or _MODEL, reason)
 
@@ -309,7 +309,7 @@ _EXPLANATIONS: Mapping[str, Callable[[Failure], Problem | None]] = {
         Failure.problem,
         key=_MODEL,
         reason="the model changes a tensor in place after it was the input of an FSDP2 unit, as in x += block(x); "
-        "write x = x + block(x), or change x.clone()",
+        "write x = x + block(x), or change a copy, x.clone()",
     ),
     "got mixed torch.Tensor and DTensor": used_without_a_call,
     "setStorage: .* out of bounds for storage of size 0": not_gathered,

@@ -141,8 +141,8 @@ def _follows_rounding(name: str, step: Step) -> bool:
 
 
 def _floors(step: Step) -> dict[str, float]:
-    """Return the smallest norm to divide a difference by, for gradients and for updates. Without this limit, a gradient
-    that is 0 up to rounding errors would have a large relative difference."""
+    """Return the smallest norm by which a difference is divided, for gradients and for updates. Without this limit, a
+    gradient that is 0 up to rounding errors would have a large relative difference."""
     floors = {}
     for kind in ("gradient", "update"):
         squares = [float(value.double().square().sum()) for name, value in step.items() if name.startswith(f"{kind} ")]

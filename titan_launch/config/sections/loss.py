@@ -277,8 +277,8 @@ LOSSES: Mapping[str, LossKind] = {
     "reward": LossKind(data_kind=PAIRS, unsupported=_OF_PAIRS),
     "distillation": LossKind("teacher", DistillationConfig, unsupported=_WITH_SECOND_MODEL),
 }
-"""The losses of this package by name. `loss/build.py` creates the objects that compute them. Rules and the data of a
-run read this table. A test compares docs/how_to/losses.md with the table."""
+"""The losses of this package by name. `loss/build.py` creates the objects that compute them. `config/rules`
+and `LossConfig.kind` look losses up in this table. A test compares docs/how_to/losses.md with the table."""
 
 FUNCTION_LOSS = LossKind(unsupported=_OF_WHOLE_LOGITS)
 """The row of every loss that the user writes as a function."""

@@ -78,8 +78,8 @@ class PrecisionConfig(Section):
     gradients of microbatches in this dtype."""
 
     buffer_dtype: FloatDtype | None = None
-    """Dtype of floating-point buffers, except for the running statistics of BatchNorm, and the routers' selection
-    biases and counts of tokens per expert. Unset: the dtype that the model gave them (FSDP2 casts no buffers)."""
+    """Dtype of floating-point buffers. It does not apply to three kinds: running statistics of BatchNorm, and the
+    selection biases and token counts of routers. Unset: the dtype that the model gave them (FSDP2 casts no buffers)."""
 
     placement: Literal["auto", "in_place", "own_unit"] = "auto"
     """FSDP2 units of the modules that rules match, and of trained modules in frozen blocks, such as adapters.
@@ -136,8 +136,8 @@ class Float8Config(Section):
 
     all_gather: bool = False
     """All-gather converted weights in 8 bits instead of `precision.param_dtype`. Each rank rounds its shards before the
-    all-gather. Only for `tensorwise`: the scale of a weight covers its shards on all ranks, and is computed once after
-    each step."""
+    all-gather. Requires `recipe = "tensorwise"`, with which all shards of a weight share a scale. All scales are
+    computed once after each step."""
 
     emulate: bool = False
     """Round the operands to 8 bits, and multiply in the dtype of the computation. Use this to test the numerics on

@@ -237,12 +237,12 @@ class PlannerConfig(Section):
     mfu: Annotated[float, Field(gt=0, le=1)] | None = None
     """Fraction of the peak FLOP/s that a step reaches. If this key is set, step times are predicted from this fraction,
     not from the times of single operations. The peak is `metrics.peak_tflops_per_device`, or else the peak of the
-    device. The FLOPs that activation checkpointing repeats count too, as in HFU; `throughput/mfu_percent` does not
-    count them. Default: 0.38 if `speeds` is not set and the device is not in the table."""
+    device. FLOPs that activation checkpointing repeats are included, as in HFU, but not in `throughput/mfu_percent`.
+    Default: 0.38 if `speeds` is not set and the device is not in the table of devices."""
 
     expert_load: Annotated[float, Field(ge=1)] = 1.0
     """Assumed imbalance with expert parallelism: the largest number of rows (tokens) that a rank receives for its
-    experts, divided by the mean over the ranks. 1 is a uniform load. The largest load is
+    experts, divided by the mean over the ranks. 1 is a uniform load. The largest value is
     `parallelism.expert_parallel_degree`: one rank computes all rows. Larger values count as this degree. Memory,
     traffic and time are predicted for the rank with the most rows."""
 

@@ -88,7 +88,7 @@ def _class_and_config(args: Mapping[str, Any]) -> tuple[Any, Any]:
         names = table.get(kind, ())
         known += [names] if isinstance(names, str) else names
     if name not in known:
-        also = f"; of the model_type {kind}: {', '.join(known)}" if known else ""
+        also = f"; the model_type {kind} has: {', '.join(known)}" if known else ""
         reason = f"must name a language model (ForCausalLM) or an image classifier of transformers{also}"
         raise config_error(("model", "args", "architectures"), reason, args.get("architectures", ()))
     try:

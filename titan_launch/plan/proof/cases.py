@@ -1,5 +1,5 @@
-"""The runs of a proof: layouts of the twin, a small copy of the job (`plan.proof.twin`), and the single process with
-which they are compared. No torch."""
+"""The runs of a proof: layouts of the twin (a small copy of the job, see `plan.proof.twin`), and the single process
+with which they are compared. No torch."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ class Certificate:
 def _describe_finding(finding: Finding) -> Iterator[str]:
     yield f"module: {finding.module} ({finding.how})"
     yield f"first result that differs: {finding.result} in step {finding.step}, by {finding.error:.1e} of its norm;"
-    yield f"  its norm is {finding.ratio:.4g} times that of one process, the cosine is {finding.cosine:.4f}"
+    yield f"  its norm is {finding.ratio:.4g} times its norm in one process, the cosine is {finding.cosine:.4f}"
     shown = "shown by" if finding.is_alone else "shown only together by"
     yield f"{shown}: {', '.join(finding.parts) or 'no part of the layout alone'} (found in: {finding.run})"
 

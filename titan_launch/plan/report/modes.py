@@ -113,7 +113,7 @@ _MODEL_PARALLEL = (
 )
 _PIPELINE = (
     "memory and traffic are those of one pipeline rank: the one with the highest peak memory among the first rank, the "
-    "last rank, and the rank with the most parameters; compute seconds include the pipeline bubble, for equal stages"
+    "last rank, and the rank with the most parameters; compute seconds include the pipeline bubble of equal stages"
 )
 
 

@@ -252,7 +252,8 @@ def _unknowns(hardware: Hardware, has_flops: bool) -> list[str]:
 
 
 def accuracy(config: JobConfig, has_flops: bool) -> list[tuple[str, str]]:
-    """Return pairs: `exact`, `predicted`, `estimated` or `ignored`, and the numbers or features for which it holds."""
+    """Return pairs (word, text). The word is `exact`, `predicted`, `estimated` or `ignored`; the text names the numbers
+    or features that the word describes."""
     ignored = [name for name in ("compile", "float8") if getattr(config, name).enable]
     replaced = f"active memory of the job without {' and '.join(ignored)}; --measure measures the job itself"
     lines = [
