@@ -180,7 +180,10 @@ def test_an_average_can_begin_and_end_at_a_resume(tmp_path: Path) -> None:
         assert 0 < moved < 0.3, key  # three updates with a weight of 0.1
     source = {"enable": True, "load": str(tmp_path / "tiny"), "exclude_from_loading": ["ema"]}
     anew = ema_job(tmp_path, job={"name": "anew"}, checkpoint=source, training={"steps": 7}, **tied)
-    not_loaded = "moving average of the weights: that of the checkpoint is not loaded; the new average begins with the loaded parameters"
+    not_loaded = (
+        "moving average of the weights: that of the checkpoint is not loaded; the new average begins with the loaded "
+        "parameters"
+    )
     assert run_ranks(logged, 1, anew, "moving average of the weights:") == [[not_loaded]]
     without["training"]["steps"] = 7
     dropped = "the moving average of the weights in the checkpoint is dropped, because ema.decay is not set"

@@ -76,7 +76,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--verbose",
         action="store_true",
-        help="also print more columns, a table of the FSDP2 units, and memory by category",
+        help="also print more columns, a table of FSDP2 units, and memory by category",
     )
     text = "also train three steps as rank R on this device, without other ranks, to see whether its memory suffices"
     parser.add_argument("--trial", type=at_least(0), metavar="R", help=text)
