@@ -66,9 +66,9 @@ class RuleAssignments:
     def buffer_dtype(self, module: ModuleInfo) -> str | None:
         """Return the dtype that `[precision]` sets for a module's floating buffers; None if the buffers keep their
         dtypes."""
-        # Running statistics are moving averages: in bf16 an update of 1 % is rounded away. So only a rule that matches
-        # the BatchNorm itself sets their dtype. Buffers of a mixture of experts keep float32: selection biases move by
-        # small steps, and loads are counts.
+        # Running statistics are moving averages: in bf16 an update of 0.1 % is rounded away. So only a rule that
+        # matches the BatchNorm itself sets their dtype. Buffers of a mixture of experts keep float32: selection biases
+        # move by small steps, and loads are counts.
         assignment = self.of_buffers(module)
         own = None if assignment is None else assignment.rule.buffer_dtype
         follows_no_default = is_batch_norm(module) or is_mixture_of_experts(module)
