@@ -34,8 +34,11 @@ def test_a_window_of_steps_is_profiled_on_the_chosen_rank(tmp_path: Path) -> Non
     assert sorted(file.name for file in folder.iterdir()) == ["step-3_rank-1.json.gz", "step-3_rank-1.txt"]
     names = names_in(folder / "step-3_rank-1.json.gz")
     phases = {"step 2", "step 3", "microbatch 0", "microbatch 1", "forward", "backward", "optimizer", "communication"}
-    assert phases <= names and not {"step 1", "step 4"} & names
-    assert "aten::mm" in (folder / "step-3_rank-1.txt").read_text()
+    assert {*phases, "aten::mm"} <= names and not {"step 1", "step 4"} & names
+    table = (
+        folder / "step-3_rank-1.txt"
+    ).read_text()  # the 30 operations that took longest, so under load not aten::mm
+    assert table.count("aten::") > 3 and "Self CPU time total" in table
 
 
 def signalled(folder: Path) -> None:
