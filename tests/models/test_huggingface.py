@@ -170,8 +170,8 @@ ERRORS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "another kind of model": (
         {"name": "llama", "architectures": ["LlamaForSequenceClassification"]},
         {},
-        "model.args.architectures: must name a language model (ForCausalLM) or an image classifier of transformers; the "
-        "model_type llama has: LlamaForCausalLM",
+        "model.args.architectures: must name a language model (ForCausalLM) or an image classifier of transformers; "
+        "the model_type llama has: LlamaForCausalLM",
     ),
     "quantized weights": (
         {"name": "llama", "quantization_config": {"quant_method": "fp8"}},
