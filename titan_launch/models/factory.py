@@ -247,7 +247,7 @@ def _check_is_not_shared(module: nn.Module) -> None:
             raise config_error(("model", "name"), reason)
 
 
-class _OutOfHostMemory(MemoryError):  # noqa: N818 - never leaves this module
+class _OutOfHostMemory(MemoryError):  # noqa: N818 - code outside of this module does not name it
     """Error: the tensors of a factory's module do not fit into the host's memory."""
 
     def __init__(self, counted_bytes: int):
