@@ -115,8 +115,7 @@ def _obstacle_in_transformers(model: Any, seq_len: int) -> str | None:
     with ExitStack() as stack:
         for path, module in model.named_modules():
             if isinstance(module, nn.Embedding) and module is not model.get_input_embeddings():
-                hook = module.register_forward_pre_hook(partial(look_up, path), with_kwargs=True)
-                stack.callback(hook.remove)
+                stack.enter_context(module.register_forward_pre_hook(partial(look_up, path), with_kwargs=True))
         stack.enter_context(replaced(masking_utils, "find_packed_sequence_indices", find))
         stack.enter_context(torch.no_grad())
         stack.enter_context(suppress(Exception))  # some layers fail on meta tensors, but after the masks are made

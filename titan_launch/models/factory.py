@@ -128,14 +128,12 @@ def build_buffers_on_host(config: ModelConfig, factory: Callable[..., Any]) -> t
     def move(module: nn.Module, name: str, parameter: nn.Parameter) -> Any:
         return parameter if parameter.is_meta else meta_twin(parameter)
 
-    moved = register_module_parameter_registration_hook(move)
     try:
-        module = _call(config, factory, explains_memory=True)
+        with register_module_parameter_registration_hook(move):
+            module = _call(config, factory, explains_memory=True)
     except _OutOfHostMemory:
         reason = "has a tensor that does not fit into the host's memory; correct the sizes in its config.json"
         raise config_error(("model", "name"), reason, config.name) from None
-    finally:
-        moved.remove()
     values = take_values(module.train())
     return module, replace(values, by_name={name: value for name, value in values.by_name.items() if not value.is_meta})
 
@@ -274,22 +272,21 @@ def _memory_limited(limit_bytes: int) -> Iterator[None]:
         if (total := sum(sizes.values())) > limit_bytes:
             raise _OutOfHostMemory(total)
 
+    def count_registered(module: nn.Module, name: str, tensor: Tensor | None) -> None:
+        count(tensor)
+
     def copied(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
         copy = deepcopy(parameter, memo)
         count(copy)
         return copy
 
     deepcopy = nn.Parameter.__deepcopy__  # copies of layers (`nn.TransformerEncoder`) call no registration hook
-    on_registration = [
-        register(lambda module, name, tensor: count(tensor))
-        for register in (register_module_parameter_registration_hook, register_module_buffer_registration_hook)
-    ]
-    try:
-        with replaced(nn.Parameter, "__deepcopy__", copied):
-            yield
-    finally:
-        for hook in on_registration:
-            hook.remove()
+    with (
+        register_module_parameter_registration_hook(count_registered),
+        register_module_buffer_registration_hook(count_registered),
+        replaced(nn.Parameter, "__deepcopy__", copied),
+    ):
+        yield
 
 
 def _too_large(

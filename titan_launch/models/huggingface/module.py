@@ -6,7 +6,7 @@ Only the library's own classes are built. Code that a folder contains is never r
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -118,8 +118,8 @@ layer, since its experts are stacked. Buffers are tables of positions and masks.
 def _size_limited() -> Iterator[None]:
     """Raise TooLargeError as soon as the modules that are built in the `with` block exceed `_MOST_MODULES` or
     `_MOST_BUFFER_BYTES`. Otherwise, a `config.json` with huge numbers would fill the memory."""
-    counted = {"modules": 0, "bytes of buffers": 0}
     most = {"modules": _MOST_MODULES, "bytes of buffers": _MOST_BUFFER_BYTES}
+    counted = Counter[str]()
 
     def count(what: str, number: int) -> None:
         counted[what] += number
@@ -127,17 +127,14 @@ def _size_limited() -> Iterator[None]:
             reason = f"the model would have more than {most[what]:,} {what}, which no real model has; correct its sizes"
             raise TooLargeError([Problem(("model", "args"), reason)])
 
-    hooks = (
+    def count_buffer(module: nn.Module, name: str, buffer: Tensor | None) -> None:
+        count("bytes of buffers", 0 if buffer is None else buffer.nbytes)
+
+    with (
         register_module_module_registration_hook(lambda module, name, child: count("modules", 1)),
-        register_module_buffer_registration_hook(
-            lambda module, name, buffer: count("bytes of buffers", 0 if buffer is None else buffer.nbytes)
-        ),
-    )
-    try:
+        register_module_buffer_registration_hook(count_buffer),
+    ):
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _built(cls: Any, config: Any) -> Any:
