@@ -16,10 +16,10 @@ from titan_launch.config.job import JobConfig
 from titan_launch.models.architectures import resolve_args
 from titan_launch.models.build import build_model
 from titan_launch.models.decoder.args import DecoderArgs
-from titan_launch.models.decoder.attention_args import RopeScaling
 from titan_launch.models.decoder.families import FAMILIES
 from titan_launch.models.decoder.layers import BatchNorm
 from titan_launch.models.decoder.module import SPECS, Decoder, llama_values
+from titan_launch.models.decoder.table_args import RopeScaling
 from titan_launch.models.init import initialize
 from titan_launch.plan.experts import active_parameters
 from titan_launch.train.mode_choice import plan_precision

@@ -15,7 +15,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from tests.models import llama3_reference
 from tests.models.test_attention import explicit_attention
 from titan_launch.models.decoder.args import DecoderArgs
-from titan_launch.models.decoder.attention_args import RopeScaling
 from titan_launch.models.decoder.layers import (
     Attention,
     BatchNorm,
@@ -24,6 +23,7 @@ from titan_launch.models.decoder.layers import (
     build_norm,
     rotary_frequencies,
 )
+from titan_launch.models.decoder.table_args import RopeScaling
 
 
 def tiny_args(**overrides: Any) -> DecoderArgs:

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from tests.tensors import Operations
 from titan_launch.models.decoder import mixture_of_experts
-from titan_launch.models.decoder.expert_args import ExpertArgs
 from titan_launch.models.decoder.mixture_of_experts import (
     MixtureOfExperts,
     balance_losses,
@@ -19,6 +18,7 @@ from titan_launch.models.decoder.mixture_of_experts import (
     grouped_product,
     looped_product,
 )
+from titan_launch.models.decoder.table_args import ExpertArgs
 from titan_launch.plan.experts import is_grouped
 
 DIM = 16

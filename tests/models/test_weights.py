@@ -28,9 +28,9 @@ from titan_launch.core.errors import ConfigError
 from titan_launch.core.files import CACHE_VARIABLE
 from titan_launch.models.architectures import ALL_IN_ARGS, ARCHITECTURES, resolve_args
 from titan_launch.models.decoder.args import DecoderArgs
-from titan_launch.models.decoder.expert_args import ExpertArgs
 from titan_launch.models.decoder.huggingface_classes import FAMILIES
 from titan_launch.models.decoder.mixture_of_experts import balance_losses, choose
+from titan_launch.models.decoder.table_args import ExpertArgs
 from titan_launch.models.huggingface.config_json import arguments_of, config_of, differences, read_folder_config
 from titan_launch.models.huggingface.files import WeightsError
 from titan_launch.models.weights.folder import INDEX, Weights, WeightsFolder

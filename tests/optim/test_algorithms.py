@@ -23,8 +23,8 @@ from tests.tensors import Operations
 from titan_launch.config import optimizers
 from titan_launch.config.optimizers import matrix_batches
 from titan_launch.config.sections.training import MuonConfig, OptimizerConfig
-from titan_launch.models.decoder.expert_args import ExpertArgs
 from titan_launch.models.decoder.mixture_of_experts import Experts
+from titan_launch.models.decoder.table_args import ExpertArgs
 from titan_launch.optim.groups import group_parameters
 from titan_launch.optim.muon import orthogonalized
 from titan_launch.optim.registry import MixedOptimizer, build_optimizer, step_unless

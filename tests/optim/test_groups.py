@@ -12,8 +12,8 @@ from torch import nn
 from titan_launch.config.optimizers import GroupSettings
 from titan_launch.config.sections.training import OptimizerConfig
 from titan_launch.core.errors import ConfigError, Problem
-from titan_launch.models.decoder.expert_args import ExpertArgs
 from titan_launch.models.decoder.mixture_of_experts import Experts
+from titan_launch.models.decoder.table_args import ExpertArgs
 from titan_launch.optim.groups import check_param_groups, check_stacks, group_parameters
 from titan_launch.plan.layout import Layout
 

@@ -24,8 +24,8 @@ from tests.train.jobs import TINY_ARGS, run_job, run_job_until, sharded_model, t
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.parallelism import ActivationCheckpointConfig
 from titan_launch.models.decoder import attention, mixture_of_experts
-from titan_launch.models.decoder.expert_args import ExpertArgs
 from titan_launch.models.decoder.mixture_of_experts import MixtureOfExperts, grouped_product
+from titan_launch.models.decoder.table_args import ExpertArgs
 from titan_launch.parallel.activation_checkpoint import SAVED_OPS, checkpoint_activations
 from titan_launch.train.build import build_run
 from titan_launch.train.loop import fit

@@ -23,9 +23,9 @@ from titan_launch.distributed.mesh import build_mesh
 from titan_launch.distributed.ring_attention_on_cpu import ring_attention_on_cpu
 from titan_launch.models.build import build_model
 from titan_launch.models.decoder.args import DecoderArgs
-from titan_launch.models.decoder.expert_args import ExpertArgs
 from titan_launch.models.decoder.mixture_of_experts import ContextGroup, balance_losses, choose, z_losses
 from titan_launch.models.decoder.module import Decoder
+from titan_launch.models.decoder.table_args import ExpertArgs
 from titan_launch.parallel.expert_balance import prepare_experts
 from titan_launch.plan.layout import plan_layout
 from titan_launch.train.build import build_run

@@ -28,8 +28,8 @@ from titan_launch.distributed.dtensor import local_tensor, own_box
 from titan_launch.distributed.mesh import build_mesh
 from titan_launch.metrics.traffic import count_collectives
 from titan_launch.models.build import build_model
-from titan_launch.models.decoder.expert_args import ExpertArgs
 from titan_launch.models.decoder.mixture_of_experts import Experts, count_choices
+from titan_launch.models.decoder.table_args import ExpertArgs
 from titan_launch.models.init import initialize
 from titan_launch.parallel.accumulation import Accumulation
 from titan_launch.parallel.expert_parallel import Dispatch

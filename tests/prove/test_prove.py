@@ -25,7 +25,7 @@ from titan_launch.core.errors import ConfigError, UserError
 from titan_launch.core.files import CACHE_VARIABLE
 from titan_launch.core.json_files import parse_as
 from titan_launch.core.patches import replaced
-from titan_launch.models.decoder.expert_args import ExpertArgs
+from titan_launch.models.decoder.table_args import ExpertArgs
 from titan_launch.plan.proof.cases import MOST_RANKS, cases, proven_layout
 from titan_launch.plan.proof.certificate import Certificate
 from titan_launch.plan.proof.store import CERTIFICATE, digest_of, find, store

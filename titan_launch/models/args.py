@@ -54,7 +54,21 @@ class TwinNeeds:
         return own if own <= small else small if own % self.shards == 0 else uneven
 
 
-class ModelArgs(Section):
+class ArgsTable(Section):
+    """The base class of `[model.args]` and of the tables in it."""
+
+    def problems(self) -> Iterator[tuple[tuple[str, ...], str]]:
+        """Yield (names of the arguments, reason) for each contradiction between arguments. The first name is the
+        likeliest cause of the contradiction."""
+        yield from ()
+
+    def unused(self) -> Iterator[tuple[str, str]]:
+        """Yield (argument, reason and remedy) for each argument whose value is not the default, but has no effect
+        because of other arguments. An argument in a table has a name such as `experts.num_groups`."""
+        yield from ()
+
+
+class ModelArgs(ArgsTable):
     """The base class of the arguments of every model of this package.
 
     A subclass overrides the methods whose default result is wrong for its model. If the model takes tokens, the
@@ -68,16 +82,6 @@ class ModelArgs(Section):
     supports_context_parallel: ClassVar[bool] = False
     supports_labels: ClassVar[bool] = False
     """True if the argument `num_labels` makes the model a classifier or a reward model."""
-
-    def problems(self) -> Iterator[tuple[tuple[str, ...], str]]:
-        """Yield (names of the arguments, reason) for each contradiction between arguments. The first name is the
-        likeliest cause of the contradiction."""
-        yield from ()
-
-    def unused(self) -> Iterator[tuple[str, str]]:
-        """Yield (argument, reason and remedy) for each argument whose value is not the default, but has no effect
-        because of other arguments. An argument in a table has a name such as `experts.num_groups`."""
-        yield from ()
 
     def effective(self) -> dict[str, Any]:
         """Return the arguments that have an effect. A subclass replaces unset arguments by the values that the model

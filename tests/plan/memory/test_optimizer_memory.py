@@ -21,8 +21,8 @@ from titan_launch.config.optimizers import GroupSizes, ShardSize
 from titan_launch.config.sections.training import OptimizerConfig
 from titan_launch.core.patches import replaced
 from titan_launch.metrics.memory import track
-from titan_launch.models.decoder.expert_args import ExpertArgs
 from titan_launch.models.decoder.mixture_of_experts import Experts
+from titan_launch.models.decoder.table_args import ExpertArgs
 from titan_launch.optim.groups import group_parameters
 from titan_launch.optim.registry import build_optimizer
 from titan_launch.plan.memory.ledger import Category, Ledger, StepPoint, state_bytes, temporary_bytes

@@ -14,8 +14,8 @@ from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.precision import PrecisionConfig, PrecisionRule
 from titan_launch.core.errors import ConfigError
 from titan_launch.models.build import build_model, take_inventory
-from titan_launch.models.decoder.expert_args import ExpertArgs
 from titan_launch.models.decoder.mixture_of_experts import MixtureOfExperts
+from titan_launch.models.decoder.table_args import ExpertArgs
 from titan_launch.plan.job import with_unsharded_parameters
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.report.unit_table import describe_units, format_units

@@ -12,8 +12,7 @@ from pydantic import Field
 
 from titan_launch.core.errors import toml_string
 from titan_launch.models.args import MOST_LAYERS, MOST_PARTS, Layers, ModelArgs, NumTokens, Parts, TwinNeeds, Width
-from titan_launch.models.decoder.attention_args import LatentAttentionArgs, PositiveFloat, RopeScaling
-from titan_launch.models.decoder.expert_args import ExpertArgs
+from titan_launch.models.decoder.table_args import ExpertArgs, LatentAttentionArgs, PositiveFloat, RopeScaling
 
 Theta = Annotated[float, Field(gt=1, le=1e30)]
 NormKind = Literal["rmsnorm", "layernorm", "batchnorm"]
@@ -241,9 +240,8 @@ class DecoderArgs(ModelArgs):
             yield ("full_attention_layers", "full_attention_every"), reason
         if beyond := [layer for layer in self.full_attention_layers or () if layer > n_layers]:
             yield ("full_attention_layers", "n_layers"), f"layer {beyond[0]} is beyond n_layers ({n_layers})"
-        for table in ("rope_scaling", "latent_attention", "experts"):
-            section: RopeScaling | LatentAttentionArgs | ExpertArgs | None = getattr(self, table)
-            for names, reason in () if section is None else section.problems():
+        for table, args in self._tables():
+            for names, reason in args.problems():
                 yield tuple(f"{table}.{name}" for name in names), reason
         if self.experts is not None:
             if self.num_expert_layers == 0:
@@ -283,12 +281,15 @@ class DecoderArgs(ModelArgs):
         ):
             for name, _ in self.changed(*names) if has_no_effect else ():
                 yield name, f"has no effect {reason}; remove this argument"
-        if self.rope_scaling is not None and self.positions == "rope":
-            for name in self.rope_scaling.unused():
-                reason = f'has no effect with kind = "{self.rope_scaling.kind}"; remove this argument'
-                yield f"rope_scaling.{name}", reason
-        for name, reason in () if self.experts is None else self.experts.unused():
-            yield f"experts.{name}", reason
+        for table, args in self._tables():
+            for name, reason in args.unused() if table != "rope_scaling" or self.positions == "rope" else ():
+                yield f"{table}.{name}", reason
+
+    def _tables(self) -> Iterator[tuple[str, RopeScaling | LatentAttentionArgs | ExpertArgs]]:
+        """Yield (name, table) for each table of arguments that is set."""
+        for name in ("rope_scaling", "latent_attention", "experts"):
+            if (table := getattr(self, name)) is not None:
+                yield name, table
 
     def effective(self) -> dict[str, Any]:
         table = super().effective()

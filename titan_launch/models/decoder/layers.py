@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from titan_launch.models.decoder.args import Activation, DecoderArgs
 from titan_launch.models.decoder.attention import Documents, KeyValueCache, ScoreOptions, attend, attend_with_logsumexp
-from titan_launch.models.decoder.attention_args import RopeScaling
+from titan_launch.models.decoder.table_args import RopeScaling
 
 
 class RotaryEmbedding(nn.Module):

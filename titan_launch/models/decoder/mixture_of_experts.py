@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_launch.distributed.collectives import all_reduced
-from titan_launch.models.decoder.expert_args import ExpertArgs
+from titan_launch.models.decoder.table_args import ExpertArgs
 from titan_launch.plan.experts import MIN_GROUPED_WIDTH, is_grouped
 
 
