@@ -16,20 +16,19 @@ from titan_launch.models.decoder.huggingface_features import (
     EXPERTS_OF_GPT_OSS,
     EXPERTS_OF_MIXTRAL,
     EXPERTS_OF_QWEN3_MOE,
-    FEED_FORWARD_BIAS,
     HEADS_OF_GPT2,
+    KEY_VALUE_HEADS,
     LATENT_ATTENTION,
+    OPTIONAL_KEY_VALUE_HEADS,
     QUERY_SCALE,
     ROPES_OF_GEMMA3,
     WIDTH_OF_GPT2,
     WINDOWS_OF_QWEN,
     WINDOWS_OF_QWEN3_MOE,
-    YARN_OF_GPT_OSS,
     Feature,
     activation,
     attention_bias,
     head_dim,
-    key_value_heads,
     rope,
     same,
     windows_by_pattern,
@@ -95,8 +94,9 @@ _WIDTH, _EPS_6, _EPS_5 = (
     same("rms_norm_eps", "norm_eps", 1e-6),
     same("rms_norm_eps", "norm_eps", 1e-5),
 )
-_SIZES_OF_EXPERTS = (*_SIZES_WITHOUT_HEADS, key_value_heads())
+_SIZES_OF_EXPERTS = (*_SIZES_WITHOUT_HEADS, KEY_VALUE_HEADS)
 _SIZES = (*_SIZES_OF_EXPERTS, _WIDTH, _EPS_6)
+_SIZES_OF_LLAMA = (*_SIZES_WITHOUT_HEADS, OPTIONAL_KEY_VALUE_HEADS, _WIDTH)
 _UNTIED, _TIED = (same("tie_word_embeddings", "tie_embeddings", tied) for tied in (False, True))
 _SILU = activation("hidden_act", "silu")
 _ROPE, _ATTENTION_BIAS = rope(), attention_bias()
@@ -114,6 +114,7 @@ _AUXILIARY = dict.fromkeys(
     "auxiliary losses of experts are arguments of the job",
 )
 _EXPERTS = {"num_experts": "num_local_experts"}
+_YARN_OF_GPT_OSS = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
 _UNUSED_BY_GEMMA = {
     "hidden_act": "the class reads hidden_activation",
     "sliding_window_size": "the class reads sliding_window",
@@ -124,8 +125,8 @@ FAMILIES: dict[str, Family] = {
         "llama3",
         "LlamaForCausalLM",
         (
-            *(*_SIZES_WITHOUT_HEADS, key_value_heads(None), _WIDTH, _EPS_6),
-            *(head_dim(may_be_null=True, must_divide=True), _SILU, _ROPE, _UNTIED, _ATTENTION_BIAS, FEED_FORWARD_BIAS),
+            *(*_SIZES_OF_LLAMA, _EPS_6, head_dim(may_be_null=True, must_divide=True), _SILU, _ROPE, _UNTIED),
+            *(_ATTENTION_BIAS, same("mlp_bias", "feed_forward_bias", False)),
         ),
         neutral={"pretraining_tp": 1, "rope_interleaved": False},
         unused={"is_llama_config": "a mark of the SmolLM files"},
@@ -244,7 +245,7 @@ FAMILIES: dict[str, Family] = {
         "gpt_oss",
         "GptOssForCausalLM",
         (
-            *(*_SIZES_OF_EXPERTS, _EPS_5, head_dim(64), rope(150_000.0, YARN_OF_GPT_OSS), _UNTIED),
+            *(*_SIZES_OF_EXPERTS, _EPS_5, head_dim(64), rope(150_000.0, _YARN_OF_GPT_OSS), _UNTIED),
             *(attention_bias(True), windows_by_pattern(2, 128), EXPERTS_OF_GPT_OSS),
         ),
         fixed={"attention_sinks": True},
@@ -261,8 +262,7 @@ FAMILIES: dict[str, Family] = {
         "phi3",
         "Phi3ForCausalLM",
         (
-            *(*_SIZES_WITHOUT_HEADS, key_value_heads(None), _WIDTH, _EPS_5),
-            *(head_dim(), _SILU, rope(kinds=("default",)), _UNTIED),
+            *(*_SIZES_OF_LLAMA, _EPS_5, head_dim(), _SILU, rope(kinds=("default",)), _UNTIED),
             same("sliding_window", "sliding_window", None),
         ),
         neutral={"attention_bias": False},
@@ -272,10 +272,7 @@ FAMILIES: dict[str, Family] = {
     "olmo2": Family(
         "olmo2",
         "Olmo2ForCausalLM",
-        (
-            *(*_SIZES_WITHOUT_HEADS, key_value_heads(None), _WIDTH, _EPS_5),
-            *(head_dim(), _SILU, _ROPE, _UNTIED, _ATTENTION_BIAS),
-        ),
+        (*_SIZES_OF_LLAMA, _EPS_5, head_dim(), _SILU, _ROPE, _UNTIED, _ATTENTION_BIAS),
         fixed={"pre_norms": False, "post_norms": True, "qk_norm": True, "qk_norm_over": "all_heads"},
         pad_token=1,
     ),

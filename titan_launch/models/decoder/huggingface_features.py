@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from titan_launch.models.args import MOST_LAYERS, MOST_TOKENS
@@ -73,18 +72,14 @@ def activation(key: str, default: str) -> Feature:
     return Feature((key,), read, write)
 
 
-def key_value_heads(*default: None) -> Feature:
-    """Return the `Feature` of the number of key and value heads. With the default None, an absent key or null stands
-    for the number of query heads. Without `default`, the key must be in `config.json`."""
+def _read_key_value_heads(config: Config) -> dict[str, Any]:
+    number = config.get("num_key_value_heads")
+    return {"n_kv_heads": _size(config, "num_attention_heads") if number is None else number}
 
-    def read(config: Config) -> dict[str, Any]:
-        number = _lookup(config, "num_key_value_heads", *default)
-        if number is None and default:
-            number = _size(config, "num_attention_heads")
-        return {"n_kv_heads": number}
 
-    return Feature(("num_key_value_heads",), read, lambda args: {"num_key_value_heads": args.n_kv_heads})
-
+KEY_VALUE_HEADS = same("num_key_value_heads", "n_kv_heads")
+OPTIONAL_KEY_VALUE_HEADS = replace(KEY_VALUE_HEADS, read=_read_key_value_heads)
+"""The number of key and value heads. An absent key or null stands for the number of query heads."""
 
 HEADS_OF_GPT2 = Feature(
     ("n_head",),
@@ -128,11 +123,6 @@ def attention_bias(default: bool = False) -> Feature:
     return Feature(("attention_bias",), read, lambda args: {"attention_bias": args.qkv_bias})
 
 
-FEED_FORWARD_BIAS = Feature(
-    ("mlp_bias",),
-    lambda config: {"feed_forward_bias": config.get("mlp_bias", False)},
-    lambda args: {"mlp_bias": args.feed_forward_bias},
-)
 QUERY_SCALE = Feature(
     ("query_pre_attn_scalar",),
     lambda config: {"query_scale": _size(config, "query_pre_attn_scalar", 256) ** -0.5},
@@ -228,57 +218,52 @@ def _contradiction(config: Config) -> WeightsError:
     return unsupported("rope_scaling", config["rope_scaling"], f"{reason}; put all parameters into rope_parameters")
 
 
-def _one_rope(
-    config: Config, theta: float, default: Config | None, kinds: Sequence[str], yarn_needs: str | None
-) -> dict[str, Any]:
-    if default is not None and config.get("rope_parameters", default) is None:
-        reason = "null means no scaling in transformers 5.0, but YaRN in later releases; remove the key"
-        raise unsupported("rope_parameters", None, reason)
-    outside = {name: config[name] for name in ("partial_rotary_factor", _ORIGINAL) if name in config}
-    if not is_equal(factor := outside.pop("partial_rotary_factor", 1.0), 1.0):
-        raise unsupported("partial_rotary_factor", factor, "supported: 1.0, which rotates all channels of a head")
-    if _ORIGINAL in outside and type(outside[_ORIGINAL]) is not int:
-        raise unsupported(_ORIGINAL, outside[_ORIGINAL], "supported: a number of tokens")
-    found = []
-    for key in ("rope_scaling", "rope_parameters"):  # the order of precedence in transformers
-        table = _rope_table(config, key)
-        if {_ORIGINAL} <= outside.keys() & table.keys() and outside[_ORIGINAL] != table[_ORIGINAL]:
-            raise unsupported(_ORIGINAL, outside[_ORIGINAL], f"{key} has {as_text(table[_ORIGINAL])}")
-        if table:
-            base, longest = config.get("rope_theta", theta), config.get("max_position_embeddings")
-            found.append((*_read_rope({**table, **outside}, base, key, longest, kinds), key))
-    if not found:
-        table = {} if default is None or "rope_parameters" in config else dict(default)
-        found.append((*_read_rope(table, config.get("rope_theta", theta), key, None, kinds), key))
-    base, scaling, key = found[0]
-    if (base, scaling) != found[-1][:2]:
-        raise _contradiction(config)
-    if scaling is not None and scaling["kind"] == "yarn" and yarn_needs and config.get(yarn_needs) is None:
-        reason = f"transformers computes YaRN for this class only with {yarn_needs}"
-        raise unsupported(f"{key}.rope_type", "yarn", reason)
-    return {"rope_theta": base, "rope_scaling": scaling}
-
-
 def rope(
     theta: float = 10_000.0,
-    scaling: Config | None = None,
+    default: Config | None = None,
     kinds: Sequence[str] = tuple(_SCALINGS),
     yarn_needs: str | None = None,
 ) -> Feature:
     """Return the `Feature` of rotary embeddings that all layers share.
 
-    `theta` and `scaling`: the class's own defaults. `kinds`: RoPE types of the class. `yarn_needs`: a key that the
-    class needs to compute YaRN; None if it needs none.
+    `theta` and `default`: the base and the table of RoPE parameters that the class uses by default. `kinds`: RoPE types
+    of the class. `yarn_needs`: a key that the class needs to compute YaRN; None if it needs none.
     """
-    unscaled = None if scaling is None else {"rope_type": "default"}
+    unscaled = None if default is None else {"rope_type": "default"}
+
+    def read(config: Config) -> dict[str, Any]:
+        if default is not None and config.get("rope_parameters", default) is None:
+            reason = "null means no scaling in transformers 5.0, but YaRN in later releases; remove the key"
+            raise unsupported("rope_parameters", None, reason)
+        outside = {name: config[name] for name in ("partial_rotary_factor", _ORIGINAL) if name in config}
+        if not is_equal(factor := outside.pop("partial_rotary_factor", 1.0), 1.0):
+            raise unsupported("partial_rotary_factor", factor, "supported: 1.0, which rotates all channels of a head")
+        if _ORIGINAL in outside and type(outside[_ORIGINAL]) is not int:
+            raise unsupported(_ORIGINAL, outside[_ORIGINAL], "supported: a number of tokens")
+        found = []
+        for key in ("rope_scaling", "rope_parameters"):  # the order of precedence in transformers
+            table = _rope_table(config, key)
+            if {_ORIGINAL} <= outside.keys() & table.keys() and outside[_ORIGINAL] != table[_ORIGINAL]:
+                raise unsupported(_ORIGINAL, outside[_ORIGINAL], f"{key} has {as_text(table[_ORIGINAL])}")
+            if table:
+                base, longest = config.get("rope_theta", theta), config.get("max_position_embeddings")
+                found.append((*_read_rope({**table, **outside}, base, key, longest, kinds), key))
+        if not found:
+            table = {} if default is None or "rope_parameters" in config else dict(default)
+            found.append((*_read_rope(table, config.get("rope_theta", theta), key, None, kinds), key))
+        base, scaling, key = found[0]
+        if (base, scaling) != found[-1][:2]:
+            raise _contradiction(config)
+        if scaling is not None and scaling["kind"] == "yarn" and yarn_needs and config.get(yarn_needs) is None:
+            reason = f"transformers computes YaRN for this class only with {yarn_needs}"
+            raise unsupported(f"{key}.rope_type", "yarn", reason)
+        return {"rope_theta": base, "rope_scaling": scaling}
+
     return Feature(
         (*_ROPE_KEYS, "partial_rotary_factor", _ORIGINAL),
-        partial(_one_rope, theta=theta, default=scaling, kinds=kinds, yarn_needs=yarn_needs),
+        read,
         lambda args: {"rope_theta": args.rope_theta, "rope_scaling": _write_scaling(args) or unscaled},
     )
-
-
-YARN_OF_GPT_OSS = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
 
 
 def _two_ropes(config: Config) -> dict[str, Any]:
