@@ -48,9 +48,9 @@ def vocabulary_of(has_labels: bool) -> tuple[str, ...]:
 
 
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-"""Supported dtypes of parameters, by their names in the files."""
+INTEGERS = {"I64": "int64"}
+"""Supported dtypes of parameters and of the counters of BatchNorm, by their names in the files."""
 
-_INTEGERS = {"I64": "int64"}  # the counters of BatchNorm
 _SAMPLE_BYTES = 4096
 
 _MOST_INDEX_BYTES = 64 * MIB
@@ -354,32 +354,35 @@ def find_weights(
         places, ignored = places_in_files(folder.tensors, shapes)
         found |= places
     _check_number(found.values(), folder)
-    pieces = {name: piece for name, piece in found.items() if own[name].tied_to is None}
+    pieces = dict[str, Place]()
     copies = defaultdict[str, list[Place]](list)
     for name, piece in found.items():
         first = own[name].tied_to
-        if first is not None and all(tensor in folder.tensors for tensor in piece.tensors):
+        if first is None:
+            pieces[name] = piece
+        elif all(tensor in folder.tensors for tensor in piece.tensors):
             copies[first].append(piece)
     for first, others in copies.items():
         if not any(tensor in folder.tensors for tensor in pieces[first].tensors):
             pieces[first] = others.pop()
-    counters = {name for name, tensor in own.items() if not tensor.is_floating}  # of BatchNorm; files may lack them
-    absent = {name for name in counters & pieces.keys() if pieces[name].tensors[0] not in folder.tensors}
-    pieces = {name: piece for name, piece in pieces.items() if name not in absent}
+    for name in [name for name in pieces if not own[name].is_floating]:
+        if pieces[name].tensors[0] not in folder.tensors:
+            del pieces[name]  # files may lack the counters of BatchNorm
     expected = tensor_shapes({name: piece for name, piece in pieces.items() if isinstance(piece, Piece)}, shapes)
     taken = {tensor for piece in chain(pieces.values(), *copies.values()) for tensor in piece.tensors}
-    pieces = {name: piece for name, piece in pieces.items() if not any(matches(glob, name) for glob in excluded)}
+
+    def is_excluded(name: str) -> bool:
+        return any(matches(glob, name) for glob in excluded)
+
+    pieces = {name: piece for name, piece in pieces.items() if not is_excluded(name)}
     for others in copies.values():
-        others[:] = [piece for piece in others if not any(matches(glob, piece.tensors[0]) for glob in excluded)]
+        others[:] = [piece for piece in others if not is_excluded(piece.tensors[0])]
     used = {tensor: own[name] for name, piece in pieces.items() for tensor in piece.tensors}
-    unexpected = [
-        name
-        for name in folder.tensors
-        if name not in taken and name not in ignored and not is_unused(folder.config.model_type, name)
-    ]
+    unexpected = [name for name in folder.tensors if name not in taken and name not in ignored]
+    unexpected = [name for name in unexpected if not (is_unused(folder.config.model_type, name) or is_excluded(name))]
     problems = {
         "missing": [name for name in used if name not in folder.tensors],
-        "unexpected": [name for name in unexpected if not any(matches(glob, name) for glob in excluded)],
+        "unexpected": unexpected,
         "of another shape": [
             *(
                 f"{name} {list(folder.tensors[name].shape)}, not {list(expected[name])}"
@@ -397,8 +400,7 @@ def find_weights(
         "of a dtype that is not supported": [
             f"{name} {folder.tensors[name].dtype}"
             for name, tensor in used.items()
-            if name in folder.tensors
-            and folder.tensors[name].dtype not in (FLOATS if tensor.is_floating else _INTEGERS)
+            if name in folder.tensors and folder.tensors[name].dtype not in (FLOATS if tensor.is_floating else INTEGERS)
         ],
     }
     if errors := [f"{len(names)} {what}: {listed(names, most=8)}" for what, names in problems.items() if names]:

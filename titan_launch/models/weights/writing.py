@@ -22,15 +22,9 @@ from titan_launch.core.files import MIB, file_inside, read_regular, refuse_weigh
 from titan_launch.models.decoder.huggingface_tensors import Piece, Shape
 from titan_launch.models.huggingface.config_json import read_json
 from titan_launch.models.huggingface.files import CONFIG_FILE, GENERATION_FILE, WeightsError
-from titan_launch.models.weights.folder import FILE, INDEX, in_halves
+from titan_launch.models.weights.folder import FILE, FLOATS, INDEX, INTEGERS, in_halves
 
-DTYPE_CODES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-}
+DTYPE_CODES = {getattr(torch, name): code for code, name in {**FLOATS, **INTEGERS}.items()}
 """Names of dtypes in the header of a file."""
 
 
