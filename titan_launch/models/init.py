@@ -53,7 +53,7 @@ def initialize(model: nn.Module, initializer: Initializer | HostValues, seed: in
     """
     if isinstance(initializer, HostValues):
         _copy_values(model, initializer)
-    for path, module, names in reversed(list(_owners(model))):
+    for path, module, tensors in reversed(list(_owners(model))):
         fill = call_reset_parameters if isinstance(module, LoRA) else initializer
         if isinstance(fill, HostValues):
             continue
@@ -61,15 +61,13 @@ def initialize(model: nn.Module, initializer: Initializer | HostValues, seed: in
         digest = hashlib.blake2b(f"{seed}:{path}".encode(), digest_size=8).digest()
         with _seeded(int.from_bytes(digest, "little"), device), torch.no_grad():
             fill(twin, path)
-            for name in names:
-                _copy_shard(own_tensors(module)[name], own_tensors(twin)[name])
+            for name, tensor in tensors.items():
+                _copy_shard(tensor, own_tensors(twin)[name])
 
 
 @torch.no_grad()
 def _copy_values(model: nn.Module, values: HostValues) -> None:
-    targets = {
-        full_name(path, name): own_tensors(module)[name] for path, module, names in _owners(model) for name in names
-    }
+    targets = _distinct_tensors(model)
     for name, part in values.take_parts({name: _box(target) for name, target in targets.items()}):
         local_tensor(targets[name]).copy_(part)
 
@@ -110,14 +108,11 @@ def copy_whole(target: Tensor, values: Tensor) -> None:
 def _own_parts(model: nn.Module, weights: Weights, names: Collection[str]) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yield (full name, this rank's part in the model, this rank's part in the weights) of each tensor in `names` that
     both the model and the weights have. Empty parts are skipped."""
-    for path, module, own_names in _owners(model):
-        for name in own_names:
-            full = full_name(path, name)
-            if full in weights.pieces and full in names:
-                target = own_tensors(module)[name]
-                offsets, lengths = _box(target)
-                if 0 not in lengths:
-                    yield full, local_tensor(target), weights.read(full, offsets, lengths)
+    for name, target in _distinct_tensors(model).items():
+        if name in weights.pieces and name in names:
+            offsets, lengths = _box(target)
+            if 0 not in lengths:
+                yield name, local_tensor(target), weights.read(name, offsets, lengths)
 
 
 def _box(target: Tensor) -> Box:
@@ -127,14 +122,19 @@ def _box(target: Tensor) -> Box:
     return (0,) * target.ndim, tuple(target.shape)
 
 
-def _owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]]]:
-    """Yield (path, module, names of tensors). A shared tensor is listed only for the first module that owns it."""
-    seen: set[int] = set()
+def _distinct_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters and buffers of a model by full name. A shared tensor has the name in its first owner."""
+    return {full_name(path, name): tensor for path, _, own in _owners(model) for name, tensor in own.items()}
+
+
+def _owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, dict[str, Tensor]]]:
+    """Yield (path, module, tensors by name). A shared tensor is listed only for the first module that owns it."""
+    seen = set[int]()
     for path, module in model.named_modules():
-        names = [name for name, tensor in own_tensors(module).items() if id(tensor) not in seen]
-        seen.update(id(tensor) for tensor in own_tensors(module).values())
-        if names:
-            yield path, module, names
+        own = {name: tensor for name, tensor in own_tensors(module).items() if id(tensor) not in seen}
+        seen.update(map(id, own.values()))
+        if own:
+            yield path, module, own
 
 
 def _unsharded_twin(module: nn.Module, device: torch.device) -> nn.Module:

@@ -94,7 +94,7 @@ class TensorNames:
     def tensor_of(self, pattern: str) -> str | None:
         """Return the name of the file's tensor for a parameter, without `prefix`; None if the file has none. In both
         names, the first `*` is the number of the layer. In the result, a second `*` is the number of the expert."""
-        module, leaf = _split(pattern)
+        module, _, leaf = pattern.rpartition(".")
         if pattern in self.parameters:
             return self.parameters[pattern]
         return f"{self.modules[module]}.{leaf}" if module in self.modules else None
@@ -252,7 +252,7 @@ def pieces_of(
     pieces: dict[str, Piece] = {}
     for name, shape in shapes.items():
         layer, pattern = _pattern(name)
-        module, leaf = _split(pattern)
+        module, _, leaf = pattern.rpartition(".")
         theirs = f"{SCORE}.weight" if has_labels and pattern == "output.weight" else names.tensor_of(pattern)
         if theirs is None:
             continue
@@ -262,7 +262,7 @@ def pieces_of(
         is_alternating, is_of_experts = theirs.endswith(names.alternating or ("?",)), module == _EXPERTS
         sizes = [shapes[other.replace("*", layer)][int(is_of_experts)] for other in before]
         is_rotated = names.has_halves and module.rpartition(".")[2] in ("wq", "wk", "q_norm", "k_norm")
-        own_prefix = "" if _split(theirs)[0] in (LM_HEAD, SCORE) else prefix
+        own_prefix = "" if theirs.rpartition(".")[0] in (LM_HEAD, SCORE) else prefix
         pieces[name] = Piece(
             tensor=own_prefix + (theirs.replace("*", layer, 1) if layer else theirs),
             start=len(before) if is_alternating else sum(sizes),
@@ -316,11 +316,6 @@ def tensor_shapes(pieces: Mapping[str, Piece], shapes: Mapping[str, Shape]) -> d
 def is_unused(model_type: str | None, tensor: str) -> bool:
     """Return True for a tensor of a file that no model reads."""
     return model_type is not None and any(matches(glob, tensor) for glob in NAMES[model_type].unused)
-
-
-def _split(name: str) -> tuple[str, str]:
-    module, _, leaf = name.rpartition(".")
-    return module, leaf
 
 
 def _pattern(name: str) -> tuple[str, str]:
