@@ -259,15 +259,14 @@ def pieces_of(
         candidates = (*names.parameters, *(f"{other}.{leaf}" for other in names.modules))
         sharing = [other for other in candidates if names.tensor_of(other) == theirs]
         before = sharing[: sharing.index(pattern)] if sharing else []
-        is_alternating, is_of_experts = theirs.endswith(names.alternating or ("?",)), module == _EXPERTS
+        is_alternating, is_of_experts = theirs.endswith(names.alternating), module == _EXPERTS
         sizes = [shapes[other.replace("*", layer)][int(is_of_experts)] for other in before]
         is_rotated = names.has_halves and module.rpartition(".")[2] in ("wq", "wk", "q_norm", "k_norm")
-        own_prefix = "" if theirs.rpartition(".")[0] in (LM_HEAD, SCORE) else prefix
         pieces[name] = Piece(
-            tensor=own_prefix + (theirs.replace("*", layer, 1) if layer else theirs),
+            tensor=_with_prefix(prefix, theirs).replace("*", layer, 1),
             start=len(before) if is_alternating else sum(sizes),
             step=len(sharing) if is_alternating else 1,
-            is_transposed=theirs.endswith(names.transposed or ("?",)),
+            is_transposed=theirs.endswith(names.transposed),
             num_experts=shape[0] if is_of_experts else None,
             rotary_width=head_width if is_rotated else None,
         )
@@ -288,8 +287,7 @@ def names_in_transformers(paths: Iterable[str]) -> dict[str, set[str]]:
     for path, (layer, pattern) in patterns.items():
         for names in classes if pattern in known else ():
             theirs = names.name_of(pattern) or ""
-            prefix = "" if theirs.partition(".")[0] == LM_HEAD else names.prefix
-            found.setdefault(path, set()).add(prefix + (theirs.replace("*", layer, 1) if layer else theirs))
+            found.setdefault(path, set()).add(_with_prefix(names.prefix, theirs).replace("*", layer, 1))
     return found
 
 
@@ -316,6 +314,11 @@ def tensor_shapes(pieces: Mapping[str, Piece], shapes: Mapping[str, Shape]) -> d
 def is_unused(model_type: str | None, tensor: str) -> bool:
     """Return True for a tensor of a file that no model reads."""
     return model_type is not None and any(matches(glob, tensor) for glob in NAMES[model_type].unused)
+
+
+def _with_prefix(prefix: str, name: str) -> str:
+    """Return the name of a module or tensor in the file. Names of the output layer have no prefix."""
+    return name if name.partition(".")[0] in (LM_HEAD, SCORE) else prefix + name
 
 
 def _pattern(name: str) -> tuple[str, str]:
