@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -74,12 +74,8 @@ class Part:
     shape: Shape
     """Shape of the weight, as `file_places` returns it."""
 
-    start: int
-    """First output feature of the adapter in the target."""
-
-    step: int
-    rotary_width: int | None
-    """`step` and `rotary_width`: as in the `Piece` of the weight."""
+    piece: Piece
+    """The place of the weight in the files. `start` is the first output feature of the adapter in the target."""
 
 
 @dataclass(frozen=True)
@@ -154,9 +150,9 @@ class Target:
             rank = part.adapter.rank
             a[:, columns] = read(part.adapter.a).reshape(experts, rank, -1)[:, :, :num_in]
             own = read(part.adapter.b).reshape(experts, -1, rank)
-            if part.rotary_width:
-                own = in_halves(own[0], part.rotary_width)[None]
-            rows = b[:, part.start :: part.step, columns]
+            if part.piece.rotary_width:
+                own = in_halves(own[0], part.piece.rotary_width)[None]
+            rows = b[:, part.piece.start :: part.piece.step, columns]
             count = min(rows.shape[1], own.shape[1])
             rows[:, :count] = own[:, :count]
         return a.reshape(experts * whole, num_in), b.permute(1, 2, 0).reshape(self.num_out, whole * experts)
@@ -179,11 +175,11 @@ class Target:
         a, rest = a.reshape(experts, whole, -1), b.reshape(self.num_out, whole, experts).permute(2, 0, 1).clone()
         for part, columns in self._columns(whole):
             num_rows = part.shape[-1 if self.is_embedding else -2]
-            rows = rest[:, part.start :: part.step, columns][:, :num_rows]
+            rows = rest[:, part.piece.start :: part.piece.step, columns][:, :num_rows]
             own = rows.clone()
             rows.zero_()
-            if part.rotary_width:
-                own = interleaved(own[0], part.rotary_width)[None]
+            if part.piece.rotary_width:
+                own = interleaved(own[0], part.piece.rotary_width)[None]
             is_stacked = self.num_experts is not None
             own_a = a[:, columns].clone()
             yield part.adapter.a, own_a if is_stacked else own_a[0]
@@ -226,7 +222,6 @@ def targets_of(adapters: Sequence[Adapter], shapes: Mapping[str, Shape], pieces:
         if name not in pieces:
             raise WeightsError(f"peft has no target for the adapter of {name}: transformers has no such weight")
         piece, shape = pieces[name], shapes[name]
-        start, leaf = piece.start, name.rpartition(".")[2]
         key: tuple[str, str | None] = parent(piece.tensor), piece.tensor.rpartition(".")[2]
         if len(shape) == 2:
             key = key[0], None
@@ -236,19 +231,19 @@ def targets_of(adapters: Sequence[Adapter], shapes: Mapping[str, Shape], pieces:
                 raise WeightsError(f"{name} is {piece.tensor} in transformers, {reason}; export the merged model")
         elif piece.has_tensor_per_expert:
             key = _stacked(name, piece)
-            parameter, position = _EXPERTS[leaf]
-            start = position * shape[1]
+            parameter, position = _EXPERTS[name.rpartition(".")[2]]
+            piece = replace(piece, start=position * shape[1])
             num_out = sum(shapes[f"{parent(name)}.{own}"][1] for own, (of, _) in _EXPERTS.items() if of == parameter)
         else:
             num_out = whole[piece.tensor][-1 if piece.is_transposed else 1]
         sizes[key] = num_out
-        found[key].append(Part(adapter, shape, start, piece.step, piece.rotary_width))
+        found[key].append(Part(adapter, shape, piece))
     targets = []
     for (module, stacked), parts in found.items():
         siblings = [other for path, other in found if path == module]
         depth = 0 if stacked is None else len(siblings) - 1 - sorted(siblings, key=_WRAPPING_ORDER.index).index(stacked)
         experts = None if stacked is None else parts[0].shape[0]
-        ordered = tuple(sorted(parts, key=lambda part: part.start))
+        ordered = tuple(sorted(parts, key=lambda part: part.piece.start))
         targets.append(Target(module, stacked, ordered, sizes[module, stacked], experts, depth))
     return targets
 
