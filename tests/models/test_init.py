@@ -130,7 +130,7 @@ def test_initial_values_in_a_lower_storage_dtype_are_rounded_once() -> None:
 
 def test_a_name_without_a_rule_is_an_error() -> None:
     with pytest.raises(AssertionError, match=r"no rule for (weight|bias)"):
-        initialize(nn.Linear(2, 2), InitTable([("layers.*", lambda tensor, module: None)]), 0, CPU)
+        initialize(nn.Linear(2, 2), InitTable([("layers.*", lambda tensor: None)]), 0, CPU)
 
 
 class Orphan(nn.Module):

@@ -32,46 +32,42 @@ def own_tensors(module: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in both.items() if tensor is not None}
 
 
-Fill = Callable[[Tensor, nn.Module], object]
-"""A function that fills a tensor in place; its second argument is the module that owns the tensor."""
+Fill = Callable[[Tensor], object]
+"""A function that fills a tensor in place."""
 
 
 def constant(value: float) -> Fill:
     """Return a function that fills a tensor with `value`."""
-    return lambda tensor, module: tensor.fill_(value)
+    return lambda tensor: tensor.fill_(value)
 
 
 def normal(std: float) -> Fill:
     """Return a function that draws from a normal distribution with mean 0."""
-    return lambda tensor, module: tensor.normal_(std=std)
+    return lambda tensor: tensor.normal_(std=std)
 
 
 def truncated_normal(std: float) -> Fill:
     """Return a function that draws from a normal distribution with mean 0, truncated at three standard deviations."""
-    return lambda tensor, module: nn.init.trunc_normal_(tensor, std=std, a=-3 * std, b=3 * std)
-
-
-def from_reset_parameters(tensor: Tensor, module: nn.Module) -> None:
-    """Call the module's own `reset_parameters`, which fills all its tensors."""
-    reset = module.reset_parameters
-    assert callable(reset)
-    reset()
+    return lambda tensor: nn.init.trunc_normal_(tensor, std=std, a=-3 * std, b=3 * std)
 
 
 class InitTable:
-    """A table of (glob, fill function). For a parameter or buffer, the first glob that matches its full name
-    decides."""
+    """A table of (glob, fill function). For a parameter or buffer, the first glob that matches its full name decides.
+    None in place of the function: the module's `reset_parameters` fills the tensor."""
 
-    def __init__(self, rules: Sequence[tuple[str, Fill]]):
+    def __init__(self, rules: Sequence[tuple[str, Fill | None]]):
         self._rules = tuple(rules)
 
     def __call__(self, module: nn.Module, path: str) -> None:
         """Fill the module's tensors by their rules."""
         for name, tensor in own_tensors(module).items():
             own = full_name(path, name)
-            fill = next((fill for pattern, fill in self._rules if matches(pattern, own)), None)
-            assert fill is not None, f"the model's table of initial values has no rule for {own}"
-            fill(tensor, module)
+            fills = [fill for pattern, fill in self._rules if matches(pattern, own)]
+            assert fills, f"the model's table of initial values has no rule for {own}"
+            if fills[0] is None:
+                call_reset_parameters(module, path)
+            else:
+                fills[0](tensor)
 
 
 def scaled_values(values: Initializer, scales: WidthScales) -> Initializer:

@@ -32,14 +32,7 @@ from titan_launch.models.decoder.layers import (
     normalized,
 )
 from titan_launch.models.decoder.mixture_of_experts import MixtureOfExperts
-from titan_launch.models.initializers import (
-    Fill,
-    InitTable,
-    constant,
-    from_reset_parameters,
-    normal,
-    truncated_normal,
-)
+from titan_launch.models.initializers import Fill, InitTable, constant, normal, truncated_normal
 from titan_launch.models.spec import AttentionHeads, ModelSpec, TensorStyle
 
 
@@ -163,10 +156,10 @@ def _init_table(
     }
     return InitTable(
         [
-            ("*rope.*", from_reset_parameters),
+            ("*rope.*", None),
             ("tok_embeddings.weight", embedding),
             ("pos_embeddings.weight", positions),
-            ("pos_embeddings.rows", lambda rows, module: torch.arange(len(rows), out=rows)),
+            ("pos_embeddings.rows", lambda rows: torch.arange(len(rows), out=rows)),
             ("output.weight", output),
             ("layers.*.attention.w[qkv].weight", linear),
             ("layers.*.attention.w*_[ab].weight", linear),

@@ -132,7 +132,7 @@ def initial_values(args: ResNetArgs) -> InitTable:
             ("**.running_mean", constant(0.0)),
             ("**.running_var", constant(1.0)),
             ("**.num_batches_tracked", constant(0)),
-            *((f"**.{conv}.weight", lambda tensor, module: draw(tensor)) for conv in ("conv[123]", "downsample.0")),
+            *((f"**.{conv}.weight", draw) for conv in ("conv[123]", "downsample.0")),
             *((f"**.{norm}.weight", constant(1.0)) for norm in ("bn[123]", "downsample.1")),
         ]
     )

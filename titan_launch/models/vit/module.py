@@ -131,7 +131,7 @@ def initial_values(args: ViTArgs) -> InitTable:
             ("output.weight", constant(0.0)),
             ("**.bias", constant(0.0)),
             ("**.*norm.weight", constant(1.0)),
-            ("layers.**.w?.weight", lambda tensor, module: nn.init.xavier_uniform_(tensor)),
+            ("layers.**.w?.weight", nn.init.xavier_uniform_),
         ]
     )
 
