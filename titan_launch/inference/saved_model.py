@@ -196,12 +196,7 @@ def _open_imported(folder: Path, record: Mapping[str, Any], job: JobConfig) -> S
     whole = job.model_copy(update={"model": job.model.model_copy(update={"exclude_from_weights": ()})})
     files = _FolderWeights.of(whole, folder).weights.folder
     entries = {name: Entry(name, tensor.shape, _dtype(tensor.dtype)) for name, tensor in files.tensors.items()}
-
-    def read(name: str) -> Tensor:
-        shape = entries[name].shape
-        return files.read(name, (0,) * len(shape), shape)
-
-    return SavedModel(record, job, entries, read, "the imported weights", companions_of(folder))
+    return SavedModel(record, job, entries, files.read, "the imported weights", companions_of(folder))
 
 
 def _open_huggingface(folder: Path) -> SavedModel:

@@ -330,7 +330,7 @@ class AdapterFolder:
             original = name.removeprefix(_PREFIX).replace(".base_layer.", ".")
             like = base.tensors.get(original)
             if like is not None and like.shape == self.tensors[name].shape and self.tensors[name].dtype in FLOATS:
-                (own,), theirs = read_file(self.path / FILE, [name]), base.read(original, (), ())
+                (own,), theirs = read_file(self.path / FILE, [name]), base.read(original)
                 if bool((own == theirs).all()):
                     del self.tensors[name]
 

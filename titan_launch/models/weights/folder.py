@@ -135,14 +135,14 @@ class WeightsFolder:
         files = sorted({tensor.file for tensor in self.tensors.values()})
         return fingerprint_of_files([(file, self.path / file) for file in files], _SAMPLE_BYTES)
 
-    def read(self, name: str, start: Sequence[int], stop: Sequence[int]) -> Tensor:
-        """Return a part of a tensor, in the dtype of the file, and read only this part. `start`, `stop`: bounds of the
-        part by dim; empty for the whole tensor."""
-        (part,) = self.read_each([name], start, stop)
-        return part
+    def read(self, name: str) -> Tensor:
+        """Return a whole tensor, in the dtype of the file."""
+        (tensor,) = self.read_each([name])
+        return tensor
 
-    def read_each(self, names: Sequence[str], start: Sequence[int], stop: Sequence[int]) -> Iterator[Tensor]:
-        """Yield the same part of several tensors, as `read` does."""
+    def read_each(self, names: Sequence[str], start: Sequence[int] = (), stop: Sequence[int] = ()) -> Iterator[Tensor]:
+        """Yield the same part of several tensors, in the dtype of the file, and read only this part. `start`, `stop`:
+        bounds of the part by dim; empty for the whole tensors."""
         for file_name, group in groupby(names, key=lambda name: self.tensors[name].file):
             # The file is opened once for consecutive names, because opening it takes milliseconds.
             with _library().safe_open(self.path / file_name, framework="pt") as file:
@@ -255,11 +255,11 @@ class Weights:
 
     def _read(self, piece: Place, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
         if isinstance(piece, Converted):
-            whole = piece.convert(list(self.folder.read_each(piece.tensors, (), ())))
+            whole = piece.convert(list(self.folder.read_each(piece.tensors)))
             return whole[tuple(slice(a, a + b) for a, b in zip(offsets, lengths, strict=True))].clone()
         if len(piece.tensors) == 1 and not self.folder.tensors[piece.tensors[0]].shape:
             # The file may have a scalar where the model has a vector with one element.
-            return self.folder.read(piece.tensor, (), ()).reshape(tuple(lengths))
+            return self.folder.read(piece.tensor).reshape(tuple(lengths))
         if not piece.has_tensor_per_expert:
             (part,) = self._read_each(piece, piece.tensors, offsets, lengths)
             return part
