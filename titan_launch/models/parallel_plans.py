@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import get_args
+from typing import NamedTuple, get_args
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -28,31 +28,34 @@ from titan_launch.plan.units.rule_assignment import nothing_matched
 _SEQUENCE: KeyPath = ("parallelism", "sequence_parallel")
 _NAME: KeyPath = ("model", "name")
 
-_CLASSES: dict[str, type[nn.Module]] = {
-    "embedding": nn.Embedding,
-    "colwise": nn.Linear,
-    "rowwise": nn.Linear,
-    "head": nn.Linear,
-    "mixture": MixtureOfExperts,
-    "experts": Experts,
-    "shared_colwise": nn.Linear,
-    "shared_rowwise": nn.Linear,
-}
-"""The class that a module must have, by style of tensor parallelism. Other styles allow any module."""
 
-DIVIDED_AXIS = {
-    "embedding": 0,
-    "colwise": 0,
-    "by_head": 0,
-    "rowwise": 1,
-    "head": 0,
-    "experts": 1,
-    "shared_colwise": 0,
-    "shared_rowwise": 1,
-}
-"""The dimension along which a style shards the weight of a module. For `experts`, it is the dimension of `w1`. For
-`by_head`, it is the dimension of every parameter."""
+class Division(NamedTuple):
+    """The modules to which a style of tensor parallelism applies, and the part of them that it shards."""
 
+    cls: type[nn.Module] = nn.Module
+    """The class that a module must have."""
+
+    axis: int | None = None
+    """The dimension along which the weight is sharded; None if the style shards nothing. For `experts`, it is the
+    dimension of `w1`. For `by_head`, it is the dimension of every parameter."""
+
+    what: str = ""
+    """The entries along this dimension, in words."""
+
+
+DIVISIONS: dict[str, Division] = {
+    **dict.fromkeys(("positions", "sequence", "input", "latent", "heads", "router"), Division()),
+    "embedding": Division(nn.Embedding, 0, "rows"),
+    "colwise": Division(nn.Linear, 0, "output features"),
+    "by_head": Division(nn.Module, 0, "rows"),
+    "rowwise": Division(nn.Linear, 1, "input features"),
+    "head": Division(nn.Linear, 0, "output features"),
+    "mixture": Division(MixtureOfExperts),
+    "experts": Division(Experts, 1, "hidden features"),
+    "shared_colwise": Division(nn.Linear, 0, "output features"),
+    "shared_rowwise": Division(nn.Linear, 1, "input features"),
+}
+"""The division of modules by each style."""
 
 _ABOUT_SHAPES = re.compile(r"\b(shapes?|sizes?|dimensions?)\b")
 
@@ -156,24 +159,19 @@ def _unmatched(model: nn.Module, styles: Mapping[str, TensorStyle]) -> Iterator[
 
 
 def _misfits(path: str, module: nn.Module, style: TensorStyle, degree: int) -> Iterator[Problem]:
-    wanted = _CLASSES.get(style)
-    if wanted is not None and not isinstance(module, wanted):
-        library = "nn" if wanted.__module__.startswith("torch.") else wanted.__module__
+    division = DIVISIONS[style]
+    if not isinstance(module, division.cls):
+        library = "nn" if division.cls.__module__.startswith("torch.") else division.cls.__module__
         reason = f'{path} is a {type(module).__name__}, but its style in tensor_parallel, "{style}", requires '
-        yield Problem(_NAME, f"{reason}the class {library}.{wanted.__name__}")
+        yield Problem(_NAME, f"{reason}the class {library}.{division.cls.__name__}")
         return
-    if style not in DIVIDED_AXIS:
+    if division.axis is None:
         return
     names = {"experts": ["w1"], "by_head": [name for name, _ in module.named_parameters(recurse=False)]}
-    sizes = {module.get_parameter(name).shape[DIVIDED_AXIS[style]] for name in names.get(style, ["weight"])}
+    sizes = {module.get_parameter(name).shape[division.axis] for name in names.get(style, ["weight"])}
     for size in sorted(size for size in sizes if size % degree):
-        reason = f'{path} ("{style}") has {size} {_what_is_divided(style)}, which is not a multiple of {degree}'
+        reason = f'{path} ("{style}") has {size} {division.what}, which is not a multiple of {degree}'
         yield Problem(TENSOR.key, f"{reason}; set a degree that divides this number", degree, also=(("model", "args"),))
-
-
-def _what_is_divided(style: TensorStyle) -> str:
-    names = {"embedding": "rows", "by_head": "rows", "rowwise": "input features", "shared_rowwise": "input features"}
-    return {**names, "experts": "hidden features"}.get(style, "output features")
 
 
 def _unassigned(model: nn.Module, found: Mapping[str, TensorStyle]) -> Iterator[Problem]:
@@ -207,7 +205,7 @@ def _divided_ties(model: nn.Module, found: Mapping[str, TensorStyle]) -> Iterato
             if parameter is None:
                 continue
             other = first.setdefault(id(parameter), path)
-            if DIVIDED_AXIS.get(found[other]) != DIVIDED_AXIS.get(style):
+            if DIVISIONS[found[other]].axis != DIVISIONS[style].axis:
                 reason = f'{other} ("{found[other]}") and {path} ("{style}") share the parameter {name}, but their '
                 yield Problem(_NAME, f"{reason}styles shard it differently; shard it along one dimension")
 

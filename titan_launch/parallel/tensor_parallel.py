@@ -21,7 +21,7 @@ from titan_launch.config.axes import TENSOR
 from titan_launch.config.sections.parallelism import ParallelismConfig
 from titan_launch.models.decoder.layers import AllHeadsRMSNorm
 from titan_launch.models.lora import LoRA
-from titan_launch.models.parallel_plans import DIVIDED_AXIS, style_by_module
+from titan_launch.models.parallel_plans import DIVISIONS, style_by_module
 from titan_launch.models.spec import TensorStyle
 from titan_launch.plan.freezing import ADAPTER
 
@@ -234,7 +234,7 @@ def _divide_adapter(adapter: LoRA, style: TensorStyle, mesh: DeviceMesh, sequenc
     if style in ("sequence", "positions"):
         _replicate(adapter, mesh, Partial() if sequence_parallel else Replicate())
         return
-    axis = DIVIDED_AXIS.get(style)
+    axis = DIVISIONS[style].axis
     a: Placement = Shard(1) if axis == 1 else Replicate()
     b: Placement = Shard(0) if axis == 0 else Replicate()
     divide_adapter(adapter, mesh, {"a": [a], "b": [b]})
