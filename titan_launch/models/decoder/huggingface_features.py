@@ -126,7 +126,7 @@ def attention_bias(default: bool = False) -> Feature:
 QUERY_SCALE = Feature(
     ("query_pre_attn_scalar",),
     lambda config: {"query_scale": _size(config, "query_pre_attn_scalar", 256) ** -0.5},
-    lambda args: {"query_pre_attn_scalar": _inverse_square(args.query_scale or args.head_width**-0.5)},
+    lambda args: {"query_pre_attn_scalar": _inverse_square(args.score_scale)},
 )
 
 
@@ -314,20 +314,18 @@ def _window_arguments(config: Config, window: Any, rule: Sequence[str]) -> dict[
     if window is None:
         raise unsupported("sliding_window", None, f"layers with {_SLIDING} (layer_types) need a window")
     full = [layer + 1 for layer, kind in enumerate(types) if kind == _FULL]
-    if not full or list(types) == _layer_types(len(types), window, full[0], None):
+    if not full or types == _layer_types(len(types), full[0]):
         return {"sliding_window": window, "full_attention_every": full[0] if full else None}
     return {"sliding_window": window, "full_attention_layers": full}
 
 
-def _layer_types(n_layers: int, window: int | None, every: int | None, full: Sequence[int] | None) -> list[str]:
-    is_full = [
-        window is None or (every and layer % every == 0) or layer in (full or ()) for layer in range(1, n_layers + 1)
-    ]
-    return [_FULL if layer else _SLIDING for layer in is_full]
+def _layer_types(n_layers: int, every: int | None) -> list[str]:
+    """Return the attention of each layer, if all layers except every N-th have a window. `every`: N, or None."""
+    return [_FULL if every and layer % every == 0 else _SLIDING for layer in range(1, n_layers + 1)]
 
 
 def _write_types(args: DecoderArgs) -> list[str]:
-    return _layer_types(args.n_layers, args.sliding_window, args.full_attention_every, args.full_attention_layers)
+    return [_FULL if args.window_of(layer) is None else _SLIDING for layer in range(args.n_layers)]
 
 
 def _windows_of_qwen(config: Config) -> dict[str, Any]:
@@ -361,7 +359,7 @@ def windows_by_pattern(default: int, default_window: int, pattern: str | None = 
             raise unsupported("sliding_window", window, "supported: a number of tokens")
         if pattern is not None:
             every = config.get(pattern, default)
-        return _window_arguments(config, window, _layer_types(_num_layers(config), window, every, None))
+        return _window_arguments(config, window, _layer_types(_num_layers(config), every))
 
     def write(args: DecoderArgs) -> dict[str, Any]:
         window = args.sliding_window

@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -306,16 +305,12 @@ def _differing(own: ModelArgs, other: ModelArgs) -> list[tuple[str, Any, Any]]:
     """Return (argument, value in `own`, value in `other`) of all differing arguments, including those in tables, such
     as `experts.top_k`."""
     ours, theirs = (dict(leaves(args.effective())) for args in (own, other))
+    set_here, set_there = (dict(leaves(args.model_dump(mode="json"))) for args in (own, other))
     return [
         (key, ours.get(key), theirs.get(key))
         for key in {**ours, **theirs}
-        if ours.get(key) != theirs.get(key) and _value(own, key) != _value(other, key)
+        if ours.get(key) != theirs.get(key) and set_here.get(key) != set_there.get(key)
     ]
-
-
-def _value(args: Any, key: str) -> Any:
-    """Return the argument with a dotted key, such as `experts.top_k`; None if the table `experts` is unset."""
-    return reduce(lambda value, name: getattr(value, name, None), key.split("."), args)
 
 
 def _notes(family: Family, config: Config) -> list[str]:
