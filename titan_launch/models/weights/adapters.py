@@ -31,7 +31,7 @@ from titan_launch.models.weights.folder import (
     interleaved,
     read_file,
     read_header,
-    vocabulary_of,
+    shapes_in_files,
 )
 from titan_launch.plan.types import parent
 
@@ -205,8 +205,7 @@ def file_places(
     model_type = model_type_of(model.name)  # raises WeightsError for other models than decoders
     args = cast(DecoderArgs, resolve_args(model.name, model.flavor, model.args))
     has_labels = args.num_labels is not None
-    cut = {name: (rows or shapes[name][0], *shapes[name][1:]) for name in vocabulary_of(has_labels) if name in shapes}
-    in_files = {**shapes, **cut}
+    in_files = shapes_in_files(shapes, rows, has_labels)
     return in_files, pieces_of(model_type, in_files, args.head_width, has_labels=has_labels)
 
 

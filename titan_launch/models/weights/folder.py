@@ -41,10 +41,12 @@ if TYPE_CHECKING:
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-def vocabulary_of(has_labels: bool) -> tuple[str, ...]:
-    """Return the names of the parameters with a row for each token of the vocabulary. A job may pad these parameters
-    with rows of zeros. `has_labels`: the model is a classifier or a reward model."""
-    return ("tok_embeddings.weight",) if has_labels else ("tok_embeddings.weight", "output.weight")
+def shapes_in_files(shapes: Mapping[str, Shape], rows: int | None, has_labels: bool) -> dict[str, Shape]:
+    """Return the shapes of parameters in files whose vocabulary has `rows` tokens. A job may pad the parameters with a
+    row for each token. `rows`: None for the vocabulary of the job. `has_labels`: the model is a classifier or a reward
+    model."""
+    of_vocabulary = ("tok_embeddings.weight",) if has_labels else ("tok_embeddings.weight", "output.weight")
+    return {name: (rows, *shape[1:]) if rows and name in of_vocabulary else shape for name, shape in shapes.items()}
 
 
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -346,8 +348,7 @@ def find_weights(
     if args is not None:
         width = getattr(args, "head_width", None)
         theirs = resolve_args(folder.config.name, folder.config.flavor, folder.config.args)
-        rows = getattr(theirs, "vocab_size", None)
-        shapes |= {name: (rows, *shapes[name][1:]) for name in vocabulary_of(has_labels) if rows and name in shapes}
+        shapes = shapes_in_files(shapes, getattr(theirs, "vocab_size", None), has_labels)
     found: dict[str, Place] = dict(pieces_of(folder.config.model_type, shapes, width, folder.tensors, has_labels))
     ignored: Collection[str] = (f"{LM_HEAD}.weight",) if has_labels else ()
     if places_in_files is not None:
