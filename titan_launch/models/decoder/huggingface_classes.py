@@ -27,7 +27,6 @@ from titan_launch.models.decoder.huggingface_features import (
     WINDOWS_OF_QWEN3_MOE,
     Feature,
     activation,
-    attention_bias,
     head_dim,
     rope,
     same,
@@ -99,7 +98,8 @@ _SIZES = (*_SIZES_OF_EXPERTS, _WIDTH, _EPS_6)
 _SIZES_OF_LLAMA = (*_SIZES_WITHOUT_HEADS, OPTIONAL_KEY_VALUE_HEADS, _WIDTH)
 _UNTIED, _TIED = (same("tie_word_embeddings", "tie_embeddings", tied) for tied in (False, True))
 _SILU = activation("hidden_act", "silu")
-_ROPE, _ATTENTION_BIAS = rope(), attention_bias()
+_ROPE, _BIASES = rope(), ("qkv_bias", "attention_output_bias")
+_ATTENTION_BIAS = same("attention_bias", _BIASES, False)
 _GEMMA = (
     *_SIZES,
     head_dim(256, must_divide=True),
@@ -246,7 +246,7 @@ FAMILIES: dict[str, Family] = {
         "GptOssForCausalLM",
         (
             *(*_SIZES_OF_EXPERTS, _EPS_5, head_dim(64), rope(150_000.0, _YARN_OF_GPT_OSS), _UNTIED),
-            *(attention_bias(True), windows_by_pattern(2, 128), EXPERTS_OF_GPT_OSS),
+            *(same("attention_bias", _BIASES, True), windows_by_pattern(2, 128), EXPERTS_OF_GPT_OSS),
         ),
         fixed={"attention_sinks": True},
         neutral={"swiglu_alpha": 1.702},

@@ -26,11 +26,14 @@ class Feature:
     """Function of all arguments that returns the values of `keys`."""
 
 
-def same(key: str, argument: str, *default: Any) -> Feature:
-    """Return the `Feature` of a key and an argument with the same value. `default`: the value if the key is absent.
-    Without `default`, the key must be in `config.json`."""
+def same(key: str, arguments: str | tuple[str, ...], *default: Any) -> Feature:
+    """Return the `Feature` of a key and of one or more arguments with the same value. `default`: the value if the key
+    is absent. Without `default`, the key must be in `config.json`."""
+    names = (arguments,) if isinstance(arguments, str) else arguments
     return Feature(
-        (key,), lambda config: {argument: _lookup(config, key, *default)}, lambda args: {key: getattr(args, argument)}
+        (key,),
+        lambda config: dict.fromkeys(names, _lookup(config, key, *default)),
+        lambda args: {key: getattr(args, names[0])},
     )
 
 
@@ -112,15 +115,6 @@ def head_dim(default: int | None = None, may_be_null: bool = False, must_divide:
         return {"head_dim": None if width == ratio else width}
 
     return Feature(("head_dim",), read, lambda args: {"head_dim": args.head_width})
-
-
-def attention_bias(default: bool = False) -> Feature:
-    """Return the `Feature` of the biases of queries, keys, values, and of the output of attention."""
-
-    def read(config: Config) -> dict[str, Any]:
-        return dict.fromkeys(("qkv_bias", "attention_output_bias"), config.get("attention_bias", default))
-
-    return Feature(("attention_bias",), read, lambda args: {"attention_bias": args.qkv_bias})
 
 
 QUERY_SCALE = Feature(
