@@ -84,7 +84,10 @@ class Decoder(nn.Module):
         self.tok_embeddings = (ScaledEmbedding if args.scale_embeddings else nn.Embedding)(args.vocab_size, args.dim)
         self.pos_embeddings = None if is_rotary else LearnedPositions(args.num_positions, args.dim)
         self._windows = [args.window_of(index) for index in range(args.n_layers)]
-        self.layers = nn.ModuleList(self._block(args, layer) for layer in range(args.n_layers))
+        self.layers = nn.ModuleList()
+        for layer, window in enumerate(self._windows):
+            rope = self.rope if window is None or self.local_rope is None else self.local_rope
+            self.layers.append(TransformerBlock(args, window, rope, args.has_experts(layer)))
         self.norm = build_norm(args, args.dim)
         if args.logits_soft_cap is None or args.num_labels is not None:
             self.output = nn.Linear(args.dim, args.num_labels or args.vocab_size, bias=False)
@@ -92,11 +95,6 @@ class Decoder(nn.Module):
             self.output = CappedLinear(args.dim, args.vocab_size, args.logits_soft_cap)
         if args.tied_by() is not None:
             self.output.weight = self.tok_embeddings.weight
-
-    def _block(self, args: DecoderArgs, layer: int) -> TransformerBlock:
-        window = self._windows[layer]
-        has_local_rope = window is not None and self.local_rope is not None
-        return TransformerBlock(args, window, self.local_rope if has_local_rope else self.rope, args.has_experts(layer))
 
     def forward(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
         """Map token ids (batch, tokens) to logits (batch, tokens, vocab_size), or (batch, tokens, num_labels).
