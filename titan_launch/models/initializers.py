@@ -64,10 +64,12 @@ class InitTable:
             own = full_name(path, name)
             fills = [fill for pattern, fill in self._rules if matches(pattern, own)]
             assert fills, f"the model's table of initial values has no rule for {own}"
-            if fills[0] is None:
-                call_reset_parameters(module, path)
-            else:
+            if fills[0] is not None:
                 fills[0](tensor)
+            else:
+                reset = _reset_method(module)
+                assert reset is not None, f"{own} has no reset_parameters"
+                reset()
 
 
 def scaled_values(values: Initializer, scales: WidthScales) -> Initializer:
