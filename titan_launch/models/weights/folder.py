@@ -42,9 +42,9 @@ FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def shapes_in_files(shapes: Mapping[str, Shape], rows: int | None, has_labels: bool) -> dict[str, Shape]:
-    """Return the shapes of parameters in files whose vocabulary has `rows` tokens. A job may pad the parameters with a
-    row for each token. `rows`: None for the vocabulary of the job. `has_labels`: the model is a classifier or a reward
-    model."""
+    """Return the shapes of parameters in files whose vocabulary has `rows` tokens; None: that of the job. A job may pad
+    the parameters that have a row for each token with rows of zeros. `has_labels`: the model is a classifier or a
+    reward model."""
     of_vocabulary = ("tok_embeddings.weight",) if has_labels else ("tok_embeddings.weight", "output.weight")
     return {name: (rows, *shape[1:]) if rows and name in of_vocabulary else shape for name, shape in shapes.items()}
 
