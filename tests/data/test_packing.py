@@ -22,7 +22,7 @@ from titan_launch.config.sections.data import IGNORED_TARGET, TextData
 from titan_launch.core.errors import ConfigError
 from titan_launch.data.packing import best_fit_decreasing, pack
 from titan_launch.data.sources import SampleSource, build_source
-from titan_launch.data.sources.packed import PackedSource
+from titan_launch.data.sources.tokens import PackedSource
 from titan_launch.data.token_files import Header, TokenStream
 from titan_launch.data.tokenizers import ByteTokenizer
 from titan_launch.train.build import build_run
@@ -40,7 +40,7 @@ def stream_of(shards: list[list[int]], ignored: set[int]) -> TokenStream:
     ends = [np.cumsum(lengths, dtype=np.int64) for lengths in shards]
     targets = [np.array([token not in ignored for token in shard.tolist()], np.uint8) for shard in tokens]
     paths = [Path(f"{index}.tokens") for index in range(len(shards))]
-    return TokenStream(tokens, ends, targets if ignored else None, [], "bytes", paths, 10_000, identity=[])
+    return TokenStream(HEADER, tokens, ends, targets if ignored else None, paths, identity=[])
 
 
 @PROPERTIES
@@ -53,7 +53,7 @@ def test_every_pair_of_every_document_is_in_one_sample(
     shards: list[list[int]], seq_len: int, ignored: set[int]
 ) -> None:
     stream = stream_of(shards, ignored)
-    source = PackedSource(stream, pack(stream.document_ends(), seq_len), HEADER, "")
+    source = PackedSource(stream, pack(stream.document_ends(), seq_len), "")
     document_of = dict(enumerate(np.repeat(np.arange(stream.num_documents), [n for s in shards for n in s]), 1))
     seen: list[tuple[int, int]] = []
     holders: dict[int, set[tuple[int, int]]] = {}

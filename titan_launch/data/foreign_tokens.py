@@ -91,9 +91,9 @@ class _File:
         return np.asarray(np.memmap(self.path, dtype, mode="r", offset=self.start, shape=(self.num_tokens,)))
 
 
-def open_foreign_tokens(config: TokensData, tokenizer: Tokenizer, key: KeyPath) -> tuple[Header, TokenStream]:
-    """Map the token files of another program into memory. Return the header that token files with this content would
-    have, and the stream of tokens.
+def open_foreign_tokens(config: TokensData, tokenizer: Tokenizer, key: KeyPath) -> TokenStream:
+    """Map the token files of another program into memory. Its header is the one that token files with this content
+    would have.
 
     `config.path` names a file, the files `.bin` and `.idx` without their suffixes, or a glob. `key`: path of the
     section.
@@ -109,15 +109,15 @@ def open_foreign_tokens(config: TokensData, tokenizer: Tokenizer, key: KeyPath) 
             raise TokenFilesError(f"has negative token ids in {file.path.name}; write the ids as uint16 or uint32")
         check_ids(largest, file.path.name, tokenizer.vocab_size)
     ends = [map_file(folder / f"{index}.ends", "int64", number) for index, number in enumerate(scan["documents"])]
-    names = [(file.path.name, file.path.stat().st_size, "") for file in files]
-    shards = [
+    names = tuple((file.path.name, file.path.stat().st_size, "") for file in files)
+    shards = tuple(
         Shard(str(index), file.num_tokens, len(of_file), digest="", largest=largest)
         for index, (file, of_file, largest) in enumerate(zip(files, ends, scan["largest"], strict=True))
-    ]
+    )
     dtype = token_dtype(tokenizer.vocab_size)
-    header = Header(dtype, tokenizer.vocab_size, tokenizer.digest, False, tuple(shards), tuple(names))
+    header = Header(dtype, tokenizer.vocab_size, tokenizer.digest, False, shards, names)
     maps, paths = [file.map() for file in files], [file.path for file in files]
-    return header, TokenStream(maps, ends, None, names, tokenizer.digest, paths, tokenizer.vocab_size, identity)
+    return TokenStream(header, maps, ends, None, paths, identity)
 
 
 def check_unknown_ids(folder: Path, header: Header) -> None:

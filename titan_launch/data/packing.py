@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from titan_launch.core.cache import built_once
 from titan_launch.core.json_files import read_json
-from titan_launch.data.token_files import Header, TokenStream
+from titan_launch.data.token_files import TokenStream
 
 VERSION = 1
 """Version of the algorithm and of its files. Data that a different version packed is packed again."""
@@ -75,12 +75,12 @@ class Packing:
         return np.concatenate([np.arange(*bound) for bound in bounds]), [stop - start for start, stop in bounds]
 
 
-def cached_packing(stream: TokenStream, header: Header, seq_len: int) -> Packing:
+def cached_packing(stream: TokenStream, seq_len: int) -> Packing:
     """Return the packing of token files. The first process of a host computes the packing and writes it to the cache.
     Raises UserError if the cache cannot be written."""
-    identity = [VERSION, seq_len, header.has_pairs, stream.identity]
-    ends = stream.document_ends
-    folder = built_once("packing", identity, lambda folder: _write(folder, pack(ends(), seq_len, header.has_pairs)))
+    ends, has_pairs = stream.document_ends, stream.header.has_pairs
+    identity = [VERSION, seq_len, has_pairs, stream.identity]
+    folder = built_once("packing", identity, lambda folder: _write(folder, pack(ends(), seq_len, has_pairs)))
     summary = PackingSummary(**read_json(folder / _SUMMARY))
     mode: Literal["r"] | None = "r" if summary.num_samples else None  # an empty file cannot be mapped
     mapped = (np.asarray(np.load(folder / f"{name}.npy", mmap_mode=mode)) for name in _ARRAYS)

@@ -16,7 +16,7 @@ import json
 import os
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate
@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 from titan_launch.core.errors import UserError
 from titan_launch.core.files import MIB, file_state, read_regular, replace_text, sync_file
-from titan_launch.core.fingerprint import Fingerprint, content_digest, fingerprint_of
+from titan_launch.core.fingerprint import content_digest
 from titan_launch.core.json_files import parse_record
 from titan_launch.core.terminal import one_line
 
@@ -95,7 +95,8 @@ class Header:
     has_targets: bool
     shards: tuple[Shard, ...]
     files: tuple[tuple[str, int, str], ...] = ()
-    """For each file with documents: its name, its size in bytes, and a CRC-32 of the documents' tokens and targets."""
+    """For each file with documents: its name, its size in bytes, and a CRC-32 of the documents' tokens and targets. The
+    CRC-32 is "" if it is unknown."""
 
     skipped: dict[str, int] = field(default_factory=dict)
     """Number of skipped files or documents, by reason."""
@@ -247,6 +248,7 @@ def check_ids(largest: int, file: str, vocab_size: int) -> None:
 class TokenStream:
     """The tokens of all shards that have tokens, as one stream. The arrays are memory maps."""
 
+    header: Header
     shards: Sequence[Tokens]
     ends: Sequence[npt.NDArray[np.int64]]
     """For each shard, the number of its tokens up to the end of each document."""
@@ -255,16 +257,8 @@ class TokenStream:
     """For each shard, an array with 1 for each token that counts as a target, and 0 for the other tokens. None if all
     tokens count."""
 
-    files: Sequence[Sequence[Any]]
-    """Name, size and CRC-32 of each file, for the fingerprint. The CRC-32 is "" if it is unknown."""
-
-    tokenizer: str
-    """Digest of the tokenizer."""
-
     paths: Sequence[Path]
     """For each shard, the file of its tokens."""
-
-    vocab_size: int
 
     identity: Sequence[Any]
     """Values that change if the end of a document changes: the key of cached packings. JSON can represent the
@@ -299,17 +293,14 @@ class TokenStream:
 
     def outside_vocabulary(self, spans: Iterable[tuple[int, int]]) -> UserError:
         """Return the error for the first token outside of the vocabulary in one of the spans `(start, stop)`."""
-        positions = (start + np.flatnonzero(self.read(start, stop) >= self.vocab_size) for start, stop in spans)
+        vocab_size = self.header.vocab_size
+        positions = (start + np.flatnonzero(self.read(start, stop) >= vocab_size) for start, stop in spans)
         position = next(int(found[0]) for found in positions if len(found))
         shard = bisect_right(self.starts, position) - 1
         place, (found,) = position - self.starts[shard], self.read(position, position + 1)
-        vocabulary = f"the vocabulary has {self.vocab_size:,} tokens (0 to {self.vocab_size - 1:,})"
+        vocabulary = f"the vocabulary has {vocab_size:,} tokens (0 to {vocab_size - 1:,})"
         reason = f"token {place:,} is {found:,}, but {vocabulary}; the file is damaged: {_REMEDY}"
         return UserError(f"{self.paths[shard]}: {reason}")
-
-    def fingerprint(self, num_samples: int, sample: Callable[[int], bytes], seed: int) -> Fingerprint:
-        """Return the fingerprint of the files, of the tokenizer, and of samples that are read from this stream."""
-        return fingerprint_of(self.files, num_samples, sample, seed, self.tokenizer)
 
     def _read(self, arrays: Sequence[npt.NDArray[Any]], start: int, stop: int) -> npt.NDArray[Any]:
         first = bisect_right(self.starts, start) - 1
@@ -345,7 +336,7 @@ def open_token_files(folder: Path, header: Header) -> TokenStream:
     identity = [
         [shard.digest, *file_state(path.with_suffix(".ends"))] for shard, path in zip(shards, paths, strict=True)
     ]
-    return TokenStream(tokens, ends, targets, header.files, header.tokenizer, paths, header.vocab_size, identity)
+    return TokenStream(header, tokens, ends, targets, paths, identity)
 
 
 def first_without_tokens(ends: npt.NDArray[np.int64]) -> int | None:

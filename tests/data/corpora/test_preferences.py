@@ -20,7 +20,7 @@ from titan_launch.data.packing import longest_pair, pack
 from titan_launch.data.prepare import prepare
 from titan_launch.data.preview import decode_sample
 from titan_launch.data.sources import SampleSource, build_source
-from titan_launch.data.sources.packed import PackedSource
+from titan_launch.data.sources.tokens import PackedSource
 from titan_launch.data.tokenizers import ByteTokenizer
 
 SEQ_LEN = 300

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,58 +11,88 @@ import torch
 
 from titan_launch.config.sections.data import IGNORED_TARGET, CorpusData, TokensData
 from titan_launch.core.errors import ConfigError, config_error
-from titan_launch.core.fingerprint import Fingerprint
+from titan_launch.core.fingerprint import Fingerprint, fingerprint_of
 from titan_launch.core.terminal import counted, one_line
 from titan_launch.data.corpora import CORPORA
 from titan_launch.data.corpora.interface import Corpus
 from titan_launch.data.foreign_tokens import check_unknown_ids, open_foreign_tokens
-from titan_launch.data.packing import cached_packing, longest_pair
+from titan_launch.data.packing import Packing, cached_packing, longest_pair
 from titan_launch.data.prepare import cached_token_files
-from titan_launch.data.sources.interface import Details, Sample, SourceContext
-from titan_launch.data.sources.packed import PackedSource, token_details
+from titan_launch.data.sources.interface import Details, Sample, SourceContext, bytes_of
 from titan_launch.data.token_files import Header, TokenFilesError, Tokens, TokenStream, open_token_files, read_header
 
 _SHOWN = 64
 """Largest number of characters of a digest that an error quotes."""
 
 
-class TokenSource:
+class _TokenFilesSource(ABC):
+    """Samples of token files. A subclass decides which tokens are in a sample."""
+
+    def __init__(self, stream: TokenStream, seq_len: int, description: str, note: str = ""):
+        """`description`, `note`: texts at the beginning and at the end of `describe()`."""
+        self.num_classes = stream.header.vocab_size
+        self.has_pairs = stream.header.has_pairs
+        """True if documents 2k and 2k + 1 of a sample are a chosen and a rejected answer."""
+
+        self.has_ratings = stream.header.has_ratings
+        """True if the last target of each document is a label of its answer."""
+
+        self._stream, self._seq_len, self._description, self._note = stream, seq_len, description, note
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Return the number of samples."""
+
+    @abstractmethod
+    def read_batch(self, indices: Sequence[int], positions: Sequence[int] | None = None) -> Sample:
+        """Return several samples. All tensors are int32 `[len(indices), seq_len]`. Raises UserError for a token outside
+        of the vocabulary."""
+
+    def __getitem__(self, index: int) -> Sample:
+        """Return inputs and targets, int64 `[seq_len]`, and any document numbers, int32 `[seq_len]`."""
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        inputs, targets, *documents = (column[0] for column in self.read_batch([index]))
+        return inputs.long(), targets.long(), *documents
+
+    def describe(self) -> str:
+        return f"{self._description}, {counted(len(self), 'sample')} of {self._seq_len}{self._note}"
+
+    def details(self) -> Details:
+        stream, header = self._stream, self._stream.header
+        amounts = {
+            "files": len(header.files) or None,  # empty if the header does not name the files
+            "skipped": header.skipped or None,
+            "documents": stream.num_documents,
+            "tokens": len(stream),
+        }
+        lengths = np.diff(stream.document_ends(), prepend=0)
+        first_tokens = stream.read(0, min(len(stream), 100_000))
+        return Details({name: value for name, value in amounts.items() if value is not None}, lengths, first_tokens)
+
+    def fingerprint(self, seed: int) -> Fingerprint:
+        header = self._stream.header
+        return fingerprint_of(header.files, len(self), self._content, seed, header.tokenizer)
+
+    def _content(self, index: int) -> bytes:
+        """Return the content of a sample, for the fingerprint."""
+        return bytes_of(self[index])
+
+
+class TokenSource(_TokenFilesSource):
     """A source whose samples are consecutive parts of one stream of tokens.
 
     In an epoch, each token is an input at most once, and a target at most once. Tokens at the end of the stream that do
     not fill a sample are not used.
     """
 
-    has_pairs = has_ratings = False
-
-    def __init__(self, stream: TokenStream, seq_len: int, header: Header, description: str, note: str = ""):
-        """`description`, `note`: texts at the beginning and at the end of `describe()`."""
-        self._stream, self._seq_len = stream, seq_len
-        self.num_classes = header.vocab_size
-        self._header, self._description, self._note = header, description, note
-
     def __len__(self) -> int:
         return max(0, len(self._stream) - 1) // self._seq_len
 
-    def describe(self) -> str:
-        return f"{self._description}, {counted(len(self), 'sample')} of {self._seq_len}{self._note}"
-
-    def details(self) -> Details:
-        return token_details(self._header, self._stream)
-
-    def fingerprint(self, seed: int) -> Fingerprint:
-        return self._stream.fingerprint(len(self), lambda i: self._window(i).astype(np.int64).tobytes(), seed)
-
-    def __getitem__(self, index: int) -> Sample:
-        """Return inputs and targets, both int64 `[seq_len]`. The targets are the inputs shifted by one position."""
-        inputs, targets = self.read_batch([index])
-        return inputs[0].long(), targets[0].long()
-
     def read_batch(self, indices: Sequence[int], positions: Sequence[int] | None = None) -> Sample:
-        """Return inputs and targets of several samples, both int32 `[len(indices), seq_len]`. Raises UserError for a
-        token outside of the vocabulary."""
+        """Return inputs and targets. The targets are the inputs shifted by one position."""
         windows = np.stack([self._window(index) for index in indices])
-        if windows.max() >= self._stream.vocab_size:
+        if windows.max() >= self.num_classes:
             raise self._stream.outside_vocabulary(
                 (index * self._seq_len, (index + 1) * self._seq_len + 1) for index in indices
             )
@@ -72,11 +103,63 @@ class TokenSource:
                 targets[row, ~counts] = IGNORED_TARGET
         return torch.from_numpy(inputs), torch.from_numpy(targets)
 
+    def _content(self, index: int) -> bytes:
+        return self._window(index).astype(np.int64).tobytes()
+
     def _window(self, index: int) -> Tokens:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
         start = index * self._seq_len
         return self._stream.read(start, start + self._seq_len + 1)
+
+
+class PackedSource(_TokenFilesSource):
+    """A source of packed samples (`packing = "documents"`). A sample is a sequence of whole documents and of pieces of
+    long documents, with padding at the end.
+
+    The pieces of a sample have the document numbers 0, 1, 2 and so on. Padding has the next number after the last
+    piece, inputs of 0, and ignored targets.
+    """
+
+    def __init__(self, stream: TokenStream, packing: Packing, description: str, note: str = ""):
+        self.packing, summary = packing, packing.summary
+        cut = f"{summary.num_cut:,} of {summary.num_documents:,} documents cut"
+        super().__init__(stream, packing.seq_len, description, f", {summary.padding:.2%} padding, {cut}{note}")
+
+    def __len__(self) -> int:
+        return len(self.packing.ends)
+
+    def details(self) -> Details:
+        details, summary = super().details(), self.packing.summary
+        details.amounts.update(padding=summary.padding, documents_cut=summary.num_cut)
+        return details
+
+    def read_batch(self, indices: Sequence[int], positions: Sequence[int] | None = None) -> Sample:
+        """Return inputs, targets and document numbers."""
+        seq_len, stream = self._seq_len, self._stream
+        pieces, num_pieces = self.packing.pieces_of(indices)
+        starts, lengths = self.packing.starts[pieces], self.packing.lengths[pieces]
+        inputs = np.zeros(len(indices) * seq_len, np.int32)
+        targets = np.full(len(indices) * seq_len, IGNORED_TARGET, np.int32)
+        documents = np.empty((len(indices), seq_len), np.int32)
+        piece = 0
+        for row, number in enumerate(num_pieces):
+            of_row = lengths[piece : piece + number]
+            documents[row] = np.repeat(np.arange(number + 1), [*of_row, seq_len - of_row.sum()])
+            at = row * seq_len
+            for start, length in zip(starts[piece : piece + number].tolist(), of_row.tolist(), strict=True):
+                tokens = stream.read(start, start + length + 1)
+                inputs[at : at + length] = tokens[:-1]
+                targets[at : at + length] = tokens[1:]
+                if (counts := stream.read_targets(start + 1, start + length + 1)) is not None:
+                    targets[at : at + length][~counts] = IGNORED_TARGET
+                at += length
+            piece += number
+        # The ids are compared as unsigned numbers, because int32 ids from 2**31 on are negative. All pieces are checked
+        # together: a check of each piece would take a third of this method's time.
+        used = targets.view(np.uint32)[targets != IGNORED_TARGET]
+        if max(inputs.view(np.uint32).max(), used.max(initial=0)) >= self.num_classes:
+            raise stream.outside_vocabulary(zip(starts, starts + lengths + 1, strict=True))
+        shape = (len(indices), seq_len)
+        return tuple(map(torch.from_numpy, (inputs.reshape(shape), targets.reshape(shape), documents)))
 
 
 def build_corpus(config: CorpusData, context: SourceContext) -> TokenSource | PackedSource:
@@ -94,7 +177,7 @@ def build_corpus(config: CorpusData, context: SourceContext) -> TokenSource | Pa
     stream = _open(config, context, folder, header)
     left_out = corpus.left_out and f"not read: {corpus.left_out}"
     note = "".join(f"; {part}" for part in (skipped, left_out) if part)
-    return _build(config, context, header, stream, description, note)
+    return _build(config, context, stream, description, note)
 
 
 def build_tokens(config: TokensData, context: SourceContext) -> TokenSource | PackedSource:
@@ -103,8 +186,8 @@ def build_tokens(config: TokensData, context: SourceContext) -> TokenSource | Pa
     folder, key = Path(config.path), (*context.key, "path")
     try:
         if not folder.is_dir():
-            header, stream = open_foreign_tokens(config, context.tokenizer, context.key)
-            return _build(config, context, header, stream, counted(header.num_documents, "document"), "")
+            stream = open_foreign_tokens(config, context.tokenizer, context.key)
+            return _build(config, context, stream, counted(stream.num_documents, "document"))
         header = read_header(folder)
     except TokenFilesError as error:
         raise config_error(key, one_line(str(error)), config.path) from None
@@ -124,7 +207,7 @@ def build_tokens(config: TokensData, context: SourceContext) -> TokenSource | Pa
         reason += "; prepare the text again"
         raise config_error(key, reason, config.path, also=(("tokenizer",),))
     stream = _open(config, context, folder, header)
-    return _build(config, context, header, stream, counted(header.num_documents, "document"), "")
+    return _build(config, context, stream, counted(stream.num_documents, "document"))
 
 
 def _open(config: CorpusData | TokensData, context: SourceContext, folder: Path, header: Header) -> TokenStream:
@@ -137,23 +220,17 @@ def _open(config: CorpusData | TokensData, context: SourceContext, folder: Path,
 
 
 def _build(
-    config: CorpusData | TokensData,
-    context: SourceContext,
-    header: Header,
-    stream: TokenStream,
-    description: str,
-    note: str,
+    config: CorpusData | TokensData, context: SourceContext, stream: TokenStream, description: str, note: str = ""
 ) -> TokenSource | PackedSource:
     description = f"{description}, {counted(len(stream), 'token')}"
-    if header.has_pairs or header.has_ratings:
-        _check_whole(config, context, header, stream)
+    if stream.header.has_pairs or stream.header.has_ratings:
+        _check_whole(config, context, stream)
     source: TokenSource | PackedSource
     if config.packing == "documents":
-        packing = cached_packing(stream, header, context.seq_len)
-        source = PackedSource(stream, packing, header, description, note)
+        source = PackedSource(stream, cached_packing(stream, context.seq_len), description, note)
         needed, remedy = "one document of at least 2 tokens", "name more text"
     else:
-        source = TokenSource(stream, context.seq_len, header, description, note)
+        source = TokenSource(stream, context.seq_len, description, note)
         needed = f"a sample of seq_len + 1 = {context.seq_len + 1} tokens"
         remedy = "name more text, or set a smaller training.seq_len"
     if not len(source):
@@ -164,15 +241,16 @@ def _build(
     return source
 
 
-def _check_whole(config: CorpusData | TokensData, context: SourceContext, header: Header, stream: TokenStream) -> None:
+def _check_whole(config: CorpusData | TokensData, context: SourceContext, stream: TokenStream) -> None:
     """Raise ConfigError if a pair of answers, or an answer and its label, could be divided between samples, or is too
     long for a sample."""
-    what = "pairs of answers" if header.has_pairs else "answers with a label"
+    has_pairs = stream.header.has_pairs
+    what = "pairs of answers" if has_pairs else "answers with a label"
     if config.packing != "documents":
         reason = f'would divide the {what} in the token files; set "documents"'
         raise config_error((*context.key, "packing"), reason, config.packing)
     ends = stream.document_ends()
-    longest = longest_pair(ends) if header.has_pairs else int(np.diff(ends, prepend=0).max(initial=1)) - 1
+    longest = longest_pair(ends) if has_pairs else int(np.diff(ends, prepend=0).max(initial=1)) - 1
     if longest > context.seq_len:
         reason = (
             f"has {what}, of which one takes {longest:,} positions, but training.seq_len is {context.seq_len:,}; "
