@@ -44,7 +44,6 @@ _PRELOADED = (
     "titan_launch.train.main",
     "titan_launch.train.describe_data",
     "titan_launch.trace.step",
-    "titan_launch.data.preview",
     "titan_launch.inference.export",
     "titan_launch.inference.conversation",
     "titan_launch.report.comparison",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import count, islice
+from itertools import count, groupby, islice
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,6 @@ from titan_launch.config.sections.data import IGNORED_TARGET, DataSource, FilesD
 from titan_launch.config.sections.data import single_sources as single_sections
 from titan_launch.data.epochs import too_many_epochs
 from titan_launch.data.order import MixtureOrder
-from titan_launch.data.preview import decode_sample, num_padding
 from titan_launch.data.sources import Sample, SampleSource, StreamSource, read_batch
 from titan_launch.data.sources.interface import DetailedSource
 from titan_launch.data.sources.mixture import single_sources
@@ -121,7 +120,7 @@ def _ignored_share(source: SampleSource) -> float:
     ignored = total = 0
     for index in np.unique(np.linspace(0, len(source) - 1, _DRAWN_SAMPLES, dtype=np.int64)).tolist():
         sample = source[index]
-        padding = num_padding(sample)
+        padding = _num_padding(sample)
         ignored += int((sample[1] == IGNORED_TARGET).sum()) - padding
         total += sample[1].numel() - padding
     return ignored / max(1, total)
@@ -149,14 +148,41 @@ def _contents(config: JobConfig, sample: Sample, tokenizer: Tokenizer) -> dict[s
     of its image."""
     if config.data.unit == "images":
         return {"shape": list(sample[0].shape), "class": int(sample[1])}
-    documents = [
-        {
-            "tokens": document.num_tokens,
-            "text": [{"text": passage.text, "counts": passage.counts} for passage in document.passages],
-        }
-        for document in decode_sample(sample, tokenizer)
-    ]
-    return {"documents": documents, "padding": num_padding(sample)}
+    return {"documents": decode_sample(sample, tokenizer), "padding": _num_padding(sample)}
+
+
+def decode_sample(sample: Sample, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """Return the documents of a sample of tokens, without its padding: for each, the number of its inputs (`tokens`),
+    and its `text` in passages. A passage is the text of consecutive tokens that all count as targets, or of which none
+    counts.
+
+    The last token of a document is never an input. It is omitted if the loss ignores it. The first token is never a
+    target, so it counts if the second token counts. A sample without document numbers is one document.
+    """
+    inputs, targets, *numbers = (column.tolist() for column in sample)
+    number_of = numbers[0] if numbers else [0] * len(inputs)
+    documents = []
+    for _, group in groupby(range(len(inputs) - _num_padding(sample)), key=number_of.__getitem__):
+        places = list(group)
+        counts = [targets[place] != IGNORED_TARGET for place in places]
+        tokens = [inputs[place] for place in places] + ([targets[places[-1]]] if counts[-1] else [])
+        states = [counts[0], *counts][: len(tokens)]
+        passages = [
+            {"text": tokenizer.decode([token for token, _ in passage], keep_special=True), "counts": counted}
+            for counted, passage in groupby(zip(tokens, states, strict=True), key=lambda pair: pair[1])
+        ]
+        documents.append({"tokens": len(places), "text": passages})
+    return documents
+
+
+def _num_padding(sample: Sample) -> int:
+    """Return the number of positions at the end of a sample that are padding: a document of zeros without targets."""
+    inputs, targets, *numbers = sample
+    if not numbers:
+        return 0
+    is_last = numbers[0] == numbers[0][-1]
+    is_padding = not inputs[is_last].any() and bool((targets[is_last] == IGNORED_TARGET).all())
+    return int(is_last.sum()) if is_padding else 0
 
 
 def _locate(source: SampleSource, index: int) -> tuple[str, int]:

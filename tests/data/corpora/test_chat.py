@@ -25,10 +25,10 @@ from titan_launch.core.errors import ConfigError
 from titan_launch.core.files import CACHE_VARIABLE
 from titan_launch.data.corpora.chat import ChatCorpus, chat_messages
 from titan_launch.data.prepare import prepare
-from titan_launch.data.preview import decode_sample
 from titan_launch.data.sources import SampleSource, build_source
 from titan_launch.data.tokenizers import ByteTokenizer, Tokenizer, build_tokenizer, train_tokenizer
 from titan_launch.train.build import build_run
+from titan_launch.train.describe_data import decode_sample
 from titan_launch.train.loop import due_now, report, train_one_step
 
 LLAMA3 = (
@@ -305,7 +305,7 @@ def test_a_chat_is_a_document_that_is_not_cut(folders: dict[str, Path], tmp_path
     assert source.describe().endswith(f"2 samples of {length}, 0.77% padding, 0 of 2 documents cut{note}")
     [document] = decode_sample(source[0], tokenizer)
     expected = [("user\na<|im_end|>\n<|im_start|>assistant\n", False), ("bcd<|im_end|>", True)]
-    assert [(passage.text.removeprefix("<|im_start|>"), passage.counts) for passage in document.passages] == expected
+    assert [(part["text"].removeprefix("<|im_start|>"), part["counts"]) for part in document["text"]] == expected
     stop = problem(path, tokenizer, lines, seq_len=length, truncation="stop", **keys)
     reason = f"longer than training.seq_len + 1 = {length + 1} tokens (it has {length + 59})"
     remedy = 'correct this line, or set data.truncation = "skip"'

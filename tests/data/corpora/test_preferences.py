@@ -18,10 +18,10 @@ from titan_launch.core.files import CACHE_VARIABLE
 from titan_launch.data.corpora.chat import PreferenceCorpus, UnpairedPreferenceCorpus, preference_messages
 from titan_launch.data.packing import longest_pair, pack
 from titan_launch.data.prepare import prepare
-from titan_launch.data.preview import decode_sample
 from titan_launch.data.sources import SampleSource, build_source
 from titan_launch.data.sources.tokens import PackedSource
 from titan_launch.data.tokenizers import ByteTokenizer
+from titan_launch.train.describe_data import decode_sample
 
 SEQ_LEN = 300
 
@@ -76,7 +76,10 @@ def problem(path: Path, lines: list[Any], **keys: Any) -> str:
 def chats_of(source: SampleSource) -> list[list[list[tuple[str, bool]]]]:
     """Return the passages of each document of each sample, and whether they are targets."""
     return [
-        [[(p.text, p.counts) for p in document.passages] for document in decode_sample(source[index], ByteTokenizer())]
+        [
+            [(p["text"], p["counts"]) for p in document["text"]]
+            for document in decode_sample(source[index], ByteTokenizer())
+        ]
         for index in range(len(source))
     ]
 

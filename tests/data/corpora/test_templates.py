@@ -19,9 +19,9 @@ from titan_launch.core.files import CACHE_VARIABLE
 from titan_launch.data.chat_rendering import RecordError
 from titan_launch.data.corpora.chat import ChatCorpus
 from titan_launch.data.prepare import prepare
-from titan_launch.data.preview import decode_sample
 from titan_launch.data.sources import build_source
 from titan_launch.data.tokenizers import ByteTokenizer, train_tokenizer
+from titan_launch.train.describe_data import decode_sample
 
 TEMPLATES = Path(__file__).parent / "templates"
 """Templates of published models, typed afresh. The first line of each names its source."""
@@ -452,7 +452,7 @@ def test_a_question_at_the_end_is_no_target_of_the_run_or_of_prepared_tokens(
     tokens = TokensData(kind="tokens", path=str(tmp_path / "tokens"), packing="documents")
     for source in (build_source(data, load(folder), 100), build_source(tokens, load(folder), 100)):
         [document] = decode_sample(source[0], load(folder))
-        assert "".join(f"⟦{p.text}⟧" if p.counts else p.text for p in document.passages) == PREVIEWED
+        assert "".join(f"⟦{p['text']}⟧" if p["counts"] else p["text"] for p in document["text"]) == PREVIEWED
 
 
 THOUGHT_OF_TOOL = [
