@@ -20,7 +20,7 @@ from titan_launch.core.errors import config_error
 from titan_launch.data.sources import Batch
 from titan_launch.loss.interface import Compile, Loss, count_valid
 from titan_launch.loss.outputs import LogitsCheck, logits_of
-from titan_launch.loss.preferences import log_prob_of_document, num_documents
+from titan_launch.loss.preferences import num_documents, total_log_prob
 from titan_launch.loss.second_model import Base, FrozenModel
 from titan_launch.parallel.fsdp import in_evaluation_mode
 
@@ -65,24 +65,12 @@ def _extreme(places: Tensor, is_taken: Tensor, documents: Tensor, kind: str) -> 
     return found.scatter_reduce(1, documents.long(), places.where(is_taken, other), kind)
 
 
-class Mismatched(NamedTuple):
-    """The chats of a microbatch in which each prompt is followed by the answer to another prompt of the sample."""
-
-    inputs: Tensor
-    """int64 (batch, tokens)."""
-
-    targets: Tensor
-    """int64 (batch, tokens). Only the tokens of the answers are valid targets; labels are not."""
-
-    documents: Tensor
-    """int32 (batch, tokens). Document number of each token. A mismatched chat has the number of its prompt."""
-
-
-def mismatched(inputs: Tensor, answers: Answers) -> Mismatched:
+def mismatched(inputs: Tensor, answers: Answers) -> Batch:
     """Return the mismatched chats of a microbatch. Each prompt gets the answer of the previous chat. The first prompt
     of a sample gets the answer of its last chat. Documents without an answer, such as padding, keep their tokens.
 
-    `inputs`: (batch, tokens). No shape depends on a value, so the host never waits for the device.
+    A mismatched chat has the document number of its prompt. Only the tokens of its answer are valid targets; labels are
+    not. `inputs`: (batch, tokens). No shape depends on a value, so the host never waits for the device.
     """
     batch, tokens = inputs.shape
     documents = answers.documents.long()
@@ -118,7 +106,7 @@ def mismatched(inputs: Tensor, answers: Answers) -> Mismatched:
     targets = torch.full_like(inputs, IGNORED_TARGET)
     follows = is_target[:, 1:] & (new_documents[:, 1:] == new_documents[:, :-1])
     targets[:, :-1] = new_inputs[:, 1:].where(follows, IGNORED_TARGET)
-    return Mismatched(new_inputs, targets, new_documents.int())
+    return Batch(new_inputs, targets, new_documents.int())
 
 
 class KTOLoss(Loss):
@@ -147,7 +135,7 @@ class KTOLoss(Loss):
         super().__init__(check)
         self.frozen = reference.module
         self._settings, self._model, self._reference = settings, model, reference
-        self._log_probs = compiled(log_prob_of_document)
+        self._log_probs = compiled(total_log_prob)
         self._of_step: Tensor | None = None
         self._prepared: tuple[Answers, Tensor, Tensor] | None = None
 

@@ -73,26 +73,19 @@ class PairLoss(NamedTuple):
     """A loss of pairs. It is computed from one number for each answer, such as the answer's log-probability."""
 
     terms: Callable[[Tensor, Any], PairTerms]
-    """Function of the numbers that `of_answer` returns, and of the settings of the loss. With a reference model, the
-    numbers are those of the trained model minus those of the reference model."""
+    """Function of the numbers that `of_answer` returns, in pairs (`_in_pairs`), and of the settings of the loss. With a
+    reference model, the numbers are those of the trained model minus those of the reference model."""
 
     of_answer: Callable[[Tensor, Tensor, Tensor], Tensor]
-    """Function of logits, targets and documents. It returns one number for each answer: fp32 (batch, pairs, 2). The
-    last axis has the chosen answer, then the rejected one."""
+    """Function of logits, targets and documents. It returns one number for each document, an answer with its prompt:
+    fp32 (batch, `num_documents`)."""
 
 
 def total_log_prob(logits: Tensor, targets: Tensor, documents: Tensor) -> Tensor:
-    """Return the sum of the log-probabilities of each document's valid targets: fp32 (batch, pairs, 2).
+    """Return the sum of the log-probabilities of each document's valid targets: fp32 (batch, `num_documents`).
 
-    `logits`: (batch, tokens, classes). `targets`, `documents`: (batch, tokens). `pairs` is the largest number of pairs
-    that a sample may have. Entries without a document are 0.
+    `logits`: (batch, tokens, classes). `targets`, `documents`: (batch, tokens). Entries without a document are 0.
     """
-    return _in_pairs(log_prob_of_document(logits, targets, documents))
-
-
-def log_prob_of_document(logits: Tensor, targets: Tensor, documents: Tensor) -> Tensor:
-    """Return the sum of the log-probabilities of each document's valid targets: fp32 (batch, `num_documents`). See
-    `total_log_prob`."""
     losses = F.cross_entropy(
         logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED_TARGET, reduction="none"
     )
@@ -101,14 +94,14 @@ def log_prob_of_document(logits: Tensor, targets: Tensor, documents: Tensor) -> 
 
 def mean_log_prob(logits: Tensor, targets: Tensor, documents: Tensor) -> Tensor:
     """Return the mean of the log-probabilities of each document's valid targets. See `total_log_prob`."""
-    num_targets = _in_pairs(_by_document(_are_valid(targets), documents))
+    num_targets = _by_document(_are_valid(targets), documents)
     return total_log_prob(logits, targets, documents) / num_targets.clamp(min=1)
 
 
 def score(scores: Tensor, targets: Tensor, documents: Tensor) -> Tensor:
     """Return the score at the only valid target of each document. `scores`: (batch, tokens, 1). See
     `total_log_prob`."""
-    return _in_pairs(_by_document(scores.float().squeeze(-1) * _are_valid(targets), documents))
+    return _by_document(scores.float().squeeze(-1) * _are_valid(targets), documents)
 
 
 def are_pairs(targets: Tensor, documents: Tensor) -> Tensor:
@@ -133,6 +126,8 @@ def num_documents(tokens: int) -> int:
 
 
 def _in_pairs(values: Tensor) -> Tensor:
+    """Return the numbers of documents, (batch, `num_documents`), as (batch, pairs, 2). The last axis has the chosen
+    answer, then the rejected one."""
     return values.unflatten(1, (-1, 2))
 
 
@@ -192,8 +187,10 @@ class PreferenceLoss(Loss):
             raise forward_error(f'{found}, but loss.name = "reward" reads one; give its last layer one output')
         assert self._prepared is not None, "call prepare before sums"
         (documents, reference), self._prepared = self._prepared, None
-        own = self._of_answer(outputs, targets, documents)
-        terms = self._row.terms(own if reference is None else own - reference, self._settings)
+        numbers = self._of_answer(outputs, targets, documents)
+        if reference is not None:
+            numbers = numbers - reference
+        terms = self._row.terms(_in_pairs(numbers), self._settings)
         margin = (terms.chosen - terms.rejected).detach()
         metrics = terms.chosen.detach(), terms.rejected.detach(), (margin > 0).float(), margin
         is_pair = are_pairs(targets, documents)
