@@ -33,28 +33,24 @@ Adjust = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Classes:
-    """The range of classes that this rank holds: `count` classes, from class `start` on. `total`: number of classes on
-    all ranks; 0 if this rank holds all classes."""
+    """The range of classes that this rank holds: `count` of `total` classes, from class `start` on."""
 
     count: int
+    total: int
     start: int = 0
-    total: int = 0
     group: dist.ProcessGroup | None = None
     """The ranks that together hold all classes; None if this rank holds all classes."""
 
     @staticmethod
-    def of(divided: DTensor, count: int) -> Classes:
-        """Return this rank's range of `count` classes, for a DTensor that is sharded by class.
-
-        The count is the same on all ranks: `check_divisions` requires this.
-        """
-        mesh = divided.device_mesh
-        return Classes(count, mesh.get_local_rank() * count, mesh.size() * count, mesh.get_group())
-
-    @property
-    def number(self) -> int:
-        """Number of classes on all ranks."""
-        return self.total or self.count
+    def of(tensor: Tensor, dim: int) -> Classes:
+        """Return this rank's range of the classes along `dim` of a tensor. A DTensor is sharded along `dim` into equal
+        shards: `check_divisions` requires this."""
+        total = tensor.shape[dim]
+        if not isinstance(tensor, DTensor):
+            return Classes(total, total)
+        mesh = tensor.device_mesh
+        count = total // mesh.size()
+        return Classes(count, total, mesh.get_local_rank() * count, mesh.get_group())
 
     def chunks(self, number: int) -> Iterator[tuple[int, int]]:
         """Yield (first, end) of each chunk, counted from this rank's first class. `end` is not part of the chunk.
@@ -188,7 +184,7 @@ class Method:
     def gradient(self, logits: Tensor, *numbers: Tensor | None) -> Tensor:
         """Return the gradient of the loss with respect to a chunk of `logits` before `adjust`. `numbers`: the arguments
         of `_gradient` from `index` to `z_factor`."""
-        constants = (self.config.label_smoothing, self.classes.number)
+        constants = (self.config.label_smoothing, self.classes.total)
         if self.adjust is None:
             return self.kernels.gradient(logits, *numbers, *constants)
         with torch.enable_grad():
@@ -239,7 +235,7 @@ class ChunkedLoss(torch.autograd.Function):
         ctx.method = method
         cross_entropy = log_sum + (largest - running.wanted)
         if running.logit_sum is not None:
-            uniform = log_sum + (largest - running.logit_sum / classes.number)
+            uniform = log_sum + (largest - running.logit_sum / classes.total)
             cross_entropy = (1 - smoothing) * cross_entropy + smoothing * uniform
         is_valid = (targets != IGNORED_TARGET).unsqueeze(-1)
         loss = cross_entropy.where(is_valid, 0).sum()
@@ -303,4 +299,4 @@ class _Best:
         if classes.group is None:
             return self.label
         largest = classes.reduced(self.logit.clone(), dist.ReduceOp.MAX)
-        return classes.reduced(self.label.where(self.logit == largest, classes.number), dist.ReduceOp.MIN)
+        return classes.reduced(self.label.where(self.logit == largest, classes.total), dist.ReduceOp.MIN)

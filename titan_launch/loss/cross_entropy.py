@@ -101,10 +101,9 @@ class CrossEntropy(Loss):
         self._check(outputs.shape, targets)
         if isinstance(outputs, DTensor):
             assert outputs.placements == (Shard(outputs.ndim - 1),), outputs.placements
-            logits = outputs.to_local()
-            return self._in_chunks(Classes.of(outputs, logits.shape[-1]), logits, None, None, targets, None)
+            return self._in_chunks(Classes.of(outputs, -1), outputs.to_local(), targets)
         if self._config.chunks > 1:
-            return self._in_chunks(Classes(outputs.shape[-1]), outputs, None, None, targets, None)
+            return self._in_chunks(Classes.of(outputs, -1), outputs, targets)
         logits, targets = outputs.reshape(-1, outputs.shape[-1]), targets.reshape(-1)
         if not torch.is_grad_enabled():
             cross_entropy = F.cross_entropy(logits.float(), targets, **_SUM)
@@ -117,23 +116,23 @@ class CrossEntropy(Loss):
         parallelism, the result is a replicated DTensor, because the output hook of ColwiseParallel needs a DTensor."""
         weight, bias = head.weight, head.bias
         self._check((*x.shape[:-1], weight.shape[0]), targets)
+        classes = Classes.of(weight, 0)
         if not isinstance(weight, DTensor):
-            return self._in_chunks(Classes(weight.shape[0]), x, weight, bias, targets, adjust)
+            return self._in_chunks(classes, x, targets, weight, bias, adjust)
         assert isinstance(x, DTensor), "a DTensor weight requires a DTensor input"
         own_weight, own_bias = weight.to_local(), None if bias is None else bias.to_local()
         own_x = x.to_local(grad_placements=[Partial()])  # the gradients from all ranks' classes add up
-        classes = Classes.of(weight, own_weight.shape[0])
-        sums = self._in_chunks(classes, own_x, own_weight, own_bias, targets, adjust)
+        sums = self._in_chunks(classes, own_x, targets, own_weight, own_bias, adjust)
         return DTensor.from_local(sums, weight.device_mesh, [Replicate()], run_check=False)
 
     def _in_chunks(
         self,
         classes: Classes,
         x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
         targets: Tensor,
-        adjust: Adjust | None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        adjust: Adjust | None = None,
     ) -> Tensor:
         validates = not torch.is_grad_enabled()
         config = self._validation if validates else self._config
