@@ -11,12 +11,11 @@ import atexit
 import itertools
 import sys
 import warnings
-from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -109,7 +108,7 @@ def build_train_loader(
     The next microbatch takes the next positions. So the samples of a step do not depend on the number of ranks or
     microbatches.
     """
-    return _indexed_loader(_TrainReader(source, order), _TrainBatches(layout, dp_rank, start), workers)
+    return _indexed_loader(partial(_read_positions, source, order), _TrainBatches(layout, dp_rank, start), workers)
 
 
 def samples_of_step(order: Order, layout: Layout, position: int) -> list[list[list[int]]]:
@@ -134,7 +133,7 @@ def build_validation_loader(
     `IGNORED_TARGET`, fill the last batches of a part. Every iteration starts with the first sample.
     """
     batches = _ValidationBatches(parts or [range(len(source))], local_batch_size, dp_rank, dp_size)
-    return _indexed_loader(_ValidationReader(source), batches, workers)
+    return _indexed_loader(partial(_read_indices, source), batches, workers)
 
 
 def num_validation_batches(part: range, local_batch_size: int, dp_size: int) -> int:
@@ -142,7 +141,7 @@ def num_validation_batches(part: range, local_batch_size: int, dp_size: int) -> 
     return -(-len(part) // (local_batch_size * dp_size))
 
 
-class FetchedAhead:
+class FetchedAhead(Iterator[Batch]):
     """An endless iterator over batches from worker processes. A thread unpacks the batches while the training loop
     computes.
 
@@ -156,9 +155,6 @@ class FetchedAhead:
         self._num_ahead = num_ahead
         self._thread = ThreadPoolExecutor(1, "data")
         self._ahead: deque[Future[Batch]] = deque()
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self
 
     def __next__(self) -> Batch:
         # The first batch starts the workers. The main thread must start them, because PyTorch installs its handler of
@@ -245,12 +241,12 @@ class _ValidationBatches:
                 yield [*indices, *[_PADDING] * (local - len(indices))]
 
 
-class _Reader(ABC):
+@dataclass(frozen=True)
+class _Reader:
     """A data set of torchdata's loader, which passes each item of its `batch_sampler` to `__getitems__`."""
 
-    @abstractmethod
-    def read(self, numbers: Sequence[int], /) -> Sample:
-        """Return the tensors of a batch. `numbers`: positions or indices of its samples."""
+    read: Callable[[Sequence[int]], Sample]
+    """Function of the positions or indices of some samples. It returns the tensors of a batch of these samples."""
 
     def __getitems__(self, numbers: Sequence[int]) -> Sample | UserError:
         """Return a batch, or a UserError in its place. If this method raised the error, PyTorch would add the traceback
@@ -261,29 +257,18 @@ class _Reader(ABC):
             return UserError(str(error))  # a ConfigError cannot be pickled
 
 
-@dataclass(frozen=True)
-class _TrainReader(_Reader):
-    """Reader of the samples at given positions of the stream. The workers convert positions to indices."""
-
-    source: SampleSource
-    order: Order
-
-    def read(self, positions: Sequence[int]) -> Sample:
-        return read_batch(self.source, list(map(self.order, positions)), positions)
+def _read_positions(source: SampleSource, order: Order, positions: Sequence[int]) -> Sample:
+    """Return the samples at positions of the stream. The workers convert positions to indices."""
+    return read_batch(source, list(map(order, positions)), positions)
 
 
-@dataclass(frozen=True)
-class _ValidationReader(_Reader):
-    """Reader of samples by their indices. The index `_PADDING` gives a sample without valid targets."""
-
-    source: SampleSource
-
-    def read(self, indices: Sequence[int]) -> Sample:
-        inputs, targets, *documents = read_batch(self.source, [max(index, 0) for index in indices])
-        if _PADDING in indices:
-            targets = targets.clone()
-            targets[torch.tensor(indices) == _PADDING] = IGNORED_TARGET
-        return inputs, targets, *documents
+def _read_indices(source: SampleSource, indices: Sequence[int]) -> Sample:
+    """Return samples by their indices. The index `_PADDING` gives a sample without valid targets."""
+    inputs, targets, *documents = read_batch(source, [max(index, 0) for index in indices])
+    if _PADDING in indices:
+        targets = targets.clone()
+        targets[torch.tensor(indices) == _PADDING] = IGNORED_TARGET
+    return inputs, targets, *documents
 
 
 _SENT_BY_VALUE = 1 << 20
@@ -349,15 +334,12 @@ class _StreamPart(IterableDataset[Any]):
         return _ErrorsAsSamples(self._source.open_part(self._part, self._parts))
 
 
-class _ErrorsAsSamples:
+class _ErrorsAsSamples(Iterator[Sample | UserError]):
     """A reader of a stream that returns a UserError in place of a sample (`_Reader.__getitems__` has the reason)."""
 
     def __init__(self, reader: Reader):
         self._reader = reader
         self.state_dict, self.load_state_dict = reader.state_dict, reader.load_state_dict
-
-    def __iter__(self) -> _ErrorsAsSamples:
-        return self
 
     def __next__(self) -> Sample | UserError:
         try:
@@ -371,10 +353,12 @@ def _stacked(samples: list[Sample | UserError]) -> _Packed | UserError:
     return error or _Packed(tuple(map(torch.stack, zip(*samples, strict=True))))
 
 
-def _indexed_loader(reader: _Reader, batches: Iterable[Sequence[int]], workers: Workers) -> Loader:
-    """Return a loader of the batches that `reader` reads. `batches`: the argument of `reader.read` for each batch."""
+def _indexed_loader(
+    read: Callable[[Sequence[int]], Sample], batches: Iterable[Sequence[int]], workers: Workers
+) -> Loader:
+    """Return a loader of batches. `read`: see `_Reader`. `batches`: the argument of `read` for each batch."""
     return Loader(
-        reader,
+        _Reader(read),
         workers,
         batch_sampler=batches,
         collate_fn=_packed,

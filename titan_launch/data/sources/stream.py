@@ -109,16 +109,13 @@ class _Cursor:
         self._stream, self._items = stream, iter(stream)
 
 
-class SampleReader:
+class SampleReader(Iterator[Sample]):
     """Reader of one part of a stream of samples. Part k of n has the samples k, k + n, k + 2n, ... of the stream."""
 
     def __init__(self, open_stream: Callable[[], Any], check: Callable[[Any, str], Sample], part: int, parts: int):
         """`check(sample, where)` returns the sample, or raises an error. `where`: name of the sample in the error."""
         self._cursor, self._check, self._part, self._parts = _Cursor(open_stream), check, part, parts
         self.state_dict, self.load_state_dict = self._cursor.state_dict, self._cursor.load_state_dict
-
-    def __iter__(self) -> SampleReader:
-        return self
 
     def __next__(self) -> Sample:
         start = self._cursor.epoch
@@ -132,7 +129,7 @@ class SampleReader:
                 raise UserError(f"the stream of the training data has {reason}; {_MORE}")
 
 
-class TextReader:
+class TextReader(Iterator[Sample]):
     """Reader of one part of a stream of rows with text. The tokens of the rows are concatenated and cut into
     samples."""
 
@@ -142,9 +139,6 @@ class TextReader:
         self._cursor = _Cursor(lambda: _part_of_rows(corpus, part, parts))
         self._tokens = np.zeros(0, np.int64)
         """Tokens of rows that were read, but are not yet in a sample."""
-
-    def __iter__(self) -> TextReader:
-        return self
 
     def __next__(self) -> Sample:
         parts, size = [self._tokens], len(self._tokens)
