@@ -21,8 +21,10 @@ PAGE = Path(__file__).parents[3] / "docs/how_to/images.md"
 IMAGE = torch.arange(3 * 8 * 12, dtype=torch.uint8).reshape(3, 8, 12)
 
 
-def transform(key: tuple[str, ...] = ("data",), **keys: Any) -> Transform:
-    return Transform(ImageData.model_validate({"kind": "images", "mean": 0.0, "std": 1 / 255, **keys}), key)
+def transform(key: tuple[str, ...] = ("data",), **keys: Any) -> Callable[[torch.Tensor, int, int | None], torch.Tensor]:
+    """Return the function (image, index, position) -> sample."""
+    built = Transform(ImageData.model_validate({"kind": "images", "mean": 0.0, "std": 1 / 255, **keys}), key)
+    return lambda image, index, position: built.normalized(built.changed(image, index, position))
 
 
 def test_without_keys_the_image_stays() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titan_launch.config.image_format import resized_size
-from titan_launch.config.sections.data import Augmentation, ImageData
+from titan_launch.config.sections.data import ImageData
 from titan_launch.core.errors import KeyPath, UserError, config_error, format_key
 from titan_launch.core.import_string import import_factory, user_traceback
 from titan_launch.core.patches import generators_seeded
@@ -46,39 +45,28 @@ class Draw:
         return int(self.uniform(0, count))
 
 
-@dataclass(frozen=True)
-class Geometry:
-    """Changes of an image's size and of its visible part. The fields are the keys of `ImageData`."""
-
-    resize: int | None
-    crop: int | None
-    padding: int
-    augment: tuple[Augmentation, ...]
-
-    def __call__(self, image: Tensor, draw: Draw | None) -> Tensor:
-        """Return the changed image, uint8 or float32 `[channels, height, width]`. If `draw` is None, the image is not
-        augmented."""
-        augment = () if draw is None else self.augment
-        if self.resize is not None:
-            image = _scale(image, *resized_size(*_size(image), self.resize))
-        if draw is not None and "resized_crop" in augment:
-            top, left, height, width = _random_part(*_size(image), draw)
-            image = image[:, top : top + height, left : left + width]
-            assert self.crop is not None, "config.rules demands crop with resized_crop"
-            image = _scale(image, self.crop, self.crop)
-        elif draw is not None and "crop" in augment:
-            height, width = (self.crop or size for size in image.shape[1:])
-            image = F.pad(image, [self.padding] * 4)
-            top, left = (
-                draw.whole(max(0, size - n) + 1) for size, n in zip(image.shape[1:], (height, width), strict=True)
-            )
-            image = image[:, top : top + height, left : left + width]
-        elif self.crop is not None:
-            top, left = (max(0, round((size - self.crop) / 2)) for size in image.shape[1:])
-            image = image[:, top : top + self.crop, left : left + self.crop]
-        if draw is not None and "flip" in augment and draw.uniform() < 0.5:
-            image = image.flip(-1)
-        return image
+def _resize_and_crop(image: Tensor, config: ImageData, draw: Draw | None) -> Tensor:
+    """Change the size of an image and its visible part: uint8 or float32 `[channels, height, width]`. If `draw` is
+    None, the image is not augmented."""
+    crop, augment = config.crop, config.augment
+    if config.resize is not None:
+        image = _scale(image, *resized_size(*_size(image), config.resize))
+    if draw is not None and "resized_crop" in augment:
+        top, left, height, width = _random_part(*_size(image), draw)
+        image = image[:, top : top + height, left : left + width]
+        assert crop is not None, "config.rules demands crop with resized_crop"
+        image = _scale(image, crop, crop)
+    elif draw is not None and "crop" in augment:
+        height, width = (crop or size for size in image.shape[1:])
+        image = F.pad(image, [config.padding] * 4)
+        top, left = (draw.whole(max(0, size - n) + 1) for size, n in zip(image.shape[1:], (height, width), strict=True))
+        image = image[:, top : top + height, left : left + width]
+    elif crop is not None:
+        top, left = (max(0, round((size - crop) / 2)) for size in image.shape[1:])
+        image = image[:, top : top + crop, left : left + crop]
+    if draw is not None and "flip" in augment and draw.uniform() < 0.5:
+        image = image.flip(-1)
+    return image
 
 
 def _size(image: Tensor) -> tuple[int, int]:
@@ -111,21 +99,16 @@ class Transform:
     def __init__(self, config: ImageData, key: KeyPath):
         """Build the transforms of the section at `key`. Raises ConfigError if the user's factory cannot be imported,
         fails, or does not return a callable."""
-        self.geometry = Geometry(config.resize, config.crop, config.padding, config.augment)
-        self._key, self._config = key, config
+        self.config, self._key = config, key
         self._user = None if config.transform is None else self._build(config.transform, is_training=key[0] == "data")
         self._mean, self._std = _per_channel(config.mean), _per_channel(config.std)
-
-    def __call__(self, image: Tensor, index: int, position: int | None) -> Tensor:
-        """Return a float32 image, changed and normalized. See `changed` and `normalized` for arguments and errors."""
-        return self.normalized(self.changed(image, index, position))
 
     def changed(self, image: Tensor, index: int, position: int | None) -> Tensor:
         """Return an image after all changes except normalization, uint8 or floating point. `position`: the position in
         the stream; None: the image is not augmented, and the user's transform always gets the same random numbers for
         the image. Raises UserError if the user's transform fails or returns no image."""
-        draw = Draw(index, position) if position is not None and self.geometry.augment else None
-        image = self.geometry(image, draw)
+        draw = Draw(index, position) if position is not None and self.config.augment else None
+        image = _resize_and_crop(image, self.config, draw)
         if self._user is not None:
             with generators_seeded(Draw(index, position or 0).seed):
                 image = self._call(self._user, image)
@@ -140,7 +123,7 @@ class Transform:
         for name, values in (("mean", self._mean), ("std", self._std)):
             if len(values) not in (1, images.shape[-3]):
                 reason = f"must be one number, or one number for each of the {images.shape[-3]} channels of the images"
-                raise config_error((*self._key, name), reason, list(getattr(self._config, name)))
+                raise config_error((*self._key, name), reason, list(getattr(self.config, name)))
         unit = 255 if images.dtype == torch.uint8 else 1
         inputs = images.to(torch.float32, copy=True)
         return inputs.sub_(self._mean * unit).div_(self._std * unit)  # in place: images may be large
@@ -159,7 +142,7 @@ class Transform:
         return transform
 
     def _call(self, transform: Callable[[Tensor], Any], image: Tensor) -> Tensor:
-        setting = f'{format_key((*self._key, "transform"))} = "{self._config.transform}"'
+        setting = f'{format_key((*self._key, "transform"))} = "{self.config.transform}"'
         try:
             result = transform(image.contiguous())
         except Exception as error:

@@ -114,7 +114,7 @@ class ImageSource:
     def _changed(self, index: int, position: int | None) -> Tensor:
         """Return image `index` of the split after all changes except normalization. Raises UserError."""
         image = int(self._chosen[index])
-        pixels = self._images.pixels(image, self._transform.geometry.resize)
+        pixels = self._images.pixels(image, self._transform.config.resize)
         sample = self._transform.changed(pixels, image, position)
         if self._shape is not None and sample.shape != self._shape:
             raise UserError(
