@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from titan_launch.config.sections.data import IGNORED_TARGET, SampleUnit
+from titan_launch.config.sections.data import IGNORED_TARGET
 from titan_launch.data.sources import Batch
 from titan_launch.loss.outputs import LogitsCheck, logits_contract, select_logits
 
@@ -99,9 +99,9 @@ class Loss:
         """
         raise NotImplementedError
 
-    def contract(self, unit: SampleUnit) -> str:
-        """Return the end of an error message about a forward: the arguments that it gets, and what it must return."""
-        return logits_contract(unit)
+    contract = staticmethod(logits_contract)
+    """Function that returns the end of an error message about a forward: the arguments that it gets, and what it must
+    return."""
 
 
 def means_of_step(sums: Tensor, num_items: Tensor) -> Tensor:

@@ -16,8 +16,18 @@ from titan_launch.loss.interface import Loss, count_correct, count_valid
 from titan_launch.loss.outputs import INPUTS, are_logits, entry, find_logits, forward_error
 
 
+def model_loss_contract(unit: SampleUnit) -> str:
+    """Return the argument `contract` of `forward_error`, for a forward that returns its loss."""
+    return (
+        f"; with model.loss, forward(inputs, labels=targets) gets {INPUTS[unit]} and must return its loss, a scalar: "
+        'alone, first in a tuple, or as the attribute or entry "loss"'
+    )
+
+
 class ModelLoss(Loss):
     """The loss that a model computes itself, converted to the sum over the valid targets of a microbatch."""
+
+    contract = staticmethod(model_loss_contract)
 
     def __init__(self, reduction: Literal["mean", "sum"], unit: SampleUnit, has_values: bool = True):
         """`reduction`: value of `model.loss`. `has_values`: see `build_loss`."""
@@ -37,9 +47,6 @@ class ModelLoss(Loss):
         if "shift_labels" in parameters or (takes_any and hasattr(model, "loss_function")):
             return {"labels": targets, "shift_labels": targets}
         return {"labels": targets}
-
-    def contract(self, unit: SampleUnit) -> str:
-        return model_loss_contract(unit)
 
     def select(self, outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return a pair: the loss in a model's outputs, an fp32 scalar, and the logits, or None if there are no logits.
@@ -99,11 +106,3 @@ class ModelLoss(Loss):
                 "labels[:, i] in the model"
             )
             raise forward_error(reason)
-
-
-def model_loss_contract(unit: SampleUnit) -> str:
-    """Return the argument `contract` of `forward_error`, for a forward that returns its loss."""
-    return (
-        f"; with model.loss, forward(inputs, labels=targets) gets {INPUTS[unit]} and must return its loss, a scalar: "
-        'alone, first in a tuple, or as the attribute or entry "loss"'
-    )

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from titan_launch.config.job import JobConfig
 from titan_launch.config.rules.loss import frozen_job
 from titan_launch.core.errors import ConfigError, KeyPath
-from titan_launch.core.fingerprint import Fingerprint
 from titan_launch.distributed.collectives import on_all_ranks
 from titan_launch.loss.outputs import logits_of
 from titan_launch.models.build import BuiltModel, build_model
@@ -37,20 +36,6 @@ class Base:
         """Return the logits of a microbatch, in evaluation mode. Collective."""
         with adapters_disabled(self._model), in_evaluation_mode(self._model):
             return logits_of(self._model, inputs, targets, documents)
-
-
-class WeightsSource:
-    """A folder of weights as a data source. A checkpoint has the fingerprint of each source, so a resumed run notices
-    changed weights."""
-
-    def __init__(self, folder: WeightsFolder):
-        self._folder = folder
-
-    def fingerprint(self, seed: int) -> Fingerprint:
-        return self._folder.fingerprint()
-
-    def __len__(self) -> int:
-        return len(self._folder.tensors)
 
 
 @dataclass(frozen=True)
@@ -81,9 +66,9 @@ class FrozenModel:
         assert self.wrapping is not None, "call assemble_model before plan"
         return self.wrapping
 
-    def load(self) -> WeightsSource:
-        """Copy the weights of the folder into the wrapped module, and return the folder as a source. Collective. Raises
-        ConfigError if the weights cannot be read or do not fit the model."""
+    def load(self) -> WeightsFolder:
+        """Copy the weights of the folder into the wrapped module, and return the folder. Collective. Raises ConfigError
+        if the weights cannot be read or do not fit the model."""
         found: list[Weights] = []
 
         def read() -> int:
@@ -92,7 +77,7 @@ class FrozenModel:
 
         with errors_on(self.key):
             on_all_ranks(read)
-        return WeightsSource(found[0].folder)
+        return found[0].folder
 
     @torch.no_grad()
     def __call__(self, inputs: Tensor, targets: Tensor, documents: Tensor | None) -> Tensor:

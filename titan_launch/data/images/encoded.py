@@ -196,12 +196,12 @@ def open_folder(path: str, channels: int, path_key: KeyPath) -> EncodedImages:
         ]
 
     def build(folder: Path) -> None:
-        listing, empty = _Listing(), []
+        listing = _Listing()
         with _errors_on(path_key, path):
             for label, name in enumerate(classes):
-                if not _list_class(root, name, label, listing):
-                    empty.append(one_line(name))
-        if empty:
+                _list_class(root, name, label, listing)
+        used = set(listing.labels)
+        if empty := [one_line(name) for label, name in enumerate(classes) if label not in used]:
             reason = (
                 f"{'this class folder contains' if len(empty) == 1 else 'these class folders contain'} no image: "
                 f"{listed(empty)}; add images ({', '.join(IMAGE_SUFFIXES)}), or remove the folder"
@@ -293,10 +293,9 @@ def _why_unread(error: OSError, name: str = "") -> str:
     return f"{found} cannot be read: {error.strerror or error}; correct the permissions, or remove it"
 
 
-def _list_class(root: Path, name: str, label: int, listing: _Listing) -> int:
-    """Add the images of the class folder `name` to the listing. Return their number. Raises OSError, and LinkError for
-    a link that leads out of `root`."""
-    before = len(listing.labels)
+def _list_class(root: Path, name: str, label: int, listing: _Listing) -> None:
+    """Add the images of the class folder `name` to the listing. Raises OSError, and LinkError for a link that leads out
+    of `root`."""
     for folder in _folders(root / name):
         with os.scandir(folder) as entries:
             files = sorted((entry for entry in entries if not entry.is_dir()), key=lambda entry: entry.name)
@@ -310,7 +309,6 @@ def _list_class(root: Path, name: str, label: int, listing: _Listing) -> int:
                 listing.add_image(0, size, label, path)
             else:
                 listing.skipped.append(path)
-    return len(listing.labels) - before
 
 
 class _ImagesError(Exception):

@@ -122,11 +122,8 @@ class SampleCheck:
     forms: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
     """(Name, shape, dtype) of each tensor of a sample."""
 
-    num_tokens: int | None
-    """Size of the vocabulary of the inputs; None for images."""
-
     num_classes: int
-    """Number of classes of the targets."""
+    """Number of classes of the targets. For tokens, this is the size of the vocabulary."""
 
     @classmethod
     def of(cls, first: Any, config: FactoryData, context: SourceContext, num_classes: int | None) -> SampleCheck:
@@ -139,11 +136,11 @@ class SampleCheck:
         """
         key = (*context.key, "kind")
         if config.unit == "tokens":
-            tokens = num_classes or context.tokenizer.vocab_size
+            vocab_size = num_classes or context.tokenizer.vocab_size
             names = ("input", "target", "documents")[: 2 + (config.samples == "documents")]
             dtypes = (torch.int64, torch.int64, torch.int32)
             forms = tuple((name, (context.seq_len,), dtype) for name, dtype in zip(names, dtypes, strict=False))
-            check = cls(config.kind, forms, tokens, tokens)
+            check = cls(config.kind, forms, vocab_size)
         else:
             taken = context.images_taken
             classes = num_classes or (None if taken is None else taken.num_classes)
@@ -159,7 +156,7 @@ class SampleCheck:
                 found = problem.partition(";")[0]
                 reason = f"{found}; return images that fit the model, or change model.args"
                 raise config_error(key, reason, config.kind)
-            check = cls(config.kind, (("input", shape, torch.float32), ("target", (), torch.int64)), None, classes)
+            check = cls(config.kind, (("input", shape, torch.float32), ("target", (), torch.int64)), classes)
         check(first, "sample 0")
         return check
 
@@ -173,8 +170,8 @@ class SampleCheck:
             if not isinstance(tensor, Tensor) or (tuple(tensor.shape), tensor.dtype) != (shape, dtype):
                 raise self._error(where, f"{name} must be a tensor {list(shape)} of {dtype}, but is {_form(tensor)}")
         inputs, targets, *documents = sample
-        if self.num_tokens is not None and not _in_range(inputs, self.num_tokens):
-            raise self._error(where, f"input has tokens outside of the vocabulary, 0 to {self.num_tokens - 1}")
+        if not inputs.is_floating_point() and not _in_range(inputs, self.num_classes):
+            raise self._error(where, f"input has tokens outside of the vocabulary, 0 to {self.num_classes - 1}")
         if not _in_range(targets[targets != IGNORED_TARGET], self.num_classes):
             allowed = f"0 to {self.num_classes - 1}, or {IGNORED_TARGET} for a target that does not count"
             raise self._error(where, f"target must be {allowed}")

@@ -132,8 +132,12 @@ class WeightsFolder:
             by_file[file].append(name)
         return {file: by_file[file] for file in sorted(by_file)}
 
-    def fingerprint(self) -> Fingerprint:
-        """Return the fingerprint of the files: their names and sizes, and samples of their content."""
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    def fingerprint(self, seed: int = 0) -> Fingerprint:
+        """Return the fingerprint of the files: their names and sizes, and samples of their content. `seed` has no
+        effect (see `train.run_folder.resume.Source`)."""
         files = sorted({tensor.file for tensor in self.tensors.values()})
         return fingerprint_of_files([(file, self.path / file) for file in files], _SAMPLE_BYTES)
 
