@@ -497,9 +497,7 @@ def test_mismatched_chats_have_every_prompt_and_every_answer_once() -> None:
     assert answers.labels[0, :3].tolist() == [0, 1, 0]
     found = mismatched(batch[0], answers)
     assert found.inputs.tolist() == [[1, 2, 3, 25, 4, 20, 21, 5, 6, 22, 23, 24, 7, 8, 0, 0]]
-    assert found.documents is not None and found.documents.tolist() == [
-        [0, 0, 0, 0, 1, 1, 1, 2, 2, 2, 2, 2, 3, 3, 4, 4]
-    ]
+    assert found.documents.tolist() == [[0, 0, 0, 0, 1, 1, 1, 2, 2, 2, 2, 2, 3, 3, 4, 4]]
     ignored = -100
     assert found.targets.tolist() == [
         [*[ignored] * 2, 25, ignored, 20, 21, ignored, ignored, 22, 23, 24, *[ignored] * 5],
@@ -517,11 +515,7 @@ def test_samples_with_one_chat_or_none_keep_their_tokens() -> None:
     found = mismatched(inputs, answers)
     assert found.inputs.tolist() == [inputs[0].tolist(), [0] * 7, [1, 22, 23, 2, 3, 4, 20]]
     assert found.targets.tolist() == [[no, 20, 21, no, no, no, no], [no] * 7, [22, 23, no, no, no, 20, no]]
-    assert found.documents is not None and found.documents.tolist() == [
-        documents[0].tolist(),
-        [0] * 7,
-        [0, 0, 0, 1, 1, 2, 2],
-    ]
+    assert found.documents.tolist() == [documents[0].tolist(), [0] * 7, [0, 0, 0, 1, 1, 2, 2]]
 
 
 def test_kto_with_the_base_of_adapters_is_kto_with_its_folder(tmp_path: Path) -> None:
