@@ -24,8 +24,7 @@ from tests.sampling import rest_is_slow
 from titan_launch.core.errors import ConfigError, UserError
 from titan_launch.data.images.arrays import open_npz
 from titan_launch.data.images.encoded import open_shards
-from titan_launch.data.images.pillow import PixelFormatError, opened_image
-from titan_launch.data.images.pixel_formats import decode
+from titan_launch.data.images.pillow import PixelFormatError, decode, opened_image
 
 Image = pytest.importorskip("PIL.Image")
 

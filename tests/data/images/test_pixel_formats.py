@@ -15,7 +15,7 @@ import torch
 from titan_launch.config.image_format import ImageFormat
 from titan_launch.config.sections.data import ImageData
 from titan_launch.core.errors import UserError
-from titan_launch.data.images.pixel_formats import READ_AS_FLOAT, READ_AS_UINT8, REFUSED
+from titan_launch.data.images.pillow import READ_AS_FLOAT, READ_AS_UINT8, REFUSED
 from titan_launch.data.sources import build_source
 from titan_launch.data.tokenizers import ByteTokenizer
 

@@ -31,8 +31,7 @@ from titan_launch.core.json_files import parse_record
 from titan_launch.core.packages import not_installed
 from titan_launch.core.terminal import one_line
 from titan_launch.data.images.arrays import MOST_CLASSES, Labels, map_npz
-from titan_launch.data.images.pillow import MOST_BYTES, PixelFormatError, opened_image
-from titan_launch.data.images.pixel_formats import CHANNELS, decode
+from titan_launch.data.images.pillow import CHANNELS, MOST_BYTES, PixelFormatError, decode, opened_image
 
 _INDEX_VERSION = 2
 _INDEX_FILE = "index.npz"
@@ -157,7 +156,7 @@ class EncodedImages:
 
     def pixels(self, index: int, resize: int | None) -> Tensor:
         """Return an image `[channels, height, width]`, upright: uint8, or float32 for 16-bit gray. Raises UserError if
-        `content` fails, if Pillow cannot decode the image, or if `pixel_formats` refuses it.
+        `content` fails, if Pillow cannot decode the image, or if `decode` refuses it.
 
         `resize`: the size to which the shorter side will be scaled. A JPEG of at least four times this size is scaled
         by 1/2, 1/4 or 1/8 while it is decoded, which is much faster.
