@@ -135,10 +135,10 @@ def write_shard(folder: Path, name: str, documents: Iterable[Encoded], dtype: st
     content is on disk."""
     num_tokens, largest, ends = 0, 0, []
     with ExitStack() as stack:
-        tokens_file = stack.enter_context(_path(folder, name, "tokens.part").open("wb"))
+        tokens_file = stack.enter_context((folder / f"{name}.tokens.part").open("wb"))
         targets_file = None
         if has_targets:
-            targets_file = stack.enter_context(_path(folder, name, "targets.part").open("wb"))
+            targets_file = stack.enter_context((folder / f"{name}.targets.part").open("wb"))
         for document in documents:
             tokens_file.write(document.tokens.astype(dtype, copy=False).data)
             largest = max(largest, int(document.tokens.max(initial=0)))
@@ -149,17 +149,17 @@ def write_shard(folder: Path, name: str, documents: Iterable[Encoded], dtype: st
             if targets_file is not None:
                 counts = np.ones(len(document.tokens), np.uint8) if document.targets is None else document.targets
                 targets_file.write(counts.astype(np.uint8).data)
-    _path(folder, name, "ends.part").write_bytes(np.array(ends, dtype="<i8").tobytes())
+    (folder / f"{name}.ends.part").write_bytes(np.array(ends, dtype="<i8").tobytes())
     for suffix in _suffixes(has_targets):
-        partial = _path(folder, name, f"{suffix}.part")
+        partial = folder / f"{name}.{suffix}.part"
         sync_file(partial)
-        partial.rename(_path(folder, name, suffix))
+        partial.rename(folder / f"{name}.{suffix}")
     return Shard(name, num_tokens, len(ends), shard_digest(folder, name, has_targets), largest)
 
 
 def shard_digest(folder: Path, name: str, has_targets: bool) -> str:
     """Return the digest of the content of a shard's files."""
-    return content_digest(_path(folder, name, suffix) for suffix in _suffixes(has_targets))
+    return content_digest(folder / f"{name}.{suffix}" for suffix in _suffixes(has_targets))
 
 
 def write_header(folder: Path, header: Header) -> None:
@@ -377,10 +377,6 @@ def map_file(path: Path, dtype: str, size: int) -> npt.NDArray[Any]:
         return np.asarray(np.memmap(path, kind, mode="r")) if size else np.zeros(0, kind)
     except OSError as error:
         raise TokenFilesError(f"is damaged: {path.name}: {error.strerror}; {_REMEDY}") from None
-
-
-def _path(folder: Path, name: str, suffix: str) -> Path:
-    return folder / f"{name}.{suffix}"
 
 
 def _suffixes(has_targets: bool) -> tuple[str, ...]:
