@@ -126,7 +126,8 @@ class JsonlCorpus(LinesCorpus):
     config: JsonlData
 
     def document(self, record: dict[str, Any], file: tuple[str, int]) -> Document:
-        return self.text_document(value_of(record, self.config.field, "field"), file, "field")
+        content = self.content(value_of(record, self.config.field, "field"), "field")
+        return Document(content, content, file)
 
 
 class ClassificationCorpus(TokenizedLinesCorpus):
@@ -142,7 +143,7 @@ class ClassificationCorpus(TokenizedLinesCorpus):
 
     def document(self, record: dict[str, Any], file: tuple[str, int]) -> Document:
         label = self._label(value_of(record, self.config.label, "label"))
-        content = self.text_document(value_of(record, self.config.text, "text"), file, "text").content
+        content = self.content(value_of(record, self.config.text, "text"), "text")
         (tokens,) = self.tokenizer.encode_documents([content])
         tokens, rule = tokens[:-1], self.config.truncation  # without the token that ends a document
         if len(tokens) > self.seq_len and rule in ("skip", "stop"):

@@ -25,14 +25,13 @@ class RecordCorpus(Corpus):
     config: RecordsData
     unit = "row"
 
-    def text_document(self, text: object, file: tuple[str, int], key: str) -> Document:
-        """Return the document of a record's text. `key`: the key of the section that names the text. Raises RecordError
-        if `text` is not a string of valid Unicode."""
+    def content(self, text: object, key: str) -> bytes:
+        """Return a record's text in UTF-8. `key`: the key of the section that names the text. Raises RecordError if
+        `text` is not a string of valid Unicode."""
         name = getattr(self.config, key)
         if not isinstance(text, str):
             raise RecordError(f'without a string in "{name}"', f"it is {_TYPES.get(type(text), 'another type')}", key)
-        content = utf8(text)
-        return Document(content, content, file)
+        return utf8(text)
 
     def failed(self, error: RecordError, where: str) -> Skipped:
         """Return a Skipped for the record that caused `error`. Raises ConfigError if `error.on_error` is "stop", or if
@@ -91,10 +90,10 @@ class ColumnCorpus(RecordCorpus):
         row = first_row
         for batch in batches:
             # Arrow does not check that text is UTF-8, so it is decoded here. A null value is None.
-            for content in batch.column(self.config.column).cast("large_binary").to_pylist():
+            for value in batch.column(self.config.column).cast("large_binary").to_pylist():
                 try:
-                    text = None if content is None else content.decode()
-                    yield self.text_document(text, file, "column")
+                    content = self.content(None if value is None else value.decode(), "column")
+                    yield Document(content, content, file)
                 except UnicodeDecodeError:
                     yield self.failed(RecordError("not UTF-8 text", key="column"), f"row {row} of {where}")
                 except RecordError as error:

@@ -135,7 +135,6 @@ class TextReader(Iterator[Sample]):
 
     def __init__(self, corpus: HuggingFaceCorpus, seq_len: int, part: int, parts: int):
         self._corpus, self._seq_len = corpus, seq_len
-        self._file = (corpus.config.path, 0)
         self._cursor = _Cursor(lambda: _part_of_rows(corpus, part, parts))
         self._tokens = np.zeros(0, np.int64)
         """Tokens of rows that were read, but are not yet in a sample."""
@@ -168,13 +167,13 @@ class TextReader(Iterator[Sample]):
                 raise UserError(f"the stream of the training data has no usable rows for this rank; {_MORE}")
             where = f"row {self._cursor.count - 1} of this rank"
             try:
-                document = corpus.text_document(_text(row, corpus), self._file, "column")
+                content = corpus.content(_text(row, corpus), "column")
             except RecordError as error:
                 skipped = corpus.failed(error, where)
                 _log.debug("skipped: %s is %s", skipped.name, skipped.reason)
                 continue
-            if in_split(document.name, corpus.config):
-                return corpus.encode([document.content])[0].tokens.astype(np.int64)
+            if in_split(content, corpus.config):
+                return corpus.encode([content])[0].tokens.astype(np.int64)
 
 
 def build_text_stream(config: HuggingFaceData, context: SourceContext) -> StreamSource:
