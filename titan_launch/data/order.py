@@ -92,14 +92,12 @@ class MixtureOrder:
             self._stages.append(_Stage(start, _whole(weights), before, seed))
 
     def __call__(self, position: int) -> int:
-        stage = self._stage_at(position)
-        block, slot = divmod(position - stage.start, stage.block_size)
+        stage, block, slot = self._locate(position)
         source, number = stage.block(block)[slot]
         return self._offsets[source] + self._orders[source](number)
 
     def consumed(self, position: int) -> tuple[int, ...]:
-        stage = self._stage_at(position)
-        block, slot = divmod(position - stage.start, stage.block_size)
+        stage, block, slot = self._locate(position)
         counts = list(stage.consumed(block))
         for source, number in stage.block(block)[:slot]:
             counts[source] = number + 1
@@ -113,8 +111,10 @@ class MixtureOrder:
             for (name, order), count in zip(self.sources.items(), self.consumed(position), strict=True)
         }
 
-    def _stage_at(self, position: int) -> _Stage:
-        return self._stages[bisect_right(self._stages, position, key=lambda stage: stage.start) - 1]
+    def _locate(self, position: int) -> tuple[_Stage, int, int]:
+        """Return the stage of a position, the number of its block in this stage, and its place in the block."""
+        stage = self._stages[bisect_right(self._stages, position, key=lambda stage: stage.start) - 1]
+        return stage, *divmod(position - stage.start, stage.block_size)
 
 
 def block_size(weights: Sequence[Fraction]) -> int:

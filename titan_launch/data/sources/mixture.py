@@ -21,6 +21,7 @@ class MixtureSource:
         sources differ in shape or dtype."""
         self.sources = dict(sources)
         self._sources = list(sources.values())
+        self.num_classes = max(source.num_classes for source in self._sources)
         self._starts = [0, *accumulate(map(len, self._sources))]
         samples = [source[0] for source in self._sources]
         self._has_documents = any(len(sample) > 2 for sample in samples)
@@ -33,10 +34,6 @@ class MixtureSource:
 
     def __len__(self) -> int:
         return self._starts[-1]
-
-    @property
-    def num_classes(self) -> int:
-        return max(source.num_classes for source in self._sources)
 
     def describe(self) -> str:
         return f"{len(self._sources)} sources, {len(self):,} samples"

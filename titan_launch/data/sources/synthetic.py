@@ -23,14 +23,11 @@ class SyntheticSource:
     def __init__(self, config: SyntheticData, seq_len: int):
         self._config = config
         self._seq_len = seq_len
+        self.num_classes = config.vocab_size
         self._ring = np.argsort(random_words(config.vocab_size, 0, config.vocab_size), kind="stable")
 
     def __len__(self) -> int:
         return self._config.num_samples
-
-    @property
-    def num_classes(self) -> int:
-        return self._config.vocab_size
 
     def describe(self) -> str:
         return f"{len(self):,} random sequences of {self._seq_len} tokens, with a vocabulary of {self.num_classes:,}"
