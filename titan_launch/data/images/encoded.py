@@ -184,10 +184,8 @@ def open_folder(path: str, channels: int, path_key: KeyPath) -> EncodedImages:
     root = Path(path).resolve()
     with _errors_on(path_key, path):
         classes = class_folders(path)
-    if not classes:
-        reason = "contains no class folders; put the images of each class into a folder of its own"
-        raise config_error(path_key, reason, path)
-    with _errors_on(path_key, path):
+        if not classes:
+            raise _ImagesError("contains no class folders; put the images of each class into a folder of its own")
         for name in classes:
             refuse_links_out([root / name], root)
         folders = [
@@ -199,13 +197,11 @@ def open_folder(path: str, channels: int, path_key: KeyPath) -> EncodedImages:
         with _errors_on(path_key, path):
             for label, name in enumerate(classes):
                 _list_class(root, name, label, listing)
-        used = set(listing.labels)
-        if empty := [one_line(name) for label, name in enumerate(classes) if label not in used]:
-            reason = (
-                f"{'this class folder contains' if len(empty) == 1 else 'these class folders contain'} no image: "
-                f"{listed(empty)}; add images ({', '.join(IMAGE_SUFFIXES)}), or remove the folder"
-            )
-            raise config_error(path_key, reason, path)
+            used = set(listing.labels)
+            if empty := [one_line(name) for label, name in enumerate(classes) if label not in used]:
+                which = "this class folder contains" if len(empty) == 1 else "these class folders contain"
+                remedy = f"add images ({', '.join(IMAGE_SUFFIXES)}), or remove the folder"
+                raise _ImagesError(f"{which} no image: {listed(empty)}; {remedy}")
         listing.save(folder)
 
     return _open(root, folders, build, channels, path, path_key)
@@ -276,10 +272,11 @@ def _folders(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def _errors_on(path_key: KeyPath, path: str) -> Iterator[None]:
-    """Replace a LinkError or an OSError in the block by a ConfigError on `path_key`. `path`: value of the key."""
+    """Replace a LinkError, an _ImagesError or an OSError in the block by a ConfigError on `path_key`. `path`: value of
+    the key."""
     try:
         yield
-    except LinkError as error:
+    except (LinkError, _ImagesError) as error:
         raise config_error(path_key, str(error), path) from None
     except OSError as error:
         raise config_error(path_key, _why_unread(error), path) from None
@@ -311,7 +308,7 @@ def _list_class(root: Path, name: str, label: int, listing: _Listing) -> None:
 
 
 class _ImagesError(Exception):
-    """Error for a problem in a shard. The message can follow the name of the shard."""
+    """Error for images that cannot be used. The message can follow the name of their folder or shard."""
 
 
 class _Member(tarfile.TarInfo):
