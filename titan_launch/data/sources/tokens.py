@@ -37,7 +37,7 @@ class _TokenFilesSource(ABC):
         self.has_ratings = stream.header.has_ratings
         """True if the last target of each document is a label of its answer."""
 
-        self._stream, self._seq_len, self._description, self._note = stream, seq_len, description, note
+        self.stream, self._seq_len, self._description, self._note = stream, seq_len, description, note
 
     @abstractmethod
     def __len__(self) -> int:
@@ -59,7 +59,7 @@ class _TokenFilesSource(ABC):
         return f"{self._description}, {counted(len(self), 'sample')} of {self._seq_len}{self._note}"
 
     def details(self) -> Details:
-        stream, header = self._stream, self._stream.header
+        stream, header = self.stream, self.stream.header
         amounts = {
             "files": len(header.files) or None,  # empty if the header does not name the files
             "skipped": header.skipped or None,
@@ -71,7 +71,7 @@ class _TokenFilesSource(ABC):
         return Details({name: value for name, value in amounts.items() if value is not None}, lengths, first_tokens)
 
     def fingerprint(self, seed: int) -> Fingerprint:
-        header = self._stream.header
+        header = self.stream.header
         return fingerprint_of(header.files, len(self), self._content, seed, header.tokenizer)
 
     def _content(self, index: int) -> bytes:
@@ -87,18 +87,18 @@ class TokenSource(_TokenFilesSource):
     """
 
     def __len__(self) -> int:
-        return max(0, len(self._stream) - 1) // self._seq_len
+        return max(0, len(self.stream) - 1) // self._seq_len
 
     def read_batch(self, indices: Sequence[int], positions: Sequence[int] | None = None) -> Sample:
         """Return inputs and targets. The targets are the inputs shifted by one position."""
         windows = np.stack([self._window(index) for index in indices])
         if windows.max() >= self.num_classes:
-            raise self._stream.outside_vocabulary(
+            raise self.stream.outside_vocabulary(
                 (index * self._seq_len, (index + 1) * self._seq_len + 1) for index in indices
             )
         inputs, targets = windows[:, :-1].astype(np.int32), windows[:, 1:].astype(np.int32)
         for row, index in enumerate(indices):
-            counts = self._stream.read_targets(index * self._seq_len + 1, (index + 1) * self._seq_len + 1)
+            counts = self.stream.read_targets(index * self._seq_len + 1, (index + 1) * self._seq_len + 1)
             if counts is not None:
                 targets[row, ~counts] = IGNORED_TARGET
         return torch.from_numpy(inputs), torch.from_numpy(targets)
@@ -108,7 +108,7 @@ class TokenSource(_TokenFilesSource):
 
     def _window(self, index: int) -> Tokens:
         start = index * self._seq_len
-        return self._stream.read(start, start + self._seq_len + 1)
+        return self.stream.read(start, start + self._seq_len + 1)
 
 
 class PackedSource(_TokenFilesSource):
@@ -134,7 +134,7 @@ class PackedSource(_TokenFilesSource):
 
     def read_batch(self, indices: Sequence[int], positions: Sequence[int] | None = None) -> Sample:
         """Return inputs, targets and document numbers."""
-        seq_len, stream = self._seq_len, self._stream
+        seq_len, stream = self._seq_len, self.stream
         pieces, num_pieces = self.packing.pieces_of(indices)
         starts, lengths = self.packing.starts[pieces], self.packing.lengths[pieces]
         inputs = np.zeros(len(indices) * seq_len, np.int32)
