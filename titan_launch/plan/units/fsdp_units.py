@@ -43,9 +43,9 @@ from titan_launch.plan.units.rule_assignment import (
     RuleAssignment,
     RuleAssignments,
     assign_rules,
+    check_rules,
     with_batch_norm_default,
 )
-from titan_launch.plan.units.rule_problems import check_rules
 
 _SMALL_UNIT = 2**20
 """A rule's unit is divided because of its size only if it has more elements than this. The unsharded parameters of a
@@ -77,8 +77,8 @@ def plan_model(
     limits = limits or UnitLimits()
     check_experts(inventory, limits.expert_parallel)
     assignments = assign_rules(inventory, precision)
-    check_rules(inventory, precision, assignments)
-    assignments = with_batch_norm_default(inventory, precision, assignments)
+    check_rules(inventory, assignments)
+    assignments = with_batch_norm_default(inventory, assignments)
     units, in_place = _UnitPlanner(inventory, precision, resharding, assignments, limits).units()
     units = in_wrapping_order(units)
     _check_tied_parameters(inventory, (*units, *in_place), assignments)
@@ -201,7 +201,7 @@ class _UnitPlanner:
         """Return the reason why a module cannot be inside of `unit`; None if it can. `policy`, `assignment`: those of
         the module's rule. `others`: number of elements of the other parameters in the unit."""
         phases = self._phases_within[path]
-        stored = {self._storage_dtype(assignment, phase) for phase in phases}
+        stored = {self.assignments.storage_dtype(assignment, is_frozen=phase is None) for phase in phases}
         if unit.is_divided:
             return f"expert parallelism divides {unit.name}"
         if not others and unit.modules == ("",):
@@ -273,7 +273,7 @@ class _UnitPlanner:
         is_frozen = unit.num_parameters > 0 and not unit.is_trained
         return replace(
             unit,
-            storage_dtype=self._storage_dtype(assignment, None) if is_frozen else unit.storage_dtype,
+            storage_dtype=self.assignments.storage_dtype(assignment, is_frozen) if is_frozen else unit.storage_dtype,
             unshard_in_backward=unit.unshard_in_backward and not has_no_backward,
         )
 
@@ -291,12 +291,6 @@ class _UnitPlanner:
         reached = {enclosing(path, blocks) for path in trained}
         num_before = next((index for index, block in enumerate(blocks) if block in reached), len(blocks))
         return (*self.inventory.embeddings, *blocks[:num_before])
-
-    def _storage_dtype(self, assignment: RuleAssignment | None, phase: _Phase) -> str:
-        """Return the storage dtype of parameters. `assignment`: the rule that covers them, or None."""
-        ruled = None if assignment is None else assignment.rule.storage_dtype
-        frozen = self.precision.frozen_storage_dtype if phase is None else None
-        return ruled or frozen or self.precision.storage_dtype
 
     def _uniform(self, drafts: Sequence[Unit], rules: Sequence[Unit]) -> tuple[list[Unit], list[Unit]]:
         """Divide the drafts, and the entries of rules in place (`rules`), by the phase of their parameters. Then a unit
