@@ -27,8 +27,7 @@ from titan_launch.core.json_files import parse_as
 from titan_launch.core.patches import replaced
 from titan_launch.models.decoder.table_args import ExpertArgs
 from titan_launch.plan.proof.cases import MOST_RANKS, cases, proven_layout
-from titan_launch.plan.proof.certificate import Certificate
-from titan_launch.plan.proof.store import CERTIFICATE, digest_of, find, store
+from titan_launch.plan.proof.certificate import CERTIFICATE, Certificate, digest_of, find, store
 from titan_launch.plan.proof.twin import twin_of
 from titan_launch.prove import main as prove_main
 from titan_launch.prove import ranks, weights

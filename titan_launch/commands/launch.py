@@ -11,7 +11,7 @@ from titan_launch.core.errors import ConfigError, UserError
 from titan_launch.core.process import BAD_INPUT
 from titan_launch.launch.options import LAUNCH_OPTIONS, plan_processes
 from titan_launch.launch.torchrun import launch
-from titan_launch.plan.proof.store import find
+from titan_launch.plan.proof.certificate import find
 
 
 def add_arguments(parser: Parser) -> None:

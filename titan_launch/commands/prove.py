@@ -12,7 +12,7 @@ from titan_launch.core.errors import RunError
 from titan_launch.core.files import refuse_weights_folder, replace_text
 from titan_launch.core.process import run_and_exit
 from titan_launch.core.terminal import one_line, say, say_data
-from titan_launch.plan.proof.store import find, store
+from titan_launch.plan.proof.certificate import find, store
 
 
 def add_arguments(parser: Parser) -> None:

@@ -16,8 +16,15 @@ from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import RunError, UserError, listed
 from titan_launch.plan.hardware import free_memory_gib
 from titan_launch.plan.proof.cases import Case, cases, has_compiler, in_precision, proven_layout
-from titan_launch.plan.proof.certificate import Certificate, Finding, Row, Verdict
-from titan_launch.plan.proof.store import digest_of, digests_of_files, versions
+from titan_launch.plan.proof.certificate import (
+    Certificate,
+    Finding,
+    Row,
+    Verdict,
+    digest_of,
+    digests_of_files,
+    versions,
+)
 from titan_launch.plan.proof.twin import SAMPLES, SECOND, SEQ_LEN, STEPS, Twin, size_of, structure, twin_of
 from titan_launch.prove import ranks
 from titan_launch.prove.locate import explain, owner

@@ -32,8 +32,7 @@ from titan_launch.core.phantom import is_marked
 from titan_launch.core.terminal import one_line
 from titan_launch.metrics.sinks.jsonl import METRICS_FILE, numbered_lines
 from titan_launch.metrics.tags import WITHOUT_IMPROVEMENT
-from titan_launch.plan.proof.certificate import Certificate
-from titan_launch.plan.proof.store import CERTIFICATE
+from titan_launch.plan.proof.certificate import CERTIFICATE, Certificate
 from titan_launch.train.run_folder.attempt import Launch, attempt_name, attempt_numbers, parse_launch
 from titan_launch.train.run_folder.folder import LOCK_FILE, checkpoint_folder
 from titan_launch.train.run_folder.records import (

@@ -23,7 +23,7 @@ from titan_launch.optim.ema import build_ema
 from titan_launch.parallel.compile import cache_folder
 from titan_launch.parallel.context_parallel import sequence_part
 from titan_launch.parallel.fsdp import Unfreezing
-from titan_launch.plan.proof.store import find
+from titan_launch.plan.proof.certificate import find
 from titan_launch.plan.report.unit_table import KeyLocator, describe_units
 from titan_launch.train.base_weights import RunBase
 from titan_launch.train.batches import (

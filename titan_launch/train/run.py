@@ -20,8 +20,7 @@ from titan_launch.metrics.meter import Meter
 from titan_launch.metrics.timeline import Timeline
 from titan_launch.parallel.fsdp import Unfreezing
 from titan_launch.plan.hardware import GIB, find_device
-from titan_launch.plan.proof.certificate import Certificate
-from titan_launch.plan.proof.store import describe
+from titan_launch.plan.proof.certificate import Certificate, describe
 from titan_launch.plan.report.table import format_gib
 from titan_launch.plan.report.unit_table import KeyLocator, format_lines, format_plan, summary_of_job
 from titan_launch.train.batches import RunBatches, RunData

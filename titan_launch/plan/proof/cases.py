@@ -12,10 +12,12 @@ from typing import Any
 
 from titan_launch.config.axes import PIPELINE, REPLICATE, SHARD, TENSOR
 from titan_launch.config.job import JobConfig
+from titan_launch.config.rules.parallelism import splits_backward
 from titan_launch.config.sections.parallelism import ActivationCheckpointConfig, CompileConfig, ParallelismConfig
 from titan_launch.config.sections.training import ACCUMULATION_MODES, GradientAccumulationConfig
 from titan_launch.plan.job import with_values
-from titan_launch.plan.proof.twin import NAMED_AXES, num_microbatches, splits_backward, world_size
+from titan_launch.plan.layout import smallest_world_size
+from titan_launch.plan.proof.twin import NAMED_AXES, num_microbatches
 
 MOST_RANKS = 8
 """Largest number of processes of a run. For a layout of more ranks, each run has only two of its axes."""
@@ -42,7 +44,7 @@ class Case:
     @property
     def ranks(self) -> int:
         """Number of processes."""
-        return world_size(self.config.parallelism)
+        return smallest_world_size(self.config.parallelism)
 
     @property
     def name(self) -> str:
@@ -51,15 +53,12 @@ class Case:
 
     def reference(self, has_batch_norm: bool) -> JobConfig:
         """Return the job of the single process, which trains the same global batch without any axis or mode."""
-        training, degrees = self.config.training, self.config.parallelism
-        size = GLOBAL_BATCH
+        local, size = self.config.training.local_batch_size, GLOBAL_BATCH
         if has_batch_norm:  # batch statistics depend on the microbatch, so use the microbatches of the case
-            ranks = degrees.data_parallel_replicate_degree * degrees.data_parallel_shard_degree
-            assert training.local_batch_size != "auto"
-            size = training.local_batch_size * (ranks if self.config.batchnorm.statistics == "synchronized" else 1)
-        return without(self.config, (*LAYOUT_PARTS, *MODES)).model_copy(
-            update={"training": training.model_copy(update={"local_batch_size": size})}
-        )
+            assert local != "auto"
+            is_synchronized = self.config.batchnorm.statistics == "synchronized"
+            size = local * (_data_parallel(self.config.parallelism) if is_synchronized else 1)
+        return with_values(without(self.config, (*LAYOUT_PARTS, *MODES)), {("training", "local_batch_size"): size})
 
 
 def cases(twin: JobConfig) -> Iterator[Case]:
@@ -82,7 +81,7 @@ def cases(twin: JobConfig) -> Iterator[Case]:
     if not axes:
         yield from (Case(choice, tuple(_modes(choice))) for choice in choices[1:])
         return
-    if world_size(twin.parallelism) <= MOST_RANKS:
+    if smallest_world_size(twin.parallelism) <= MOST_RANKS:
         yield from (Case(choice, (*axes, *_modes(choice))) for choice in choices)
         return
     for index, pair in enumerate(combinations([axis for axis in axes if axis in NAMED_AXES], 2)):
@@ -94,7 +93,7 @@ def cases(twin: JobConfig) -> Iterator[Case]:
 def proven_layout(twin: JobConfig, runs: Sequence[Case]) -> str:
     """Return the layout that the runs of a twin cover, in words: `shards 2, tensor 2, accumulation deferred`, or for
     runs of pairs, `replicas 2, shards 2, tensor 2, context 2, in pairs`."""
-    if world_size(twin.parallelism) <= MOST_RANKS:
+    if smallest_world_size(twin.parallelism) <= MOST_RANKS:
         return runs[-1].name
     return ", ".join(_in_words(twin, axis) for axis in _axes(twin)) + ", in pairs"
 
@@ -156,14 +155,17 @@ _ONCE = GradientAccumulationConfig(mode="deferred", keep_params_unsharded=True)
 
 def with_batch(config: JobConfig) -> JobConfig:
     """Return a twin whose step has `GLOBAL_BATCH` samples, in at least two microbatches of equal size on each rank."""
-    degrees = config.parallelism
-    ranks = degrees.data_parallel_replicate_degree * degrees.data_parallel_shard_degree
-    local = GLOBAL_BATCH // (ranks * num_microbatches(config))
-    training = config.training.model_copy(update={"global_batch_size": GLOBAL_BATCH, "local_batch_size": local})
-    return config.model_copy(update={"training": training})
+    local = GLOBAL_BATCH // (_data_parallel(config.parallelism) * num_microbatches(config))
+    return with_values(
+        config, {("training", "global_batch_size"): GLOBAL_BATCH, ("training", "local_batch_size"): local}
+    )
 
 
 GLOBAL_BATCH = 16
+
+
+def _data_parallel(parallelism: ParallelismConfig) -> int:
+    return parallelism.data_parallel_replicate_degree * parallelism.data_parallel_shard_degree
 
 
 def _axes(config: JobConfig) -> Iterator[str]:
@@ -233,10 +235,8 @@ def _in_words(config: JobConfig, part: str) -> str:
             off = [key for key in ("sequence_parallel", "loss_parallel") if not getattr(config.parallelism, key)]
             words += "".join(f" without {key}" for key in off)
         return words
-    accumulation = config.gradient_accumulation
-    kept = " with unsharded parameters" if accumulation.keep_params_unsharded else ""
     return {
-        "accumulation": f"accumulation {accumulation.mode}{kept}",
+        "accumulation": f"accumulation {config.gradient_accumulation.label}",
         "checkpointing": f"checkpointing {config.activation_checkpoint.mode}",
         "chunks": f"{config.loss.chunks} chunks of the loss",
         "compile": f"compile ({config.compile.backend})",

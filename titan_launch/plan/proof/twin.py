@@ -6,15 +6,14 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 from pydantic import ValidationError
 
-from titan_launch.config.axes import AXES, GRID, TENSOR
+from titan_launch.config.axes import AXES, TENSOR
 from titan_launch.config.job import JobConfig
 from titan_launch.config.rules.loss import frozen_job
-from titan_launch.config.rules.parallelism import SPLIT_BACKWARD_SCHEDULES
+from titan_launch.config.rules.parallelism import stages_per_rank
 from titan_launch.config.sections.checkpoint import CheckpointConfig
 from titan_launch.config.sections.data import FactoryData, separates_documents
 from titan_launch.config.sections.lora import LoRAConfig
@@ -153,21 +152,12 @@ def _smallest_degrees(parallelism: ParallelismConfig, unshrunk: list[str]) -> Pa
 
 def num_stages(parallelism: ParallelismConfig) -> int:
     """Return the number of pipeline stages of a twin; 1 without pipeline parallelism."""
-    if parallelism.pipeline_parallel_degree == 1:
-        return 1
-    is_single = parallelism.pipeline_parallel_schedule in ("1F1B", "GPipe")
-    return 2 * (parallelism.pipeline_parallel_stages_per_rank or (1 if is_single else 2))
+    return 1 if parallelism.pipeline_parallel_degree == 1 else 2 * stages_per_rank(parallelism)
 
 
 def num_microbatches(config: JobConfig) -> int:
     """Return the number of microbatches of a step of a twin: 4 for a pipeline, else 2."""
     return 4 if config.parallelism.pipeline_parallel_degree > 1 else 2
-
-
-def splits_backward(parallelism: ParallelismConfig) -> bool:
-    """Return True if the schedule computes the gradients of weights later than the gradients of activations."""
-    is_divided = parallelism.pipeline_parallel_degree > 1
-    return is_divided and parallelism.pipeline_parallel_schedule in SPLIT_BACKWARD_SCHEDULES
 
 
 # The model
@@ -370,8 +360,3 @@ def size_of(config: JobConfig) -> str:
 def structure(config: JobConfig) -> str:
     """Return a job as text. Two jobs with the same values of all keys have the same text."""
     return json.dumps(config.model_dump(mode="json"), sort_keys=True)
-
-
-def world_size(parallelism: ParallelismConfig) -> int:
-    """Return the number of ranks of a twin. Expert parallelism uses the ranks of the shard or the context axis."""
-    return prod(map(parallelism.degree, GRID))
