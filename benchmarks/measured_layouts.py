@@ -105,7 +105,7 @@ class Measured:
         parts += [f"{name} {degree}" for name, degree in degrees.items() if degree > 1]
         parts.append(f"{layout.replicate} x {layout.shard}{' *' if layout.shards_optimizer else ''}")
         parts.append(f"{layout.num_microbatches} of {layout.local_batch_size}")
-        return ", ".join([*parts, self.row.choice.accumulation_label])
+        return ", ".join([*parts, self.row.choice.accumulation.label])
 
 
 def every_layout(job: JobConfig, ranks: int) -> Iterator[Measured]:

@@ -131,7 +131,7 @@ def _cells(model: str, ranks: int, name: str, row: Row, is_best: bool) -> list[s
         model,
         str(ranks),
         f"**{name}**" if is_best else name,
-        row.choice.accumulation_label,
+        row.choice.accumulation.label,
         f"{row.footprint.peak_bytes / GIB:.1f}",
         f"~{row.reserved_bytes / GIB:.1f}",
         str(row.verdict),

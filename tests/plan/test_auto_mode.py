@@ -36,7 +36,7 @@ def test_auto_takes_the_least_traffic_of_the_choices_that_fit(memory: float, exp
     block) against 3 of 4 reduce-scatters in float32."""
     resolution = resolved(make_job(**auto(memory_gib=memory)))
     choice = configured_choice(resolution.config)
-    assert (choice.accumulation_label, choice.activation_checkpoint.mode) == (expected, "none")
+    assert (choice.accumulation.label, choice.activation_checkpoint.mode) == (expected, "none")
     assert f"fit into {memory:g} GiB with the margin" in resolution.reason
 
 
@@ -49,7 +49,7 @@ def test_auto_chooses_only_among_modes_that_the_job_allows() -> None:
 def test_a_tight_choice_is_never_taken() -> None:
     """Deferred with unsharded parameters needs 11 GiB active below a limit of 12, but 13.2 GiB reserved."""
     resolution = resolved(make_job(**auto(memory_gib=12, fragmentation=0.2)))
-    assert resolution.row.choice.accumulation_label == f"immediate{UNSHARDED}"
+    assert resolution.row.choice.accumulation.label == f"immediate{UNSHARDED}"
 
 
 def test_auto_activation_checkpointing_looks_for_the_shortest_step_first() -> None:
@@ -141,5 +141,5 @@ def test_an_unresolved_auto_mode_cannot_be_planned() -> None:
 def test_auto_weighs_traffic_between_nodes() -> None:
     resolution = resolved(make_job(**auto(memory_gib=12, gpus_per_node=1)))
     assert (
-        resolution.row.link_traffic.within == 0 and resolution.row.choice.accumulation_label == f"deferred{UNSHARDED}"
+        resolution.row.link_traffic.within == 0 and resolution.row.choice.accumulation.label == f"deferred{UNSHARDED}"
     )

@@ -18,10 +18,10 @@ from titan_launch.core.errors import ConfigError
 from titan_launch.core.torch_release import CAN_SHARE_UNITS, MIXES_DTYPES_IN_UNIT
 from titan_launch.models.blocks import find_pipeline_order
 from titan_launch.models.build import build_model, take_inventory
-from titan_launch.plan.communication import Collectives, Exchange, Traffic
+from titan_launch.plan.communication import Collectives, Exchange, Traffic, scaled_to_step
 from titan_launch.plan.job import plan_job
 from titan_launch.plan.layout import Layout, plan_layout
-from titan_launch.plan.pipeline import balance, parts_on_rank, plan_stages, scaled_to_step
+from titan_launch.plan.pipeline import balance, parts_on_rank, plan_stages
 from titan_launch.plan.report.unit_table import describe_units, format_plan
 from titan_launch.plan.types import Inventory, ModelPlan
 from titan_launch.train.mode_choice import inspect_model

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple
 
@@ -151,6 +152,36 @@ def collectives_of_unit(unit: Unit, layout: Layout) -> Collectives:
     )
 
 
+def scaled_to_step(seen: Traffic, num_seen: int, layout: Layout, accumulation: GradientAccumulationConfig) -> Traffic:
+    """Return the traffic of a step with all microbatches, from the traffic of a step with `num_seen` microbatches.
+    Traffic of every microbatch is scaled. Traffic that occurs once per step is not scaled."""
+    every = Fraction(layout.num_microbatches, num_seen)
+    once = Fraction(1)
+    gathers = once if accumulation.keep_params_unsharded else every
+    scatters = every if accumulation.row.reduce_scatters_each else once
+    reduces = every if accumulation.row.all_reduces_each else once
+
+    def times(exchange: Exchange) -> Exchange:
+        return Exchange(round(exchange.calls * every), round(exchange.sent_bytes * every))
+
+    calls = seen.collectives
+    exchanges: dict[str, Any] = {axis.name: times(seen.along(axis)) for axis in MODEL_AXES}
+    return replace(
+        seen,
+        **exchanges,
+        collectives=Collectives(
+            round(calls.all_gathers * gathers),
+            round(calls.reduce_scatters * scatters),
+            round(calls.all_reduces * reduces),
+        ),
+        all_gather_bytes=round(seen.all_gather_bytes * gathers),
+        reduce_scatter_bytes=round(seen.reduce_scatter_bytes * scatters),
+        all_reduce_bytes=round(seen.all_reduce_bytes * reduces),
+        expert_all_gather_bytes=round(seen.expert_all_gather_bytes * gathers),
+        expert_reduce_scatter_bytes=round(seen.expert_reduce_scatter_bytes * scatters),
+    )
+
+
 def collectives_of_microbatch(units: Iterable[Unit], layout: Layout) -> Collectives:
     """Return the collectives of all units in one forward and backward."""
     return sum((collectives_of_unit(unit, layout) for unit in units), start=Collectives())
@@ -165,7 +196,8 @@ def collectives_of_step(units: Iterable[Unit], layout: Layout, accumulation: Gra
     units = list(units)
     is_exchanged = layout.optimizer_replicas > 1
     exchanges = sum(is_exchanged and unit.gradient_dtype is not None for unit in units)
-    return _times(collectives_of_microbatch(units, layout), layout, accumulation) + Collectives(exchanges, exchanges)
+    one = Traffic(collectives_of_microbatch(units, layout))
+    return scaled_to_step(one, 1, layout, accumulation).collectives + Collectives(exchanges, exchanges)
 
 
 def exchanged_units(plan: ModelPlan, layout: Layout) -> dict[Unit, ExchangedUnit]:
@@ -207,16 +239,6 @@ def shard_shape(parameter: TensorInfo, unit: Unit, layout: Layout) -> tuple[int,
     dim = sharded_dim(shape, shards, parameter.is_stacked) if parameter.numel else 0
     shape[dim] = -(-shape[dim] // shards)
     return tuple(shape)
-
-
-def _times(microbatch: Collectives, layout: Layout, accumulation: GradientAccumulationConfig) -> Collectives:
-    """Return the collectives of a step. `microbatch`: the collectives of one microbatch."""
-    microbatches = layout.num_microbatches
-    return Collectives(
-        microbatch.all_gathers * (1 if accumulation.keep_params_unsharded else microbatches),
-        microbatch.reduce_scatters * (microbatches if accumulation.row.reduce_scatters_each else 1),
-        microbatch.all_reduces * (microbatches if accumulation.row.all_reduces_each else 1),
-    )
 
 
 @dataclass(frozen=True)
@@ -341,9 +363,11 @@ def rings_of(layout: Layout, gpus_per_node: int) -> Rings:
 
 def _most_crossings(world_size: int, stride: int, size: int, gpus_per_node: int) -> int:
     """Return the number of hops between nodes in the group with the most such hops. A group is a ring of `size` ranks,
-    `stride` apart."""
-    groups = _groups(world_size, stride, size)
-    return max(_crossings([rank // gpus_per_node for rank in group]) for group in groups)
+    `stride` apart. The ring closes with a hop from the last rank to the first."""
+    return max(
+        sum(here // gpus_per_node != there // gpus_per_node for here, there in pairwise([*group, group[0]]))
+        for group in _groups(world_size, stride, size)
+    )
 
 
 def _most_on_other_nodes(world_size: int, stride: int, size: int, gpus_per_node: int) -> int:
@@ -356,9 +380,3 @@ def _groups(world_size: int, stride: int, size: int) -> Iterator[range]:
     """Yield the groups of an axis: `size` ranks each, `stride` apart."""
     starts = (rank for rank in range(world_size) if rank // stride % size == 0)
     return (range(start, start + stride * size, stride) for start in starts)
-
-
-def _crossings(nodes: Sequence[int]) -> int:
-    """Return the number of hops between nodes in a ring of ranks. The ring closes with a hop from the last rank to the
-    first."""
-    return sum(here != there for here, there in zip(nodes, [*nodes[1:], nodes[0]], strict=True))

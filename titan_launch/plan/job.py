@@ -36,36 +36,8 @@ class Choice:
     @property
     def label(self) -> str:
         """Both modes in words: `gradient accumulation deferred, activation checkpointing none`."""
-        accumulation, checkpointing = self.accumulation_label, self.activation_checkpoint_label
+        accumulation, checkpointing = self.accumulation.label, self.activation_checkpoint.label
         return f"gradient accumulation {accumulation}, activation checkpointing {checkpointing}"
-
-    @property
-    def accumulation_label(self) -> str:
-        return accumulation_label(self.accumulation)
-
-    @property
-    def activation_checkpoint_label(self) -> str:
-        return activation_checkpoint_label(self.activation_checkpoint)
-
-
-def accumulation_label(config: GradientAccumulationConfig) -> str:
-    """Return a gradient accumulation mode in words: `deferred`, `deferred with unsharded parameters`."""
-    return f"{config.mode}{' with unsharded parameters' if config.keep_params_unsharded else ''}"
-
-
-def activation_checkpoint_label(config: ActivationCheckpointConfig) -> str:
-    """Return an activation checkpointing mode in words: `selective (1 of 2 blocks)`, `full (listed modules)`."""
-    details = []
-    if config.mode == "selective":
-        option = config.selective_ac_option
-        details.append("per operation" if option == "op" else f"1 of {option} blocks")
-    if config.mode == "memory_budget":
-        details.append(f"{config.memory_budget:g}")
-    if config.modules:
-        details.append("listed modules")
-    if config.offload:
-        details.append("offloaded")
-    return f"{config.mode} ({', '.join(details)})" if details else config.mode
 
 
 def configured_choice(config: JobConfig) -> Choice:
@@ -189,7 +161,7 @@ def _is_allowed_by_schedule(config: JobConfig, checkpointing: ActivationCheckpoi
     problem = next(split_backward_checkpoints_whole_modules(changed), None)
     if problem is not None:
         reason = problem.reason.partition(";")[0]
-        notes.append(f"activation checkpointing {activation_checkpoint_label(checkpointing)} is not compared: {reason}")
+        notes.append(f"activation checkpointing {checkpointing.label} is not compared: {reason}")
     return problem is None
 
 
@@ -205,8 +177,8 @@ def _can_be_compiled(
     except ConfigError as error:
         if config.activation_checkpoint == checkpointing:
             raise
-        label, reason = activation_checkpoint_label(checkpointing), error.problems[0].reason.partition(";")[0]
-        notes.append(f"activation checkpointing {label} is not compared because the job is compiled: {reason}")
+        reason = f"because the job is compiled: {error.problems[0].reason.partition(';')[0]}"
+        notes.append(f"activation checkpointing {checkpointing.label} is not compared {reason}")
         return False
     return True
 
@@ -222,7 +194,7 @@ def _accumulations(config: JobConfig, layout: Layout) -> tuple[list[GradientAccu
             found.setdefault(_effect(config, candidate, layout), candidate)
         elif not candidate.keep_params_unsharded or own.keep_params_unsharded:
             key, reason = format_key(problem.key), problem.reason.partition(";")[0]
-            label = f"gradient accumulation {accumulation_label(candidate)}"
+            label = f"gradient accumulation {candidate.label}"
             notes.append(f"{label} is not compared: {key} = {problem.value}: {reason}")
     order = [_effect(config, candidate, layout) for candidate in _candidates(layout)]
     return sorted(found.values(), key=lambda it: order.index(_effect(config, it, layout))), list(dict.fromkeys(notes))

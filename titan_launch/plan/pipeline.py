@@ -6,17 +6,13 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from fractions import Fraction
 from functools import cache
 from itertools import accumulate, pairwise
-from typing import Any
 
-from titan_launch.config.axes import MODEL_AXES, PIPELINE
+from titan_launch.config.axes import PIPELINE
 from titan_launch.config.rules.parallelism import ONE_STAGE_SCHEDULES, num_stages, too_few_layers
 from titan_launch.config.sections.parallelism import ParallelismConfig
-from titan_launch.config.sections.training import GradientAccumulationConfig
 from titan_launch.core.errors import ConfigError, KeyPath, Problem, config_error, did_you_mean, listed
-from titan_launch.plan.communication import Collectives, Exchange, Traffic
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.types import (
     Inventory,
@@ -278,33 +274,3 @@ def counts_to_run(parallelism: ParallelismConfig, layout: Layout) -> tuple[int, 
     if schedule in _HOLDS_ALL or enough >= every:
         return (every,)
     return enough, min(every, enough + (1 if has_one_stage else layout.pipeline))  # interleaved: a whole round more
-
-
-def scaled_to_step(seen: Traffic, num_seen: int, layout: Layout, accumulation: GradientAccumulationConfig) -> Traffic:
-    """Return the traffic of a step with all microbatches, from the traffic of a step with `num_seen` microbatches.
-    Traffic of every microbatch is scaled. Traffic that occurs once per step is not scaled."""
-    every = Fraction(layout.num_microbatches, num_seen)
-    once = Fraction(1)
-    gathers = once if accumulation.keep_params_unsharded else every
-    scatters = every if accumulation.row.reduce_scatters_each else once
-    reduces = every if accumulation.row.all_reduces_each else once
-
-    def times(exchange: Exchange) -> Exchange:
-        return Exchange(round(exchange.calls * every), round(exchange.sent_bytes * every))
-
-    calls = seen.collectives
-    exchanges: dict[str, Any] = {axis.name: times(seen.along(axis)) for axis in MODEL_AXES}
-    return replace(
-        seen,
-        **exchanges,
-        collectives=Collectives(
-            round(calls.all_gathers * gathers),
-            round(calls.reduce_scatters * scatters),
-            round(calls.all_reduces * reduces),
-        ),
-        all_gather_bytes=round(seen.all_gather_bytes * gathers),
-        reduce_scatter_bytes=round(seen.reduce_scatter_bytes * scatters),
-        all_reduce_bytes=round(seen.all_reduce_bytes * reduces),
-        expert_all_gather_bytes=round(seen.expert_all_gather_bytes * gathers),
-        expert_reduce_scatter_bytes=round(seen.expert_reduce_scatter_bytes * scatters),
-    )

@@ -26,12 +26,12 @@ from typing import Any, NamedTuple
 from titan_launch.config.axes import AXES, CONTEXT, EXPERT, MODEL_AXES, PIPELINE, SHARD, TENSOR
 from titan_launch.config.job import JobConfig
 from titan_launch.config.rules import first_problem
-from titan_launch.config.rules.parallelism import ONE_STAGE_SCHEDULES, SPLIT_BACKWARD_SCHEDULES
+from titan_launch.config.rules.parallelism import ONE_STAGE_SCHEDULES, splits_backward
 from titan_launch.config.rules.tables import with_effective_keys
 from titan_launch.config.sections.parallelism import ActivationCheckpointConfig, ParallelismConfig
 from titan_launch.core.errors import ConfigError, config_error
 from titan_launch.core.process import in_forks, usable_cores
-from titan_launch.plan.batch_size import possible_batch_sizes, with_local_batch_size
+from titan_launch.plan.auto_mode import possible_batch_sizes, with_local_batch_size
 from titan_launch.plan.communication import LinkTraffic, Ring, link_traffic_of_step
 from titan_launch.plan.hardware import Hardware
 from titan_launch.plan.job import (
@@ -174,11 +174,10 @@ class _Probe:
         if len(at) == 2 and all(point in peaks for point in at):
             first, last = (peaks[point].by_category[Category.ACTIVATIONS] for point in at)
             saved = max(0.0, last - first) / found.layout.local_batch_size  # temporaries cancel out
-        time, samples = found.row.time, found.layout.samples_per_rank
-        compute = None
-        if time.recorded is not None and time.least_recorded is not None:
-            compute = time.recorded / samples, _OF_RECORDED * time.least_recorded / samples
-        exposed = time.exposed if time.least_exposed is None else time.least_exposed
+        samples, exposed, compute = found.layout.samples_per_rank, found.row.time.exposed, None
+        if (times := found.row.time.replayed) is not None:
+            exposed = times.least_exposed
+            compute = times.recorded / samples, _OF_RECORDED * times.least_recorded / samples
         return cls(exposed, held, saved, found.layout.local_batch_size, compute)
 
 
@@ -430,7 +429,7 @@ class Search:
         in_flight = min(layout.pipeline, layout.num_microbatches) / layout.pipeline
         activations = probe.activations_per_sample * layout.local_batch_size * in_flight * share
         unsharded = 0.0
-        if job.parallelism.pipeline_parallel_schedule in SPLIT_BACKWARD_SCHEDULES and layout.pipeline > 1:
+        if splits_backward(job.parallelism):
             # Zero-bubble schedules hold unsharded parameters and gradients, with at least two bytes per element.
             elements = self._inventory.num_parameters + self._num_trained
             divided = math.prod(layout.degree(axis) for axis in MODEL_AXES if axis.divides_parameters)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from titan_launch.config.rules.parallelism import SPLIT_BACKWARD_SCHEDULES, stages_per_rank
+from titan_launch.config.rules.parallelism import splits_backward, stages_per_rank
 from titan_launch.config.sections.parallelism import ActivationCheckpointConfig, ParallelismConfig
 from titan_launch.plan.communication import LinkTraffic
 from titan_launch.plan.hardware import DEFAULT_MFU, Hardware
@@ -29,19 +29,9 @@ class StepTime:
     exposed: float = 0.0
     """Seconds of `communication` for which computation waits: that of tensor, context and expert parallelism."""
 
-    ordered: float | None = None
-    """Seconds of the step if computation and collectives run in the order of FSDP2 (`plan.memory.clock`). None: not
-    known."""
-
-    least_exposed: float | None = None
-    """Lower bound of `exposed` for any microbatch size and any gradient accumulation mode. None: not known."""
-
-    recorded: float | None = None
-    """Seconds of `compute` for the operations of the model, without those of FSDP2 and the optimizer, with the bubble.
-    This time is the same in all gradient accumulation modes and for any number of replicas. None: not known."""
-
-    least_recorded: float | None = None
-    """Lower bound of `recorded` without the bubble, for any microbatch size. None: not known."""
+    replayed: Seconds | None = None
+    """The times of the replay from which the other fields follow, with the bubble in `total`, `compute` and `recorded`.
+    None: these fields follow from FLOPs and link traffic."""
 
     @property
     def interval(self) -> tuple[float, float] | None:
@@ -53,28 +43,30 @@ class StepTime:
 
     @property
     def expected(self) -> float | None:
-        """Expected time of the step in seconds: `ordered`, if that is known. Otherwise, only the communication of FSDP2
-        and of the pipeline is assumed to overlap with computation. None if computation or communication is unknown."""
+        """Expected time of the step in seconds: that of the replay, if there is one. Otherwise, only the communication
+        of FSDP2 and of the pipeline is assumed to overlap with computation. None if computation or communication is
+        unknown."""
+        if self.replayed is not None:
+            return self.replayed.total
         if self.compute is None or self.communication is None:
             return None
-        if self.ordered is not None:
-            return self.ordered
         return max(self.compute, self.communication - self.exposed) + self.exposed
 
     def least_with_replicas(self, communication: float, shards: int) -> float | None:
         """Return a lower bound of the step time with more replicas, in seconds; None if computation is unknown.
         `communication`: lower bound of all communication in seconds. `shards`: number of shards of each replica."""
-        if self.compute is not None and self.recorded is not None:
+        if self.replayed is not None:
             # With one shard, FSDP2 makes no copies after an all-gather or before a reduction. `compute` may have both.
-            return max((self.compute if shards > 1 else self.recorded) + self.exposed, communication)
+            compute = self.replayed.compute if shards > 1 else self.replayed.recorded
+            return max(compute + self.exposed, communication)
         return replace(self, communication=max(communication, self.exposed)).expected
 
     @property
     def least(self) -> float | None:
         """Lower bound of the step time in seconds, in any gradient accumulation mode and with any number of replicas.
         None if computation is unknown."""
-        if self.recorded is not None:
-            return self.recorded + (self.least_exposed or 0.0)
+        if self.replayed is not None:
+            return self.replayed.recorded + self.replayed.least_exposed
         return replace(self, communication=self.exposed).expected
 
     def ties_with(self, other: StepTime) -> bool:
@@ -109,16 +101,12 @@ def estimate_step_time(
 def step_time(seconds: Seconds, bubble_share: float) -> StepTime:
     """Return the time of a step from the times of the slowest rank. `bubble_share`: see the function `bubble_share`."""
     bubble = (seconds.compute + seconds.exposed) * bubble_share
-    return StepTime(
+    replayed = seconds._replace(
+        total=seconds.total + bubble,
         compute=seconds.compute + bubble,
-        communication=seconds.communication,
-        bubble=bubble,
-        exposed=seconds.exposed,
-        least_exposed=seconds.least_exposed,
-        ordered=seconds.total + bubble,
         recorded=seconds.recorded * (1 + bubble_share),
-        least_recorded=seconds.least_recorded,
     )
+    return StepTime(replayed.compute, seconds.communication, bubble, seconds.exposed, replayed)
 
 
 def bubble_share(parallelism: ParallelismConfig, layout: Layout) -> float:
@@ -127,7 +115,7 @@ def bubble_share(parallelism: ParallelismConfig, layout: Layout) -> float:
     The result is (p - 1) / (v m) for p ranks with v equal stages and m microbatches (arXiv:2104.04473). Zero-bubble
     schedules compute weight gradients while a rank would wait. Their result is 0, the best case (arXiv:2401.10241).
     """
-    if parallelism.pipeline_parallel_schedule in SPLIT_BACKWARD_SCHEDULES:
+    if splits_backward(parallelism):
         return 0.0
     return (layout.pipeline - 1) / (stages_per_rank(parallelism) * layout.num_microbatches)
 

@@ -344,7 +344,7 @@ class ModelPlan:
         """Return the dtype of each unit's all-gather, in the order of the units. The dtype is `uint8` for a unit with
         several compute dtypes: FSDP2 then gathers the parameters as bytes."""
         found = []
-        for unit, modules in zip(self.units, self.modules_by_unit(), strict=True):
+        for unit, modules in zip(self.units, modules_by_unit(self.inventory, self.units), strict=True):
             computed = {self.unit_of[module.path].compute_dtype for module in modules if module.parameters}
             found.append("uint8" if len(computed) > 1 else next(iter(computed), unit.compute_dtype))
         return found
@@ -384,14 +384,6 @@ class ModelPlan:
         """Return `cast_forward_inputs` of the policy that FSDP2 gets for a unit. It is False if a rule in place covers
         one of the unit's modules. Then hooks cast the inputs of each module instead."""
         return unit.policy.cast_forward_inputs and all(self.unit_of[path] is unit for path in unit.modules)
-
-    def modules_by_unit(self) -> list[list[ModuleInfo]]:
-        """Return, for each unit in order, the modules whose own parameters the unit shards."""
-        index_of = unit_by_module(self.inventory, self.units)
-        modules: list[list[ModuleInfo]] = [[] for _ in self.units]
-        for module in self.inventory.modules:
-            modules[index_of[module.path]].append(module)
-        return modules
 
 
 def without_modules(plan: ModelPlan, removed: Collection[str]) -> ModelPlan:
@@ -473,10 +465,18 @@ def with_parameters(
     return tuple(counted[: len(units)]), tuple(counted[len(units) :])
 
 
+def modules_by_unit(inventory: Inventory, units: Sequence[Unit]) -> list[list[ModuleInfo]]:
+    """Return the modules whose own parameters belong to each unit, in the order of the units."""
+    owners = unit_by_module(inventory, units)
+    modules: list[list[ModuleInfo]] = [[] for _ in units]
+    for module in inventory.modules:
+        modules[owners[module.path]].append(module)
+    return modules
+
+
 def parameters_by_unit(inventory: Inventory, units: Sequence[Unit]) -> list[list[TensorInfo]]:
     """Return the parameters of each unit, in the order of the units. Tied parameters count once."""
-    owners = unit_by_module(inventory, units)
-    parameters: list[list[TensorInfo]] = [[] for _ in units]
-    for module in inventory.modules:
-        parameters[owners[module.path]] += [p for p in module.parameters if p.tied_to is None]
-    return parameters
+    return [
+        [parameter for module in modules for parameter in module.parameters if parameter.tied_to is None]
+        for modules in modules_by_unit(inventory, units)
+    ]

@@ -32,7 +32,7 @@ from titan_launch.parallel.batchnorm import RunningStatistics
 from titan_launch.parallel.context_parallel import part_of_batch, sequence_part
 from titan_launch.parallel.fsdp import discard_pending
 from titan_launch.parallel.pipeline import parts, pipeline_of
-from titan_launch.plan.communication import Traffic, traffic_of_microbatches, traffic_of_replicas
+from titan_launch.plan.communication import Traffic, scaled_to_step, traffic_of_microbatches, traffic_of_replicas
 from titan_launch.plan.hardware import Kernels, find_device
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.memory.ledger import (
@@ -49,7 +49,7 @@ from titan_launch.plan.memory.ledger import (
     with_growth,
 )
 from titan_launch.plan.mup import width_scales
-from titan_launch.plan.pipeline import counts_to_run, scaled_to_step
+from titan_launch.plan.pipeline import counts_to_run
 from titan_launch.plan.replica_shards import ExchangedUnit, chunk_numel, exchanged_unit, gradients_leave_early
 from titan_launch.plan.speeds import Work
 from titan_launch.plan.types import ModelPlan

@@ -93,7 +93,7 @@ def choice_label(accumulation: str, checkpointing: str) -> str:
 def labels(comparison: Comparison) -> list[str]:
     """Return the labels of the rows without activation checkpointing."""
     rows = [row for row in comparison.rows if row.choice.activation_checkpoint.mode == "none"]
-    return [row.choice.accumulation_label for row in rows]
+    return [row.choice.accumulation.label for row in rows]
 
 
 UNSHARDED = " with unsharded parameters"

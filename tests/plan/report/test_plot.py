@@ -23,7 +23,7 @@ def test_a_picture_has_a_bar_for_every_choice(tmp_path: Path, suffix: str) -> No
     assert path.stat().st_size > 10_000
     if suffix == ".svg":
         text = path.read_text()
-        labels = [f"{r.choice.accumulation_label} / {r.choice.activation_checkpoint_label}" for r in comparison.rows]
+        labels = [f"{r.choice.accumulation.label} / {r.choice.activation_checkpoint.label}" for r in comparison.rows]
         assert all(f"<!-- {label}" in text for label in labels)
         marks = dict(re.findall(r"<!-- (.* / .*?) +([>*]+) -->", html.unescape(text)))
         assert marks == {labels[0]: ">", labels[1]: "*"}  # as in the table

@@ -132,6 +132,21 @@ class ActivationCheckpointConfig(Section):
     tensors are the inputs of the blocks; with `none`, all activations of the blocks. Losses and gradients stay the
     same, bit for bit."""
 
+    @property
+    def label(self) -> str:
+        """The mode in words: `selective (1 of 2 blocks)`, `full (listed modules)`."""
+        details = []
+        if self.mode == "selective":
+            option = self.selective_ac_option
+            details.append("per operation" if option == "op" else f"1 of {option} blocks")
+        if self.mode == "memory_budget":
+            details.append(f"{self.memory_budget:g}")
+        if self.modules:
+            details.append("listed modules")
+        if self.offload:
+            details.append("offloaded")
+        return f"{self.mode} ({', '.join(details)})" if details else self.mode
+
 
 Component = Literal["model", "loss"]
 

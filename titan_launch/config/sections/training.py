@@ -160,6 +160,11 @@ class GradientAccumulationConfig(Section):
             raise ValueError("gradient_accumulation.mode is still `auto`: resolve `auto` first (plan.auto_mode)")
         return ACCUMULATION_MODES[self.mode]
 
+    @property
+    def label(self) -> str:
+        """The mode in words: `deferred`, `deferred with unsharded parameters`."""
+        return f"{self.mode}{' with unsharded parameters' if self.keep_params_unsharded else ''}"
+
 
 AlgorithmName = Annotated[str, OneOf(ALGORITHMS)]
 

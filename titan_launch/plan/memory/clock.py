@@ -13,11 +13,11 @@ One stream computes. FSDP2's collectives run in another stream, one after anothe
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from titan_launch.config.axes import AXES, CollectiveKind
 from titan_launch.plan.communication import Ring, Rings
-from titan_launch.plan.speeds import Speeds, Work
+from titan_launch.plan.speeds import HostWork, Speeds, Work
 from titan_launch.plan.types import Unit
 
 
@@ -36,7 +36,7 @@ class Seconds(NamedTuple):
 
     recorded: float = 0.0
     """Part of `compute` for the operations of the model, without the copies and hooks of FSDP2 and without the
-    optimizer's update."""
+    optimizer's update. It is the same in all gradient accumulation modes and for any number of replicas."""
 
     least_recorded: float = 0.0
     """Lower bound of `recorded` for the same number of samples and any microbatch size."""
@@ -63,7 +63,7 @@ class Clock:
 
     def __init__(self, speeds: Speeds, rings: Rings):
         self._speeds, self._rings = speeds, rings
-        self._per_operation, self._per_exchange = speeds.host_seconds("operation"), speeds.host_seconds("exchange")
+        self._host_seconds: dict[HostWork, float] = {what: speeds.host_seconds(what) for what in get_args(HostWork)}
         self._now = self._end_of_host = 0.0
         self._end_of_links = 0.0
         """Time at which all started work of FSDP2's streams ends."""
@@ -89,7 +89,7 @@ class Clock:
         """Add the time of operations of the model."""
         seconds = self._speeds.seconds(work)
         self._spend(seconds)
-        self._recorded += seconds + self._host(work.times * self._per_operation)
+        self._recorded += seconds + self.host("operation", work.times)
         self._least += self._speeds.least_seconds(work)
 
     def copy(self, num_bytes: int) -> None:
@@ -105,22 +105,10 @@ class Clock:
         else:
             self.copy(num_bytes)
 
-    def hooks(self) -> None:
-        """Add the host's time for FSDP2's hooks of a unit, in one forward and backward."""
-        self._host(self._speeds.host_seconds("unit"))
-
-    def stages(self, count: int) -> None:
-        """Add the host's time for the schedule of a pipeline. `count`: number of microbatches x number of stages on
-        this rank."""
-        self._host(count * self._speeds.host_seconds("stage"))
-
-    def parameters(self, count: int) -> None:
-        """Add the host's time for clipping and updating `count` parameters, without the reads and writes of device
-        memory."""
-        self._host(count * self._speeds.host_seconds("parameter"))
-
-    def _host(self, seconds: float) -> float:
-        """Add time of the host. Return the seconds during which computation stops: 0 on a GPU, `seconds` on CPUs."""
+    def host(self, what: HostWork, count: int = 1) -> float:
+        """Add the host's time for `count` pieces of work, without the operations of the device. Return the seconds
+        during which computation stops: 0 on a GPU."""
+        seconds = count * self._host_seconds[what]
         if self._speeds.overlaps:
             self._end_of_host += seconds
             return 0.0
@@ -139,7 +127,7 @@ class Clock:
         kinds = row.sends
         seconds = sum(self._speeds.collective_seconds(kind, ring, sent_bytes) for kind in kinds) / len(kinds)
         if row.has_host_work:
-            self._host(self._per_exchange)
+            self.host("exchange")
         self._communication += seconds
         if not row.delays_computation and self._speeds.overlaps:
             self._queue(seconds, self._now)

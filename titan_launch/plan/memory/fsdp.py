@@ -429,7 +429,7 @@ class ShardedUnit:
         """End the unit's forward, even if not all of its modules have run. `in_backward`: as in `post_forward`."""
         if self.parameters:
             if not in_backward:
-                self.context.clock.hooks()
+                self.context.clock.host("unit")
                 self.reshard()
                 self.post_forward_indices.append(len(self.context.post_forward_order))
                 self.context.post_forward_order.append(self)

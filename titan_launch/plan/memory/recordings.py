@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 from pydantic import TypeAdapter
 
 from titan_launch.config.job import JobConfig
-from titan_launch.config.rules.parallelism import SPLIT_BACKWARD_SCHEDULES
+from titan_launch.config.rules.parallelism import splits_backward
 from titan_launch.config.sections.data import SyntheticData, separates_documents
 from titan_launch.config.sections.parallelism import ActivationCheckpointConfig, ParallelismConfig
 from titan_launch.config.sections.training import GradientAccumulationConfig
@@ -30,7 +30,6 @@ from titan_launch.core.files import cache_folder, file_state, replace_text
 from titan_launch.core.patches import replaced
 from titan_launch.core.process import in_forks
 from titan_launch.plan.hardware import Kernels, representative
-from titan_launch.plan.job import activation_checkpoint_label
 from titan_launch.plan.layout import Layout, plan_layout, smallest_shard_degree, smallest_world_size
 from titan_launch.plan.memory.tape import Tape, from_json, to_json
 from titan_launch.plan.step_time import Flops
@@ -120,7 +119,7 @@ def recorded_job(config: JobConfig, layout: Layout) -> JobConfig:
         sections["data"] = synthetic(kind="synthetic", vocab_size=2)
     else:  # a recording depends on the shape of images; a user's own model is checked against the vocabulary
         sections |= {"data": config.data, "tokenizer": config.tokenizer}
-    if parallelism.pipeline_parallel_schedule in SPLIT_BACKWARD_SCHEDULES and layout.pipeline > 1:
+    if splits_backward(parallelism):
         sections["gradient_accumulation"] = GradientAccumulationConfig(mode="deferred", keep_params_unsharded=True)
     return blank.model_copy(
         update={
@@ -246,8 +245,7 @@ class Recordings:
 
         def record(recorder: Recorder) -> dict[str, Any]:
             part = f"pipeline rank {pipeline_rank}" if job.parallelism.pipeline_parallel_degree > 1 else "a microbatch"
-            modes = activation_checkpoint_label(checkpointing)
-            self._say(f"recording {part} with activation checkpointing {modes}")
+            self._say(f"recording {part} with activation checkpointing {checkpointing.label}")
             recorded = recorder.tapes(job, self._kernels, subject, pipeline_rank, counts)
             return {"tapes": [to_json(tape) for tape in recorded]}
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
 from titan_launch.config.axes import MODEL_AXES
 from titan_launch.config.job import JobConfig
 from titan_launch.config.optimizers import GroupSizes, ShardSize
-from titan_launch.config.rules.parallelism import SPLIT_BACKWARD_SCHEDULES, stages_per_rank
+from titan_launch.config.rules.parallelism import splits_backward, stages_per_rank
 from titan_launch.config.sections.section import DTYPE_BYTES
 from titan_launch.config.sections.training import OptimizerConfig
 from titan_launch.plan.communication import (
@@ -20,6 +20,7 @@ from titan_launch.plan.communication import (
     Exchange,
     Traffic,
     exchanged_units,
+    scaled_to_step,
     shard_shape,
     traffic_of_microbatches,
     traffic_of_replicas,
@@ -50,10 +51,9 @@ from titan_launch.plan.param_groups import (
     is_undecayed,
     settings_of,
 )
-from titan_launch.plan.pipeline import scaled_to_step
 from titan_launch.plan.replica_shards import ExchangedUnit, chunk_numel, gradients_leave_early
 from titan_launch.plan.speeds import Work
-from titan_launch.plan.types import Inventory, ModelPlan, ModuleInfo, Unit, full_name
+from titan_launch.plan.types import Inventory, ModelPlan, ModuleInfo, Unit, full_name, modules_by_unit
 from titan_launch.plan.units.order import plan_backward_prefetch, plan_forward_prefetch
 
 
@@ -133,15 +133,6 @@ class SecondModel:
     plan: ModelPlan
     """Result of `plan.job.plan_untrained`."""
 
-
-_BYTES = (
-    "all_gather_bytes",
-    "reduce_scatter_bytes",
-    "all_reduce_bytes",
-    "expert_all_gather_bytes",
-    "expert_reduce_scatter_bytes",
-)
-"""The fields of `Traffic` with the bytes that `Context.count` counts."""
 
 _WITH_NUMBER = {"post_forward", "complete_forward", "begin_microbatch", "pop_forward_order", "restore_forward_order"}
 """Values of `Step.name` whose methods take `Step.number` as an argument."""
@@ -225,17 +216,16 @@ class Replay:
 
     def _add(self, root: str, config: JobConfig, plan: ModelPlan) -> None:
         """Add the units of a model, or of a pipeline stage, whose root has the path `root` on the tape."""
-        splits_backward = self._config.parallelism.pipeline_parallel_schedule in SPLIT_BACKWARD_SCHEDULES
         context = self._contexts[root] = Context(
             self._ledger,
             self._layout,
             self._config.gradient_accumulation,
             self._model.exchanged if gradients_leave_early(self._config.training) else {},
-            splits_backward and self._layout.pipeline > 1,
+            splits_backward(self._config.parallelism),
             self._clock,
         )
         prefix, by_path = SECOND if root == SECOND else "", dict[str, ShardedUnit]()
-        for unit, modules in zip(plan.units, plan.modules_by_unit(), strict=True):
+        for unit, modules in zip(plan.units, modules_by_unit(plan.inventory, plan.units), strict=True):
             names, parameters = [], []
             for module in modules:
                 policy = plan.unit_of[module.path]
@@ -260,7 +250,7 @@ class Replay:
         count, layout, config = num_microbatches, self._layout, self._config
         if layout.pipeline > 1:
             self._play(0)
-            self._clock.stages(count * stages_per_rank(config.parallelism))
+            self._clock.host("stage", count * stages_per_rank(config.parallelism))
             traffic = scaled_to_step(self._take_traffic(), count, layout, config.gradient_accumulation)
             times = [self._clock.seconds]
         else:
@@ -294,7 +284,7 @@ class Replay:
             self._clock.exchange_replicas("all_gather", replicas * unit.chunks)
         groups = self._model.groups
         trained = sum(shard.num_elements * DTYPE_BYTES[shard.dtype] for group in groups for shard in group.shards)
-        self._clock.parameters(sum(len(group.shards) for group in groups))
+        self._clock.host("parameter", sum(len(group.shards) for group in groups))
         # Clipping reads the gradients twice and writes them once. The update reads the gradients, and it reads and
         # writes parameters and state.
         passes = 3 * (self._config.training.max_norm > 0) + 3
@@ -314,7 +304,7 @@ class Replay:
         exchanges: dict[str, Any] = {
             axis.name: Exchange(counts[axis.name], counts[f"{axis.name}_bytes"]) for axis in MODEL_AXES
         }
-        bytes_: dict[str, Any] = {name: counts[name] for name in _BYTES}
+        bytes_: dict[str, Any] = {f.name: counts[f.name] for f in fields(Traffic) if f.name.endswith("_bytes")}
         collectives = Collectives(counts["all_gathers"], counts["reduce_scatters"], counts["all_reduces"])
         return Traffic(collectives, **bytes_, **exchanges)
 

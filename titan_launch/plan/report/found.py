@@ -30,8 +30,8 @@ _COLUMNS: tuple[tuple[str, Callable[[Found], str]], ...] = (
         lambda job: f"{job.layout.replicate} x {job.layout.shard}" + " *" * job.layout.shards_optimizer,
     ),
     ("microbatches", lambda job: f"{job.layout.num_microbatches} of {job.layout.local_batch_size}"),
-    ("checkpointing", lambda job: job.row.choice.activation_checkpoint_label),
-    ("accumulation", lambda job: job.row.choice.accumulation_label),
+    ("checkpointing", lambda job: job.row.choice.activation_checkpoint.label),
+    ("accumulation", lambda job: job.row.choice.accumulation.label),
     ("loss chunks", lambda job: str(job.config.loss.chunks)),
 )
 _AXES = {axis.short.upper(): axis.name for axis in MODEL_AXES}

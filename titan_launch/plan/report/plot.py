@@ -38,7 +38,7 @@ def plot_comparison(
     rows = comparison.rows[::-1]  # matplotlib draws from bottom to top
     figure = Figure(figsize=(11, 1.8 + 0.42 * len(rows)), layout="constrained")
     axes = figure.add_subplot()
-    choices = (f"{row.choice.accumulation_label} / {row.choice.activation_checkpoint_label}" for row in rows)
+    choices = (f"{row.choice.accumulation.label} / {row.choice.activation_checkpoint.label}" for row in rows)
     labels = [f"{choice} {marks_of(row, best)}".rstrip() for choice, row in zip(choices, rows, strict=True)]
     left = [0.0] * len(rows)
     for category, color in zip(Category, _COLORS, strict=True):

@@ -40,12 +40,12 @@ _COLUMNS = (
     _Column(
         "activation checkpointing",
         "modules that run forward again in backward instead of saving activations (activation_checkpoint.mode)",
-        lambda row: row.choice.activation_checkpoint_label,
+        lambda row: row.choice.activation_checkpoint.label,
     ),
     _Column(
         "gradient accumulation",
         "when gradients are reduced (gradient_accumulation.mode); with unsharded parameters: keep_params_unsharded",
-        lambda row: row.choice.accumulation_label,
+        lambda row: row.choice.accumulation.label,
     ),
     _Column(
         "active GiB",
@@ -136,7 +136,7 @@ _COLUMNS = (
     _Column(
         "expected s",
         "time of a step if computation and collectives run in the order in which FSDP2 starts them",
-        lambda row: _seconds(row.time.ordered),
+        lambda row: "" if row.time.replayed is None else _seconds(row.time.replayed.total),
     ),
 )
 

@@ -22,7 +22,6 @@ from titan_launch.models.huggingface.args import class_name
 from titan_launch.plan.communication import Collectives, collectives_of_step, collectives_of_unit
 from titan_launch.plan.experts import active_parameters, describe_division
 from titan_launch.plan.freezing import ADAPTER, is_adapter
-from titan_launch.plan.job import accumulation_label, activation_checkpoint_label
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.module_selection import describe_float8
 from titan_launch.plan.mup import describe_scales, width_scales
@@ -225,8 +224,8 @@ def summary_of_job(config: JobConfig, plan: ModelPlan, layout: Layout) -> list[L
         *summary_of_batch(layout),
         ("precision", _precision(config, plan)),
         ("float8", describe_float8(config.float8, plan) if plan.float8 else ""),
-        ("gradient accumulation", accumulation_label(config.gradient_accumulation)),
-        ("activation checkpointing", activation_checkpoint_label(config.activation_checkpoint)),
+        ("gradient accumulation", config.gradient_accumulation.label),
+        ("activation checkpointing", config.activation_checkpoint.label),
         ("torch.compile", compiled),
         ("kernels", kernels),
         ("optimizer", f"{optimizer.name}, learning rate {optimizer.lr:g}, {schedule.warmup_steps} warm-up steps"),
