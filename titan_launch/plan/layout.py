@@ -156,7 +156,7 @@ class Layout:
 
 def plan_layout(parallelism: ParallelismConfig, training: TrainingConfig, world_size: int) -> Layout:
     """Return the layout of `world_size` ranks. If `training.local_batch_size` is still `auto`, a microbatch has one
-    sample (`plan.batch_size` chooses the size later). Without `training.global_batch_size`, a step has one microbatch.
+    sample (`plan.auto_mode` chooses the size later). Without `training.global_batch_size`, a step has one microbatch.
 
     Raises ConfigError if the degrees do not match `world_size` or each other, or if the global batch cannot be divided
     evenly. Also raises ConfigError if the pipeline schedule does not support the number of microbatches.

@@ -25,7 +25,7 @@ from titan_launch.models.build import BuiltModel, take_inventory
 from titan_launch.models.documents import check_documents
 from titan_launch.models.parallel_plans import check_divisions
 from titan_launch.parallel.batchnorm import check_batch_norms
-from titan_launch.plan.batch_size import is_auto_batch, possible_batch_sizes, with_local_batch_size
+from titan_launch.plan.auto_mode import is_auto_batch, possible_batch_sizes, with_local_batch_size
 from titan_launch.plan.hardware import GIB, Hardware, hardware_of
 from titan_launch.plan.job import (
     Choice,
