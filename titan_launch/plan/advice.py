@@ -54,8 +54,8 @@ class _Change:
         return [f"{section}.{key} = {toml_value(value)}" for (section, key), value in self.values.items()]
 
 
-def advise(config: JobConfig, layout: Layout, limit_bytes: float, predict: Predict, most: int = 3) -> list[Advice]:
-    """Return up to `most` changes, each of which saves at least 0.5 % of the memory. Changes with which the job fits
+def advise(config: JobConfig, layout: Layout, limit_bytes: float, predict: Predict) -> list[Advice]:
+    """Return up to three changes, each of which saves at least 0.5 % of the memory. Changes with which the job fits
     into `limit_bytes` come first. No mode of `config` may be `auto`. If no single change suffices, the first entry
     combines several changes, and `Advice.fits` tells whether the combination suffices.
 
@@ -72,7 +72,7 @@ def advise(config: JobConfig, layout: Layout, limit_bytes: float, predict: Predi
     if found and not any(advice.fits for advice in found):
         combined = _combined(config, layout, limit_bytes, predict, needed)
         found = [combined, *(advice for advice in found if advice.lines != combined.lines)]
-    return sorted(found, key=lambda advice: not advice.fits)[:most]  # the sort is stable, so the cheapest stays first
+    return sorted(found, key=lambda advice: not advice.fits)[:3]  # the sort is stable, so the cheapest stays first
 
 
 def smallest_sufficient(config: JobConfig, layout: Layout, limit_bytes: float, predict: Predict) -> int | None:

@@ -207,10 +207,9 @@ def exchanged_units(plan: ModelPlan, layout: Layout) -> dict[Unit, ExchangedUnit
     if layout.optimizer_replicas == 1:
         return found
     for unit, parameters in zip(plan.units, parameters_by_unit(plan.inventory, plan.units), strict=True):
-        trained = (parameter for parameter in parameters if parameter.requires_grad)
-        shapes = [shard_shape(parameter, unit, layout) for parameter in trained]
         if unit.gradient_dtype is not None:
-            found[unit] = exchanged_unit(shapes, layout.optimizer_replicas, unit.gradient_dtype, unit.reduce_dtype)
+            shapes = [shard_shape(parameter, unit, layout) for parameter in parameters if parameter.requires_grad]
+            found[unit] = exchanged_unit(unit, shapes, layout.optimizer_replicas)
     return found
 
 

@@ -7,12 +7,13 @@ parameters after it, for all trained parameters of an FSDP2 unit together.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from math import prod
 from typing import NamedTuple
 
 from titan_launch.config.sections.section import DTYPE_BYTES
 from titan_launch.config.sections.training import TrainingConfig
+from titan_launch.plan.types import Unit
 
 
 def chunk_numel(shape: Sequence[int], replicas: int) -> int:
@@ -79,10 +80,9 @@ class ExchangedUnit(NamedTuple):
         return self.width * DTYPE_BYTES[self.reduce_dtype]
 
 
-def exchanged_unit(
-    shapes: Iterable[Sequence[int]], replicas: int, storage_dtype: str, reduce_dtype: str
-) -> ExchangedUnit:
-    """Return the `ExchangedUnit` of an FSDP2 unit. `shapes`: shapes of the local shards of the trained parameters."""
-    shapes = list(shapes)
+def exchanged_unit(unit: Unit, shapes: Sequence[Sequence[int]], replicas: int) -> ExchangedUnit:
+    """Return the `ExchangedUnit` of a trained FSDP2 unit. `shapes`: shapes of the local shards of its trained
+    parameters."""
+    assert unit.gradient_dtype is not None
     width = sum(chunk_numel(shape, replicas) for shape in shapes)
-    return ExchangedUnit(sum(map(prod, shapes)), width, storage_dtype, reduce_dtype)
+    return ExchangedUnit(sum(map(prod, shapes)), width, unit.gradient_dtype, unit.reduce_dtype)

@@ -266,7 +266,7 @@ def _exchanged_units(model: nn.Module, plan: ModelPlan, layout: Layout) -> list[
     Empty if the optimizer is not sharded over replicas."""
     replicas = layout.optimizer_replicas
     return [
-        exchanged_unit([local_tensor(p).shape for p in own], replicas, unit.gradient_dtype, unit.reduce_dtype)
+        exchanged_unit(unit, [local_tensor(p).shape for p in own], replicas)
         for unit, own in (trained_by_unit(model, plan).items() if replicas > 1 else ())
         if unit.gradient_dtype is not None
     ]

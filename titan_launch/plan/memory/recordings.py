@@ -26,10 +26,12 @@ from titan_launch.config.rules.parallelism import splits_backward
 from titan_launch.config.sections.data import SyntheticData, separates_documents
 from titan_launch.config.sections.parallelism import ActivationCheckpointConfig, ParallelismConfig
 from titan_launch.config.sections.training import GradientAccumulationConfig
+from titan_launch.core.errors import scalars
 from titan_launch.core.files import cache_folder, file_state, replace_text
 from titan_launch.core.patches import replaced
 from titan_launch.core.process import in_forks
 from titan_launch.plan.hardware import Kernels, representative
+from titan_launch.plan.job import with_values
 from titan_launch.plan.layout import Layout, plan_layout, smallest_shard_degree, smallest_world_size
 from titan_launch.plan.memory.tape import Tape, from_json, to_json
 from titan_launch.plan.step_time import Flops
@@ -189,13 +191,8 @@ class Recordings:
     def _counted(self, checkpointing: ActivationCheckpointConfig) -> Flops | None:
         checkpointing = checkpointing.model_copy(update={"offload": False})
         if checkpointing not in self._flops:
-            job = self.job.model_copy(
-                update={
-                    "activation_checkpoint": checkpointing,
-                    "parallelism": ParallelismConfig(),
-                    "training": self.job.training.model_copy(update={"local_batch_size": 1, "global_batch_size": None}),
-                }
-            )
+            one = with_values(self.job, {("training", "local_batch_size"): 1, ("training", "global_batch_size"): None})
+            job = one.model_copy(update={"activation_checkpoint": checkpointing, "parallelism": ParallelismConfig()})
 
             def count(recorder: Recorder) -> dict[str, Any]:
                 counted = recorder.flops(job)
@@ -234,12 +231,11 @@ class Recordings:
     def _recorded(
         self, checkpointing: ActivationCheckpointConfig, pipeline_rank: int, counts: tuple[int, ...], is_deferred: bool
     ) -> tuple[Tape, ...]:
-        training, subject = self.job.training, self.subject()
-        assert training.global_batch_size is not None
-        batch = {"global_batch_size": training.global_batch_size * counts[0]}  # enough microbatches for the schedule
-        job = self.job.model_copy(
-            update={"activation_checkpoint": checkpointing, "training": training.model_copy(update=batch)}
-        )
+        subject, size = self.subject(), self.job.training.global_batch_size
+        assert size is not None
+        # The batch has enough microbatches for the schedule.
+        job = with_values(self.job, {("training", "global_batch_size"): size * counts[0]})
+        job = job.model_copy(update={"activation_checkpoint": checkpointing})
         if is_deferred:
             job = job.model_copy(update={"gradient_accumulation": GradientAccumulationConfig(mode="deferred")})
 
@@ -281,10 +277,8 @@ def recorded_inventory(config: JobConfig, recorder: Callable[[], Recorder] | Non
     """Return the inventory of the model in section `[model]` of a job, without adapters and parallelism. Raises
     NotRecordedError if the table is not in the cache and `recorder` is None, and ConfigError for the same jobs as a
     run."""
-    blank = JobConfig()
-    training = blank.training.model_copy(update={"seq_len": config.training.seq_len})
     named = {name: getattr(config, name) for name in ("model", "data", "tokenizer")}
-    job = blank.model_copy(update={**named, "training": training})
+    job = with_values(JobConfig().model_copy(update=named), {("training", "seq_len"): config.training.seq_len})
     return Recordings(job, plan_layout(job.parallelism, job.training, 1), "cpu", recorder).subject().inventory
 
 
@@ -322,20 +316,15 @@ def _package_digest() -> str:
     return _digest(json.dumps(states).encode())
 
 
-def _files_named_in(value: Any) -> list[Any]:
+def _files_named_in(job: Mapping[str, Any]) -> list[Any]:
     """Return `file_state` of the files that a job names, and of `config.json` and `adapter_config.json` in the folders
     that it names."""
-    if isinstance(value, Mapping):
-        return [entry for part in value.values() for entry in _files_named_in(part)]
-    if isinstance(value, (list, tuple)):
-        return [entry for part in value for entry in _files_named_in(part)]
-    if not isinstance(value, str):
-        return []
     found = []
-    for path in (Path(value), Path(value) / "config.json", Path(value) / "adapter_config.json"):
-        with suppress(OSError, ValueError):
-            if path.is_file():
-                found.append([str(path), file_state(path)])
+    for text in (value for _, value in scalars(job) if isinstance(value, str)):
+        for path in (Path(text), Path(text) / "config.json", Path(text) / "adapter_config.json"):
+            with suppress(OSError, ValueError):
+                if path.is_file():
+                    found.append([str(path), file_state(path)])
     return found
 
 

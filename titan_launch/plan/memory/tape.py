@@ -244,7 +244,7 @@ def _visits(tape: Tape) -> _Visits:
     return found
 
 
-def is_uniform(tape: Tape, compares_work: bool = False) -> bool:
+def is_uniform(tape: Tape, compares_work: bool) -> bool:
     """Return True if the blocks of each pair in `Blocks.equals` have the same events, and if all recorded blocks run
     equally often. Entries of `Tape.parts` whose blocks were all recorded are not checked. `compares_work`: True if the
     blocks of a pair must also have the same computation."""

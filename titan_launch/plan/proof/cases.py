@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
@@ -132,15 +132,13 @@ def without(config: JobConfig, parts: tuple[str, ...]) -> JobConfig:
     changes: dict[str, Any] = {"parallelism": parallelism}
     immediate = GradientAccumulationConfig(mode="immediate")
     plain = {
-        "accumulation": ("gradient_accumulation", immediate),
+        "accumulation": ("gradient_accumulation", _ONCE if splits_backward(parallelism) else immediate),
         "checkpointing": ("activation_checkpoint", ActivationCheckpointConfig()),
         "chunks": ("loss", config.loss.model_copy(update={"chunks": 1})),
         "compile": ("compile", CompileConfig()),
     }
     changes |= dict(plain[part] for part in parts if part in plain)
     changed = config.model_copy(update=changes)
-    if "accumulation" in parts and splits_backward(parallelism):
-        changed = changed.model_copy(update={"gradient_accumulation": _ONCE})
     accumulation = changed.gradient_accumulation
     if accumulation.mode != "auto" and accumulation.row.needs_all_reduces and not _all_reduces(parallelism):
         changed = changed.model_copy(update={"gradient_accumulation": immediate})
@@ -221,9 +219,9 @@ def in_precision(case: Case, twin: JobConfig) -> Case:
     return replace(case, config=case.config.model_copy(update=sections), is_exact=not case.is_exact)
 
 
-def has_compiler(environment: Mapping[str, str] = os.environ) -> bool:
+def has_compiler() -> bool:
     """Return True if this host has a C++ compiler, which inductor needs."""
-    return any(shutil.which(name) for name in (environment.get("CXX"), "g++", "clang++") if name)
+    return any(shutil.which(name) for name in (os.environ.get("CXX"), "g++", "clang++") if name)
 
 
 def _in_words(config: JobConfig, part: str) -> str:

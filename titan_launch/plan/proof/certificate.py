@@ -152,8 +152,8 @@ class Certificate:
                 yield f"{title}:"
                 yield from (f"  {sentence}" for sentence in sentences)
         yield ""
-        versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
-        yield f"made in {self.seconds:.0f} s on {self.created} with {versions}; digest {self.digest}"
+        packages = ", ".join(f"{name} {release}" for name, release in self.versions.items())
+        yield f"made in {self.seconds:.0f} s on {self.created} with {packages}; digest {self.digest}"
 
 
 CERTIFICATE = TypeAdapter(Certificate)

@@ -23,7 +23,7 @@ from titan_launch.config.sections.precision import Float8Config, KernelsConfig, 
 from titan_launch.config.sections.run import CommConfig, DebugConfig, GeneralConfig, MetricsConfig, PlannerConfig
 from titan_launch.config.sections.tokenizer import BYTES_VOCABULARY, TokenizerConfig
 from titan_launch.config.sections.training import Constant, TrainingConfig
-from titan_launch.core.errors import config_error
+from titan_launch.core.errors import config_error, scalars
 from titan_launch.models.architectures import ALL_IN_ARGS, images_taken, resolve_args, vocabulary_taken
 from titan_launch.models.args import TwinNeeds
 
@@ -214,19 +214,8 @@ _NUMBERED = re.compile(r"[.\[]\d")
 
 def _names_layers(config: JobConfig) -> bool:
     """Return True if a glob of the job contains the number of a layer, which a twin with fewer layers may lack."""
-
-    def texts(value: Any) -> Iterator[str]:
-        if isinstance(value, str):
-            yield value
-        elif isinstance(value, Mapping):
-            for inner in value.values():
-                yield from texts(inner)
-        elif isinstance(value, (list, tuple)):
-            for inner in value:
-                yield from texts(inner)
-
-    sections = (getattr(config, name).model_dump(mode="json") for name in _GLOB_KEYS)
-    return any(_NUMBERED.search(text) for section in sections for text in texts(section))
+    values = (value for name in _GLOB_KEYS for _, value in scalars(getattr(config, name).model_dump(mode="json")))
+    return any(_NUMBERED.search(value) for value in values if isinstance(value, str))
 
 
 _SIZES: tuple[tuple[str, int], ...] = (

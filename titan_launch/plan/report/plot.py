@@ -33,6 +33,7 @@ def plot_comparison(
     """Write a picture to `path`: a bar of memory by category for each choice, and the memory limit if it is known.
     `best`: the row that gets the mark `*`. `meaning`: the meaning of this mark. Raises UserError if the file cannot be
     written."""
+    from matplotlib import colormaps
     from matplotlib.figure import Figure  # pyplot would look for a display
 
     rows = comparison.rows[::-1]  # matplotlib draws from bottom to top
@@ -44,7 +45,7 @@ def plot_comparison(
     for category, color in zip(Category, _COLORS, strict=True):
         sizes = [row.footprint.by_category.get(category, 0) / GIB for row in rows]
         if any(sizes):
-            axes.barh(labels, sizes, left=left, label=category.label, color=color)
+            axes.barh(labels, sizes, left=left, label=category.label, color=colormaps["tab20"](color))
             left = [start + size for start, size in zip(left, sizes, strict=True)]
     if hardware.overhead_gib:
         overhead = [hardware.overhead_gib] * len(rows)
@@ -67,21 +68,5 @@ def plot_comparison(
         raise UserError(f"error: --plot {path}: cannot be written ({error.strerror}); name another file") from None
 
 
-_COLORS = (
-    "#1f77b4",
-    "#aec7e8",
-    "#ff7f0e",
-    "#ffbb78",
-    "#2ca02c",
-    "#98df8a",
-    "#c5b0d5",
-    "#d62728",
-    "#ff9896",
-    "#8c564b",
-    "#c49c94",
-    "#e377c2",
-    "#f7b6d2",
-    "#bcbd22",
-    "#17becf",
-)
-"""A color for each category."""
+_COLORS = (0, 1, 2, 3, 4, 5, 9, 6, 7, 10, 11, 12, 13, 16, 18)
+"""A color for each category: an index into matplotlib's palette `tab20`."""

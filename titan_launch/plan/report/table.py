@@ -36,6 +36,16 @@ def _exchange_column(axis: Axis) -> _Column:
     return _Column(f"{axis.name} parallel (GiB)", meaning, cell, is_detail=True)
 
 
+def _collective_column(name: str) -> _Column:
+    field = name.replace("-", "_")
+
+    def cell(row: Row) -> str:
+        calls, num_bytes = getattr(row.traffic.collectives, f"{field}s"), getattr(row.traffic, f"{field}_bytes")
+        return _calls(calls, num_bytes)
+
+    return _Column(f"{name}s (GiB)", "calls per step, and the size of their buffers", cell, is_detail=True)
+
+
 _COLUMNS = (
     _Column(
         "activation checkpointing",
@@ -74,24 +84,7 @@ _COLUMNS = (
         "pipeline rank that the row describes: the one with the highest peak memory",
         lambda row: "" if row.footprint.pipeline_rank is None else str(row.footprint.pipeline_rank),
     ),
-    _Column(
-        "all-gathers (GiB)",
-        "calls per step, and the size of their buffers",
-        lambda row: _calls(row.traffic.collectives.all_gathers, row.traffic.all_gather_bytes),
-        True,
-    ),
-    _Column(
-        "reduce-scatters (GiB)",
-        "calls per step, and the size of their buffers",
-        lambda row: _calls(row.traffic.collectives.reduce_scatters, row.traffic.reduce_scatter_bytes),
-        True,
-    ),
-    _Column(
-        "all-reduces (GiB)",
-        "calls per step, and the size of their buffers",
-        lambda row: _calls(row.traffic.collectives.all_reduces, row.traffic.all_reduce_bytes),
-        True,
-    ),
+    *map(_collective_column, ("all-gather", "reduce-scatter", "all-reduce")),
     *(_exchange_column(axis) for axis in MODEL_AXES if axis.delays_computation),
     _Column(
         "expert parallel across nodes (GiB)",

@@ -12,7 +12,16 @@ from titan_launch.core.errors import ConfigError, KeyPath, Problem, did_you_mean
 from titan_launch.core.globs import alike, matches
 from titan_launch.core.terminal import short_name
 from titan_launch.models.decoder.huggingface_tensors import ends_in
-from titan_launch.plan.types import EXPERTS, MIXTURE_OF_EXPERTS, Inventory, ModuleInfo, full_name, is_within, parent
+from titan_launch.plan.types import (
+    EXPERTS,
+    MIXTURE_OF_EXPERTS,
+    Inventory,
+    ModuleInfo,
+    enclosing,
+    full_name,
+    is_within,
+    parent,
+)
 
 BATCH_NORM_DEFAULT = "BatchNorm default"
 """Reason in the unit table for a BatchNorm unit without a precision rule."""
@@ -48,11 +57,7 @@ class RuleAssignments:
 
     def governing(self, path: str) -> RuleAssignment | None:
         """Return the assignment of a module, or of the nearest enclosing module that has one; None if there is none."""
-        while path:
-            if path in self.own:
-                return self.own[path]
-            path = parent(path)
-        return None
+        return self.own.get(enclosing(path, self.own))
 
     def compute_dtype(self, path: str) -> str:
         """Return the dtype that a module computes in."""
@@ -90,9 +95,7 @@ class RuleAssignments:
     def around(self, path: str) -> str:
         """Return the dtype in which a module gets its inputs if its precision rule does not cast inputs: the compute
         dtype of the parent of the module that the rule matches."""
-        while path and path not in self.own:
-            path = parent(path)
-        return self.compute_dtype(parent(path))
+        return self.compute_dtype(parent(enclosing(path, self.own)))
 
 
 def is_batch_norm(module: ModuleInfo) -> bool:
