@@ -30,6 +30,15 @@ def is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in an argument or a result of an operation: a tensor, or nested lists and tuples."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from tensors_in(part)
+
+
 class _TrackedStorage(weakref.ref[UntypedStorage]):
     """Weak reference to a storage, with its recorded size and category."""
 
@@ -93,12 +102,7 @@ class LiveMemory(TorchDispatchMode):
 
     def allocating_for(self, category: Category, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return `function`, wrapped so that its allocations belong to `category`."""
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with replaced(self, "_current_category", category):
-                return function(*args, **kwargs)
-
-        return call
+        return replaced(self, "_current_category", category)(function)
 
     def returning_for(self, category: Category, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """Return `function`, wrapped so that its allocations and its result belong to `category`."""
@@ -113,12 +117,7 @@ class LiveMemory(TorchDispatchMode):
 
     def paused(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return `function`, wrapped so that its allocations do not count."""
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with replaced(self, "is_paused", True):
-                return function(*args, **kwargs)
-
-        return call
+        return replaced(self, "is_paused", True)(function)
 
     def scope(self, category: Category | None) -> None:
         """Set the category to which later allocations belong. None: activations and their gradients."""
@@ -136,23 +135,17 @@ class LiveMemory(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if not self.is_paused:
-            self._record_results(result)
+            for tensor in tensors_in(result):
+                if tensor.device.type != "meta":
+                    # The result of a pending collective is a wrapper, whose own storage holds no memory.
+                    storage = torch_private.pending_result(tensor).untyped_storage()
+                    if storage._cdata not in self._ignored:
+                        self.record(storage)
             if func in _PRODUCTS:
                 self._ledger.product()
             if self.on_operation is not None and self._current_category is None:
                 self.on_operation(func, args, kwargs, result)
         return result
-
-    def _record_results(self, result: Any) -> None:
-        if isinstance(result, Tensor):
-            if result.device.type != "meta":
-                # The result of a pending collective is a wrapper, whose own storage holds no memory.
-                storage = torch_private.pending_result(result).untyped_storage()
-                if storage._cdata not in self._ignored:
-                    self.record(storage)
-        elif isinstance(result, (tuple, list)):
-            for part in result:
-                self._record_results(part)
 
     def _allocation_category(self) -> Category:
         """Return the category of an allocation that happens now. If gradients are enabled during backward, activation
@@ -223,7 +216,6 @@ def _watch_storage(memory: LiveMemory, stack: ExitStack) -> None:
 
 def _watch_fsdp(memory: LiveMemory, stack: ExitStack) -> None:
     """Assign the allocations of FSDP2's functions to their categories."""
-    watched: dict[int, Tensor] = {}  # keeps the parameters alive, so that ids stay unique
 
     def reducing(reduce: Callable[..., Any]) -> Callable[..., Any]:
         recorded = memory.allocating_for(Category.REDUCE_SCATTER, reduce)
@@ -240,20 +232,8 @@ def _watch_fsdp(memory: LiveMemory, stack: ExitStack) -> None:
 
         return foreach_reduce
 
-    def accumulating(init_unsharded_param: Callable[[Any], None]) -> Callable[[Any], None]:
-        """Assign gradients to UNSHARDED_GRADIENTS when autograd accumulates them."""
-
-        def init_and_watch(fsdp_param: Any) -> None:
-            init_unsharded_param(fsdp_param)
-            parameter = torch_private.unsharded_parameter(fsdp_param)
-            if parameter.requires_grad and id(parameter) not in watched:
-                watched[id(parameter)] = parameter
-                hook = parameter.register_post_accumulate_grad_hook(
-                    lambda p: memory.hold([p.grad], Category.UNSHARDED_GRADIENTS)
-                )
-                stack.callback(hook.remove)
-
-        return init_and_watch
+    def hold_gradient(_: Any, parameter: nn.Parameter) -> None:
+        memory.hold([parameter.grad], Category.UNSHARDED_GRADIENTS)
 
     wraps: dict[str, Callable[[Any], Any]] = {
         "unshard": partial(memory.allocating_for, Category.ALL_GATHER),
@@ -262,9 +242,31 @@ def _watch_fsdp(memory: LiveMemory, stack: ExitStack) -> None:
         "all_gather": memory.paused,  # copies inside gloo do not count
         "reduce_scatter": memory.paused,
         "foreach_reduce": reducing,
-        "init_unsharded_param": accumulating,
     }
     stack.enter_context(torch_private.unit_steps_wrapped(wraps))
+    stack.enter_context(unsharded_gradients_watched(hold_gradient))
+
+
+@contextmanager
+def unsharded_gradients_watched(on_gradient: Callable[[Any, nn.Parameter], None]) -> Iterator[None]:
+    """Until the `with` block ends, call `on_gradient` when autograd has added to the gradient of an unsharded
+    parameter. Its arguments are FSDP2's object for the parameter (FSDPParam), and the unsharded parameter."""
+    watched: dict[int, Tensor] = {}  # keeps the parameters alive, so that ids stay unique
+    with ExitStack() as stack:
+
+        def watching(init_unsharded_param: Callable[[Any], None]) -> Callable[[Any], None]:
+            def init_and_watch(fsdp_param: Any) -> None:
+                init_unsharded_param(fsdp_param)
+                parameter = torch_private.unsharded_parameter(fsdp_param)
+                if parameter.requires_grad and id(parameter) not in watched:
+                    watched[id(parameter)] = parameter
+                    hook = parameter.register_post_accumulate_grad_hook(partial(on_gradient, fsdp_param))
+                    stack.callback(hook.remove)
+
+            return init_and_watch
+
+        stack.enter_context(torch_private.unit_steps_wrapped({"init_unsharded_param": watching}))
+        yield
 
 
 def _watch_optimizer(memory: LiveMemory, optimizer: Optimizer, stack: ExitStack) -> None:

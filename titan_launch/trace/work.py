@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from math import prod
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from titan_launch.metrics.memory import tensors_in
 from titan_launch.plan.speeds import Work
 from titan_launch.precision.observation import dtype_of
 from titan_launch.train.flops import FORMULAS, attention_flops
@@ -59,7 +60,7 @@ def work_of(operation: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any
         return Work("attention_backward" if is_backward else "attention", dtype_of(query), sizes)
     if formula is not None:
         return Work("convolution", dtype_of(args[0]), (int(formula(*args, **kwargs, out_val=result)),))
-    inputs, results = (sum(map(_num_bytes, _tensors(value))) for value in ([*args, *kwargs.values()], result))
+    inputs, results = (sum(map(_num_bytes, tensors_in(value))) for value in ([*args, *kwargs.values()], result))
     return Work("memory", "", (2 * results if packet in _READS_ROWS else inputs + results,))
 
 
@@ -87,14 +88,6 @@ def _is_causal(operation: OpOverload, args: Sequence[Any], kwargs: Mapping[str, 
 def _is_view(operation: OpOverload) -> bool:
     results = operation._schema.returns
     return bool(results) and all(r.alias_info is not None and not r.alias_info.is_write for r in results)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for part in value:
-            yield from _tensors(part)
 
 
 def _num_bytes(tensor: Tensor) -> int:
