@@ -36,15 +36,12 @@ from titan_launch.train import pipeline_step
 from titan_launch.train.pipeline_step import HiddenModule, PipelinedStep, ScheduledStage
 
 
-class Mark(NamedTuple):
-    """A note that a method of a stage begins or ends, for one microbatch."""
+class _Call(NamedTuple):
+    """A call of a method of PyTorch's stage, such as `forward_one_chunk`, for one microbatch."""
 
     method: str
-    """The called method of PyTorch's stage, such as `forward_one_chunk`."""
-
     stage: int
     microbatch: int
-    is_begin: bool
 
     @property
     def key(self) -> tuple[int, int]:
@@ -67,7 +64,7 @@ class _Kind(NamedTuple):
     """True if the stage's output for the microbatch is still held after the backward of the microbatch."""
 
 
-Note = StepPoint | Event | Mark
+Note = StepPoint | Event
 
 
 @dataclass
@@ -94,7 +91,10 @@ class PipelineRecorder:
     """The microbatches that stages run, as (stage, microbatch)."""
 
     _known: dict[tuple[str, _Kind], list[Note]] = field(default_factory=dict)
-    """The notes of a stage, by the method that ran it (`Mark.method`) and the kind of the microbatch."""
+    """The notes of a stage, by the method that ran it (`_Call.method`) and the kind of the microbatch."""
+
+    _parts: list[tuple[_Call | None, list[Note]]] = field(default_factory=list)
+    """The notes of the step in order: those of each call of a stage, and with None those between two calls."""
 
     _shapes: dict[nn.Module, _Output] = field(default_factory=dict)
     """Shape and dtype of each stage's output, by the module of the stage."""
@@ -104,7 +104,7 @@ class PipelineRecorder:
     def run(self, microbatches: list[Batch], loss: Loss, num_items: Tensor) -> None:
         """Run a step, and replace the content of `notes` by the notes of this step. Stages run only the microbatches of
         `_microbatches_to_run`. For the other microbatches, a stand-in runs."""
-        parallelism, outer = self.config.parallelism, self
+        outer = self
 
         class Noted(Accumulation):
             def begin_microbatch(self, model: nn.Module, is_last: bool) -> None:
@@ -112,29 +112,46 @@ class PipelineRecorder:
                 super().begin_microbatch(model, is_last)
 
         accumulation = Noted(self.config.gradient_accumulation)
-        step = PipelinedStep(self.pipeline, parallelism, accumulation, torch.device("cpu"))
+        step = PipelinedStep(self.pipeline, self.config.parallelism, accumulation, torch.device("cpu"))
         for local in self.pipeline.local:
             discard_pending(local.module)
             local.module.zero_grad()
         gc.collect()  # frees objects that an earlier step has left
         with ExitStack() as stack:
             self._watch(stack)
-            self._kinds = _kinds_of(
-                step.schedule_for(microbatches),
-                self.pipeline,
-                len(microbatches),
-                parallelism.pipeline_parallel_schedule in SPLIT_BACKWARD_SCHEDULES,
-                self.holds_sends,
-            )
+            self._kinds = self._kinds_of(step.schedule_for(microbatches), len(microbatches))
             self._runs = self._microbatches_to_run()
             self.notes.clear()
+            self._parts.clear()
             step(microbatches, loss, lambda: num_items)
-        composed = list(self._composed(self.notes))
+            self._end_part(None)
+        composed = list(self._composed())
         # The notes between the calls of stages are from this run, but the notes of a call may repeat those of another
         # microbatch, which freed other tensors. The difference of the bytes that are left is added at the end.
-        left = _left(self.notes)
+        left = _left(note for _, own in self._parts for note in own)
         left.subtract(_left(composed))
         self.notes[:] = [*composed, Bytes(tuple((category, n) for category, n in left.items() if n))]
+
+    def _kinds_of(self, schedule: Any, num_microbatches: int) -> dict[tuple[int, int], _Kind]:
+        """Return the kind of each microbatch on each stage of this rank, in the order of the microbatches."""
+        local = self.pipeline.local
+        found: dict[tuple[int, int], tuple[str, ...]] = {
+            (own.stage.index, microbatch): () for own in local for microbatch in range(num_microbatches)
+        }
+        order = getattr(schedule, "pipeline_order", None) or {}
+        for action in order.get(local[0].stage.rank, ()):
+            if action is not None and (key := (action.stage_index, action.microbatch_index)) in found:
+                found[key] = (*found[key], str(action.computation_type))
+        num_stages, first = len(self.pipeline.plan.stages), local[0].stage.index
+        outliving = {(num_stages - 1, num_microbatches - 1)}  # the schedule keeps the model's last output
+        if self.holds_sends and isinstance(schedule, Schedule1F1B):
+            # The schedule keeps the work object of the last send before the first backward until all forwards are done.
+            outliving.add((first, min(num_microbatches, num_stages - first) - 2))
+        splits_backward = self.config.parallelism.pipeline_parallel_schedule in SPLIT_BACKWARD_SCHEDULES
+        return {
+            key: _Kind(key[0], actions, splits_backward and key[1] > 0, key in outliving)
+            for key, actions in found.items()
+        }
 
     def _microbatches_to_run(self) -> set[tuple[int, int]]:
         """Return the first microbatch of each kind, without the kinds that an earlier call of `run` has run. With
@@ -186,45 +203,36 @@ class PipelineRecorder:
     def _marked(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(stage: ScheduledStage, microbatch: int, *args: Any, **kwargs: Any) -> Any:
             self._microbatch = microbatch
-            self.notes.append(Mark(name, stage.stage_index, microbatch, is_begin=True))
+            self._end_part(None)
             result = function(stage, microbatch, *args, **kwargs)
             if name == "backward_weight_one_chunk":  # the schedule sets the gradients itself
                 self.take_gradients(stage.submod)
-            self.notes.append(Mark(name, stage.stage_index, microbatch, is_begin=False))
+            self._end_part(_Call(name, stage.stage_index, microbatch))
             return result
 
         return call
 
-    def _composed(self, notes: Iterable[Note]) -> Iterator[Note]:
+    def _end_part(self, call: _Call | None) -> None:
+        """Move the content of `notes` to `_parts`. `call`: the call that has just ended; None between two calls."""
+        self._parts.append((call, self.notes.copy()))
+        self.notes.clear()
+
+    def _composed(self) -> Iterator[Note]:
         """Yield the notes of the whole schedule.
 
         For a microbatch that a stage has run, yield its own notes. For a microbatch that a stand-in ran, yield the
         notes of the first microbatch of the same kind that the stage has run.
         """
-        parts = list(_between_marks(notes))
-        for mark, own in parts:  # a separate loop, because LoopedBFS runs the backward of the first microbatch last
-            if mark is not None and mark.key in self._runs:
-                self._known.setdefault((mark.method, self._kinds[mark.key]), own)
-        for mark, own in parts:
-            if mark is None:
+        for call, own in self._parts:  # a separate loop, because LoopedBFS runs the first microbatch's backward last
+            if call is not None and call.key in self._runs:
+                self._known.setdefault((call.method, self._kinds[call.key]), own)
+        for call, own in self._parts:
+            if call is None:
                 yield from own
                 continue
-            kind = self._kinds[mark.key]
-            for note in own if mark.key in self._runs else self._known[mark.method, kind]:
-                yield note._replace(microbatch=mark.microbatch) if isinstance(note, StepPoint) else note
-
-
-def _between_marks(notes: Iterable[Note]) -> Iterator[tuple[Mark | None, list[Note]]]:
-    """Yield (mark of its begin, notes) for each call of a stage, and (None, notes) for the notes between two calls."""
-    begun: Mark | None = None
-    own: list[Note] = []
-    for note in notes:
-        if isinstance(note, Mark):
-            yield begun, own
-            begun, own = note if note.is_begin else None, []
-        else:
-            own.append(note)
-    yield begun, own
+            kind = self._kinds[call.key]
+            for note in own if call.key in self._runs else self._known[call.method, kind]:
+                yield note._replace(microbatch=call.microbatch) if isinstance(note, StepPoint) else note
 
 
 def _left(notes: Iterable[Note]) -> Counter[Category]:
@@ -236,27 +244,6 @@ def _left(notes: Iterable[Note]) -> Counter[Category]:
         elif isinstance(note, Gradient):
             left[note.category] -= note.num_bytes
     return left
-
-
-def _kinds_of(
-    schedule: Any, pipeline: Pipeline, num_microbatches: int, splits_backward: bool, holds_sends: bool
-) -> dict[tuple[int, int], _Kind]:
-    """Return the kind of each microbatch on each stage of this rank, in the order of the microbatches."""
-    found: dict[tuple[int, int], tuple[str, ...]] = {
-        (local.stage.index, microbatch): () for local in pipeline.local for microbatch in range(num_microbatches)
-    }
-    order = getattr(schedule, "pipeline_order", None) or {}
-    for action in order.get(pipeline.local[0].stage.rank, ()):
-        if action is not None and (key := (action.stage_index, action.microbatch_index)) in found:
-            found[key] = (*found[key], str(action.computation_type))
-    num_stages, first = len(pipeline.plan.stages), pipeline.local[0].stage.index
-    outliving = {(num_stages - 1, num_microbatches - 1)}  # the schedule keeps the model's last output
-    if holds_sends and isinstance(schedule, Schedule1F1B):
-        # The schedule keeps the work object of the last send before the first backward until all forwards are done.
-        outliving.add((first, min(num_microbatches, num_stages - first) - 2))
-    return {
-        key: _Kind(key[0], actions, splits_backward and key[1] > 0, key in outliving) for key, actions in found.items()
-    }
 
 
 class _Output(NamedTuple):

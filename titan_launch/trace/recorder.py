@@ -28,11 +28,10 @@ from titan_launch.distributed.torch_private import (
     roots,
     unit_steps_wrapped,
     unsharded_gradients,
-    unsharded_parameter,
 )
 from titan_launch.loss.build import build_loss
 from titan_launch.loss.second_model import build_frozen_model, errors_on
-from titan_launch.metrics.memory import is_in_backward
+from titan_launch.metrics.memory import is_in_backward, unsharded_gradients_watched
 from titan_launch.metrics.traffic import TrafficCount
 from titan_launch.models.blocks import remove_blocks
 from titan_launch.models.build import BuiltModel
@@ -69,7 +68,7 @@ from titan_launch.plan.step_time import Flops
 from titan_launch.plan.types import ModelPlan, outermost, parent
 from titan_launch.precision.observation import dtype_of
 from titan_launch.trace.observers import ExchangesCounted, StepPoints
-from titan_launch.trace.pipeline_recorder import Mark, Note, PipelineRecorder
+from titan_launch.trace.pipeline_recorder import Note, PipelineRecorder
 from titan_launch.trace.step import assembled_without_values, watched_memory, watched_parts
 from titan_launch.trace.trace_engine import (
     check_release,
@@ -131,7 +130,6 @@ class _Recorder(Ledger):
         point, events = StepPoint(0, "forward", ""), list[Event]()
         for note in (*self.notes, point):
             if not isinstance(note, StepPoint):
-                assert not isinstance(note, Mark)
                 events.append(note)
                 continue
             if events:
@@ -335,35 +333,22 @@ def _buffers(model: nn.Module, copied: Mapping[str, int], prefix: str) -> dict[s
 def _gradients_named(recorder: _Recorder, name_of: Mapping[int, str]) -> Iterator[None]:
     """Within the `with` block, update `recorder.taking` and `recorder.reducing` by hooks of autograd and FSDP2.
     `name_of`: full name of each parameter of the model, by its `id()`."""
-    watched: dict[int, Tensor] = {}  # keeps the parameters alive, so that ids stay unique
-    with ExitStack() as stack:
 
-        def naming(init_unsharded_param: Any) -> Any:
-            def init_and_name(fsdp_param: Any) -> None:
-                init_unsharded_param(fsdp_param)
-                parameter, name = unsharded_parameter(fsdp_param), name_of.get(id(fsdp_param.sharded_param))
+    def name_taken(fsdp_param: Any, parameter: nn.Parameter) -> None:
+        assert parameter.grad is not None
+        recorder.taking = name_of[id(fsdp_param.sharded_param)], dtype_of(parameter.grad)
 
-                def note(own: Tensor) -> None:
-                    assert own.grad is not None and name is not None
-                    recorder.taking = name, dtype_of(own.grad)
+    def reducing(gradient_to_reduce: Any) -> Any:
+        def reduce(fsdp_param: Any, gradient: Tensor) -> Any:
+            recorder.reducing = name_of[id(fsdp_param.sharded_param)], gradient.element_size()
+            try:
+                return gradient_to_reduce(fsdp_param, gradient)
+            finally:
+                recorder.reducing = None
 
-                if parameter.requires_grad and id(parameter) not in watched:
-                    watched[id(parameter)] = parameter
-                    stack.callback(parameter.register_post_accumulate_grad_hook(note).remove)
+        return reduce
 
-            return init_and_name
-
-        def reducing(gradient_to_reduce: Any) -> Any:
-            def reduce(fsdp_param: Any, gradient: Tensor) -> Any:
-                recorder.reducing = name_of[id(fsdp_param.sharded_param)], gradient.element_size()
-                try:
-                    return gradient_to_reduce(fsdp_param, gradient)
-                finally:
-                    recorder.reducing = None
-
-            return reduce
-
-        stack.enter_context(unit_steps_wrapped({"init_unsharded_param": naming, "gradient_to_reduce": reducing}))
+    with unsharded_gradients_watched(name_taken), unit_steps_wrapped({"gradient_to_reduce": reducing}):
         yield
 
 
