@@ -4,9 +4,10 @@ If possible, it traces two models with fewer blocks instead of the whole model, 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 
 from torch._subclasses import fake_tensor
 
@@ -44,31 +45,38 @@ def trace_rank(config: JobConfig, plan: ModelPlan, layout: Layout, kernels: Kern
     `trace_step` does, and for a model that cannot be traced.
     """
     parts = parts_on_rank(plan, layout.pipeline_rank(rank))
+
+    def trace_without(removed: Sequence[str]) -> TracedStep:
+        built = build_job_model(config)
+        remove_blocks(built.module, removed)
+        return trace_step(config, built, without_blocks(plan, removed), layout, kernels, rank)
+
     # With several stages, each stage holds the activations of a different number of microbatches.
     shortcut = find_shortcut(parts[0]) if len(parts) == 1 else None
     if shortcut is not None:
-        short = _trace_short(config, plan, layout, kernels, rank, shortcut)
+        short = _trace_short(trace_without, shortcut, checks_line=not config.model.is_of_package)
         if short is not None:
             return short
     with failures_explained(config.model):
-        return _trace_without(config, plan, layout, kernels, rank, ())
+        return trace_without(())
 
 
 def _trace_short(
-    config: JobConfig, plan: ModelPlan, layout: Layout, kernels: Kernels, rank: int, shortcut: Shortcut
+    trace_without: Callable[[Sequence[str]], TracedStep], shortcut: Shortcut, checks_line: bool
 ) -> TracedStep | None:
-    """Trace the model at two depths and extrapolate.
+    """Trace the model at two depths and extrapolate. `trace_without`: function that traces the model without some
+    blocks, by their paths.
 
     Return None if the model does not run without some of its blocks. Also return None if memory or traffic is not a
-    linear function of depth. An example is a model whose blocks read the outputs of all earlier blocks. For a model
-    that is not of this package, a third depth is traced to find this out.
+    linear function of depth. An example is a model whose blocks read the outputs of all earlier blocks. `checks_line`:
+    trace a third depth to find this out.
     """
     with whole_traced_on_error():
-        shorter = _trace_without(config, plan, layout, kernels, rank, shortcut.removed_from_shorter)
-        longer = _trace_without(config, plan, layout, kernels, rank, shortcut.removed_from_longer)
+        shorter = trace_without(shortcut.removed_from_shorter)
+        longer = trace_without(shortcut.removed_from_longer)
         whole = _extrapolated(shorter, longer, shortcut.factor)
-        if whole is not None and not config.model.is_of_package:
-            seen = _trace_without(config, plan, layout, kernels, rank, shortcut.removed_for_check)
+        if whole is not None and checks_line:
+            seen = trace_without(shortcut.removed_for_check)
             whole = whole if _are_alike(_extrapolated(shorter, longer, 2), seen) else None
         if whole is None:
             log_whole_trace("the memory of the model does not grow linearly with its depth")
@@ -98,14 +106,6 @@ def _are_alike(a: TracedStep | None, b: TracedStep) -> bool:
     if a is None or a.traffic != b.traffic:
         return False
     return abs(a.footprint.peak_bytes / b.footprint.peak_bytes - 1) < _ON_THE_LINE
-
-
-def _trace_without(
-    config: JobConfig, plan: ModelPlan, layout: Layout, kernels: Kernels, rank: int, removed: Sequence[str]
-) -> TracedStep:
-    built = build_job_model(config)
-    remove_blocks(built.module, removed)
-    return trace_step(config, built, without_blocks(plan, removed), layout, kernels, rank)
 
 
 def _extrapolated(shorter: TracedStep, longer: TracedStep, factor: float) -> TracedStep | None:
@@ -179,7 +179,7 @@ class TraceEngine:
         self._layout = layout
         self._kernels = kernels
         self._inventory: Inventory | None = None
-        self._known: dict[Choice, TracedStep] = {}
+        self._step = cache(self._traced)
 
     def __call__(self, choice: Choice) -> Footprint:
         """Return the active memory of the rank with the highest peak, in one step with the two modes of `choice`.
@@ -199,19 +199,15 @@ class TraceEngine:
     def seconds(self, choice: Choice) -> None:
         """Return None: a trace does not predict the times of operations."""
 
-    def _step(self, choice: Choice) -> TracedStep:
-        if choice not in self._known:
-            config = with_choice(self._config, choice)
-            if self._inventory is None:
-                self._inventory = inspect_model(config, build_job_model(config))
-            plan = plan_job(config, self._inventory)
-            self._known[choice] = max(
-                (self._trace(config, plan, pipeline_rank) for pipeline_rank in representative_ranks(plan)),
-                key=lambda traced: traced.footprint.peak_bytes,
-            )
-        return self._known[choice]
+    def _traced(self, choice: Choice) -> TracedStep:
+        config = with_choice(self._config, choice)
+        if self._inventory is None:
+            self._inventory = inspect_model(config, build_job_model(config))
+        plan = plan_job(config, self._inventory)
+        traced = (self._traced_on(config, plan, pipeline_rank) for pipeline_rank in representative_ranks(plan))
+        return max(traced, key=lambda step: step.footprint.peak_bytes)
 
-    def _trace(self, config: JobConfig, plan: ModelPlan, pipeline_rank: int) -> TracedStep:
+    def _traced_on(self, config: JobConfig, plan: ModelPlan, pipeline_rank: int) -> TracedStep:
         rank = pipeline_rank * self._layout.ranks_per_stage
         traced = trace_rank(config, plan, self._layout, self._kernels, rank)
         if not plan.stages:
