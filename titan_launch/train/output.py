@@ -15,6 +15,7 @@ from titan_launch.config.loading.provenance import toml_value
 from titan_launch.config.sections.data import MixtureData
 from titan_launch.config.sections.section import Section
 from titan_launch.core.errors import format_key
+from titan_launch.core.phantom import TAG_PREFIX, is_phantom
 from titan_launch.distributed.collectives import on_rank_0
 from titan_launch.distributed.process_group import Ranks
 from titan_launch.loss.build import losses_of_next_tokens
@@ -87,8 +88,8 @@ def build_output(
     sinks: list[Sink] = []
     logged = set[str]()
 
-    def add(name: str, sink: Sink, fatal: tuple[type[Exception], ...] = ()) -> None:
-        guarded = GuardedSink(name, sink, logged, fatal)
+    def add(name: str, sink: Sink, fatal: tuple[type[Exception], ...] = (), tag_prefix: str = "") -> None:
+        guarded = GuardedSink(name, sink, logged, fatal, tag_prefix)
         sinks.append(guarded)
         stack.push(lambda kind, *_: guarded.close(failed=kind is not None))
 
@@ -96,7 +97,7 @@ def build_output(
         name, table = job.config.job.name, table_of(job.config)
         context = SinkContext(name, folder.path, run_id(folder.path), progress.step, table)
         for name, sink in open_sinks(job.config.metrics, context):
-            add(name, sink)
+            add(name, sink, tag_prefix=TAG_PREFIX if is_phantom() else "")
 
     if console is not None:
         add("console", console, fatal=(BrokenPipeError,))  # the other end of a pipe is closed, as after `| head`

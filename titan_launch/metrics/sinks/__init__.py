@@ -7,8 +7,7 @@ from titan_launch.config.sections.run import MetricsConfig
 from titan_launch.core.errors import config_error
 from titan_launch.core.import_string import import_factory, user_traceback
 from titan_launch.core.packages import install
-from titan_launch.core.phantom import is_phantom
-from titan_launch.metrics.sinks.interface import MarkedSink, Sink, SinkContext
+from titan_launch.metrics.sinks.interface import Sink, SinkContext
 from titan_launch.metrics.sinks.jsonl import METRICS_FILE, JsonlSink
 from titan_launch.metrics.sinks.tensorboard import TensorBoardSink
 
@@ -50,7 +49,7 @@ def open_sinks(config: MetricsConfig, run: SinkContext) -> Iterator[tuple[str, S
     is not a `Sink`. Raises UserError if the run's `metrics.jsonl` is invalid."""
     for name, build in SINKS.items():
         if (sink := build(config, run)) is not None:
-            yield name, MarkedSink(sink) if is_phantom() else sink
+            yield name, sink
     for index, (name, factory) in enumerate(import_sinks(config).items()):
         key = ("metrics", "sinks", index)
         try:
@@ -61,4 +60,4 @@ def open_sinks(config: MetricsConfig, run: SinkContext) -> Iterator[tuple[str, S
         if not isinstance(opened, Sink):
             reason = f"must return a titan_launch.metrics.sinks.Sink, but returns a {type(opened).__name__}"
             raise config_error(key, reason, name)
-        yield name, MarkedSink(opened) if is_phantom() else opened
+        yield name, opened

@@ -12,8 +12,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from titan_launch.core.phantom import TAG_PREFIX
-
 
 @dataclass(frozen=True)
 class RunDescription:
@@ -69,24 +67,6 @@ class SinkContext:
     """The resolved job, as nested tables: the content of `config.json`."""
 
 
-class MarkedSink(Sink):
-    """A wrapper around a sink of a run on phantom GPUs, which compute no values. It adds `TAG_PREFIX` to all tags."""
-
-    def __init__(self, sink: Sink):
-        self._sink = sink
-        self.rewind, self.close = sink.rewind, sink.close  # type: ignore[method-assign]
-
-    def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        self._sink.write(step, {TAG_PREFIX + tag: value for tag, value in scalars.items()})
-
-    def describe(self, description: RunDescription) -> None:
-        metrics = frozenset(TAG_PREFIX + tag for tag in description.later_metrics)
-        self._sink.describe(replace(description, later_metrics=metrics))
-
-    def text(self, tag: str, text: str) -> None:
-        self._sink.text(TAG_PREFIX + tag, text)
-
-
 _log = logging.getLogger(__name__)
 
 
@@ -97,20 +77,30 @@ class GuardedSink(Sink):
     no more calls. Each of these failures is logged once.
     """
 
-    def __init__(self, name: str, sink: Sink, logged: set[str], fatal: tuple[type[Exception], ...] = ()):
+    def __init__(
+        self,
+        name: str,
+        sink: Sink,
+        logged: set[str],
+        fatal: tuple[type[Exception], ...] = (),
+        tag_prefix: str = "",
+    ):
         """`logged`: the warnings that are already logged; all sinks of a run share this set. `fatal`: types of errors
-        that are raised again, and end the run."""
-        self._name, self._logged, self._fatal = name, logged, fatal
+        that are raised again, and end the run. `tag_prefix`: text that the wrapper puts before all tags."""
+        self._name, self._logged, self._fatal, self._prefix = name, logged, fatal, tag_prefix
         self._sink: Sink | None = sink
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        self._call(f"the report of step {step}", lambda sink: sink.write(step, scalars))
+        tagged = {self._prefix + tag: value for tag, value in scalars.items()}
+        self._call(f"the report of step {step}", lambda sink: sink.write(step, tagged))
 
     def describe(self, description: RunDescription) -> None:
-        self._call("the start of the run", lambda sink: sink.describe(description))
+        metrics = frozenset(self._prefix + tag for tag in description.later_metrics)
+        described = replace(description, later_metrics=metrics)
+        self._call("the start of the run", lambda sink: sink.describe(described))
 
     def text(self, tag: str, text: str) -> None:
-        self._call(f'the text "{tag}"', lambda sink: sink.text(tag, text))
+        self._call(f'the text "{tag}"', lambda sink: sink.text(self._prefix + tag, text))
 
     def rewind(self, step: int) -> None:
         self._call(f"the return to step {step}", lambda sink: sink.rewind(step))
