@@ -23,7 +23,7 @@ from titan_launch.config.sections.model import ModelConfig
 from titan_launch.core.errors import ConfigError, listed
 from titan_launch.core.object_store import StoreError, has_credentials, is_url, local_copy
 from titan_launch.models.architectures import known_args
-from titan_launch.models.build import build_model, take_inventory
+from titan_launch.models.build import build_model, find_weights_of
 from titan_launch.models.decoder.huggingface_tensors import Piece, is_selection_bias
 from titan_launch.models.huggingface.config_json import (
     longest_sequence,
@@ -35,7 +35,7 @@ from titan_launch.models.huggingface.config_json import (
 from titan_launch.models.huggingface.files import CONFIG_FILE, WeightsError
 from titan_launch.models.lora import adapters_of, delta
 from titan_launch.models.weights.adapters import Adapter
-from titan_launch.models.weights.folder import FLOATS, Weights, find_weights, open_weights
+from titan_launch.models.weights.folder import FLOATS, Weights, open_weights
 from titan_launch.models.weights.writing import Entry, companions_of
 from titan_launch.plan.freezing import ADAPTER
 from titan_launch.train.run_folder.folder import checkpoint_folder
@@ -332,8 +332,7 @@ class _FolderWeights:
                 shapes = {name: tensor.shape for name, tensor in files.tensors.items()}
             else:
                 module = build_model(model, job.training.seq_len, lora=job.lora).module
-                places = getattr(module, "places_in_files", None)
-                weights = find_weights(model, take_inventory(module, ()), places, files)
+                weights = find_weights_of(module, model, files)
                 shapes = {name: tuple(t.shape) for name, t in (*module.named_parameters(), *module.named_buffers())}
         except ConfigError as error:
             raise WeightsError(error.problems[0].reason) from None

@@ -39,7 +39,7 @@ from titan_launch.models.lora import StackedLoRA, add_adapters
 from titan_launch.models.resnet.module import SPEC as RESNET
 from titan_launch.models.spec import AttentionHeads, ModelSpec, TensorStyle
 from titan_launch.models.vit.module import SPEC as VIT
-from titan_launch.models.weights.folder import find_weights
+from titan_launch.models.weights.folder import Weights, WeightsFolder, find_weights
 from titan_launch.plan.mup import WidthScales
 from titan_launch.plan.types import Inventory, ModuleInfo, TensorInfo, full_name
 
@@ -242,9 +242,14 @@ def recorded_model(config_file: str | Path) -> nn.Module:
     add_adapters(module, lora, _blocks_of(config, module).paths, torch.get_default_device())
     if config.weights is not None and _omits_frozen(recorded):
         config = ModelConfig.model_validate(local_sections(recorded, ("model",))["model"])
-        places = getattr(module, "places_in_files", None)
-        load_weights(module, find_weights(config, take_inventory(module, ()), places))
+        load_weights(module, find_weights_of(module, config))
     return module
+
+
+def find_weights_of(module: nn.Module, config: ModelConfig, folder: WeightsFolder | None = None) -> Weights:
+    """Return the weights that `model.weights` names, compared with the tensors of a module that is not wrapped.
+    `folder` and errors: as in `find_weights`."""
+    return find_weights(config, take_inventory(module, ()), getattr(module, "places_in_files", None), folder)
 
 
 def _omits_frozen(recorded: Mapping[str, Any]) -> bool:

@@ -16,13 +16,13 @@ from titan_launch.config.sections.lora import LoRAConfig
 from titan_launch.config.sections.model import HUGGINGFACE, ModelConfig
 from titan_launch.loss.outputs import find_logits
 from titan_launch.models.architectures import vocabulary_taken
-from titan_launch.models.build import build_model, take_inventory
+from titan_launch.models.build import build_model, find_weights_of
 from titan_launch.models.huggingface.files import CONFIG_FILE
 from titan_launch.models.init import allocate, initialize, load_weights
-from titan_launch.models.weights.folder import find_weights, open_weights
+from titan_launch.models.weights.folder import open_weights
 from titan_launch.models.weights.writing import Entry, write_json, write_tensors
 from titan_launch.plan.hardware import GIB, free_memory_gib
-from titan_launch.prove.measure import difference, disable_dropout
+from titan_launch.prove.measure import FLOOR, difference, disable_dropout
 from titan_launch.prove.results import Difference
 from titan_launch.train.model import build_job_model
 
@@ -73,10 +73,9 @@ def compare_weights(job: dict[str, Any]) -> list[Difference] | str:
     with tempfile.TemporaryDirectory(prefix="titan-launch-gradients-") as written:
         theirs.save_pretrained(written)
         with torch.no_grad():
-            of_folder = config.model.model_copy(update={"weights": written})
-            load_weights(ours, find_weights(of_folder, take_inventory(ours, ()), _places(ours)))
+            load_weights(ours, find_weights_of(ours, config.model.model_copy(update={"weights": written})))
     wanted = dict(ours.named_parameters())
-    floor = 1e-4 * float(torch.stack([gradient.norm() for gradient in gradients.values()]).norm())
+    floor = FLOOR * float(torch.stack([gradient.norm() for gradient in gradients.values()]).norm())
     rows += [difference(1, f"gradient {name}", value, wanted[name], floor) for name, value in gradients.items()]
     return rows
 
@@ -86,12 +85,8 @@ def _model_with_weights(config: JobConfig) -> nn.Module:
     disable_dropout(built.module)
     allocate(built.module, torch.device("cpu"))
     initialize(built.module, built.initializer, config.training.seed, torch.device("cpu"))
-    load_weights(built.module, find_weights(config.model, take_inventory(built.module, ()), _places(built.module)))
+    load_weights(built.module, find_weights_of(built.module, config.model))
     return built.module.float().requires_grad_(True)
-
-
-def _places(module: nn.Module) -> Any:
-    return getattr(module, "places_in_files", None)
 
 
 def _logits(model: nn.Module, tokens: Tensor) -> Tensor:
