@@ -6,14 +6,13 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from titan_launch.config.job import JobConfig
-from titan_launch.core.errors import RunError, UserError, listed
+from titan_launch.core.errors import RunError, UserError, leaves, listed
 from titan_launch.plan.hardware import free_memory_gib
 from titan_launch.plan.proof.cases import Case, cases, has_compiler, in_precision, proven_layout
 from titan_launch.plan.proof.certificate import (
@@ -60,7 +59,7 @@ def prove(config: JobConfig, say: Say = lambda text: None) -> Certificate:
         proof = Proof(twin, Path(folder), say)
         proof.run()
         proof.compare_weights(config)
-    problems = tuple(proof.problems())
+    problems = tuple(dict.fromkeys(proof.problems()))
     verdict: Verdict = "differs" if proof.findings else "cannot be proven" if problems else "proven"
     return Certificate(
         verdict=verdict,
@@ -200,7 +199,7 @@ class Proof:
         _, file = self.reference(case)
         if file in self._rounding:
             return
-        (rows,) = self.launch("measure:measure_rounding", 1, case.reference(self._has_batch_norm), file)
+        (rows,) = self.launch("measure:measure_case", 1, case.reference(self._has_batch_norm), file, True)
         found = self._rounding[file] = {}
         for row in rows:
             key = (row.step, kind_of(row))
@@ -239,8 +238,14 @@ class Proof:
             exact = None if case.is_exact else self._measured(in_precision(case, self.twin.config))[1]
             file = str(self.folder / f"reference_{len(self._references)}.pt")
             changes = None if self._references else variants(self.job(config))
-            with _failure_on_a_cpu_explained():
+            try:
                 (reference,) = self.launch("measure:measure_reference", 1, config, changes, file, exact)
+            except RunError as error:  # a failure of the single process says nothing about the layout
+                reason = f"one process on a CPU cannot train the twin, so there is nothing to compare with: {error}"
+                raise UserError(
+                    f"{reason}\nif the model has kernels that run only on a GPU, add CPU versions, and select them by "
+                    "an argument in [prove.args]"
+                ) from None
             self._references[key] = reference, file
         return self._references[key]
 
@@ -292,33 +297,31 @@ class Proof:
         """The files of the user's own modules."""
         return sorted({file for reference, _ in self._references.values() for file in reference.files})
 
-    def problems(self) -> list[str]:
-        """Return a sentence for each reason why a comparison of this model proves nothing."""
-        found: dict[str, None] = {}
+    def problems(self) -> Iterator[str]:
+        """Yield a sentence for each reason why a comparison of this model proves nothing. Sentences may repeat."""
         for reference, file in self._references.values():
             if reference.changed:
                 first = reference.changed[0]
-                found[
+                yield (
                     f"not deterministic: {first.name} of step {first.step} differs when one process trains twice, by "
                     f"{first.error:.1e} of its norm; remove the random numbers of the model's forward"
-                ] = None
+                )
             if reference.dead:
-                found[
+                yield (
                     f"dead: the gradient of {listed(reference.dead)} is 0 in all {STEPS} steps; freeze these "
                     "parameters, or correct the model"
-                ] = None
+                )
             if self._comparable_steps(file) == 0:
-                found[
+                yield (
                     "not comparable: on one process, rounding alone changes the first step by more than a third of the "
                     "tolerance; remove steep functions (such as sin(1e8 * x)) from the model"
-                ] = None
+                )
             if reference.constant:
-                found[f"dead: the gradient of {listed(reference.constant)} does not depend on the data"] = None
+                yield f"dead: the gradient of {listed(reference.constant)} does not depend on the data"
             for key in reference.without_effect:
-                found[
+                yield (
                     f"without effect: no gradient changes when {key} is set to 0; remove the key, or correct the model"
-                ] = None
-        return list(found)
+                )
 
     def not_live(self) -> list[str]:
         """Return a sentence about the gradients that are only rounding errors; an empty list if there are none."""
@@ -346,19 +349,6 @@ _BEYOND_ROUNDING = 10
 _NO_COMPILER = 'compile.backend = "inductor": this host has no C++ compiler, so the graphs ran with "aot_eager"'
 
 
-@contextmanager
-def _failure_on_a_cpu_explained() -> Iterator[None]:
-    """Replace the RunError of the single process by a UserError, because this failure says nothing about the layout."""
-    try:
-        yield
-    except RunError as error:
-        reason = f"one process on a CPU cannot train the twin, so there is nothing to compare with: {error}"
-        raise UserError(
-            f"{reason}\nif the model has kernels that run only on a GPU, add CPU versions, and select them by an "
-            "argument in [prove.args]"
-        ) from None
-
-
 _OTHER_SAMPLES = 48
 """Offset (`samples.Samples`) in the variant `data`: the random seed of its first sample. Other runs use lower seeds."""
 
@@ -372,11 +362,9 @@ def variants(job: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     found = {}
     if job["data"]["kind"] == SAMPLES:
         found["data"] = _changed(job, "data.args.offset", _OTHER_SAMPLES)
+    values = dict(leaves(job))
     for key in _WEIGHTS:
-        value: Any = job
-        for part in key.split("."):
-            value = (value or {}).get(part)
-        if value:
+        if values.get(key):
             found[key] = _changed(job, key, 0.0)
     return found
 

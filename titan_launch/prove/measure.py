@@ -103,9 +103,13 @@ def _check_size(config: JobConfig) -> None:
         raise config_error(("model", "name"), f"{reason}; {advice}", config.model.name)
 
 
-def measure_case(job: dict[str, Any], file: str) -> list[Difference]:
-    """Train a twin on this rank, and compare its steps with those in `file`. Collective."""
-    return compare(train_twin(job)[0], _loaded(file))
+def measure_case(job: dict[str, Any], file: str, begins_apart: bool = False) -> list[Difference]:
+    """Train a twin on this rank, and compare its steps with those in `file`. Collective.
+
+    `begins_apart`: as in `train_twin`. Where a model has kinks (ReLU, the choice of experts), a rounding can change a
+    gradient much.
+    """
+    return compare(train_twin(job, begins_apart=begins_apart)[0], _loaded(file))
 
 
 def _loaded(file: str) -> list[Step]:
@@ -188,15 +192,6 @@ def trace_case(job: dict[str, Any], step: int, file: str, tolerance: float) -> l
     num_microbatches, tensors = torch.load(file, weights_only=True)
     reference = Trace(num_microbatches, {Event(*event): calls for event, calls in tensors.items()})
     return departures(run, trace, reference, tolerance)
-
-
-def measure_rounding(job: dict[str, Any], file: str) -> list[Difference]:
-    """Train a twin on one process, from initial parameters that are changed by one rounding. Compare its steps with
-    those in `file`.
-
-    Where a model has kinks (ReLU, the choice of experts), a rounding can change a gradient much.
-    """
-    return compare(train_twin(job, begins_apart=True)[0], _loaded(file))
 
 
 def train_twin(
