@@ -20,8 +20,7 @@ from tests.train.jobs import run_job, tiny_job
 from titan_launch.checkpoint.index import read_weights
 from titan_launch.cli import main
 from titan_launch.config.job import JobConfig
-from titan_launch.inference.export import ExportOptions, _rows
-from titan_launch.inference.model_card import _named
+from titan_launch.inference.export import ExportOptions, _named, _rows
 from titan_launch.models.huggingface.files import WeightsError
 
 pytestmark = needs("safetensors", "sklearn")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -12,6 +14,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from titan_launch import __version__
+from titan_launch.checkpoint.index import read_index, read_tensor
+from titan_launch.checkpoint.manifest import checkpoint_name
+from titan_launch.config.loading.provenance import toml_value
 from titan_launch.config.sections.data import ChatData, ClassificationData, single_sources
 from titan_launch.config.sections.model import HUGGINGFACE
 from titan_launch.config.sections.tokenizer import TEMPLATE_FILE, TOKENIZER_FILE
@@ -20,7 +26,6 @@ from titan_launch.core.terminal import counted
 from titan_launch.data.tokenizers import build_tokenizer
 from titan_launch.inference.chat_format import ChatOptions, ends_of_answers, find_template, template_section
 from titan_launch.inference.language_model import tokenizer_of_model
-from titan_launch.inference.model_card import write_card
 from titan_launch.inference.saved_model import SavedModel, adapters_of_saved, averaged, merged, open_saved_model
 from titan_launch.models.architectures import ARCHITECTURES, known_args, resolve_args
 from titan_launch.models.build import build_model
@@ -53,6 +58,7 @@ from titan_launch.models.weights.writing import (
     write_tensors,
 )
 from titan_launch.plan.freezing import Freezing
+from titan_launch.train.run_folder.folder import checkpoint_folder
 
 DEFAULT_SHARD_SIZE = "5GB"
 
@@ -119,7 +125,7 @@ def export(run: Path, out: Path, options: ExportOptions) -> str:
         if write is _write_huggingface:
             notes += _write_chat_format(source, folder)
         library = "peft" if options.is_adapter else "titan_launch" if options.is_plain else "transformers"
-        write_card(folder, saved, run, library)
+        _write_card(folder, saved, run, library)
     return f"wrote {num_tensors} tensors ({num_bytes / 1e6:,.1f} MB) of {source.description} to {out}" + "".join(
         f"\nnote: {note}" for note in notes
     )
@@ -156,9 +162,24 @@ def _write_plain(source: SavedModel, folder: Path, options: ExportOptions) -> tu
 
 
 def _write_huggingface(source: SavedModel, folder: Path, options: ExportOptions) -> tuple[int, int]:
+    files_of = _files_of_class if source.job.model.name == HUGGINGFACE else _files_of_family
+    entries, read, config = files_of(source, options)
+    num_bytes = write_tensors(folder, entries, read, parse_size(options.max_shard_size))
+    _copy_companions(source, folder)
+    write_json(folder / CONFIG_FILE, config)
+    if not (folder / GENERATION_FILE).exists():  # write the file that `transformers` would make from the config
+        ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if config.get(key)}
+        write_json(folder / GENERATION_FILE, {"_from_model_config": True, **ids})
+    return len(entries), num_bytes
+
+
+_HuggingFaceFiles = tuple[list[Entry], Callable[[Entry], Tensor], Mapping[str, Any]]
+"""The entries of the tensors in the files, a function that reads the tensor of an entry, and the `config.json`."""
+
+
+def _files_of_family(source: SavedModel, options: ExportOptions) -> _HuggingFaceFiles:
+    """Return the files of a model of this package. Raises WeightsError as `_rows` does."""
     model, entries = source.job.model, _without_shared(source)
-    if model.name == HUGGINGFACE:
-        return _write_class(source, folder, options)
     original = None if source.companions is None else read_json(source.companions / CONFIG_FILE)
     rows = _rows(source, options)
     shapes, pieces = file_places(model, {name: entry.shape for name, entry in entries.items()}, rows)
@@ -169,12 +190,7 @@ def _write_huggingface(source: SavedModel, folder: Path, options: ExportOptions)
     config = config_of(model.name, args, _dtype_name(source), source.job.training.seq_len, original, labels)
     dtype_of = {tensor: entries[name].dtype for name, piece in pieces.items() for tensor in piece.tensors}
     files = [Entry(name, shape, dtype_of[name]) for name, shape in tensor_shapes(pieces, shapes).items()]
-    read = in_file_layout(pieces, source.read)
-    num_bytes = write_tensors(folder, files, read, parse_size(options.max_shard_size))
-    _copy_companions(source, folder)
-    write_json(folder / CONFIG_FILE, config)
-    _write_generation_config(folder, config)
-    return len(files), num_bytes
+    return files, in_file_layout(pieces, source.read), config
 
 
 def _copy_companions(source: SavedModel, folder: Path) -> None:
@@ -195,14 +211,6 @@ def _tokenizer_folder(source: SavedModel) -> Path | None:
     path = Path(tokenizer.path)
     folder = path if path.is_dir() else path.parent
     return folder if (folder / TOKENIZER_FILE).is_file() else None
-
-
-def _write_generation_config(folder: Path, config: Mapping[str, Any]) -> None:
-    """If the folder has no `generation_config.json`, write the file that `transformers` would make from the model's
-    config."""
-    if not (folder / GENERATION_FILE).exists():
-        ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if config.get(key)}
-        write_json(folder / GENERATION_FILE, {"_from_model_config": True, **ids})
 
 
 def _write_chat_format(source: SavedModel, folder: Path) -> Iterator[str]:
@@ -284,19 +292,15 @@ def _write_adapter(source: SavedModel, folder: Path, options: ExportOptions) -> 
     return len(entries), num_bytes
 
 
-def _write_class(source: SavedModel, folder: Path, options: ExportOptions) -> tuple[int, int]:
-    """Write the tensors of a class of `transformers` like its method `save_pretrained`, and the `config.json` from
-    which the class was built. Return the number of tensors and of bytes. Raises WeightsError."""
-    model, training = source.job.model, source.job.training
+def _files_of_class(source: SavedModel, options: ExportOptions) -> _HuggingFaceFiles:
+    """Return the files of a class of `transformers`: the tensors as its method `save_pretrained` writes them, and the
+    `config.json` from which the class was built. Raises WeightsError."""
+    model = source.job.model
     if options.vocab_size is not None:
         raise WeightsError("--vocab-size is for the models of this package; this run trains a class of transformers")
-    module: Any = build_model(model, training.seq_len).module
+    module: Any = build_model(model, source.job.training.seq_len).module
     entries, read = _published(module, source)
-    num_bytes = write_tensors(folder, entries, read, parse_size(options.max_shard_size))
-    _copy_companions(source, folder)
-    write_json(folder / CONFIG_FILE, {**model.args, "dtype": _dtype_name(source)})
-    _write_generation_config(folder, model.args)
-    return len(entries), num_bytes
+    return entries, read, {**model.args, "dtype": _dtype_name(source)}
 
 
 def _published(module: Any, source: SavedModel) -> tuple[list[Entry], Callable[[Entry], Tensor]]:
@@ -342,3 +346,68 @@ def _without_shared(source: SavedModel) -> dict[str, Entry]:
     if model.name in ARCHITECTURES and resolve_args(model.name, model.flavor, model.args).tied_by() is not None:
         return {name: entry for name, entry in source.entries.items() if name != "output.weight"}
     return dict(source.entries)
+
+
+def _write_card(folder: Path, source: SavedModel, origin: Path, library: str) -> None:
+    """Write the model card of an export: a README.md that records where the weights come from. `source`: the exported
+    model. `origin`: the folder that was exported, for example a run folder. `library`: Hugging Face's name of the
+    library that loads the export.
+
+    Raises FileExistsError if the folder already has a README.md.
+    """
+    with (folder / "README.md").open("x", encoding="utf-8") as file:
+        file.write("\n".join(_card_lines(source, origin, library)) + "\n")
+
+
+def _card_lines(source: SavedModel, origin: Path, library: str) -> Iterator[str]:
+    manifest = source.manifest
+    base = None if manifest is None else manifest.base
+    yield from ("---", f"library_name: {library}")
+    if base is not None:
+        yield f"base_model: {toml_value(base.folder)}"
+    yield from ("---", "", f"# {source.job.job.name if manifest else origin.name}", "")
+    yield from ("| | |", "|---|---|")
+    yield _card_row("exported from", f"`{origin}`, {source.description}")
+    if base is not None:
+        yield _card_row("base", f"`{base.folder}`, fingerprint `{base.fingerprint.digest}`")
+    elif source.base is not None:
+        yield _card_row("base", f"`{source.base}`")
+    yield _card_row("model", f"`{source.job.model.name}`, {source.num_parameters:,} elements in all tensors")
+    if manifest is not None:
+        yield _card_row("steps", f"{manifest.step:,} on {manifest.world_size} ranks")
+        checkpoint = checkpoint_folder(origin) / checkpoint_name(manifest.step)
+        samples = int(read_tensor(checkpoint, read_index(checkpoint)["progress.samples_seen"]))
+        if source.job.data.unit != "images":
+            length = source.job.training.seq_len
+            yield _card_row("tokens", f"{samples * length:,} ({samples:,} samples of {length})")
+        else:
+            yield _card_row("samples", f"{samples:,}")
+        if manifest.validation_loss is not None:
+            yield _card_row("validation loss", f"{manifest.validation_loss:.4f}")
+        for section, fingerprint in manifest.data.items():
+            yield _card_row(section, f"{_named(source, section)}fingerprint `{fingerprint.digest}`")
+        yield _card_row("trained with", ", ".join(f"{name} {version}" for name, version in manifest.versions.items()))
+        yield _card_row("command", f"`{manifest.command}`")
+        if manifest.commit is not None:
+            yield _card_row("commit", f"`{manifest.commit}`")
+        yield _card_row("config", f"SHA-256 `{manifest.config_digest}`")
+    yield _card_row("exported with", f"titan_launch {__version__}: `{shlex.join(['titan-launch', *sys.argv[1:]])}`")
+    if manifest is not None:
+        yield from ("", "## Job", "", "```toml")
+        for section, table in source.record.items():
+            yield from (f"[{section}]", *(f"{key} = {toml_value(value)}" for key, value in table.items()))
+        yield "```"
+
+
+def _card_row(name: str, text: str) -> str:
+    return f"| {name} | {text.replace('|', '&#124;')} |"
+
+
+def _named(source: SavedModel, section: str) -> str:
+    """Return the path, or else the kind, of the data source in `section` of the job, followed by a comma; "" if the job
+    has no such source. `section`: for example `data.sources.0`."""
+    table: Any = source.record
+    for part in section.split("."):
+        table = table[int(part)] if part.isdecimal() else table.get(part, {})
+    named = isinstance(table, dict) and (table.get("path") or table.get("kind"))
+    return f"`{named}`, " if named else ""
