@@ -28,6 +28,7 @@ from titan_launch.core.files import MIB
 from titan_launch.core.process import usable_cores
 from titan_launch.distributed.collectives import all_gather_single, on_all_ranks, reduce_scatter_single
 from titan_launch.distributed.process_group import Ranks
+from titan_launch.plan.communication import ring_crossings
 from titan_launch.plan.speeds import Measured, MeasuredAttention, MeasuredCollective, Points
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -405,9 +406,7 @@ def _collectives(
         say(f"collectives of {size} ranks")
         group, _ = dist.new_subgroups(size)
         hosts = [first_on_host[first : first + size] for first in range(0, world_size, size)]
-        crossings = max(
-            sum(here != there for here, there in zip(own, [*own[1:], own[0]], strict=True)) for own in hosts
-        )
+        crossings = max(map(ring_crossings, hosts))
         for kind in get_args(CollectiveKind):
             if points := _points(watch, kind, group, message_bytes):
                 yield MeasuredCollective(kind, size, crossings, points)

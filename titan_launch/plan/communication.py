@@ -15,7 +15,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
-from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple
 
@@ -362,11 +361,9 @@ def rings_of(layout: Layout, gpus_per_node: int) -> Rings:
 
 def _most_crossings(world_size: int, stride: int, size: int, gpus_per_node: int) -> int:
     """Return the number of hops between nodes in the group with the most such hops. A group is a ring of `size` ranks,
-    `stride` apart. The ring closes with a hop from the last rank to the first."""
-    return max(
-        sum(here // gpus_per_node != there // gpus_per_node for here, there in pairwise([*group, group[0]]))
-        for group in _groups(world_size, stride, size)
-    )
+    `stride` apart."""
+    groups = _groups(world_size, stride, size)
+    return max(ring_crossings([rank // gpus_per_node for rank in group]) for group in groups)
 
 
 def _most_on_other_nodes(world_size: int, stride: int, size: int, gpus_per_node: int) -> int:
@@ -379,3 +376,9 @@ def _groups(world_size: int, stride: int, size: int) -> Iterator[range]:
     """Yield the groups of an axis: `size` ranks each, `stride` apart."""
     starts = (rank for rank in range(world_size) if rank // stride % size == 0)
     return (range(start, start + stride * size, stride) for start in starts)
+
+
+def ring_crossings(nodes: Sequence[int]) -> int:
+    """Return the number of hops between nodes in a ring of ranks. The ring closes with a hop from the last rank to the
+    first."""
+    return sum(here != there for here, there in zip(nodes, [*nodes[1:], nodes[0]], strict=True))
