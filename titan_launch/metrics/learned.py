@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from titan_launch.core.observer import Observer, StepResult, WatchedStep
 from titan_launch.distributed.dtensor import local_tensor, number_of_copies
@@ -107,7 +106,7 @@ class Learned(Observer):
         limits = torch.finfo(torch.bfloat16)
         for tensor in output if isinstance(output, (tuple, list)) else [output]:
             if isinstance(tensor, Tensor) and tensor.is_floating_point():
-                x = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().float()
+                x = local_tensor(tensor).detach().float()
                 size = x.abs()
                 self._outputs[index, 0] += x.numel()
                 self._outputs[index, 1] += x.square().sum()

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from titan_launch.config.axes import TENSOR
+from titan_launch.distributed.dtensor import local_tensor
 from titan_launch.distributed.torch_private import roots
 from titan_launch.metrics.memory import is_in_backward
 from titan_launch.models.blocks import PassThrough
@@ -62,12 +63,8 @@ def traced(run: Run) -> Iterator[Trace]:
             for path, module in root.named_modules():
                 if not isinstance(module, (PassThrough, nn.ModuleList, nn.ModuleDict)):
                     before, after = partial(_before, trace, path), partial(_after, trace, path)
-                    handles = [
-                        module.register_forward_pre_hook(before, prepend=True),
-                        module.register_forward_hook(after),
-                    ]
-                    for handle in handles:
-                        stack.callback(handle.remove)
+                    stack.callback(module.register_forward_pre_hook(before, prepend=True).remove)
+                    stack.callback(module.register_forward_hook(after).remove)
         yield trace
 
 
@@ -122,7 +119,7 @@ def _error(own: Tensor, place: _Place, of_one_process: list[Tensor], microbatch:
     wanted = place.part(torch.cat(of_one_process), own, microbatch)
     if wanted is None:
         return None
-    local = own.to_local() if isinstance(own, DTensor) else own
+    local = local_tensor(own)
     norm = float(wanted.double().norm())
     return float((local.double() - wanted.double()).norm()) / norm if norm > _NOTHING else 0.0
 
@@ -160,7 +157,7 @@ class _Place:
         partial sum, or its shape fits no part."""
         if isinstance(own, DTensor) and any(place.is_partial() for place in own.placements):
             return None
-        local = own.to_local() if isinstance(own, DTensor) else own
+        local = local_tensor(own)
         if len(whole) % self._batch:
             return None
         first = (microbatch * self._ranks + self._index) * self._local

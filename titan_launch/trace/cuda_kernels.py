@@ -227,7 +227,7 @@ def _flex_attention(
 
 def _expert_product(kernels: Kernels, rows: Tensor, counts: Tensor, weights: Tensor) -> ExpertProduct:
     """Replace `mixture_of_experts.expert_product`. The values of `counts` are not read."""
-    if is_grouped(kernels, str(rows.dtype).removeprefix("torch."), weights.shape[1:]):
+    if is_grouped(kernels, dtype_of(rows), weights.shape[1:]):
         return grouped_product(counts)
     return looped_product(equal_parts(rows.shape[0], counts.shape[0]))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -64,19 +65,11 @@ def sends_held() -> Iterator[None]:
     """
     send = dist.ProcessGroup.send
 
-    def held(group: dist.ProcessGroup, tensors: list[Tensor], *args: Any) -> _Sent:
-        return _Sent(send(group, tensors, *args), tensors)
+    def held(group: dist.ProcessGroup, tensors: list[Tensor], *args: Any) -> SimpleNamespace:
+        return SimpleNamespace(wait=send(group, tensors, *args).wait, tensors=tensors)
 
     with replaced(dist.ProcessGroup, "send", held):
         yield
-
-
-class _Sent:
-    """The work object of a send. It keeps the sent tensors alive."""
-
-    def __init__(self, work: dist.Work, tensors: list[Tensor]):
-        self._tensors = tensors
-        self.wait = work.wait
 
 
 @contextmanager

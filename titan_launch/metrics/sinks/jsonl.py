@@ -32,10 +32,6 @@ class JsonlSink(Sink):
     JSON has no NaN and no infinity, so these are written as the strings "nan", "inf" and "-inf", which `float` accepts.
 
     A second call of `write` for the same step adds its metrics to the line of the step.
-
-    A run that resumes deletes an incomplete last line, and the lines of steps that it will run again. A run that rolls
-    back to a checkpoint moves the lines of later steps to the end of `metrics.rolled_back.jsonl`. It runs these steps
-    again with other samples.
     """
 
     def __init__(self, path: Path, resume_step: int = 0):
@@ -69,7 +65,8 @@ class JsonlSink(Sink):
         self._last = step, content, len(line)
 
     def rewind(self, step: int) -> None:
-        """Move the lines of steps after `step` to `metrics.rolled_back.jsonl`."""
+        """Move the lines of steps after `step` to the end of `metrics.rolled_back.jsonl`. The run repeats these steps
+        with other samples."""
         kept = _length_until(self._path, step)
         with self._path.open("rb") as file, self._path.with_suffix(".rolled_back.jsonl").open("ab") as rolled_back:
             file.seek(kept)
