@@ -22,6 +22,7 @@ from titan_launch.config.sections.precision import KernelsConfig
 from titan_launch.core.errors import ConfigError, config_error
 from titan_launch.core.globs import matches
 from titan_launch.core.import_string import user_location
+from titan_launch.core.patches import replaced
 from titan_launch.models.build import BuiltModel
 from titan_launch.models.decoder.attention import takes_equal_heads_only
 from titan_launch.models.decoder.layers import LatentAttention
@@ -283,11 +284,8 @@ def _refusals_collected() -> Iterator[list[str]]:
         elif not text.endswith(("because:", "runtime disabled")):  # not a heading, and not about a disabled backend
             reasons.append(text)
 
-    warnings.showwarning = keep_reasons  # catch_warnings would also show earlier warnings again
-    try:
+    with replaced(warnings, "showwarning", keep_reasons):  # catch_warnings would also show earlier warnings again
         yield reasons
-    finally:
-        warnings.showwarning = show
 
 
 def _listed(reasons: Sequence[str]) -> str:

@@ -4,6 +4,7 @@ changes."""
 from __future__ import annotations
 
 import re
+import traceback
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
@@ -76,12 +77,11 @@ def _where(run: Run, error: BaseException) -> str:
     module, as in backward and in collectives, the clause names the FSDP2 unit that was used last."""
     phase = run.observers.meter.timeline.part
     paths = {id(module): path for path, module in run.model.named_modules()}
-    innermost, trace = "", error.__traceback__
-    while trace is not None:
-        module = trace.tb_frame.f_locals.get("self")
+    innermost = ""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        module = frame.f_locals.get("self")
         if isinstance(module, torch.nn.Module) and has_forward(module):
             innermost = paths.get(id(module), innermost)
-        trace = trace.tb_next
     where = innermost or (run.observers.meter.timeline.last_unit if phase in ("backward", "communication") else "")
     return f"in {'the step' if phase == OTHER else phase}" + (f" of {where}" if where else "")
 

@@ -7,11 +7,12 @@ import logging
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
 from titan_launch.core.errors import RunError, UserError
+from titan_launch.core.patches import replaced
 from titan_launch.core.phantom import marked
 from titan_launch.core.terminal import as_message, printable
 
@@ -100,9 +101,8 @@ def console_log(is_rank_0: bool, level: str = "INFO") -> Iterator[None]:
         _PACKAGE.removeHandler(handler)
 
 
-@contextmanager
-def _warnings_logged_to(log: LogFile) -> Iterator[None]:
-    """Send Python's warnings also to `log` until the end of the block."""
+def _warnings_logged_to(log: LogFile) -> AbstractContextManager[None]:
+    """Return a context manager that also sends Python's warnings to `log`."""
     show = warnings.showwarning
 
     def show_and_log(
@@ -117,11 +117,7 @@ def _warnings_logged_to(log: LogFile) -> Iterator[None]:
         text = warnings.formatwarning(message, category, filename, lineno, line).rstrip()
         log.handle(_record(logging.WARNING, text))
 
-    warnings.showwarning = show_and_log
-    try:
-        yield
-    finally:
-        warnings.showwarning = show
+    return replaced(warnings, "showwarning", show_and_log)
 
 
 def _error_record(error: BaseException) -> logging.LogRecord:
