@@ -11,9 +11,8 @@ import pytest
 import torch.distributed as dist
 
 from titan_launch.core.errors import RunError, Stopped
-from titan_launch.distributed import rendezvous
-from titan_launch.distributed.process_group import process_group
-from titan_launch.distributed.rendezvous import wait_for_ranks
+from titan_launch.distributed import process_group as rendezvous
+from titan_launch.distributed.process_group import process_group, wait_for_ranks
 
 
 def meet_all(

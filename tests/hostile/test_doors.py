@@ -107,7 +107,7 @@ ALLOWED = {
     ("read", "core/cache.py"): "a lock of the cache, which is never a link",
     # Messages of this start's processes.
     ("json", "distributed/torch_private.py"): "PyTorch's records in memory",
-    ("json", "train/health/rank_progress.py"): "the store of this run's process group",
+    ("json", "train/health/watchdog.py"): "the store of this run's process group",
     # Files of the package and of the system.
     ("read", "commands/init.py"): "job files of the package",
     ("read", "models/huggingface/args.py"): "the source of the installed transformers",

@@ -16,7 +16,7 @@ from titan_launch.data.loader import Workers
 from titan_launch.data.sources import StreamSource, build_source
 from titan_launch.data.tokenizers import ByteTokenizer
 from titan_launch.plan.layout import Layout
-from titan_launch.train.stream_batches import StreamBatches
+from titan_launch.train.batches import StreamBatches
 
 
 def stream_job(folder: Path, name: str = "StatefulStream", **sections: Any) -> dict[str, Any]:

@@ -26,8 +26,7 @@ from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.run import CommConfig
 from titan_launch.data.sources import Batch
 from titan_launch.train.build import Surroundings, build_run
-from titan_launch.train.health.rank_progress import ranks_behind
-from titan_launch.train.health.watchdog import Watchdog
+from titan_launch.train.health.watchdog import Watchdog, ranks_behind
 from titan_launch.train.loop import fit
 from titan_launch.train.run import Run
 
