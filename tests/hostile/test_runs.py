@@ -666,7 +666,9 @@ def test_mutated_run_folders_are_shown_or_refused(trained: Path, tmp_path: Path,
 def test_mutated_records_of_a_run_to_resume_are_read_or_refused(trained: Path, tmp_path: Path, every: int) -> None:
     run = tmp_path / "tiny"
     shutil.copytree(trained, run)
-    job = JobConfig.model_validate(json.loads((trained / "config.json").read_text()))
+    table = json.loads((trained / "config.json").read_text())
+    table["job"]["dump_folder"] = str(tmp_path)
+    job = JobConfig.model_validate(table)
     chance = random.Random(2)
     everything = [
         (name, text.encode(errors="surrogatepass"))
@@ -681,8 +683,8 @@ def test_mutated_records_of_a_run_to_resume_are_read_or_refused(trained: Path, t
         original = (run / name).read_bytes()
         (run / name).write_bytes(content)
         try:
-            check_earlier_run(run, job, effective_load(run, job, Attempt()))
-            recorded_modes(run, job, Attempt())
+            check_earlier_run(job, effective_load(job, Attempt()))
+            recorded_modes(job, Attempt())
         except UserError as error:
             assert len(str(error)) < 20_000
         except Exception as error:

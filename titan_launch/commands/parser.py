@@ -205,7 +205,7 @@ def check_weights(loaded: LoadedJob) -> None:
         return
     from titan_launch.train.run_folder.folder import resumes
 
-    if resumes(config.job.run_folder, config, config.checkpoint.load):
+    if resumes(config, config.checkpoint.load):
         return
     from titan_launch.models.weights.folder import find_weights, open_weights
     from titan_launch.plan.memory.recordings import recorded_inventory
@@ -281,7 +281,7 @@ def load_to_train(
         return loaded
     try:
         with suppress(OSError):  # a run itself reports a folder that cannot be read
-            check_earlier_run(config.job.run_folder, config, config.checkpoint.load)
+            check_earlier_run(config, config.checkpoint.load)
     except ConfigError as error:
         raise UserError(loaded.provenance.describe(error.problems)) from None
     return loaded

@@ -134,7 +134,7 @@ def build_run(config: JobConfig, ranks: Ranks, stack: ExitStack, process: Surrou
         checkpoints.copy_to(store)
     job = resolve_steps(job, data, progress)
     config = job.config
-    on_rank_0(lambda: record_run(folder.path, job.requested, job.attempt, stack))
+    on_rank_0(lambda: record_run(job.requested, job.attempt, stack))
     on_rank_0(lambda: record_table(folder.path / UNITS_FILE, describe_units(job.plan, job.layout, process.locate_key)))
     on_rank_0(lambda: record_proof(folder.path, certificate))
     memory_check = MemoryCheck(config, job.layout, job.hardware, stack) if ranks.is_rank_0 else None

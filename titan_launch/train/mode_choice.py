@@ -151,7 +151,7 @@ def _decide(config: JobConfig, layout: Layout, built: BuiltModel, hardware: Hard
 def _recorded(config: JobConfig, attempt: Attempt) -> Decision | None:
     """Return the modes that a resumed run began with. Return None if no run is resumed, or if the job no longer allows
     these modes. Modes sum gradients in different orders, so a change of modes would change the results."""
-    recorded = recorded_modes(config.job.run_folder, config, attempt)
+    recorded = recorded_modes(config, attempt)
     if recorded is None:
         return None
     own_accumulation, own_checkpointing = config.gradient_accumulation, config.activation_checkpoint

@@ -68,7 +68,7 @@ def open_run_folder(
     folder = job.requested.job.run_folder
 
     def prepare() -> Path:
-        prepare_run_folder(folder, job.requested, job.attempt, stack)
+        prepare_run_folder(job.requested, job.attempt, stack)
         return new_attempt_folder(folder)
 
     logs = on_rank_0(prepare)

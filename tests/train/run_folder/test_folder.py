@@ -48,8 +48,8 @@ def prepare(folder: Path, stack: ExitStack | None = None, attempt: Attempt = ALO
     config = JobConfig.model_validate(tiny_job(folder, **sections))
     with ExitStack() as own:
         used = own if stack is None else stack
-        prepare_run_folder(folder / "tiny", config, attempt, used)
-        record_run(folder / "tiny", config, attempt, used)
+        prepare_run_folder(config, attempt, used)
+        record_run(config, attempt, used)
 
 
 def save_steps(folder: Path, *steps: int) -> Path:
@@ -126,7 +126,7 @@ def test_a_partly_deleted_run_folder_is_still_a_run_folder(tmp_path: Path) -> No
 
 def test_a_start_that_failed_before_the_run_began_leaves_no_folder_behind(tmp_path: Path) -> None:
     with ExitStack() as stack:
-        prepare_run_folder(tmp_path / "tiny", JobConfig.model_validate(tiny_job(tmp_path)), ALONE, stack)
+        prepare_run_folder(JobConfig.model_validate(tiny_job(tmp_path)), ALONE, stack)
     too_early = set_start(tmp_path, datetime(2026, 11, 22, 15, 4, 5))
     prepare(tmp_path, optimizer={"lr": 1.0})
     assert names(tmp_path) == ["tiny"]
@@ -282,10 +282,10 @@ def test_a_restart_keeps_its_run_folder_and_ignores_checkpoint_load(
     def start(load: Load, attempt: Attempt) -> Load:
         config = JobConfig.model_validate(tiny_job(tmp_path, checkpoint={**CHECKPOINT, "load": load}))
         with ExitStack() as stack:
-            prepare_run_folder(tmp_path / "tiny", config, attempt, stack)
-            effective = effective_load(tmp_path / "tiny", config, attempt)
-            assert (recorded_modes(tmp_path / "tiny", config, attempt) is None) == (effective == "none" or not saved)
-            record_run(tmp_path / "tiny", config, attempt, stack)
+            prepare_run_folder(config, attempt, stack)
+            effective = effective_load(config, attempt)
+            assert (recorded_modes(config, attempt) is None) == (effective == "none" or not saved)
+            record_run(config, attempt, stack)
         return effective
 
     assert start("none", first) == "none"
@@ -306,10 +306,10 @@ def test_a_restart_after_the_end_of_its_run_keeps_the_result_apart(tmp_path: Pat
 def test_a_restart_starts_at_the_other_runs_checkpoint_until_it_has_one(tmp_path: Path) -> None:
     config = JobConfig.model_validate(tiny_job(tmp_path, checkpoint={**CHECKPOINT, "load": "other/step-9"}))
     prepare(tmp_path, attempt=Attempt((AGENT,)), checkpoint={**CHECKPOINT, "load": "other/step-9"})
-    assert effective_load(tmp_path / "tiny", config, Attempt((AGENT,))) == "other/step-9"
+    assert effective_load(config, Attempt((AGENT,))) == "other/step-9"
     save_steps(tmp_path, 2)
-    assert effective_load(tmp_path / "tiny", config, Attempt((AGENT,))) == "latest"
-    assert effective_load(tmp_path / "tiny", config, ALONE) == "other/step-9"
+    assert effective_load(config, Attempt((AGENT,))) == "latest"
+    assert effective_load(config, ALONE) == "other/step-9"
 
 
 def test_later_checkpoints_are_moved_aside_with_the_reports(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ from titan_launch.train.run_folder.records import (
     UNITS_FILE,
     damage_explained,
     describe_difference,
+    folder_error,
     recorded_launch,
     recorded_table,
     table_of,
@@ -62,7 +63,7 @@ Load = int | str
 run's checkpoint."""
 
 
-def prepare_run_folder(folder: Path, config: JobConfig, attempt: Attempt, stack: ExitStack) -> None:
+def prepare_run_folder(config: JobConfig, attempt: Attempt, stack: ExitStack) -> None:
     """Prepare and lock the run folder, on one rank. A resumed run keeps the folder; a new run gets an empty folder.
 
     The folder of an earlier run that is not resumed is renamed to `<name>.<start time of that run>`, so nothing is
@@ -73,6 +74,7 @@ def prepare_run_folder(folder: Path, config: JobConfig, attempt: Attempt, stack:
     ConfigError if `checkpoint.load` is a step without a complete checkpoint, or is a path and the folder has
     checkpoints. Raises the errors of `check_earlier_run`.
     """
+    folder = config.job.run_folder
     try:
         _prepare(folder, config, attempt, stack)
         if is_phantom():
@@ -82,8 +84,8 @@ def prepare_run_folder(folder: Path, config: JobConfig, attempt: Attempt, stack:
         raise config_error(("job", "dump_folder"), reason, config.job.dump_folder) from error
 
 
-def check_earlier_run(folder: Path, config: JobConfig, load: Load) -> None:
-    """Raise ConfigError if the earlier run in the folder prevents this run from starting.
+def check_earlier_run(config: JobConfig, load: Load) -> None:
+    """Raise ConfigError if the earlier run in the run folder prevents this run from starting.
 
     There are five cases:
     - This run would resume checkpoints of another experiment (a run with another configuration).
@@ -94,6 +96,7 @@ def check_earlier_run(folder: Path, config: JobConfig, load: Load) -> None:
 
     `config`: job whose `training.global_batch_size` is set. `load`: the checkpoint to load. This function only reads.
     """
+    folder = config.job.run_folder
     _check_kinds(folder, config)
     if not _has_begun(folder):
         return
@@ -101,19 +104,19 @@ def check_earlier_run(folder: Path, config: JobConfig, load: Load) -> None:
         phantom, real = "on a phantom GPU", "on real devices"
         kinds = (real, phantom) if is_phantom() else (phantom, real)
         reason = f"{folder} holds a run {kinds[0]}, and this run is {kinds[1]}; choose another name"
-        raise config_error(("job", "name"), reason, config.job.name)
+        raise folder_error(config, reason)
     checkpoints = checkpoint_folder(folder)
     if config.checkpoint.enable and load != "none" and checkpoint_steps(checkpoints):
-        before = recorded_table(folder, config)
+        before = recorded_table(config)
         changed = [] if before is None else [d for d in differences(before, table_of(config)) if d.role != "operation"]
         is_complete = bool(complete_steps(checkpoints))
         if changed and not (is_complete and config.checkpoint.accept_changes and not _is_other_model(changed)):
-            raise _other_experiment_error(folder, config, load, changed, is_complete)
-    if not resumes(folder, config, load):
-        _check_loads_from_elsewhere(folder, config, load)
+            raise _other_experiment_error(config, load, changed, is_complete)
+    if not resumes(config, load):
+        _check_loads_from_elsewhere(config, load)
 
 
-def effective_load(folder: Path, config: JobConfig, attempt: Attempt) -> Load:
+def effective_load(config: JobConfig, attempt: Attempt) -> Load:
     """Return the checkpoint that this attempt loads: `"latest"` for a restart of the same launch, otherwise
     `checkpoint.load`.
 
@@ -121,19 +124,18 @@ def effective_load(folder: Path, config: JobConfig, attempt: Attempt) -> Load:
     that path again. Call this function on one rank, before `record_run`.
     """
     load = config.checkpoint.load
-    if not _is_restart(folder, config, attempt):
+    if not _is_restart(config, attempt):
         return load
-    return load if _is_path(load) and not complete_steps(checkpoint_folder(folder)) else "latest"
+    return load if _is_path(load) and not complete_steps(checkpoint_folder(config.job.run_folder)) else "latest"
 
 
-def recorded_modes(folder: Path, config: JobConfig, attempt: Attempt) -> Choice | None:
+def recorded_modes(config: JobConfig, attempt: Attempt) -> Choice | None:
     """Return the modes of gradient accumulation and activation checkpointing of the run to resume. Return None if no
     run is resumed, or if that run has no config.json. Raises ConfigError if that file is damaged."""
-    does_resume = resumes(folder, config, effective_load(folder, config, attempt))
-    saved = recorded_table(folder, config) if does_resume else None
+    saved = recorded_table(config) if resumes(config, effective_load(config, attempt)) else None
     if saved is None:
         return None
-    with damage_explained(folder / CONFIG_FILE, f"move {folder} away", config):
+    with damage_explained(CONFIG_FILE, config):
         accumulation = GradientAccumulationConfig.model_validate(saved.get("gradient_accumulation"))
         activation_checkpoint = ActivationCheckpointConfig.model_validate(saved.get("activation_checkpoint"))
     return Choice(accumulation, activation_checkpoint)
@@ -224,16 +226,16 @@ def _prepare(folder: Path, config: JobConfig, attempt: Attempt, stack: ExitStack
     _check_kinds(folder, config)
     with ExitStack() as lock:
         _lock(folder, config, lock)
-        _check_no_launch_is_between_attempts(folder, config, attempt)
-        load = effective_load(folder, config, attempt)
+        _check_no_launch_is_between_attempts(config, attempt)
+        load = effective_load(config, attempt)
         _check_step_is_there(folder, load)
-        check_earlier_run(folder, config, load)
-        _check_path_goes_with_folder(folder, config, load)
+        check_earlier_run(config, load)
+        _check_path_goes_with_folder(config, load)
         # A restart of the same launch keeps the folder, also if there is no checkpoint yet.
-        begins_again = _is_restart(folder, config, attempt) and not checkpoint_steps(checkpoint_folder(folder))
+        begins_again = _is_restart(config, attempt) and not checkpoint_steps(checkpoint_folder(folder))
         if not _has_begun(folder):
             os.utime(folder / LOCK_FILE)  # start time of this run, which `_move_aside` reads
-        elif not (resumes(folder, config, load) or begins_again):
+        elif not (resumes(config, load) or begins_again):
             _move_aside(folder)
             folder.mkdir()
             _lock(folder, config, stack)
@@ -250,7 +252,7 @@ def _check_is_a_run(folder: Path, config: JobConfig) -> None:
     has_others = any(entry.name.removesuffix(".tmp") not in (*_FOLDERS, *_FILES) for entry in folder.iterdir())
     if has_others and not any((folder / name).exists() for name in (CONFIG_FILE, LOCK_FILE)):
         reason = f"{folder} exists and is not a run folder (it has no {CONFIG_FILE}); choose another name"
-        raise config_error(("job", "name"), reason, config.job.name)
+        raise folder_error(config, reason)
 
 
 def _check_kinds(folder: Path, config: JobConfig) -> None:
@@ -260,8 +262,7 @@ def _check_kinds(folder: Path, config: JobConfig) -> None:
         # The run would write to the target of a link that is in place of a file.
         has_right_kind = path.is_dir() if kind == "folder" else path.is_file() and not path.is_symlink()
         if os.path.lexists(path) and not has_right_kind:
-            reason = f"{path} is not a {kind}; move it away, or choose another name"
-            raise config_error(("job", "name"), reason, config.job.name)
+            raise folder_error(config, f"{path} is not a {kind}; move it away, or choose another name")
 
 
 def _has_begun(folder: Path) -> bool:
@@ -269,16 +270,17 @@ def _has_begun(folder: Path) -> bool:
     return (folder / CONFIG_FILE).exists() or bool(checkpoint_steps(checkpoint_folder(folder)))
 
 
-def _is_restart(folder: Path, config: JobConfig, attempt: Attempt) -> bool:
-    """Return True if this attempt is a restart of the last launch that wrote to the folder."""
-    launch = recorded_launch(folder, config)
+def _is_restart(config: JobConfig, attempt: Attempt) -> bool:
+    """Return True if this attempt is a restart of the last launch that wrote to the run folder."""
+    launch = recorded_launch(config)
     return launch is not None and attempt.continues(launch)
 
 
-def resumes(folder: Path, config: JobConfig, load: Load) -> bool:
+def resumes(config: JobConfig, load: Load) -> bool:
     """Return True if the run resumes from a checkpoint in its own folder."""
     possible = config.checkpoint.enable and load != "none" and not _is_path(load)
-    return possible and bool(checkpoint_steps(checkpoint_folder(folder)))  # damaged checkpoints count, too
+    # Damaged checkpoints count, too.
+    return possible and bool(checkpoint_steps(checkpoint_folder(config.job.run_folder)))
 
 
 def _is_path(load: Load) -> bool:
@@ -292,9 +294,10 @@ def _check_step_is_there(folder: Path, load: Load) -> None:
         raise config_error(("checkpoint", "load"), f"no such step in {checkpoint_folder(folder)}; {available}", load)
 
 
-def _check_loads_from_elsewhere(folder: Path, config: JobConfig, load: Load) -> None:
+def _check_loads_from_elsewhere(config: JobConfig, load: Load) -> None:
     """Raise ConfigError if a new run would load a checkpoint, weights or an adapter from the earlier run's folder. The
     new run moves this folder away."""
+    folder = config.job.run_folder
     paths: dict[KeyPath, str | None] = {
         ("checkpoint", "load"): str(load) if _is_path(load) else None,
         ("checkpoint", "initial_load_path"): config.checkpoint.initial_load_path,
@@ -310,8 +313,9 @@ def _check_loads_from_elsewhere(folder: Path, config: JobConfig, load: Load) -> 
             raise config_error(key, reason, path)
 
 
-def _check_path_goes_with_folder(folder: Path, config: JobConfig, load: Load) -> None:
+def _check_path_goes_with_folder(config: JobConfig, load: Load) -> None:
     """Raise ConfigError if `checkpoint.load` is a path, but the run folder already has checkpoints."""
+    folder = config.job.run_folder
     steps = complete_steps(checkpoint_folder(folder)) if config.checkpoint.enable else []
     if _is_path(load) and steps:
         reason = (
@@ -322,10 +326,10 @@ def _check_path_goes_with_folder(folder: Path, config: JobConfig, load: Load) ->
 
 
 def _other_experiment_error(
-    folder: Path, config: JobConfig, load: Load, changed: Sequence[Difference], has_checkpoints: bool
+    config: JobConfig, load: Load, changed: Sequence[Difference], has_checkpoints: bool
 ) -> ConfigError:
     """Return the error for an earlier run with another configuration: the differences, and what the user can do."""
-    ways = []
+    folder, ways = config.job.run_folder, []
     if has_checkpoints and not _is_path(load) and not _is_other_model(changed):
         ways.append("--checkpoint.accept_changes=true resumes the earlier run nevertheless")
     if not _is_path(load):
@@ -337,7 +341,7 @@ def _other_experiment_error(
         *(f"    {describe_difference(difference)}" for difference in changed),
         *(f"  {way}" for way in ways),
     ]
-    return config_error(("job", "name"), "\n".join(lines), config.job.name)
+    return folder_error(config, "\n".join(lines))
 
 
 def _is_other_model(changed: Sequence[Difference]) -> bool:
@@ -345,14 +349,14 @@ def _is_other_model(changed: Sequence[Difference]) -> bool:
     return any(difference.role == "model" for difference in changed)
 
 
-def _check_no_launch_is_between_attempts(folder: Path, config: JobConfig, attempt: Attempt) -> None:
-    """Raise ConfigError if another launch is about to restart its ranks in the folder. Between two attempts a launch
-    does not lock the folder."""
-    launch = recorded_launch(folder, config)
+def _check_no_launch_is_between_attempts(config: JobConfig, attempt: Attempt) -> None:
+    """Raise ConfigError if another launch is about to restart its ranks in the run folder. Between two attempts a
+    launch does not lock the folder."""
+    launch = recorded_launch(config)
     agent = None if launch is None or attempt.continues(launch) else launch.agent_alive_here()
     if agent is not None:
-        reason = f"another launch (process {agent.pid}) is about to restart its ranks in {folder}; " + _WAIT
-        raise config_error(("job", "name"), reason, config.job.name)
+        restarts = f"another launch (process {agent.pid}) is about to restart its ranks in {config.job.run_folder}"
+        raise folder_error(config, f"{restarts}; {_WAIT}")
 
 
 _WAIT = "wait until it has ended, or choose another name"
@@ -363,16 +367,14 @@ def _lock(folder: Path, config: JobConfig, stack: ExitStack) -> None:
     ConfigError if another run has locked the folder, or has just moved it away."""
     descriptor = os.open(folder / LOCK_FILE, os.O_CREAT | os.O_RDWR, 0o644)
     stack.callback(os.close, descriptor)
+    is_free = True
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # data workers would inherit a lock of `flock`
     except (BlockingIOError, PermissionError):
-        raise _in_use_error(folder, config) from None
-    if not os.path.samestat(os.fstat(descriptor), os.stat(folder / LOCK_FILE)):
-        raise _in_use_error(folder, config)  # another run has just moved the folder away
-
-
-def _in_use_error(folder: Path, config: JobConfig) -> ConfigError:
-    return config_error(("job", "name"), f"another run is writing to {folder}; {_WAIT}", config.job.name)
+        is_free = False
+    # The file differs if another run has just moved the folder away.
+    if not is_free or not os.path.samestat(os.fstat(descriptor), os.stat(folder / LOCK_FILE)):
+        raise folder_error(config, f"another run is writing to {folder}; {_WAIT}")
 
 
 def _move_aside(folder: Path) -> None:

@@ -17,7 +17,7 @@ from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.load import dump_job
 from titan_launch.config.loading.provenance import toml_value
 from titan_launch.config.resume_compatibility import Difference, differences
-from titan_launch.core.errors import Stopped, config_error, format_key
+from titan_launch.core.errors import ConfigError, Stopped, config_error, format_key
 from titan_launch.core.files import read_regular, replace_text
 from titan_launch.core.json_files import MOST_BYTES, JsonError, parse_as, reason_of
 from titan_launch.core.signals import RESTART_STATUS
@@ -48,7 +48,7 @@ _SECTIONS = TypeAdapter(dict[str, dict[str, Any]])
 """Type of `config.json` in every version of the launcher: tables by section."""
 
 
-def record_run(folder: Path, config: JobConfig, attempt: Attempt, stack: ExitStack) -> None:
+def record_run(config: JobConfig, attempt: Attempt, stack: ExitStack) -> None:
     """Write `launch.json` and `config.json` to the run folder. `config.json` contains `config`, and can be passed as
     `--config`. Log the keys whose values differ from the previous `config.json`.
 
@@ -56,7 +56,7 @@ def record_run(folder: Path, config: JobConfig, attempt: Attempt, stack: ExitSta
     loads the newest checkpoint instead of `checkpoint.load` (see `effective_load`). The launch is recorded as ended
     when `stack` is closed without an error, or after a signal has stopped the run.
     """
-    before = recorded_table(folder, config)
+    folder, before = config.job.run_folder, recorded_table(config)
     launch = Launch(attempt.agents, attempt.slurm_job, has_ended=False)
     replace_text(folder / LAUNCH_FILE, launch.to_json())
     for difference in [] if before is None else differences(before, table_of(config)):
@@ -96,14 +96,13 @@ def table_of(config: JobConfig) -> dict[str, Any]:
     return table
 
 
-def recorded_table(folder: Path, config: JobConfig) -> dict[str, Any] | None:
-    """Return the configuration in the `config.json` of a run folder; None without that file. A key that the file lacks
+def recorded_table(config: JobConfig) -> dict[str, Any] | None:
+    """Return the configuration in the run folder's `config.json`; None without that file. A key that the file lacks
     gets its default. If the file is no longer a valid job, for example because this version has fewer keys, its content
     is returned unchanged. Raises ConfigError if the file cannot be read, or is not a configuration."""
-    path = folder / CONFIG_FILE
-    with damage_explained(path, f"move {folder} away", config):
+    with damage_explained(CONFIG_FILE, config):
         try:
-            saved = parse_as(_SECTIONS, read_regular(path, MOST_BYTES))
+            saved = parse_as(_SECTIONS, read_regular(config.job.run_folder / CONFIG_FILE, MOST_BYTES))
         except FileNotFoundError:
             return None
     try:
@@ -112,24 +111,29 @@ def recorded_table(folder: Path, config: JobConfig) -> dict[str, Any] | None:
         return saved
 
 
-def recorded_launch(folder: Path, config: JobConfig) -> Launch | None:
-    """Return the last launch that wrote to a run folder, from `launch.json`; None without that file. Raises ConfigError
-    if the file cannot be read."""
-    path = folder / LAUNCH_FILE
-    with damage_explained(path, "delete it", config):
+def recorded_launch(config: JobConfig) -> Launch | None:
+    """Return the last launch that wrote to the run folder, from `launch.json`; None without that file. Raises
+    ConfigError if the file cannot be read."""
+    with damage_explained(LAUNCH_FILE, config):
         try:
-            return parse_launch(read_regular(path, MOST_BYTES))
+            return parse_launch(read_regular(config.job.run_folder / LAUNCH_FILE, MOST_BYTES))
         except FileNotFoundError:
             return None
 
 
 @contextmanager
-def damage_explained(path: Path, remedy: str, config: JobConfig) -> Iterator[None]:
-    """Raise ConfigError if the block fails to read or parse `path`, a file of the run folder.
-    `remedy`: clause that says what the user can do."""
+def damage_explained(name: str, config: JobConfig) -> Iterator[None]:
+    """Raise ConfigError if the block fails to read or parse a file of the run folder. `name`: CONFIG_FILE or
+    LAUNCH_FILE."""
+    folder = config.job.run_folder
     try:
         yield
     except (OSError, JsonError, ValidationError) as error:
         cause = error.errors()[0]["msg"] if isinstance(error, ValidationError) else reason_of(error)
-        reason = f"{path} is damaged ({cause}); {remedy}, or choose another name"
-        raise config_error(("job", "name"), reason, config.job.name) from None
+        remedy = f"move {folder} away" if name == CONFIG_FILE else "delete it"
+        raise folder_error(config, f"{folder / name} is damaged ({cause}); {remedy}, or choose another name") from None
+
+
+def folder_error(config: JobConfig, reason: str) -> ConfigError:
+    """Return the error for a run folder that the run cannot use. The error names the key `job.name`."""
+    return config_error(("job", "name"), reason, config.job.name)

@@ -107,11 +107,11 @@ def load_or_begin(
     that this run depends on, have changed since the checkpoint was saved.
     """
     folder, selection = config.job.run_folder, Selection(config.checkpoint.exclude_from_loading)
-    load = on_rank_0(lambda: effective_load(folder, config, attempt))
+    load = on_rank_0(lambda: effective_load(config, attempt))
     found = _own_checkpoint(folder, load, config.checkpoint.store, store) if config.checkpoint.enable else None
     if found is not None:
         if config.checkpoint.store is not None:
-            on_rank_0(lambda: check_earlier_run(folder, config, load))  # again, with the files from the store
+            on_rank_0(lambda: check_earlier_run(config, load))  # again, with the files from the store
         _resume(config, found, EVERYTHING if load == "latest" else selection, run)
         if isinstance(load, int):
             on_rank_0(lambda: supersede_later_checkpoints(folder, load))
@@ -141,7 +141,7 @@ def open_store(config: JobConfig, attempt: Attempt) -> CheckpointStore | None:
     def open_it() -> None:
         folder = config.job.run_folder
         store = CheckpointStore(config.checkpoint, config.job.name, checkpoint_folder(folder), folder / CONFIG_FILE)
-        load = effective_load(folder, config, attempt)
+        load = effective_load(config, attempt)
         resumes_newest = config.checkpoint.enable and load == "latest"
         begins_at = load if config.checkpoint.enable and isinstance(load, int) else -1
         later = [step for step in store.known if step > begins_at]
