@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -32,27 +31,12 @@ from titan_launch.parallel.accumulation import Accumulation
 from titan_launch.parallel.pipeline import LocalStage, Pipeline
 
 
-@dataclass(frozen=True)
-class StageFacts:
-    """Facts and functions that all stages of a rank share."""
-
-    pipeline: Pipeline
-    accumulation: Accumulation
-    device: torch.device
-    splits_backward: bool  # the schedule computes the gradients of weights in a separate backward
-    given: Callable[[int], AbstractContextManager[None]]
-    """Function that takes the index of a microbatch, and returns the context manager in which its forward runs."""
-
-    timeline: Parts
-    """Clock that measures the time of forward, backward and communication."""
-
-
 class ScheduledStage(PipelineStage):
     """PyTorch's pipeline stage, changed so that FSDP2 works in it as it does without a pipeline."""
 
-    def __init__(self, local: LocalStage, boundaries: tuple[Tensor, ...], facts: StageFacts):
+    def __init__(self, local: LocalStage, boundaries: tuple[Tensor, ...], step: PipelinedStep):
         """`boundaries`: a tensor for the input of each stage of the model, in order, and one for the output of the last
-        stage. Only their shapes and dtypes are used."""
+        stage. Only their shapes and dtypes are used. `step`: the forward and backward in which the stage takes part."""
         index = local.stage.index
         stage_inputs, stage_outputs = (
             tensor.detach().requires_grad_() if tensor.is_floating_point() else tensor
@@ -61,20 +45,17 @@ class ScheduledStage(PipelineStage):
         super().__init__(
             HiddenModule(local.module),
             index,
-            len(facts.pipeline.plan.stages),
-            facts.device,
+            len(step.pipeline.plan.stages),
+            step.device,
             input_args=stage_inputs,
             output_args=stage_outputs,
-            group=facts.pipeline.group,
+            group=step.pipeline.group,
         )
         self._root = local.module
         self._fsdp_root = cast(Any, local.module)  # Any, because older releases of PyTorch lack methods
-        self._accumulation = facts.accumulation
-        self._splits_backward = facts.splits_backward
-        self._given = facts.given
-        self._timeline = facts.timeline
+        self._step = step
         self._orders: dict[int, ForwardOrder] = {}
-        if facts.splits_backward and hasattr(FSDPModule, "finalize_backward"):
+        if step.splits_backward and hasattr(FSDPModule, "finalize_backward"):
             self._fsdp_root.set_manual_backward_finalization(True)
 
     def receive_buffers(self) -> Iterator[Tensor]:
@@ -83,10 +64,10 @@ class ScheduledStage(PipelineStage):
             yield from (info.buffer for info in infos if getattr(info, "buffer", None) is not None)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        self._timeline.begin("forward")
-        with self._given(fwd_chunk_id):
+        self._step.timeline.begin("forward")
+        with self._step.losses.given(fwd_chunk_id):
             output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-        self._timeline.begin("communication")
+        self._step.timeline.begin("communication")
         self._orders[fwd_chunk_id] = pop_forward_order(self._root)
         return output
 
@@ -94,22 +75,22 @@ class ScheduledStage(PipelineStage):
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
         restore_forward_order(self._root, self._orders.pop(bwd_chunk_id))
-        self._accumulation.begin_microbatch(self._root, is_last=last_backward and not self._splits_backward)
-        self._timeline.begin("backward")
+        self._step.accumulation.begin_microbatch(self._root, is_last=last_backward and not self._step.splits_backward)
+        self._step.timeline.begin("backward")
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
-        self._timeline.begin("communication")
+        self._step.timeline.begin("communication")
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        self._timeline.begin("backward")
+        self._step.timeline.begin("backward")
         super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
-        self._timeline.begin("communication")
+        self._step.timeline.begin("communication")
         accumulate_in_reduce_dtype(self._root)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Reduce gradients and reshard, if the schedule has a separate backward of weights; otherwise do nothing."""
-        if not self._splits_backward:
+        if not self._step.splits_backward:
             return
-        self._accumulation.begin_microbatch(self._root, is_last=True)
+        self._step.accumulation.begin_microbatch(self._root, is_last=True)
         # `finalize_backward` is public since torch 2.15. Remove the other branch when older releases are not supported.
         if hasattr(FSDPModule, "finalize_backward"):
             self._fsdp_root.finalize_backward()
@@ -164,16 +145,17 @@ class PipelinedStep:
         device: torch.device,
         timeline: Parts = UNCOUNTED,
     ):
+        """`timeline` measures the time of forward, backward and communication."""
+        self.pipeline = pipeline
+        self.accumulation = accumulation
+        self.device = device
         self.timeline = timeline
+        self.splits_backward = parallelism.pipeline_parallel_schedule in SPLIT_BACKWARD_SCHEDULES
+        """True if the schedule computes the gradients of weights in a separate backward."""
+
         self._parallelism = parallelism
-        splits_backward = parallelism.pipeline_parallel_schedule in SPLIT_BACKWARD_SCHEDULES
-        self._facts = StageFacts(
-            pipeline, accumulation, device, splits_backward, lambda index: self._losses.given(index), timeline
-        )
-        self._pipeline = pipeline
-        self._device = device
         self._schedules: dict[tuple[int, torch.Size], tuple[Any, list[ScheduledStage]]] = {}
-        self._step: _Losses | None = None
+        self._losses: _Losses | None = None
         self._is_abandoned = False
 
     def __call__(self, microbatches: list[Batch], loss: Loss, num_items: Callable[[], Tensor]) -> Tensor:
@@ -187,13 +169,13 @@ class PipelinedStep:
             raise RunError(
                 "a pipeline cannot continue after an abandoned step, since messages may be pending; start the run again"
             )
-        batch = _joined([microbatch.to(self._device) for microbatch in microbatches])
+        batch = _joined([microbatch.to(self.device) for microbatch in microbatches])
         schedule = self.schedule_for(microbatches)
-        self._step = _Losses(loss, batch.targets.tensor_split(len(microbatches)), num_items())
-        own = self._pipeline.local
+        self._losses = _Losses(loss, batch.targets.tensor_split(len(microbatches)), num_items())
+        own = self.pipeline.local
         first = (batch.inputs,) if own[0].stage.index == 0 else ()
         arguments: dict[str, Tensor] = document_arguments(own[0].module, batch.documents)
-        if self._pipeline.has_last:
+        if self.pipeline.has_last:
             arguments["target"] = batch.targets
         self.timeline.begin("communication")  # between forwards and backwards, this rank waits for other stages
         try:
@@ -203,8 +185,8 @@ class PipelinedStep:
             self._is_abandoned = True
             self._schedules.clear()  # frees the tensors of the step
             raise
-        sums, self._step = self._step.sums, None
-        return sum(sums, start=torch.zeros(loss.num_sums, device=self._device))
+        sums, self._losses = self._losses.sums, None
+        return sum(sums, start=torch.zeros(loss.num_sums, device=self.device))
 
     def schedule_for(self, microbatches: list[Batch]) -> Any:
         """Return PyTorch's schedule of a step with these microbatches. Schedules are reused, because each allocates
@@ -218,7 +200,7 @@ class PipelinedStep:
     @property
     def computes_loss(self) -> bool:
         """True if the last stage is on this rank."""
-        return self._pipeline.has_last
+        return self.pipeline.has_last
 
     def receive_buffers(self) -> Iterator[Tensor]:
         """Yield the tensors into which the stages have received activations and gradients. These tensors live until the
@@ -233,17 +215,18 @@ class PipelinedStep:
         misfit = misfit_of_microbatches(self._parallelism, num_microbatches)
         if misfit is not None:
             raise config_error(("training", "global_batch_size"), misfit)
-        boundaries = self._pipeline.boundaries.of(inputs)
-        stages = [ScheduledStage(local, boundaries, self._facts) for local in self._pipeline.local]
+        boundaries = self.pipeline.boundaries.of(inputs)
+        stages = [ScheduledStage(local, boundaries, self) for local in self.pipeline.local]
         kind = get_schedule_class(self._parallelism.pipeline_parallel_schedule)
         what: Any = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
-        loss = lambda outputs, targets: self._losses.compute(outputs, targets)  # noqa: E731 - of the current step
+        loss = lambda outputs, targets: self.losses.compute(outputs, targets)  # noqa: E731 - of the current step
         return kind(what, num_microbatches, loss_fn=loss, scale_grads=False), stages
 
     @property
-    def _losses(self) -> _Losses:
-        assert self._step is not None, "a schedule runs only within a step"
-        return self._step
+    def losses(self) -> _Losses:
+        """The losses of the current step."""
+        assert self._losses is not None, "a schedule runs only within a step"
+        return self._losses
 
 
 class _Losses:
