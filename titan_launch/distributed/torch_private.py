@@ -13,7 +13,7 @@ import json
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import ContextDecorator, ExitStack, contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -131,24 +131,16 @@ class _Watched:
 
 
 @contextmanager
-def communication_wrapped(group: FSDPParamGroup, counted: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    """Until the end of the block, run each communicating function of a unit inside the context manager `counted()`.
+def communication_wrapped(group: FSDPParamGroup, counted: ContextDecorator) -> Iterator[None]:
+    """Until the end of the block, run each communicating function of a unit inside of the context manager `counted`.
 
     The functions are the all-gather, the wait for the all-gather, the reduction of gradients, and the wait for the
     reduction at the end of backward. These functions also copy between parameters and buffers.
     """
     with ExitStack() as stack:
         for name in ("unshard", "wait_for_unshard", "post_backward", "finalize_backward"):
-            stack.enter_context(replaced(group, name, _counted(getattr(group, name), counted)))
+            stack.enter_context(replaced(group, name, counted(getattr(group, name))))
         yield
-
-
-def _counted(function: Callable[..., None], counted: Callable[[], AbstractContextManager[None]]) -> Callable[..., None]:
-    def call(*args: Any, **kwargs: Any) -> None:
-        with counted():
-            function(*args, **kwargs)
-
-    return call
 
 
 class ReplicaGroup(ABC):
@@ -196,19 +188,22 @@ def sharded_parameters(unit: FSDPParamGroup) -> list[nn.Parameter]:
     return [parameter.sharded_param for parameter in unit.fsdp_params]
 
 
-# Functions of FSDP2 that allocate memory
+# Functions that allocate memory
 
 
 @contextmanager
 def unit_steps_wrapped(wraps: dict[str, Callable[[Any], Any]]) -> Iterator[None]:
-    """Until the end of the block, replace functions of FSDP2 by `wraps[name](function)`, in all units of the process.
+    """Until the end of the block, replace functions of FSDP2 and DTensor by `wraps[name](function)`, in all units of
+    the process.
 
     Names that concern a unit: `unshard` (all-gather), `wait_for_unshard` (copy-out), `post_backward`, `foreach_reduce`
     (reduction of gradients), and `all_gather` and `reduce_scatter` (calls into the process group). Names that concern
     one parameter: `init_unsharded_param`, `gradient_to_reduce` (returns the local gradient; tensor parallelism may
-    reduce the gradient in this function), and the property `all_gather_inputs`.
+    reduce the gradient in this function), and the property `all_gather_inputs`. With `propagate_shapes`, DTensor
+    computes the shapes of unsharded results.
     """
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param, _fsdp_param_group
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
     unit, parameter = _fsdp_param_group.FSDPParamGroup, _fsdp_param.FSDPParam
     places: dict[str, tuple[Any, str]] = {
@@ -221,6 +216,7 @@ def unit_steps_wrapped(wraps: dict[str, Callable[[Any], Any]]) -> Iterator[None]
         "reduce_scatter": (_fsdp_collectives.DefaultReduceScatter, "__call__"),
         "gradient_to_reduce": (parameter, "_get_grad_inner_tensor"),
         "all_gather_inputs": (parameter, "all_gather_inputs"),
+        "propagate_shapes": (ShardingPropagator, "_propagate_tensor_meta_non_cached"),
     }
     with ExitStack() as stack:
         for step, wrap in wraps.items():
@@ -274,17 +270,6 @@ def hooks_watched(on_hook: Callable[[str, nn.Module], None]) -> Iterator[None]:
         watched(FSDPState, "_root_post_backward_final_callback", "finish_backward")
         if FINALIZES_BACKWARD:
             watched(FSDPState, "finalize_backward", "finalize_backward")
-        yield
-
-
-@contextmanager
-def shape_propagation_wrapped(wrap: Callable[[Any], Any]) -> Iterator[None]:
-    """Until the end of the block, let `wrap(function)` replace the function with which DTensor computes the shapes of
-    unsharded results."""
-    from torch.distributed.tensor._sharding_prop import ShardingPropagator
-
-    name = "_propagate_tensor_meta_non_cached"
-    with replaced(ShardingPropagator, name, wrap(getattr(ShardingPropagator, name))):
         yield
 
 

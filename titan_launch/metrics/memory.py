@@ -200,8 +200,7 @@ def track(model: nn.Module, ledger: Ledger, optimizer: Optimizer | None = None) 
 
 
 def _watch_storage(memory: LiveMemory, stack: ExitStack) -> None:
-    """Record resizes of storages, by which FSDP2 frees and restores parameters. Ignore the unsharded tensors that
-    DTensor's shape propagation allocates."""
+    """Record resizes of storages, by which FSDP2 frees and restores parameters."""
     resize = UntypedStorage.resize_
 
     def resize_(storage: UntypedStorage, num_bytes: int) -> Any:
@@ -211,7 +210,6 @@ def _watch_storage(memory: LiveMemory, stack: ExitStack) -> None:
         return result
 
     stack.enter_context(replaced(UntypedStorage, "resize_", resize_))
-    stack.enter_context(torch_private.shape_propagation_wrapped(memory.paused))
 
 
 def _watch_fsdp(memory: LiveMemory, stack: ExitStack) -> None:
@@ -241,6 +239,7 @@ def _watch_fsdp(memory: LiveMemory, stack: ExitStack) -> None:
         "post_backward": partial(memory.allocating_for, Category.UNSHARDED_GRADIENTS),
         "all_gather": memory.paused,  # copies inside gloo do not count
         "reduce_scatter": memory.paused,
+        "propagate_shapes": memory.paused,  # DTensor allocates unsharded tensors to compute their shapes
         "foreach_reduce": reducing,
     }
     stack.enter_context(torch_private.unit_steps_wrapped(wraps))

@@ -106,7 +106,7 @@ def communication_counted(model: nn.Module, timeline: Timeline) -> Iterator[None
         for group in parameter_groups(model):
             unit = paths.get(id(group.modules[0]), "")
             is_shared = group.mesh_info.mesh.size() > 1
-            stack.enter_context(communication_wrapped(group, partial(counted, unit, is_shared)))
+            stack.enter_context(communication_wrapped(group, counted(unit, is_shared)))
         yield
 
 
