@@ -25,7 +25,7 @@ from titan_launch.distributed.torch_private import (
 )
 from titan_launch.models.decoder.mixture_of_experts import Experts
 from titan_launch.models.lora import StackedLoRA
-from titan_launch.plan.types import ModelPlan, Policy, full_name, sharded_dim
+from titan_launch.plan.types import ModelPlan, Policy, sharded_dim
 from titan_launch.plan.units.order import plan_backward_prefetch, plan_forward_prefetch
 from titan_launch.precision.policy import mixed_precision_policy, torch_dtype
 
@@ -155,9 +155,8 @@ class Unfreezing:
 
     def __init__(self, model: nn.Module, plan: ModelPlan):
         steps = {
-            full_name(module.path, info.name): info.trained_from
-            for module in plan.inventory.modules
-            for info in module.parameters
+            name: info.trained_from
+            for name, info in plan.inventory.parameters.items()
             if info.requires_grad and info.trained_from
         }
         self._model = model

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from titan_launch.config.sections.training import TrainingConfig
 from titan_launch.core.errors import ConfigError, KeyPath, Problem
 from titan_launch.core.globs import matches
-from titan_launch.plan.types import Inventory, ModuleInfo, TensorInfo, full_name
+from titan_launch.plan.types import Inventory, TensorInfo, full_name
 from titan_launch.plan.units.rule_assignment import suggestion
 
 ADAPTER = "lora"
@@ -80,11 +80,11 @@ def freeze(inventory: Inventory, training: TrainingConfig, has_adapters: bool = 
     """Return the inventory with `requires_grad` and `trained_from` of its parameters as `[training]` sets them. Raises
     ConfigError as `Freezing.check` does."""
     freezing, names = Freezing(training, has_adapters), defaultdict[str, list[str]](list)
-    for name, info in _parameters(inventory.modules):
+    for name, info in inventory.parameters.items():
         names[info.tied_to or name].append(name)
     decisions = {
         name: freezing.trained_from(names[info.tied_to or name], info.requires_grad)
-        for name, info in _parameters(inventory.modules)
+        for name, info in inventory.parameters.items()
     }
     freezing.check(decisions)
 
@@ -97,12 +97,6 @@ def freeze(inventory: Inventory, training: TrainingConfig, has_adapters: bool = 
         for module in inventory.modules
     )
     return replace(inventory, modules=tuple(modules))
-
-
-def _parameters(modules: Iterable[ModuleInfo]) -> Iterator[tuple[str, TensorInfo]]:
-    for module in modules:
-        for info in module.parameters:
-            yield full_name(module.path, info.name), info
 
 
 def _matches_any(glob: str, names: Iterable[str]) -> bool:

@@ -132,9 +132,14 @@ class Inventory:
         return {module.path: module for module in self.modules}
 
     @cached_property
+    def parameters(self) -> dict[str, TensorInfo]:
+        """The parameters by full name. A shared parameter has an entry for each of its names."""
+        return {full_name(m.path, info.name): info for m in self.modules for info in m.parameters}
+
+    @cached_property
     def num_parameters(self) -> int:
         """Elements of all parameters; tied parameters count once."""
-        return sum(p.numel for m in self.modules for p in m.parameters if p.tied_to is None)
+        return sum(info.numel for info in self.parameters.values() if info.tied_to is None)
 
 
 def sharded_dim(shape: Sequence[int], shards: int, is_stacked: bool) -> int:

@@ -25,7 +25,7 @@ from titan_launch.models.init import copy_whole, differing_weights, load_weights
 from titan_launch.models.weights.adapters import Adapter, AdapterFolder, Target, file_places, targets_of
 from titan_launch.models.weights.folder import Weights, WeightsFolder, find_weights, open_weights
 from titan_launch.plan.hardware import format_bytes
-from titan_launch.plan.types import Inventory, full_name
+from titan_launch.plan.types import Inventory
 
 _log = logging.getLogger(__name__)
 
@@ -83,10 +83,9 @@ class RunBase:
         the adapter folder: the names of this package, or those of `transformers`."""
         adapted = {name for adapter in adapters for name in (adapter.a, adapter.b)}
         shapes = {
-            full_name(module.path, tensor.name): tensor.shape
-            for module in self._inventory.modules
-            for tensor in module.parameters
-            if full_name(module.path, tensor.name) not in adapted and tensor.tied_to is None
+            name: tensor.shape
+            for name, tensor in self._inventory.parameters.items()
+            if name not in adapted and tensor.tied_to is None
         }
         places, pieces = file_places(self._config, shapes, None, is_plain=True)
         plain = targets_of(adapters, places, pieces)
@@ -185,23 +184,13 @@ class RunBase:
     @cached_property
     def _first_names(self) -> dict[str, str]:
         """Dict from each name of a parameter to its first name in the model. A shared parameter has several names."""
-        return {
-            name: tensor.tied_to or name
-            for module in self._inventory.modules
-            for tensor in module.parameters
-            for name in [full_name(module.path, tensor.name)]
-        }
+        return {name: tensor.tied_to or name for name, tensor in self._inventory.parameters.items()}
 
     @cached_property
     def _held(self) -> frozenset[str]:
         """All names of the parameters that are never trained and whose values the folder has. Empty without a folder,
         and with `checkpoint.save_frozen`."""
-        frozen = {
-            full_name(module.path, tensor.name)
-            for module in self._inventory.modules
-            for tensor in module.parameters
-            if not tensor.requires_grad
-        }
+        frozen = [name for name, tensor in self._inventory.parameters.items() if not tensor.requires_grad]
         if self._saves_frozen or self._folder is None or not frozen:
             return frozenset()
         return frozenset(name for name in frozen if self._first_names[name] in self._weights.pieces)
