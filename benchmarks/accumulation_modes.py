@@ -40,8 +40,7 @@ from titan_launch.plan.job import configured_choice
 from titan_launch.plan.layout import plan_layout
 from titan_launch.plan.memory.ledger import Category, Ledger, StepPoint
 from titan_launch.trace.recorder import recorded_engine
-from titan_launch.train.mode_choice import plan_precision
-from titan_launch.train.model import shard_model
+from titan_launch.train.model import plan_precision, shard_model
 from titan_launch.train.step import forward_backward
 
 FEW, MANY = 4, 64

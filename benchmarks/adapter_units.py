@@ -31,8 +31,7 @@ from titan_launch.plan.communication import Collectives, collectives_of_step
 from titan_launch.plan.job import configured_choice
 from titan_launch.plan.layout import plan_layout
 from titan_launch.trace.trace_engine import TraceEngine
-from titan_launch.train.mode_choice import plan_precision
-from titan_launch.train.model import build_job_model, shard_model
+from titan_launch.train.model import build_job_model, plan_precision, shard_model
 
 RANKS = 8
 _VOCABULARY = 64

@@ -22,8 +22,7 @@ from titan_launch.distributed.mesh import build_mesh
 from titan_launch.distributed.process_group import process_group
 from titan_launch.models.init import allocate, initialize
 from titan_launch.plan.layout import plan_layout
-from titan_launch.train.mode_choice import plan_precision
-from titan_launch.train.model import build_on_all_ranks, shard_model
+from titan_launch.train.model import build_on_all_ranks, plan_precision, shard_model
 
 SIZE_MB = 16 * 1800 * 1800 * 4 / 1e6
 

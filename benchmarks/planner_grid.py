@@ -68,8 +68,7 @@ from titan_launch.plan.layout import Layout, plan_layout
 from titan_launch.plan.pipeline import representative_ranks
 from titan_launch.trace.recorder import recorded_engine
 from titan_launch.trace.step import TracedStep, trace_step
-from titan_launch.train.mode_choice import plan_precision
-from titan_launch.train.model import build_job_model
+from titan_launch.train.model import build_job_model, plan_precision
 
 LIMIT = 0.003
 """Error of a peak, relative to the traced one, from which a prediction is wrong."""

@@ -23,7 +23,7 @@ from titan_launch.plan.layout import plan_layout
 from titan_launch.plan.report.unit_table import format_units
 from titan_launch.train.build import build_run
 from titan_launch.train.loop import fit
-from titan_launch.train.mode_choice import plan_precision
+from titan_launch.train.model import plan_precision
 
 REPO = Path(__file__).parent.parent
 CONFIGS = sorted((REPO / "configs").rglob("*.toml"))

@@ -18,7 +18,7 @@ from titan_launch.cpu.blocked_attention import attention, blocked_attention, gra
 from titan_launch.models.build import build_model
 from titan_launch.plan.layout import Layout
 from titan_launch.train.kernel_choice import attention_dtypes, use_kernels
-from titan_launch.train.mode_choice import plan_precision
+from titan_launch.train.model import plan_precision
 
 _aten = torch.ops.aten
 _FORWARD = _aten._scaled_dot_product_flash_attention_for_cpu

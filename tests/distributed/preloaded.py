@@ -18,8 +18,7 @@ from titan_launch.config.job import JobConfig
 from titan_launch.core.patches import torchao_import_silenced
 from titan_launch.plan.layout import plan_layout
 from titan_launch.plan.memory.recordings import NotRecordedError, Recordings
-from titan_launch.train.mode_choice import plan_precision
-from titan_launch.train.model import build_job_model
+from titan_launch.train.model import build_job_model, plan_precision
 
 with suppress(ImportError):
     import s3fs  # noqa: F401  half a second of each rank with an object store

@@ -43,8 +43,7 @@ from titan_launch.plan.hardware import GIB
 from titan_launch.plan.layout import plan_layout
 from titan_launch.trace.step import TracedStep, trace_step
 from titan_launch.train.measure import MEASURED
-from titan_launch.train.mode_choice import plan_precision
-from titan_launch.train.model import build_job_model
+from titan_launch.train.model import build_job_model, plan_precision
 
 STEPS, BATCH, SEED = 2, 4, 7
 BYTES = {**TINY_ARGS, "vocab_size": 257}

@@ -27,8 +27,7 @@ from titan_launch.optim.registry import build_optimizer
 from titan_launch.parallel.accumulation import Accumulation
 from titan_launch.plan.layout import plan_layout
 from titan_launch.train.health.step_guard import StepGuard
-from titan_launch.train.mode_choice import plan_precision
-from titan_launch.train.model import build_on_all_ranks, shard_model
+from titan_launch.train.model import build_on_all_ranks, plan_precision, shard_model
 from titan_launch.train.step import MicrobatchesInTurn, TrainStep, Update, validate
 
 CPU = torch.device("cpu")

@@ -22,7 +22,7 @@ from titan_launch.models.decoder.module import SPECS, Decoder, llama_values
 from titan_launch.models.decoder.table_args import RopeScaling
 from titan_launch.models.init import initialize
 from titan_launch.plan.experts import active_parameters
-from titan_launch.train.mode_choice import plan_precision
+from titan_launch.train.model import plan_precision
 
 CPU = torch.device("cpu")
 NORMS = ("rmsnorm", "layernorm", "batchnorm")

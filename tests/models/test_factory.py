@@ -26,8 +26,7 @@ from titan_launch.models.factory import HostBuild
 from titan_launch.models.host_values import HostValues
 from titan_launch.models.init import allocate, initialize
 from titan_launch.plan.layout import plan_layout
-from titan_launch.train.mode_choice import plan_precision
-from titan_launch.train.model import build_on_all_ranks, shard_model
+from titan_launch.train.model import build_on_all_ranks, plan_precision, shard_model
 
 SEED = 7
 GIB = 2**30

@@ -21,7 +21,7 @@ from titan_launch.models.factory import HostBuild
 from titan_launch.models.host_values import HostValues
 from titan_launch.models.huggingface import module as huggingface
 from titan_launch.models.weights.folder import find_weights
-from titan_launch.train.mode_choice import inspect_model
+from titan_launch.train.model import inspect_model
 
 TOKENS = 16
 

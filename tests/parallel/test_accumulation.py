@@ -28,8 +28,7 @@ from titan_launch.plan.communication import (
     collectives_of_step,
 )
 from titan_launch.plan.layout import plan_layout
-from titan_launch.train.mode_choice import plan_precision
-from titan_launch.train.model import shard_model
+from titan_launch.train.model import plan_precision, shard_model
 
 LAYERS, MICROBATCHES = TINY_ARGS["n_layers"], 4
 UNITS = LAYERS + 2  # blocks, [norm, output], embedding; nothing is left for the root

@@ -30,7 +30,7 @@ from titan_launch.parallel.expert_balance import prepare_experts
 from titan_launch.plan.layout import plan_layout
 from titan_launch.train.build import build_run
 from titan_launch.train.loop import due_now, report, train_one_step
-from titan_launch.train.mode_choice import plan_precision
+from titan_launch.train.model import plan_precision
 
 STEPS = 3
 

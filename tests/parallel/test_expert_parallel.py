@@ -38,8 +38,7 @@ from titan_launch.plan.layout import Layout, plan_layout
 from titan_launch.trace.observers import ExchangesCounted
 from titan_launch.train.build import build_run
 from titan_launch.train.loop import due_now, fit, report, save, train_one_step
-from titan_launch.train.mode_choice import plan_precision
-from titan_launch.train.model import shard_model
+from titan_launch.train.model import plan_precision, shard_model
 from titan_launch.train.run import Run
 
 EXPERTS = {"top_k": 2, "hidden_dim": 16, "shared_hidden_dim": 16, "expert_bias": True, "balance_loss": 0.1}

@@ -22,7 +22,7 @@ from titan_launch.models.factory import HostBuild
 from titan_launch.models.init import initialize
 from titan_launch.train.build import build_run
 from titan_launch.train.forward import find_output_layer
-from titan_launch.train.mode_choice import plan_precision
+from titan_launch.train.model import plan_precision
 from titan_launch.train.step import forward_backward
 
 OWN = "tests.parallel.divided_model:Model"

@@ -26,7 +26,7 @@ from titan_launch.parallel.pipeline import Boundaries, parts
 from titan_launch.plan.communication import collectives_of_step
 from titan_launch.train.build import build_run
 from titan_launch.train.loop import fit, train_one_step
-from titan_launch.train.mode_choice import plan_precision
+from titan_launch.train.model import plan_precision
 from titan_launch.train.run import Run
 
 STEPS = 2

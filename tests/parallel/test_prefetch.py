@@ -15,8 +15,7 @@ from titan_launch.config.job import JobConfig
 from titan_launch.distributed.mesh import build_mesh
 from titan_launch.models.build import build_model
 from titan_launch.plan.layout import plan_layout
-from titan_launch.train.mode_choice import plan_precision
-from titan_launch.train.model import shard_model
+from titan_launch.train.model import plan_precision, shard_model
 
 SMALL = 2000
 """Number of elements: more than all norms together, less than a block."""

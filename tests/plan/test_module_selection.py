@@ -18,7 +18,7 @@ from titan_launch.plan.job import plan_job
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.module_selection import check_shards, checkpointed_modules
 from titan_launch.plan.types import Inventory, ModelPlan, ModuleInfo
-from titan_launch.train.mode_choice import plan_precision
+from titan_launch.train.model import plan_precision
 
 
 def checkpointed(blocks: Sequence[str], **config: Any) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ from titan_launch.plan.layout import Layout, plan_layout
 from titan_launch.plan.pipeline import balance, parts_on_rank, plan_stages
 from titan_launch.plan.report.unit_table import describe_units, format_plan
 from titan_launch.plan.types import Inventory, ModelPlan
-from titan_launch.train.mode_choice import inspect_model
+from titan_launch.train.model import inspect_model
 
 
 def job(

@@ -28,7 +28,7 @@ from titan_launch.precision.audit import Audit, compare
 from titan_launch.precision.observation import look_at_storage, observe
 from titan_launch.train.build import Surroundings, build_run
 from titan_launch.train.loop import train_one_step
-from titan_launch.train.mode_choice import plan_precision
+from titan_launch.train.model import plan_precision
 
 
 def audit_of(config: JobConfig, planned: JobConfig | None = None) -> Audit:

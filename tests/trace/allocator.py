@@ -24,8 +24,7 @@ from titan_launch.parallel.pipeline import pipeline_of
 from titan_launch.plan.layout import Layout
 from titan_launch.trace.fake_group import fake_process_group, sends_held
 from titan_launch.train.batches import make_microbatch, sample_format
-from titan_launch.train.mode_choice import plan_precision
-from titan_launch.train.model import build_job_model, shard_model
+from titan_launch.train.model import build_job_model, plan_precision, shard_model
 from titan_launch.train.pipeline_step import PipelinedStep
 from titan_launch.train.step import forward_backward
 

@@ -15,7 +15,7 @@ from titan_launch.plan.communication import Exchange, collectives_of_step
 from titan_launch.trace import step
 from titan_launch.trace.step import TracedStep, trace_step
 from titan_launch.trace.trace_engine import representative_ranks
-from titan_launch.train.mode_choice import plan_precision
+from titan_launch.train.model import plan_precision
 
 BF16 = {"param_dtype": "bfloat16"}
 TOKENS, DIM = 32, 32

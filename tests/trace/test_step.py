@@ -17,8 +17,7 @@ from tests.trace.traces import FP32_NORMS, a_job
 from titan_launch.plan.memory.ledger import Category, Footprint, StepPoint
 from titan_launch.trace.fake_group import fake_process_group, sends_held
 from titan_launch.trace.step import trace_step
-from titan_launch.train.mode_choice import plan_precision
-from titan_launch.train.model import build_job_model
+from titan_launch.train.model import build_job_model, plan_precision
 
 BF16 = {"param_dtype": "bfloat16"}
 DEFERRED = {"mode": "deferred"}

@@ -14,8 +14,7 @@ from titan_launch.plan.layout import Layout, plan_layout
 from titan_launch.plan.memory.ledger import Footprint
 from titan_launch.plan.types import Inventory
 from titan_launch.trace.recorder import recorded_engine
-from titan_launch.train.mode_choice import inspect_model
-from titan_launch.train.model import build_job_model
+from titan_launch.train.model import build_job_model, inspect_model
 
 FP32_NORMS = {"param_dtype": "bfloat16", "rules": [{"type": "RMSNorm", "param_dtype": "float32"}]}
 

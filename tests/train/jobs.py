@@ -33,8 +33,7 @@ from titan_launch.train.explain import explain
 from titan_launch.train.health.skipped_steps import act_on_skipped_steps
 from titan_launch.train.loop import compared_loss, due_now, fit, is_saved, report, save, train_one_step
 from titan_launch.train.measure import MEASURED, PREDICTED
-from titan_launch.train.mode_choice import plan_precision
-from titan_launch.train.model import build_job_model, shard_model
+from titan_launch.train.model import build_job_model, plan_precision, shard_model
 from titan_launch.train.run import Run
 from titan_launch.train.trace_subprocess import with_hardware
 

@@ -25,8 +25,7 @@ from titan_launch.trace.recorder import TorchRecorder
 from titan_launch.train import flops
 from titan_launch.train.batches import build_data
 from titan_launch.train.flops import flops_of_job, flops_of_run
-from titan_launch.train.mode_choice import plan_precision
-from titan_launch.train.model import build_job_model
+from titan_launch.train.model import build_job_model, plan_precision
 
 SEQ_LEN, LAYERS, DIM, VOCABULARY = 16, 4, TINY_ARGS["dim"], TINY_ARGS["vocab_size"]
 LLAMA = {"args": {**TINY_ARGS, "n_layers": LAYERS}}

@@ -30,7 +30,7 @@ from titan_launch.train.kernel_choice import (
     use_kernels,
     without_unsafe_cudnn,
 )
-from titan_launch.train.mode_choice import plan_precision
+from titan_launch.train.model import plan_precision
 
 WHOLE = Layout(1, 1, local_batch_size=1, num_microbatches=1)
 

@@ -29,7 +29,7 @@ from titan_launch.models.host_values import HostValues
 from titan_launch.plan.layout import plan_layout
 from titan_launch.plan.report.unit_table import summary_of_job
 from titan_launch.train.build import build_run
-from titan_launch.train.mode_choice import plan_precision
+from titan_launch.train.model import plan_precision
 from titan_launch.train.run_folder.records import AUDIT_FILE
 
 SEED, VOCABULARY, TOKENS, STEPS = 3, 64, 16, 4

@@ -23,8 +23,7 @@ from titan_launch.plan.report.table import format_gib, format_limit
 from titan_launch.plan.report.unit_table import summary_of_batch
 from titan_launch.trace.step import TracedStep, assembled_without_values
 from titan_launch.trace.trace_engine import check_release, trace_rank
-from titan_launch.train.mode_choice import plan_precision
-from titan_launch.train.model import AssembledModel, build_job_model, build_model_optimizer
+from titan_launch.train.model import AssembledModel, build_job_model, build_model_optimizer, plan_precision
 
 
 def dry_run(config: JobConfig, layout: Layout, hardware: Hardware, rank: int) -> str:

@@ -79,8 +79,7 @@ from titan_launch.trace.trace_engine import (
 from titan_launch.trace.work import work_of
 from titan_launch.train.flops import flops_of_job, unknown_if_it_fails
 from titan_launch.train.measure import hold_frozen
-from titan_launch.train.mode_choice import inspect_model
-from titan_launch.train.model import build_job_model
+from titan_launch.train.model import build_job_model, inspect_model
 from titan_launch.train.step import forward_backward
 
 

@@ -27,8 +27,7 @@ from titan_launch.plan.memory.ledger import Footprint, extrapolate
 from titan_launch.plan.pipeline import parts_on_rank, representative_ranks
 from titan_launch.plan.types import Inventory, ModelPlan
 from titan_launch.trace.step import TracedStep, trace_step
-from titan_launch.train.mode_choice import inspect_model
-from titan_launch.train.model import build_job_model
+from titan_launch.train.model import build_job_model, inspect_model
 
 _log = logging.getLogger(__name__)
 

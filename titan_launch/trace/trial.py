@@ -34,8 +34,13 @@ from titan_launch.trace.step import Batches
 from titan_launch.train.build import speed_up_on_cpu
 from titan_launch.train.health.out_of_memory import is_out_of_memory
 from titan_launch.train.kernel_choice import use_kernels
-from titan_launch.train.mode_choice import plan_precision
-from titan_launch.train.model import allocate_model, assemble_model, build_job_model, build_model_optimizer
+from titan_launch.train.model import (
+    allocate_model,
+    assemble_model,
+    build_job_model,
+    build_model_optimizer,
+    plan_precision,
+)
 from titan_launch.train.step import build_gradients
 from titan_launch.train.trace_subprocess import OUT_OF_MEMORY
 

@@ -44,8 +44,7 @@ from titan_launch.plan.memory.depth import block_signatures
 from titan_launch.plan.step_time import Flops
 from titan_launch.plan.types import ModelPlan, outermost
 from titan_launch.train.batches import RunData, known_input_shape, make_microbatch, sample_format
-from titan_launch.train.mode_choice import plan_precision
-from titan_launch.train.model import build_job_model
+from titan_launch.train.model import build_job_model, plan_precision
 from titan_launch.train.step import forward_backward
 
 _log = logging.getLogger(__name__)

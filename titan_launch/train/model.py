@@ -1,5 +1,5 @@
-"""Construction of a model for a run, a trial, a trace or a dry run: build on the meta device, wrap, allocate the
-shards, build the optimizer."""
+"""Construction of a model for a run, a trial, a trace or a dry run: build on the meta device, inspect, wrap,
+allocate the shards, build the optimizer."""
 
 from __future__ import annotations
 
@@ -16,28 +16,31 @@ from torch.optim import Optimizer
 
 from titan_launch.config.axes import CONTEXT
 from titan_launch.config.job import JobConfig
+from titan_launch.config.rules.data import keys_of_packed_documents
 from titan_launch.core.errors import ConfigError, config_error, listed
 from titan_launch.distributed.collectives import on_all_ranks
 from titan_launch.distributed.mesh import Mesh
 from titan_launch.distributed.process_group import Ranks
 from titan_launch.loss.second_model import FrozenModel, build_frozen_model, errors_on
-from titan_launch.models.build import BuiltModel, build_model, values_of_width
+from titan_launch.models.build import BuiltModel, build_model, take_inventory, values_of_width
+from titan_launch.models.documents import check_documents
 from titan_launch.models.factory import HostBuild
 from titan_launch.models.host_values import HostValues, attributes_digest, describe_tensors, digest_of
 from titan_launch.models.init import allocate, initialize
+from titan_launch.models.parallel_plans import check_divisions
 from titan_launch.optim.registry import build_optimizer
 from titan_launch.optim.replica_shards import ReplicaShards
 from titan_launch.parallel.apply import parallelize
+from titan_launch.parallel.batchnorm import check_batch_norms
 from titan_launch.parallel.context_parallel import SequencePart, divide_buffers, ring_attention
 from titan_launch.parallel.pipeline import divide, pipeline_of
 from titan_launch.plan.freezing import Freezing
 from titan_launch.plan.hardware import GIB, format_bytes, free_memory_gib
-from titan_launch.plan.job import plan_untrained
+from titan_launch.plan.job import plan_job, plan_untrained
 from titan_launch.plan.mup import width_scales
 from titan_launch.plan.replica_shards import gradients_leave_early
-from titan_launch.plan.types import ModelPlan
-from titan_launch.train.forward import check_embeddings
-from titan_launch.train.mode_choice import inspect_model
+from titan_launch.plan.types import Inventory, ModelPlan
+from titan_launch.train.forward import check_embeddings, check_signature, find_output_layer
 
 _log = logging.getLogger(__name__)
 
@@ -178,6 +181,28 @@ def _different_modules(config: JobConfig, described: list[_Described]) -> Config
             f"(torch.empty does not), and {only}"
         )
     return config_error(("model", "name"), reason, config.model.name)
+
+
+def inspect_model(config: JobConfig, built: BuiltModel) -> Inventory:
+    """Return the table of a model's modules. Raises ConfigError for a forward with the wrong arguments. Also raises
+    ConfigError if the model does not support the job's packed documents, BatchNorm statistics, tensor parallelism or
+    context parallelism."""
+    check_signature(built.module, config.data.unit, config.model.loss is not None)
+    for key, value in keys_of_packed_documents(config):
+        check_documents(built.module, config.training.seq_len, key, value)
+    check_batch_norms(built.module, config.batchnorm)
+    check_divisions(built, config)
+    output_layer = built.head[-1] if built.head else None
+    if output_layer is None and config.loss.chunks > 1 and config.data.unit == "tokens":
+        output_layer = find_output_layer(built.module, config.training.seq_len)
+    inventory = take_inventory(built.module, built.blocks, built.head, built.embeddings, built.pipeline_order)
+    return replace(inventory, output_layer=output_layer, blocks_origin=built.blocks_origin)
+
+
+def plan_precision(config: JobConfig, built: BuiltModel) -> ModelPlan:
+    """Return the plan of a model on the meta device: its FSDP2 units and their dtypes. Raises ConfigError as
+    `inspect_model` and `plan_job` do."""
+    return plan_job(config, inspect_model(config, built))
 
 
 class SampleFormat(Protocol):
