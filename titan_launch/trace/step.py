@@ -58,7 +58,7 @@ from titan_launch.trace.cuda_kernels import copies_from_host, kernels_replaced
 from titan_launch.trace.fake_group import fake_process_group, sends_held, silence
 from titan_launch.trace.observers import ExchangesCounted, StepPoints, modules_in_order
 from titan_launch.train.batches import make_microbatch, sample_format
-from titan_launch.train.explain import ModelFacts, explained_in_trace
+from titan_launch.train.explain import explained_in_trace
 from titan_launch.train.kernel_choice import use_planned_kernels
 from titan_launch.train.measure import hold_frozen
 from titan_launch.train.model import AssembledModel, allocate_model, assemble_model, build_replica_shards
@@ -245,7 +245,7 @@ def watched_parts(config: JobConfig, model: nn.Module, plan: ModelPlan, points: 
         for module, part in parts(model, plan):
             has_loss = pipeline is None or (pipeline.has_last and module is pipeline.local[-1].module)
             stack.enter_context(points.watch(module, modules_in_order(module, part.inventory), has_loss))
-        with explained_in_trace(ModelFacts(config, model, plan)):
+        with explained_in_trace(config, model, plan):
             yield
 
 

@@ -114,17 +114,13 @@ class RunBase:
         self._copy(None)
         self._omit(frozenset())
 
-    def change_since(self, base: Base) -> str:
-        """Return a clause that says how the folder differs from `base`, the folder in a checkpoint's manifest. Return
-        "" if no rank finds a difference, or if the folder cannot be read. Collective."""
-        return self._change_since(base)[1]
-
-    def _change_since(self, base: Base) -> tuple[str, str]:
-        """Return the digest of the folder that the lowest rank with a difference reads, and the clause of
-        `change_since`."""
+    def change_since(self, base: Base) -> tuple[str, str]:
+        """Return a clause that says how the folder differs from `base`, the folder in a checkpoint's manifest, and the
+        digest of the folder that the lowest rank with a difference reads. Return empty texts if no rank finds a
+        difference, or if the folder cannot be read. Collective."""
         own = self._fingerprint
-        found = on_all_ranks(lambda: ("", "") if own is None else (own.digest, base.fingerprint.changed_to(own)))
-        return next((of_rank for of_rank in found if of_rank[1]), ("", ""))
+        found = on_all_ranks(lambda: ("", "") if own is None else (base.fingerprint.changed_to(own), own.digest))
+        return next((of_rank for of_rank in found if of_rank[0]), ("", ""))
 
     def find(self, checkpoint: Path, base: Base, names: Collection[str]) -> Collection[str]:
         """Return the names in `names` for which the folder has values. See `checkpoint.state.BaseWeights`."""
@@ -134,9 +130,9 @@ class RunBase:
         )
         if self._config.weights is None:
             raise config_error(_KEY, f"is required: {needed}")
-        found, change = self._change_since(base)
+        change, digest = self.change_since(base)
         if change:
-            raise config_error(_KEY, f"has the fingerprint {found} ({change}), but {needed}", self._config.weights)
+            raise config_error(_KEY, f"has the fingerprint {digest} ({change}), but {needed}", self._config.weights)
         try:
             on_all_ranks(lambda: len(self._weights.pieces))
         except ConfigError as error:

@@ -11,7 +11,6 @@ import errno
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from torch import nn
 
@@ -29,17 +28,6 @@ from titan_launch.train.run import Run
 from titan_launch.train.run_folder.resume import how_to_resume
 
 
-@dataclass(frozen=True)
-class ModelFacts:
-    """The facts about a wrapped model that explain an error of its forward or backward."""
-
-    config: JobConfig
-    model: nn.Module
-    plan: ModelPlan
-    refusals: Sequence[str] = ()
-    """PyTorch's reasons for refusing calls of attention, from its warnings."""
-
-
 def explain(error: BaseException, config: JobConfig, watchdog: Watchdog, run: Run | None) -> Exception | None:
     """Return the error to raise in place of an error that ends a run. Return None for an unknown error, and for an
     error that itself says what to do. `run`: None if the run was not built.
@@ -51,30 +39,32 @@ def explain(error: BaseException, config: JobConfig, watchdog: Watchdog, run: Ru
     found: Exception | None = None
     if run is not None and watchdog.runs_model:  # errors of other code may have the same text as errors of a model
         found = None if run.observers.audit is None else run.observers.audit.explain(error)
-        found = found or explain_model(error, ModelFacts(run.config, run.model, run.job.plan, run.refusals))
+        found = found or explain_model(error, run.config, run.model, run.job.plan, run.refusals)
     if run is not None:
         found = found or explain_out_of_memory(error, run)
     return found or watchdog.explain(error) or explain_full_disk(error, config)
 
 
-def explain_model(error: BaseException, facts: ModelFacts) -> ConfigError | None:
-    """Return the error to raise in place of an error in a model's forward or backward; None for an unknown error."""
-    config = facts.config
+def explain_model(
+    error: BaseException, config: JobConfig, model: nn.Module, plan: ModelPlan, refusals: Sequence[str] = ()
+) -> ConfigError | None:
+    """Return the error to raise in place of an error in the forward or backward of a wrapped model; None for an unknown
+    error. `refusals`: PyTorch's reasons for refusing calls of attention, from its warnings."""
     found = explain_forward(error)
-    for module, plan in reversed([*parts(facts.model, facts.plan)]):
-        found = found or explain_dtypes(error, module, plan, config.precision)
+    for module, part in reversed([*parts(model, plan)]):
+        found = found or explain_dtypes(error, module, part, config.precision)
     found = found or explain_shapes(error, config)
-    return found or explain_refusal(error, config.kernels, facts.refusals)
+    return found or explain_refusal(error, config.kernels, refusals)
 
 
 @contextmanager
-def explained_in_trace(facts: ModelFacts) -> Iterator[None]:
+def explained_in_trace(config: JobConfig, model: nn.Module, plan: ModelPlan) -> Iterator[None]:
     """If `explain_model` explains an error of the block, which traces a model, raise the explanation in place of the
     error."""
     try:
         yield
     except Exception as error:
-        found = explain_model(error, facts)
+        found = explain_model(error, config, model, plan)
         if found is None:
             raise
         raise found from error

@@ -12,10 +12,10 @@ from titan_launch.train.run_folder.attempt import (
     AgentProcess,
     Attempt,
     Launch,
-    next_attempt,
     parse_launch,
     this_attempt,
 )
+from titan_launch.train.run_folder.folder import new_attempt_folder
 
 
 def attempt_under_torchrun(rank_folder: str) -> Attempt:
@@ -48,7 +48,7 @@ def test_an_agent_is_alive_until_its_process_ends_or_the_launch_has() -> None:
 
 
 def test_attempts_are_numbered_consecutively(tmp_path: Path) -> None:
-    assert next_attempt(tmp_path / "logs") == 1
+    assert new_attempt_folder(tmp_path) == tmp_path / "logs" / "attempt-1"
     for name in ("attempt-2", "attempt-10", "attempt-x"):
         (tmp_path / "logs" / name).mkdir(parents=True)
-    assert next_attempt(tmp_path / "logs") == 11
+    assert new_attempt_folder(tmp_path) == tmp_path / "logs" / "attempt-11"

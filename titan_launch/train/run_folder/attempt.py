@@ -106,11 +106,6 @@ def attempt_name(number: int) -> str:
     return f"{_PREFIX}{number}"
 
 
-def next_attempt(logs: Path) -> int:
-    """Return the next free number of an attempt in a folder of logs, which need not exist. The first number is 1."""
-    return max(attempt_numbers(logs), default=0) + 1
-
-
 def attempt_numbers(logs: Path) -> list[int]:
     """Return the numbers of the attempts in a folder of logs, which need not exist, in increasing order."""
     try:

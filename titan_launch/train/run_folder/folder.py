@@ -25,7 +25,7 @@ from titan_launch.core.phantom import FILE as WITHOUT_VALUES_FILE
 from titan_launch.core.phantom import TEXT, is_marked, is_phantom
 from titan_launch.metrics.sinks.jsonl import METRICS_FILE
 from titan_launch.plan.job import Choice
-from titan_launch.train.run_folder.attempt import Attempt, attempt_name, next_attempt
+from titan_launch.train.run_folder.attempt import Attempt, attempt_name, attempt_numbers
 from titan_launch.train.run_folder.records import (
     AUDIT_FILE,
     CONFIG_FILE,
@@ -166,9 +166,9 @@ def supersede_later_checkpoints(folder: Path, step: int) -> None:
 
 
 def new_attempt_folder(folder: Path) -> Path:
-    """Create the log folder of this attempt, `logs/attempt-K` with the next free K, on one rank."""
+    """Create the log folder of this attempt, `logs/attempt-K` with the next free K from 1, on one rank."""
     logs = folder / "logs"
-    attempt = logs / attempt_name(next_attempt(logs))
+    attempt = logs / attempt_name(max(attempt_numbers(logs), default=0) + 1)
     attempt.mkdir(parents=True)
     return attempt
 
