@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titan_launch.distributed.torch_private import ReplicaGroup, replace_replica_groups, roots, sharded_parameters
+from titan_launch.distributed.torch_private import replace_replica_groups, roots, sharded_parameters
 
 
 def overlap_all_reduces(model: nn.Module) -> None:
@@ -52,7 +52,7 @@ class _PendingAllReduces:
         self._backwards.clear()
 
 
-class _OverlappingGroup(ReplicaGroup):
+class _OverlappingGroup:
     """Stand-in for the process group of a unit's replicas, with the methods that FSDP2 calls.
 
     PyTorch has dicts whose keys are process groups. So the stand-in has the hash of the replaced group, and compares
@@ -83,6 +83,7 @@ class _OverlappingGroup(ReplicaGroup):
             self._pending.add(work)
 
     def discard(self) -> None:
+        """Drop the pending all-reduces. `torch_private.discard_all_reduces` calls this method."""
         self._pending.discard()
 
     def _is_read_at_once(self, reduced: Tensor) -> bool:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import logging
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ContextDecorator, ExitStack, contextmanager, suppress
 from datetime import timedelta
@@ -143,29 +142,12 @@ def communication_wrapped(group: FSDPParamGroup, counted: ContextDecorator) -> I
         yield
 
 
-class ReplicaGroup(ABC):
-    """Base class of stand-ins for the process group over which FSDP2 all-reduces a unit's gradients (HSDP)."""
-
-    @abstractmethod
-    def size(self) -> int:
-        """Return the number of replicas."""
-
-    @abstractmethod
-    def allreduce(self, tensors: list[Tensor], options: dist.AllreduceOptions) -> None:
-        """Sum over the replicas, in place. The subclass decides when the sum is complete: when this call
-        returns, or at the end of backward."""
-
-    @abstractmethod
-    def discard(self) -> None:
-        """Drop pending all-reduces, after an error has ended the backward that started them."""
-
-
-def replace_replica_groups(
-    model: nn.Module, stand_in: Callable[[dist.ProcessGroup, FSDPParamGroup], ReplicaGroup]
-) -> None:
+def replace_replica_groups(model: nn.Module, stand_in: Callable[[dist.ProcessGroup, FSDPParamGroup], Any]) -> None:
     """For each unit, replace the process group over which FSDP2 all-reduces gradients by `stand_in(group, unit)`.
 
-    Units without replicas have no group for all-reduces and are not changed.
+    FSDP2 calls `size()` and `allreduce(tensors, options)` of a stand-in. The stand-in decides when the sum is complete:
+    when `allreduce` returns, or at the end of backward. Units without replicas have no group for all-reduces and are
+    not changed.
     """
     for unit in parameter_groups(model):
         info: Any = unit.mesh_info
@@ -176,10 +158,11 @@ def replace_replica_groups(
 
 
 def discard_all_reduces(model: nn.Module) -> None:
-    """Drop the pending all-reduces of all stand-ins from `replace_replica_groups`."""
+    """Call `discard()` of all stand-ins from `replace_replica_groups`, after an error has ended the backward that
+    started their all-reduces."""
     for unit in parameter_groups(model):
         group = getattr(unit.mesh_info, "replicate_process_group", None)
-        if isinstance(group, ReplicaGroup):
+        if hasattr(group, "discard"):  # a stand-in
             group.discard()
 
 
