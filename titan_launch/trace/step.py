@@ -67,19 +67,19 @@ from titan_launch.train.step import forward_backward
 
 
 class Batches:
-    """A maker of a rank's microbatches, which are all equal. It implements `SampleFormat` for traces and trials."""
+    """A maker of a rank's microbatches, which are all equal, for traces and trials."""
 
     def __init__(self, config: JobConfig, mesh: Mesh):
         """Raises ConfigError as `sample_format` does."""
         self._config = config
         self._batch_size = mesh.layout.local_batch_size
         self._shape, self.num_classes = sample_format(config)
-        self.sequence_part = sequence_part(mesh, config.parallelism)
+        self._part = sequence_part(mesh, config.parallelism)
 
     def make(self) -> Batch:
         """Return a microbatch on the default device."""
         whole = make_microbatch(self._config, self._shape, self._batch_size)
-        return part_of_batch(whole, self.sequence_part)
+        return part_of_batch(whole, self._part)
 
     def meta_inputs(self) -> Tensor:
         """Return the inputs of one microbatch, on the meta device."""
@@ -149,7 +149,8 @@ def assembled_without_values(  # noqa: PLR0913 - six describe the rank
         if device is not None and device.capability is not None:
             use_planned_kernels(config, built, plan, layout, device.capability)
         batches = Batches(config, mesh)
-        model = assemble_model(config, built, replace(plan, float8=()), mesh, batches)
+        plan = replace(plan, float8=())
+        model = assemble_model(config, built, plan, mesh, batches.num_classes, batches.meta_inputs)
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(kernels_replaced(kernels, config.kernels.attention, config.planner.expert_load, note))
         if Category.PARAMETERS in on_host(config.training, kernels):

@@ -89,7 +89,7 @@ def run_trial(config: JobConfig, layout: Layout, rank: int, device: torch.device
         built = build_job_model(config)
         plan = plan_precision(config, built)
         use_kernels(config, built, plan, layout, device, stack)
-        model = assemble_model(config, built, plan, mesh, batches)
+        model = assemble_model(config, built, plan, mesh, batches.num_classes, batches.meta_inputs)
         if device.type == "cpu":  # the speedups change memory: glibc then keeps freed memory
             speed_up_on_cpu(config, model, stack)
         allocate_model(model, config, device, stack, initial_values=False)

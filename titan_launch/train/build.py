@@ -95,7 +95,7 @@ def build_run(config: JobConfig, ranks: Ranks, stack: ExitStack, process: Surrou
     job = resolve_steps(job, data)
     config = job.config
     flops = flops_of_run(config, built, job.plan, data) if ranks.is_rank_0 else None  # only rank 0 reports
-    model = assemble_model(config, built, job.plan, mesh, data)
+    model = assemble_model(config, built, job.plan, mesh, data.num_classes, data.meta_inputs)
     if ranks.device.type == "cpu":
         speed_up_on_cpu(config, model, stack)
     set_timeouts(config.comm.init_timeout_seconds)

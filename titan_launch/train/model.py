@@ -4,11 +4,11 @@ allocate the shards, build the optimizer."""
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,7 @@ from titan_launch.optim.registry import build_optimizer
 from titan_launch.optim.replica_shards import ReplicaShards
 from titan_launch.parallel.apply import parallelize
 from titan_launch.parallel.batchnorm import check_batch_norms
-from titan_launch.parallel.context_parallel import SequencePart, divide_buffers, ring_attention
+from titan_launch.parallel.context_parallel import divide_buffers, ring_attention, sequence_part
 from titan_launch.parallel.pipeline import divide, pipeline_of
 from titan_launch.plan.freezing import Freezing
 from titan_launch.plan.hardware import GIB, format_bytes, free_memory_gib
@@ -205,21 +205,6 @@ def plan_precision(config: JobConfig, built: BuiltModel) -> ModelPlan:
     return plan_job(config, inspect_model(config, built))
 
 
-class SampleFormat(Protocol):
-    """Properties of the data that `assemble_model` needs."""
-
-    @property
-    def sequence_part(self) -> SequencePart | None:
-        """This rank's part of the tokens of every sequence; None without context parallelism."""
-
-    @property
-    def num_classes(self) -> int:
-        """Number of classes of the data; for tokens, the vocabulary size."""
-
-    def meta_inputs(self) -> Tensor:
-        """Return the inputs of one microbatch on this rank, on the meta device."""
-
-
 @dataclass(frozen=True)
 class AssembledModel:
     """A model that is wrapped for this rank, with its plan and its mesh."""
@@ -231,9 +216,6 @@ class AssembledModel:
     """The plan of the whole model. The modules of this rank are wrapped as the plan says."""
 
     mesh: Mesh
-    sequence_part: SequencePart | None
-    """This rank's part of the tokens of every sequence; None without context parallelism."""
-
     frozen: FrozenModel | None = None
     """The teacher or reference model of the loss (its second model), also wrapped; None if the loss has none."""
 
@@ -244,12 +226,20 @@ class AssembledModel:
 
 
 def assemble_model(
-    config: JobConfig, built: BuiltModel, plan: ModelPlan, mesh: Mesh, samples: SampleFormat
+    config: JobConfig,
+    built: BuiltModel,
+    plan: ModelPlan,
+    mesh: Mesh,
+    num_classes: int,
+    meta_inputs: Callable[[], Tensor],
 ) -> AssembledModel:
     """Wrap a model on the meta device in place, as `plan` says. Also build and wrap the loss's second model (see
     `AssembledModel.frozen`). Collective.
 
     Runs, trials, traces and dry runs all assemble their models here. Nothing is allocated: see `allocate_model`.
+
+    `num_classes`: number of classes of the data; for tokens, the vocabulary size. `meta_inputs` returns the inputs of
+    one microbatch on this rank, on the meta device.
 
     Raises ConfigError if the pipeline stages do not run one after another on the meta device, or if the second model
     cannot be built. The first forward of the model raises ConfigError if an embedding of token ids has too few rows.
@@ -257,17 +247,17 @@ def assemble_model(
     module = shard_model(config, built, plan, mesh)
     pipeline = pipeline_of(module)
     if pipeline is not None:
-        pipeline.boundaries.of(samples.meta_inputs())
+        pipeline.boundaries.of(meta_inputs())
     if config.data.unit == "tokens":
-        check_embeddings(module, samples.num_classes)
+        check_embeddings(module, num_classes)
     frozen = build_frozen_model(config)
     if frozen is not None:
         with errors_on(frozen.key):
             second_plan = plan_untrained(frozen.config, inspect_model(frozen.config, frozen.built))
             frozen.module.requires_grad_(False).eval()
-            assemble_model(frozen.config, frozen.built, second_plan, mesh, samples)
+            assemble_model(frozen.config, frozen.built, second_plan, mesh, num_classes, meta_inputs)
         frozen = replace(frozen, wrapping=second_plan)
-    return AssembledModel(built, plan, mesh, samples.sequence_part, frozen)
+    return AssembledModel(built, plan, mesh, frozen)
 
 
 def shard_model(config: JobConfig, built: BuiltModel, plan: ModelPlan, mesh: Mesh) -> nn.Module:
@@ -308,7 +298,8 @@ def allocate_model(
         allocate(built.module, device, config.training.enable_cpu_offload)
         if initial_values:
             initialize(built.module, built.initializer, config.training.seed, device)
-    divide_buffers(model.module, model.built.context_parallel, model.sequence_part, config.training.seq_len)
+    part = sequence_part(model.mesh, config.parallelism)
+    divide_buffers(model.module, model.built.context_parallel, part, config.training.seq_len)
 
 
 def build_model_optimizer(config: JobConfig, model: AssembledModel) -> Optimizer:
