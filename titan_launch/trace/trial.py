@@ -32,7 +32,7 @@ from titan_launch.plan.memory.ledger import MICROBATCHES
 from titan_launch.trace.fake_group import fake_process_group, silence
 from titan_launch.trace.step import Batches
 from titan_launch.train.build import speed_up_on_cpu
-from titan_launch.train.health.out_of_memory import is_out_of_memory
+from titan_launch.train.explain import is_out_of_memory
 from titan_launch.train.kernel_choice import use_kernels
 from titan_launch.train.model import (
     allocate_model,
