@@ -80,22 +80,18 @@ class RandomState:
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Restore the state of the generators. Raises ValueError for an invalid state."""
         try:
-            self._set(state)
+            *keys, position, has_gauss = state["numpy"].tolist()
+            if not 0 <= position <= _MT19937_WORDS:  # NumPy would read out of bounds
+                raise ValueError(f"position {position} of NumPy's generator is out of range")
+            torch.set_rng_state(state["torch"])
+            python_gauss = float(state["python_gauss"])
+            random.setstate((3, tuple(state["python"].tolist()), None if math.isnan(python_gauss) else python_gauss))
+            gauss = float(state["numpy_gauss"])
+            np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, gauss))
+            if "cuda" in state:
+                torch.cuda.set_rng_state(state["cuda"], self._device)
         except (RuntimeError, TypeError, OverflowError, KeyError) as error:
             raise ValueError(str(error)) from error
-
-    def _set(self, state: dict[str, Tensor]) -> None:
-        *_, position, _ = state["numpy"].tolist()
-        if not 0 <= position <= _MT19937_WORDS:  # NumPy would read out of bounds
-            raise ValueError(f"position {position} of NumPy's generator is out of range")
-        torch.set_rng_state(state["torch"])
-        python_gauss = float(state["python_gauss"])
-        random.setstate((3, tuple(state["python"].tolist()), None if math.isnan(python_gauss) else python_gauss))
-        *keys, position, has_gauss = state["numpy"].tolist()
-        gauss = float(state["numpy_gauss"])
-        np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, gauss))
-        if "cuda" in state:
-            torch.cuda.set_rng_state(state["cuda"], self._device)
 
     def seed_new_stream(self, step: int) -> None:
         """Seed a stream that the checkpoint of `step` does not contain. The seed depends on the job's seed, the

@@ -189,12 +189,21 @@ class PipelinedStep:
         return sum(sums, start=torch.zeros(loss.num_sums, device=self.device))
 
     def schedule_for(self, microbatches: list[Batch]) -> Any:
-        """Return PyTorch's schedule of a step with these microbatches. Schedules are reused, because each allocates
-        receive buffers. Raises ConfigError if the schedule does not allow this number of microbatches."""
+        """Return PyTorch's schedule of a step with these microbatches, which does not scale gradients. Schedules are
+        reused, because each allocates receive buffers. Raises ConfigError if the schedule does not allow this number of
+        microbatches."""
         number, inputs = len(microbatches), microbatches[0].inputs
         key = (number, inputs.shape)
         if key not in self._schedules:
-            self._schedules[key] = self._build_schedule(number, inputs)
+            misfit = misfit_of_microbatches(self._parallelism, number)
+            if misfit is not None:
+                raise config_error(("training", "global_batch_size"), misfit)
+            boundaries = self.pipeline.boundaries.of(inputs)
+            stages = [ScheduledStage(local, boundaries, self) for local in self.pipeline.local]
+            kind = get_schedule_class(self._parallelism.pipeline_parallel_schedule)
+            what: Any = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
+            loss = lambda outputs, targets: self.losses.compute(outputs, targets)  # noqa: E731 - of the current step
+            self._schedules[key] = kind(what, number, loss_fn=loss, scale_grads=False), stages
         return self._schedules[key][0]
 
     @property
@@ -208,19 +217,6 @@ class PipelinedStep:
         for _, stages in self._schedules.values():
             for stage in stages:
                 yield from stage.receive_buffers()
-
-    def _build_schedule(self, num_microbatches: int, inputs: Tensor) -> tuple[Any, list[ScheduledStage]]:
-        """Return PyTorch's schedule, which does not scale gradients, and this rank's stages. `inputs`: the inputs of
-        one microbatch. Raises ConfigError if the schedule does not allow this number of microbatches."""
-        misfit = misfit_of_microbatches(self._parallelism, num_microbatches)
-        if misfit is not None:
-            raise config_error(("training", "global_batch_size"), misfit)
-        boundaries = self.pipeline.boundaries.of(inputs)
-        stages = [ScheduledStage(local, boundaries, self) for local in self.pipeline.local]
-        kind = get_schedule_class(self._parallelism.pipeline_parallel_schedule)
-        what: Any = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
-        loss = lambda outputs, targets: self.losses.compute(outputs, targets)  # noqa: E731 - of the current step
-        return kind(what, num_microbatches, loss_fn=loss, scale_grads=False), stages
 
     @property
     def losses(self) -> _Losses:

@@ -21,13 +21,15 @@ from titan_launch.config.sections.run import DebugConfig
 from titan_launch.core.errors import RunError
 from titan_launch.train.build import build_run
 from titan_launch.train.health.skipped_steps import act_on_skipped_steps
-from titan_launch.train.health.step_guard import SkippedSteps, StepGuard
+from titan_launch.train.health.step_guard import SkippedStep, StepGuard
 from titan_launch.train.loop import train_one_step
 
 CPU = torch.device("cpu")
 
 
-def decide(config: DebugConfig, bad_rank: int, values: list[tuple[float, float]]) -> tuple[list[float], SkippedSteps]:
+def decide(
+    config: DebugConfig, bad_rank: int, values: list[tuple[float, float]]
+) -> tuple[list[float], list[SkippedStep]]:
     """Run steps in which one rank has these losses and norms, and the others have ones. Return the decisions and the
     skipped steps."""
     guard = StepGuard(config, CPU)
@@ -45,9 +47,9 @@ GOOD = (1.0, 1.0)
 def test_a_bad_step_of_one_rank_is_skipped_on_all_ranks(bad: tuple[float, float]) -> None:
     config = DebugConfig(on_nonfinite="skip")
     for rank, (decisions, skipped) in enumerate(run_ranks(decide, 2, config, 1, [GOOD, bad, GOOD])):
-        assert decisions == [0, 1, 0] and skipped.last is None
-        (skipped_step,) = skipped.steps
-        assert (skipped_step.step, skipped_step.reason) == (11, "nonfinite")
+        assert decisions == [0, 1, 0]
+        (skipped_step,) = skipped
+        assert (skipped_step.step, skipped_step.reason, skipped_step.is_last) == (11, "nonfinite", False)
         # Rank 1 has the bad batch.
         assert math.isfinite(skipped_step.own_loss) == (rank == 0 or math.isfinite(bad[0]))
 
@@ -55,8 +57,8 @@ def test_a_bad_step_of_one_rank_is_skipped_on_all_ranks(bad: tuple[float, float]
 def test_after_a_stop_all_steps_are_skipped() -> None:
     for decisions, skipped in run_ranks(decide, 2, DebugConfig(), 0, [GOOD, (math.nan, 1.0), GOOD]):
         assert decisions == [0, 1, 1]
-        assert skipped.last is not None and skipped.steps == (skipped.last,)
-        assert skipped.last.step == 11
+        (skipped_step,) = skipped
+        assert skipped_step.step == 11 and skipped_step.is_last
 
 
 def test_consecutive_skipped_steps_are_counted() -> None:
@@ -64,8 +66,8 @@ def test_consecutive_skipped_steps_are_counted() -> None:
     values = [bad, bad, GOOD, bad, bad, bad, GOOD]
     for decisions, skipped in run_ranks(decide, 2, DebugConfig(on_nonfinite="skip", max_skips=3), 0, values):
         assert decisions == [1, 1, 0, 1, 1, 1, 1]  # nothing is updated after the third
-        assert [skipped_step.step for skipped_step in skipped.steps] == [6, 7, 9, 10, 11]
-        assert skipped.last == skipped.steps[-1]
+        assert [skipped_step.step for skipped_step in skipped] == [6, 7, 9, 10, 11]
+        assert [skipped_step.is_last for skipped_step in skipped] == [False, False, False, False, True]
 
 
 LOSSES = [9.0, 3.0, 3.1, 2.9, 3.05, 3.0, 3.1, 8.0, 3.0, 3.2, 9.5, 3.1]
@@ -81,7 +83,7 @@ def find_spikes(saved_before: int) -> tuple[list[float], list[float], dict[str, 
             state, guard = guard.state_dict(), StepGuard(SPIKES, CPU)
             guard.load_state_dict(state)
         decisions.append(guard.check(torch.tensor(loss / 2), torch.tensor(1.0)).item())
-        limits += [skipped_step.loss_limit for skipped_step in guard.pop_skipped_steps(index).steps]
+        limits += [skipped_step.loss_limit for skipped_step in guard.pop_skipped_steps(index)]
     return decisions, limits, guard.state_dict()  # type: ignore[return-value]
 
 
@@ -132,7 +134,7 @@ def train_with_spikes(folder: Path) -> list[list[tuple[float, float]]]:
             run = build_run(JobConfig.model_validate(job), this_rank(), stack)
             for _ in range(4):
                 train_one_step(run)
-            steps = run.step.guard.pop_skipped_steps(4).steps
+            steps = run.step.guard.pop_skipped_steps(4)
         assert [(each.step, each.reason) for each in steps] == [(step, "spike") for step in (2, 3, 4)]
         found.append([(skipped_step.loss, skipped_step.grad_norm) for skipped_step in steps])
     return found

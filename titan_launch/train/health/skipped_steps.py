@@ -33,14 +33,13 @@ def act_on_skipped_steps(run: Run) -> bool:
     or go back to a checkpoint. Return True if the run went back to a checkpoint. Raises RunError if the run stops. The
     host waits for the device. Collective if a step was skipped."""
     new_steps = run.step.guard.pop_skipped_steps(run.progress.step)
-    if not new_steps.steps:
+    if not new_steps:
         return False
-    by_rank = on_all_ranks(lambda: [skipped.own_loss for skipped in new_steps.steps])
-    run.progress.skipped_steps += len(new_steps.steps)
-    for skipped, losses in zip(new_steps.steps, map(list, zip(*by_rank, strict=True)), strict=True):
-        is_last = skipped is new_steps.last
-        recorded = on_rank_0(partial(_record, run, skipped, losses, even_if_full=is_last))
-        if is_last:
+    by_rank = on_all_ranks(lambda: [skipped.own_loss for skipped in new_steps])
+    run.progress.skipped_steps += len(new_steps)
+    for skipped, losses in zip(new_steps, map(list, zip(*by_rank, strict=True)), strict=True):
+        recorded = on_rank_0(partial(_record, run, skipped, losses))
+        if skipped.is_last:
             _stop_or_go_back(run, skipped, _describe(run, skipped, losses), recorded)
             return True
         if run.ranks.is_rank_0:
@@ -49,7 +48,7 @@ def act_on_skipped_steps(run: Run) -> bool:
 
 
 def _stop_or_go_back(run: Run, skipped: SkippedStep, what: str, recorded: str) -> None:
-    """Go back to a checkpoint or raise RunError, as `[debug]` demands. `skipped`: see `SkippedSteps.last`. `what`:
+    """Go back to a checkpoint or raise RunError, as `[debug]` demands. `skipped`: the step with `is_last`. `what`:
     clause that says why the step was skipped. `recorded`: sentence that names the file with the step's samples."""
     debug = run.config.debug
     if skipped.reason == "nonfinite" and debug.on_nonfinite == "stop":
@@ -127,16 +126,16 @@ def _describe(run: Run, skipped: SkippedStep, losses: list[float]) -> str:
     )
 
 
-def _record(run: Run, skipped: SkippedStep, losses: list[float], even_if_full: bool) -> str:
+def _record(run: Run, skipped: SkippedStep, losses: list[float]) -> str:
     """Write the numbers and samples of a step to the run folder, on one rank. Return a sentence that names the file, or
-    says why no file was written. `even_if_full`: True writes the file even if there are `MAX_RECORDS` files."""
+    says why no file was written."""
     folder = run.output.folder.path / FOLDER
     # After a rollback the same step has other samples, and another file.
     rollback = f".rollback-{run.progress.rollbacks}" if run.progress.rollbacks else ""
     path = folder / f"step-{skipped.step}{rollback}.json"
     try:
         folder.mkdir(exist_ok=True)
-        if not even_if_full and not path.exists() and sum(1 for _ in folder.iterdir()) >= MAX_RECORDS:
+        if not skipped.is_last and not path.exists() and sum(1 for _ in folder.iterdir()) >= MAX_RECORDS:
             return f"Its samples are not recorded: {folder} has {MAX_RECORDS} files already"
         path.write_text(json.dumps(_to_json(run, skipped, losses), indent=2, allow_nan=False) + "\n")
     except OSError as error:

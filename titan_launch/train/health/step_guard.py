@@ -39,15 +39,8 @@ class SkippedStep:
     own_loss: float
     """This rank's part of the loss. The parts of all ranks sum to the loss."""
 
-
-@dataclass(frozen=True)
-class SkippedSteps:
-    """Steps skipped since the last call of `StepGuard.pop_skipped_steps`."""
-
-    steps: tuple[SkippedStep, ...]
-    last: SkippedStep | None
-    """The skipped step at which the run must stop or go back to a checkpoint, or None. After this step, no parameter
-    was updated."""
+    is_last: bool
+    """True if the run must stop or go back to a checkpoint. After this step, no parameter was updated."""
 
 
 class StepGuard:
@@ -126,22 +119,19 @@ class StepGuard:
         limits = (mean + self._sigma * variance.sqrt()).squeeze(1)
         return torch.where(filled >= (self._window + 1) // 2, limits, self._no_limits)
 
-    def pop_skipped_steps(self, step: int) -> SkippedSteps:
-        """Return the steps skipped since the last call. Steps after `SkippedSteps.last` are not included. `step`: the
+    def pop_skipped_steps(self, step: int) -> list[SkippedStep]:
+        """Return the steps skipped since the last call. Steps after one with `is_last` are not included. `step`: the
         last finished step. Waits for the device."""
         records, self._records = self._records, []
-        if not records:
-            return SkippedSteps((), None)
-        rows = torch.stack(records).tolist()
-        steps, last = [], None
+        rows = torch.stack(records).tolist() if records else []
+        steps = []
         for number, row in enumerate(rows, start=step - len(rows) + 1):
             code, own_loss, is_last, loss, grad_norm, loss_limit, grad_norm_limit = row
             if int(code) not in _REASONS:
                 continue
-            reason = _REASONS[int(code)]
-            steps.append(SkippedStep(number, reason, loss, grad_norm, loss_limit, grad_norm_limit, own_loss))
-            last = steps[-1] if is_last else last
-        return SkippedSteps(tuple(steps), last)
+            values = loss, grad_norm, loss_limit, grad_norm_limit, own_loss
+            steps.append(SkippedStep(number, _REASONS[int(code)], *values, bool(is_last)))
+        return steps
 
     def reset_skips(self) -> None:
         """Drop the records, reset the count of skipped steps, and let the following steps train. Call this method after
