@@ -8,7 +8,6 @@ from titan_launch.commands.parser import Parser, check_weights, load_to_train
 from titan_launch.commands.train import add_dry_run, add_output, dry_run, is_dry_run
 from titan_launch.config.loading.load import LoadedJob
 from titan_launch.core.errors import ConfigError, UserError
-from titan_launch.core.process import BAD_INPUT
 from titan_launch.launch.options import LAUNCH_OPTIONS, plan_processes
 from titan_launch.launch.torchrun import launch
 from titan_launch.plan.proof.certificate import find
@@ -44,7 +43,7 @@ def run(arguments: Namespace) -> int:
         _check_proof(loaded, arguments.config)
     output = ["--quiet"] * arguments.quiet + ([f"--log-level={arguments.log_level}"] if arguments.log_level else [])
     worker_args = ["--config", arguments.config, *output, *arguments.overrides]
-    return launch(processes, worker_args, final_statuses=(BAD_INPUT,), run_folder=loaded.config.job.run_folder)
+    return launch(processes, worker_args, loaded.config.job.run_folder)
 
 
 def _check_proof(loaded: LoadedJob, file: str) -> None:

@@ -205,8 +205,10 @@ def _admit_ranks(store: dist.Store, world_size: int, clock: _Clock, stop_signal:
             _reply(store, [key for key in greetings if store.check([key])], f"stop {stop_signal()}")
             raise _stopped(stop_signal())
         if not clock.pause():
-            missing = [rank for rank, key in enumerate(greetings, start=1) if not store.check([key])]
-            raise _missing(missing, world_size, clock)
+            missing = [str(rank) for rank, key in enumerate(greetings, start=1) if not store.check([key])]
+            ranks, have = ("rank", "has") if len(missing) == 1 else ("ranks", "have")
+            reason = f"{ranks} {listed(missing, most=8)} of {world_size} {have} not joined the process group"
+            raise RunError(f"{reason} in {clock.timeout_seconds:g} s")
     _reply(store, greetings, start)
     return start
 
@@ -233,12 +235,6 @@ def _reply(store: dist.Store, greetings: list[str], reply: str) -> None:
     if greetings:
         for name in store.multi_get(greetings):
             store.set(name.decode(), reply)
-
-
-def _missing(missing: list[int], world_size: int, clock: _Clock) -> RunError:
-    shown = listed([*map(str, missing)], most=8)
-    are = f"rank {shown} of {world_size} has" if len(missing) == 1 else f"ranks {shown} of {world_size} have"
-    return RunError(f"{are} not joined the process group in {clock.timeout_seconds:g} s")
 
 
 def _stopped(number: int) -> Stopped:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
@@ -12,7 +12,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from titan_launch.core.process import EXITED_DIRECTLY, claim_announcement, has_exited_directly
+from titan_launch.core.process import BAD_INPUT, EXITED_DIRECTLY, claim_announcement, has_exited_directly
 from titan_launch.core.signals import RESTART_SIGNAL, RESTART_STATUS, signals_blocked
 from titan_launch.core.terminal import say
 
@@ -28,7 +28,7 @@ class ElasticAgent(LocalElasticAgent):
     After a signal, torchrun's own agent stops monitoring, kills its ranks after 30 s, and does not report how they
     ended. This agent continues to monitor its ranks, and `launch.torchrun` forwards the signal to the ranks. If all
     ranks then save and end with status 0, the run has succeeded. This agent does not restart the ranks after a signal,
-    or if one of them ended with a status in `final_statuses`.
+    or if one of them ended with the status BAD_INPUT, because they would fail again.
     """
 
     def __init__(
@@ -36,16 +36,13 @@ class ElasticAgent(LocalElasticAgent):
         *args: Any,
         stopping: Stopping,
         on_failure: Callable[[Mapping[int, ProcessFailure]], object],
-        final_statuses: Collection[int],
         **kwargs: Any,
     ):
         """`stopping`: the forwarder of signals, which gets the processes of the ranks at every start. `on_failure`:
-        called with the failures of ranks before a restart. `final_statuses`: exit statuses of ranks after which the
-        ranks are not restarted, because they would fail again."""
+        called with the failures of ranks before a restart."""
         super().__init__(*args, **kwargs)
         self._stopping = stopping
         self._on_failure = on_failure
-        self._final_statuses = final_statuses
         self._has_failed = False
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
@@ -86,7 +83,7 @@ class ElasticAgent(LocalElasticAgent):
             self._remaining_restarts += 1  # a new host is no failure, but torchrun will count a restart
             self._has_failed = False
             return result
-        if self._stopping.signal is not None or statuses & set(self._final_statuses):
+        if self._stopping.signal is not None or BAD_INPUT in statuses:
             self._remaining_restarts = 0
         if self._remaining_restarts > 0:
             most = worker_group.spec.max_restarts

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _AFTER_SECOND_SIGNAL_S = 5
 
 
-def launch(processes: Processes, worker_args: Sequence[str], final_statuses: Collection[int], run_folder: Path) -> int:
+def launch(processes: Processes, worker_args: Sequence[str], run_folder: Path) -> int:
     """Run the training processes (workers), wait for them, and return an exit status. Raise UserError for invalid
     options.
 
@@ -45,25 +45,18 @@ def launch(processes: Processes, worker_args: Sequence[str], final_statuses: Col
     killed because they did not end in time, the status is 128 + SIGKILL. If the port of the rendezvous is in use, the
     status is 2. If torchrun itself fails in another way, the status is 1, or 128 + the number of a signal.
 
-    `final_statuses`: exit statuses of workers after which a restart would fail in the same way. `run_folder`: folder to
-    which the workers write their flight records.
+    `run_folder`: folder to which the workers write their flight records.
     """
     os.environ[AGENT_PID] = str(os.getpid())
     stopping = Stopping(processes.shutdown_timeout_s, tempfile.mkdtemp(prefix="titan-launch-"))
     try:
         with signals_handled(stopping.on_request):
-            return _run_torchrun(processes, worker_args, final_statuses, run_folder, stopping)
+            return _run_torchrun(processes, worker_args, run_folder, stopping)
     finally:
         remove_folders(stopping.rank_folders)
 
 
-def _run_torchrun(
-    processes: Processes,
-    worker_args: Sequence[str],
-    final_statuses: Collection[int],
-    run_folder: Path,
-    stopping: Stopping,
-) -> int:
+def _run_torchrun(processes: Processes, worker_args: Sequence[str], run_folder: Path, stopping: Stopping) -> int:
     # Without this variable, torchrun would give each of several processes only one thread.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // processes.per_node)))
     if "--standalone" not in processes.torchrun_args:
@@ -91,7 +84,7 @@ def _run_torchrun(
     log_dir = f"--log-dir={stopping.rank_folders}"  # torchrun would not delete its own temporary folder
     args = torchrun.parse_args([signals, log_dir, *processes.torchrun_args, "-m", "titan_launch", *worker_args])
     report_failure = partial(_report_failure, run_folder=run_folder, stopping=stopping)
-    agent = partial(ElasticAgent, stopping=stopping, on_failure=report_failure, final_statuses=final_statuses)
+    agent = partial(ElasticAgent, stopping=stopping, on_failure=report_failure)
     try:
         with replaced(launcher.api, "LocalElasticAgent", agent):
             torchrun.run(args)

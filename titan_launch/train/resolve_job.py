@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -139,7 +140,7 @@ def resolve_batch_size(config: JobConfig, hardware: Hardware, ranks: Ranks) -> J
         return with_local_batch_size(config, size)
     for tried in reversed([other for other in possible_batch_sizes(config, ranks.world_size) if other <= size]):
         resized = with_local_batch_size(config, tried)
-        if all(on_all_ranks(lambda resized=resized: _is_enough(resized, hardware, ranks))):  # type: ignore[misc]
+        if all(on_all_ranks(partial(_is_enough, resized, hardware, ranks))):
             _log.info("auto: microbatches of %d samples; a trial of three steps fitted into memory", tried)
             return resized
         _log.warning("auto: microbatches of %d samples were planned to fit, but ran out of memory in a trial", tried)

@@ -67,10 +67,6 @@ class AgentProcess:
     started: int | None
     """Start time of process `pid` in clock ticks since the boot of the host; None if unknown."""
 
-    def is_same(self, other: AgentProcess) -> bool:
-        """Return True if both are the same torchrun process."""
-        return (self.host, self.folder) == (other.host, other.folder)
-
     def is_alive_here(self) -> bool:
         """Return True if process `pid` runs on this host. A later process with the same id has another start time."""
         return self.started is not None and self.host == socket.gethostname() and self.started == _start_time(self.pid)
@@ -92,7 +88,8 @@ class Attempt:
         requeued the same job."""
         # One agent is enough, because other hosts may be new (`--nnodes 1:2`). torchrun's restart counts are not
         # compared, because they differ between hosts.
-        by_torchrun = any(agent.is_same(other) for agent in self.agents for other in launch.agents)
+        before = {(agent.host, agent.folder) for agent in launch.agents}
+        by_torchrun = any((agent.host, agent.folder) in before for agent in self.agents)
         return by_torchrun or (self.is_requeued and self.slurm_job == launch.slurm_job)
 
 
