@@ -28,7 +28,7 @@ from titan_launch.parallel.batchnorm import largest_divergence
 from titan_launch.parallel.expert_balance import describe_collapse
 from titan_launch.plan.units.rule_assignment import is_mixture_of_experts
 from titan_launch.train.health.skipped_steps import act_on_skipped_steps
-from titan_launch.train.health.watchdog import TRAINING, VALIDATING
+from titan_launch.train.health.watchdog import TRAINING
 from titan_launch.train.measure import MEASURED
 from titan_launch.train.run import Run
 from titan_launch.train.run_folder.folder import checkpoint_folder
@@ -382,7 +382,7 @@ def compared_loss(scalars: Mapping[str, float]) -> float | None:
 def validated(run: Run) -> dict[str, float]:
     """Validate the model with its present parameters, and return the `validation/*` metrics by tag. Collective."""
     assert run.batches.validation is not None, "config.rules demands validation.data with validation.freq"
-    batches = run.watchdog.each_batch_as_phase(run.batches.validation, VALIDATING, run.progress.step)
+    batches = run.watchdog.each_validation_batch(run.batches.validation, run.progress.step)
     return validate(run.model, batches, run.ranks.device, run.step.loss)
 
 

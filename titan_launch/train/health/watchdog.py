@@ -174,10 +174,10 @@ class Watchdog:
         limit = self._limit_s * (self._slow_factor if is_slow or not self._is_warm else 1.0)
         self._now = ProgressPoint(self._now.sequence + 1, step, phase, time.monotonic(), limit)
 
-    def each_batch_as_phase(self, batches: Iterable[T], phase: str, step: int) -> Iterator[T]:
-        """Yield the batches. Before each batch, enter a phase named after `phase` and the number of the batch."""
+    def each_validation_batch(self, batches: Iterable[T], step: int) -> Iterator[T]:
+        """Yield the batches of a validation. Before each batch, enter a phase with the number of the batch."""
         for number, batch in enumerate(batches, start=1):
-            self.enter(f"{phase}, batch {number}", step)
+            self.enter(f"{VALIDATING}, batch {number}", step)
             yield batch
 
     def end_warm_up(self) -> None:
