@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -75,10 +76,7 @@ def use_kernels(
     set_precision(kernels)
     order = priority(torch.cuda.get_device_capability(device))
     order = without_unsafe_cudnn(kernels.attention, order, torch.backends.cudnn.version())
-
-    def obstacle(dtype: str, pads_values: bool) -> Obstacle:
-        return _check_on(device, built, layout, dtype, config.training.seq_len, pads_values)
-
+    obstacle = partial(_check_on, device, built, layout, config.training.seq_len)
     found = _choose_attention(config, built, plan, layout, order, obstacle)
     for dtype, (name, *reasons) in found.items():
         _log.info("attention (%s): %s", dtype, "; ".join([name, *reasons]))
@@ -227,7 +225,7 @@ def _either(first: Obstacle, second: Obstacle) -> Obstacle:
 
 
 def _check_on(
-    device: torch.device, built: BuiltModel, layout: Layout, dtype: str, seq_len: int, pads_values: bool
+    device: torch.device, built: BuiltModel, layout: Layout, seq_len: int, dtype: str, pads_values: bool
 ) -> Obstacle:
     """Return an `Obstacle`, a function that tries a kernel: it calls attention once, with the shapes that the model's
     attention has on a rank, and returns None or the error. `pads_values`: as in `ScoreOptions`."""
