@@ -165,7 +165,7 @@ def test_all_data_with_a_length_has_epochs(name: str, folder: Path, monkeypatch:
     layout = plan_layout(config.parallelism, config.training, 2)
     opened = build_data(config, layout, None)
     assert len(opened.train) > 1 and (not length or len(opened.train) == length)
-    resolved = with_steps(config, opened, layout.global_batch_size)
+    resolved = with_steps(config, opened)
     assert resolved.training.steps == math.ceil(2.5 * len(opened.train) / 6)
     assert known_samples(config.data, 400) == (len(opened.train) if name in COUNTED else None)
 

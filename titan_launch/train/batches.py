@@ -181,9 +181,7 @@ class RunData:
     sequence_part: SequencePart | None
     """This rank's part of the tokens of every sequence; None without context parallelism."""
 
-    local_batch_size: int
-    """Number of samples of a microbatch on this rank."""
-
+    layout: Layout
     tokenizer: Tokenizer
 
     @property
@@ -221,7 +219,7 @@ class RunData:
     def meta_inputs(self) -> Tensor:
         """Return the inputs of one microbatch on this rank, on the meta device. Reads one sample."""
         inputs = part_of(self.train, self.sequence_part)[0][0]
-        return inputs.to("meta").expand(self.local_batch_size, *inputs.shape)
+        return inputs.to("meta").expand(self.layout.local_batch_size, *inputs.shape)
 
 
 def build_data(config: JobConfig, layout: Layout, part: SequencePart | None) -> RunData:
@@ -245,14 +243,14 @@ def build_data(config: JobConfig, layout: Layout, part: SequencePart | None) -> 
         validation,
         parts,
         part,
-        layout.local_batch_size,
+        layout,
         tokenizer,
     )
     _check_answers(config, data)
     return data
 
 
-def with_steps(config: JobConfig, data: RunData, global_batch_size: int, progress: Progress | None = None) -> JobConfig:
+def with_steps(config: JobConfig, data: RunData, progress: Progress | None = None) -> JobConfig:
     """Return the job with `training.steps` computed from `training.epochs`, rounded up. A job without epochs is
     unchanged.
 
@@ -264,7 +262,7 @@ def with_steps(config: JobConfig, data: RunData, global_batch_size: int, progres
         return config
     if isinstance(data.train, StreamSource):
         raise config_error(("training", "epochs"), NO_EPOCHS_OF_A_STREAM, epochs, also=(("data", "kind"),))
-    rest = steps_of(epochs, data.order.num_samples, global_batch_size, progress.samples_seen)
+    rest = steps_of(epochs, data.order.num_samples, data.layout.global_batch_size, progress.samples_seen)
     steps = max(1, progress.step + rest)
     config = config.model_copy(update={"training": config.training.model_copy(update={"steps": steps})})
     if problems := [problem for rule in STEP_RULES for problem in rule(config)]:
@@ -298,37 +296,36 @@ def _check_answers(config: JobConfig, data: RunData) -> None:
 
 
 def build_train_batches(
-    config: JobConfig, data: RunData, layout: Layout, ranks: Ranks, position: int, stack: ExitStack
+    config: JobConfig, data: RunData, ranks: Ranks, position: int, stack: ExitStack
 ) -> TrainBatches:
     """Return this rank's microbatches after the first `position` samples of the run (counted over all ranks). Closing
     `stack` ends the data workers."""
     workers = Workers(config.data.num_workers, ranks.device.type == "cuda")
 
     def build_loader(start: int) -> Loader:
-        source, dp_rank = part_of(data.train, data.sequence_part), layout.data_rank(ranks.rank)
-        return build_train_loader(source, data.order, layout, dp_rank, start=start, workers=workers)
+        source, dp_rank = part_of(data.train, data.sequence_part), data.layout.data_rank(ranks.rank)
+        return build_train_loader(source, data.order, data.layout, dp_rank, start=start, workers=workers)
 
-    num_ahead = layout.num_microbatches if config.data.num_workers else 0
+    num_ahead = data.layout.num_microbatches if config.data.num_workers else 0
     batches = TrainBatches(build_loader, position, num_ahead)
     stack.callback(batches.close)
     return batches
 
 
-def build_stream_batches(
-    config: JobConfig, data: RunData, layout: Layout, ranks: Ranks, stack: ExitStack
-) -> StreamBatches | None:
+def build_stream_batches(config: JobConfig, data: RunData, ranks: Ranks, stack: ExitStack) -> StreamBatches | None:
     """Return this rank's microbatches of a stream; None if the training data is not a stream. Closing `stack` ends the
     data workers."""
     if not isinstance(data.train, StreamSource):
         return None
     workers = Workers(config.data.num_workers, ranks.device.type == "cuda")
-    batches = StreamBatches(data.train, layout, layout.data_rank(ranks.rank), data.sequence_part, workers)
+    dp_rank = data.layout.data_rank(ranks.rank)
+    batches = StreamBatches(data.train, data.layout, dp_rank, data.sequence_part, workers)
     stack.callback(batches.close)
     return batches
 
 
 def build_validation_batches(
-    config: JobConfig, data: RunData, layout: Layout, ranks: Ranks, stack: ExitStack
+    config: JobConfig, data: RunData, ranks: Ranks, stack: ExitStack
 ) -> ValidationBatches | None:
     """Return this rank's batches of the validation source; None if the run has no validation source. Closing `stack`
     ends the data workers."""
@@ -339,8 +336,8 @@ def build_validation_batches(
     loader = build_validation_loader(
         part_of(data.validation, data.sequence_part),
         local_batch_size=validation.local_batch_size,
-        dp_rank=layout.data_rank(ranks.rank),
-        dp_size=layout.data_parallel,
+        dp_rank=data.layout.data_rank(ranks.rank),
+        dp_size=data.layout.data_parallel,
         parts=list(data.validation_parts.values()),
         workers=Workers(validation.data.num_workers, ranks.device.type == "cuda"),
     )
@@ -348,7 +345,7 @@ def build_validation_batches(
     names = [
         name
         for name, part in data.validation_parts.items()
-        for _ in range(num_validation_batches(part, validation.local_batch_size, layout.data_parallel))
+        for _ in range(num_validation_batches(part, validation.local_batch_size, data.layout.data_parallel))
     ]
     return ValidationBatches(loader, names)
 

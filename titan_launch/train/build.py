@@ -108,7 +108,7 @@ def build_run(config: JobConfig, ranks: Ranks, stack: ExitStack, process: Surrou
     timeline = Timeline(ranks.device)
     stack.enter_context(communication_counted(model.module, timeline))
     step = build_step(config, model, optimizer, ranks.device, data.num_classes, timeline)
-    stream = build_stream_batches(config, data, job.layout, ranks, stack)
+    stream = build_stream_batches(config, data, ranks, stack)
     base = RunBase(model.module, config, job.plan.inventory)
     early_stopping: EarlyStopping | None = None
     if (patience := config.validation.patience) is not None:
@@ -138,8 +138,8 @@ def build_run(config: JobConfig, ranks: Ranks, stack: ExitStack, process: Surrou
     on_rank_0(lambda: record_proof(folder.path, certificate))
     memory_check = MemoryCheck(config, job.layout, job.hardware, stack) if ranks.is_rank_0 else None
     log_run(job, ranks.device, memory_check, data, folder.path, certificate)
-    train_batches = stream or build_train_batches(config, data, job.layout, ranks, progress.data_position, stack)
-    validation_batches = build_validation_batches(config, data, job.layout, ranks, stack)
+    train_batches = stream or build_train_batches(config, data, ranks, progress.data_position, stack)
+    validation_batches = build_validation_batches(config, data, ranks, stack)
     meter = build_meter(job, ranks, timeline, flops)
     learned = build_learned(config, job.plan, model.module, ranks, stack, job.layout.optimizer_replicas)
     profiler = StepProfiler(config.profiling, folder.path, ranks, timeline, stack)

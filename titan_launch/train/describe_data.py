@@ -30,7 +30,7 @@ def describe_data(config: JobConfig, layout: Layout, num_samples: int) -> dict[s
     """Return the report as a dict that JSON can represent. It contains the first `num_samples` samples of the run.
     Raises ConfigError as `build_data` and `with_steps` do."""
     data = build_data(config, layout, None)
-    training = with_steps(config, data, layout.global_batch_size).training
+    training = with_steps(config, data).training
     tokenizer, steps = data.tokenizer, training.total_steps
     report: dict[str, Any] = {
         "job": config.job.name,
@@ -65,7 +65,7 @@ def describe_data(config: JobConfig, layout: Layout, num_samples: int) -> dict[s
             used = len(data.validation_parts[described["name"]])
             report["sources"].append({**described, "validated_samples": used})
     shown = min(num_samples, steps * layout.global_batch_size)
-    samples = _samples(data, layout)
+    samples = _samples(data)
     report["samples"] = [{**place, **_contents(config, sample, tokenizer)} for place, sample in islice(samples, shown)]
     return report
 
@@ -126,14 +126,14 @@ def _ignored_share(source: SampleSource) -> float:
     return ignored / max(1, total)
 
 
-def _samples(data: RunData, layout: Layout) -> Iterator[tuple[dict[str, Any], Sample]]:
+def _samples(data: RunData) -> Iterator[tuple[dict[str, Any], Sample]]:
     """Yield (place, sample) for the training samples in the order of the run. The place is a dict with the position in
     this order, the name of the source, and the index in that source.
 
     For a stream, yield the samples that data-parallel rank 0 reads. The place then has the position and the rank.
     """
     if isinstance(data.train, StreamSource):
-        for position, sample in enumerate(data.train.open_part(0, layout.data_parallel)):
+        for position, sample in enumerate(data.train.open_part(0, data.layout.data_parallel)):
             yield {"position": position, "data_parallel_rank": 0}, sample
         return
     for position in count():

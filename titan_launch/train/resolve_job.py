@@ -99,9 +99,7 @@ def resolve_steps(job: ResolvedJob, data: RunData, progress: Progress | None = N
     """Return the job with `training.steps` computed from `training.epochs`. A job without epochs is unchanged. Call
     this function when the data is open, and again with the progress after a resume. Raises ConfigError as `with_steps`
     does."""
-    config, requested = (
-        with_steps(each, data, job.layout.global_batch_size, progress) for each in (job.config, job.requested)
-    )
+    config, requested = (with_steps(each, data, progress) for each in (job.config, job.requested))
     return replace(job, config=config, requested=requested)
 
 
