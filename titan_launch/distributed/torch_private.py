@@ -162,7 +162,7 @@ def discard_all_reduces(model: nn.Module) -> None:
     started their all-reduces."""
     for unit in parameter_groups(model):
         group = getattr(unit.mesh_info, "replicate_process_group", None)
-        if hasattr(group, "discard"):  # a stand-in
+        if group is not None and hasattr(group, "discard"):  # a stand-in
             group.discard()
 
 
