@@ -9,8 +9,8 @@ from titan_launch.commands.parser import Parser, at_least
 from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.job_files import JobFile, read_job
 from titan_launch.config.loading.provenance import toml_value
-from titan_launch.config.migration import Migration, Note, migrate
-from titan_launch.core.errors import ConfigError, UserError, format_key
+from titan_launch.config.migration import Migration, migrate
+from titan_launch.core.errors import ConfigError, Problem, UserError, format_key
 from titan_launch.core.process import OK
 from titan_launch.core.terminal import one_line, say, shortened
 from titan_launch.recipes.writing import Row, Table, check_new, job_text, print_open_problems, write_new
@@ -44,10 +44,11 @@ def run(arguments: Namespace) -> int:
     if description := old.table.get("job", {}).get("description"):
         head.append(shortened(description, 1000))
     write_new(new, job_text(head, _tables(migration)))
-    lost, needless = ([note for note in migration.notes if note.changes_run is value] for value in (True, False))
     say(one_line(f"wrote {new}: {len(migration.new)} keys"))
-    titles = "keys not converted (the run may differ)", "keys not needed (the run is the same without them)"
-    for title, notes in zip(titles, (lost, needless), strict=True):
+    for title, notes in (
+        ("keys not converted (the run may differ)", migration.lost),
+        ("keys not needed (the run is the same without them)", migration.needless),
+    ):
         if notes:
             say("\n".join([f"{title}:", *(f"  {one_line(line)}" for line in _lines(old, notes))]))
     print_open_problems(new)
@@ -55,7 +56,7 @@ def run(arguments: Namespace) -> int:
     return OK
 
 
-def _lines(old: JobFile, notes: list[Note]) -> list[str]:
+def _lines(old: JobFile, notes: list[Problem]) -> list[str]:
     ordered = sorted(notes, key=lambda note: old.find(note.key)[0])
     return [
         f"{old.find(note.key)[1]}: {format_key(note.key)} = {shortened(toml_value(note.value))}: {note.reason}"

@@ -20,7 +20,7 @@ from titan_launch.config.loading.foreign_keys import TORCHTITAN_KEYS, foreign_ke
 from titan_launch.config.loading.schema_walk import tables
 from titan_launch.config.sections.model import HUGGINGFACE
 from titan_launch.config.sections.parallelism import ParallelismConfig
-from titan_launch.core.errors import KeyPath, config_error, format_key, leaves
+from titan_launch.core.errors import KeyPath, Problem, config_error, format_key, leaves
 from titan_launch.core.json_files import JsonError, read_json
 from titan_launch.models.architectures import ALL_IN_ARGS, ARCHITECTURES
 
@@ -79,7 +79,6 @@ _COSMETIC = (
     "job.print_config",
     "job.save_config_file",
     "metrics.save_for_all_ranks",
-    "metrics.save_tb_folder",
     "metrics.disable_color_printing",
     "model.print_after_conversion",
     "comm.save_traces_folder",
@@ -95,12 +94,12 @@ _COSMETIC = (
     "activation_checkpoint.preserve_rng_state",
     "checkpoint.folder",
     "checkpoint.export_dtype",
-    "checkpoint.last_save_in_hf",
     "checkpoint.last_save_model_only",
     "checkpoint.enable_first_step_checkpoint",
     "checkpoint.enable_ft_dataloader_checkpoints",
 )
-"""Keys of TorchTitan that are not converted and do not change the training."""
+"""Keys of TorchTitan that are not converted and do not change the training, besides those whose remedy begins with "not
+needed"."""
 
 
 def _llama4(**sizes: Any) -> tuple[str, str | None, dict[str, Any]]:
@@ -184,19 +183,6 @@ _MODELS: dict[tuple[str, str], tuple[str, str | None, dict[str, Any]]] = {
 """(Name, flavor, arguments) in this job file for each (name, flavor) of TorchTitan that is different here."""
 
 
-@dataclass(frozen=True)
-class Note:
-    """A note about a key of the old file that is not converted, or only approximately."""
-
-    key: KeyPath
-    value: Any
-    reason: str
-    """The reason why the key is not converted, and what to do instead."""
-
-    changes_run: bool
-    """False if the key has no effect on the training."""
-
-
 @dataclass
 class Migration:
     """A job file of TorchTitan, and the job file into which it is converted."""
@@ -210,9 +196,14 @@ class Migration:
     new: dict[KeyPath, tuple[Any, str]] = field(default_factory=dict)
     """Value and comment of each key of the new job file."""
 
-    notes: list[Note] = field(default_factory=list)
+    lost: list[Problem] = field(default_factory=list)
+    """Keys of the old file that are not converted, or only approximately: why, and what to do instead."""
+
+    needless: list[Problem] = field(default_factory=list)
+    """Keys of the old file that are not converted, and have no effect on the training."""
+
     done: set[str] = field(default_factory=set)
-    """Keys of the old file that are already converted, or have a note."""
+    """Keys of the old file that are already converted, or are in `lost` or `needless`."""
 
     def value(self, key: str) -> Any:
         """Return the value of a key of the old file, or TorchTitan's default (None if `DEFAULTS` lacks it). Mark the
@@ -233,15 +224,22 @@ class Migration:
         for key in keys:
             self.put(key, self.value(key))
 
-    def drop(self, key: str, reason: str = "", changes_run: bool = True) -> None:
-        """Add a note for a key of the old file, if the file sets the key. Mark the key as done. If `reason` is empty,
-        the note has the remedy of `foreign_key`, or says that the key is not supported."""
+    def drop(self, key: str, reason: str = "") -> None:
+        """Add a key of the old file to `lost`, if the file sets the key. Mark the key as done. If `reason` is empty,
+        the reason is the remedy of `foreign_key`, or says that the key is not supported."""
+        self._note(self.lost, key, reason)
+
+    def ignore(self, key: str, reason: str = "") -> None:
+        """Add a key of the old file to `needless`, as `drop` adds a key to `lost`."""
+        self._note(self.needless, key, reason)
+
+    def _note(self, notes: list[Problem], key: str, reason: str) -> None:
         self.done.add(key)
         if self.is_given(key):
             path = tuple(key.split("."))
             remedy = foreign_key(path)
             text = reason or (remedy[0] if remedy else "not supported; remove this key")
-            self.notes.append(Note(path, _value(self.old, key), text, changes_run))
+            notes.append(Problem(path, text, _value(self.old, key)))
 
     @property
     def is_of_transformers(self) -> bool:
@@ -273,37 +271,44 @@ def _value(table: Mapping[str, Any], key: str, default: Any = None) -> Any:
         if not isinstance(found, Mapping) or part not in found:
             return default
         found = found[part]
-    kind, noun = _KINDS.get(key) or _KINDS_OF_DEFAULTS.get(type(DEFAULTS.get(key)), (object, ""))
+    kind = _TYPES.get(key, object)
     is_right = isinstance(found, kind) and (isinstance(found, bool) <= (kind in (bool, object)))
     if not is_right or (kind is list and not all(isinstance(item, str) for item in found)):
-        raise config_error(tuple(key.split(".")), f"must be {noun}", found)
+        raise config_error(tuple(key.split(".")), f"must be {_NOUNS[kind]}", found)
     if kind is int and found < 1 and key in _POSITIVE:
         raise config_error(tuple(key.split(".")), "must be at least 1", found)
     return found
 
 
-_KINDS_OF_DEFAULTS: dict[type, tuple[Any, str]] = {
-    bool: (bool, "true or false"),
-    int: (int, "a whole number"),
-    float: (int | float, "a number"),
-    str: (str, "a string"),
-    list: (list, "an array of strings"),
+_NOUNS: dict[Any, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    int | float: "a number",
+    str: "a string",
+    str | int: "a string",
+    list: "an array of strings",
 }
+"""The name of each type in messages."""
+
 _DEGREES = (*(".".join(axis.key) for axis in MODEL_AXES), "parallelism.expert_tensor_parallel_degree")
-_KINDS: dict[str, tuple[Any, str]] = {
-    **dict.fromkeys((*_DEGREES, ".".join(SHARD.key), ".".join(REPLICATE.key)), (int, "a whole number")),
-    "training.dataloader.num_workers": (int, "a whole number"),
-    "job.description": (str, "a string"),
-    "model.tokenizer_path": (str, "a string"),
-    "training.dataset_path": (str, "a string"),
-    "validation.dataset_path": (str, "a string"),
-    "checkpoint.initial_load_path": (str, "a string"),
-    "checkpoint.async_mode": (str, "a string"),
-    "checkpoint.exclude_from_loading": (list, "an array of strings"),
-    "quantize.linear.float8.filter_fqns": (list, "an array of strings"),
-    "activation_checkpoint.selective_ac_option": (str | int, "a string"),
+_STRINGS = (
+    "job.description",
+    "model.tokenizer_path",
+    "training.dataset_path",
+    "validation.dataset_path",
+    "checkpoint.initial_load_path",
+    "checkpoint.async_mode",
+)
+_TYPES: dict[str, Any] = {
+    **{key: int | float if isinstance(default, float) else type(default) for key, default in DEFAULTS.items()},
+    **dict.fromkeys((*_DEGREES, ".".join(SHARD.key), ".".join(REPLICATE.key)), int),
+    **dict.fromkeys(_STRINGS, str),
+    "training.dataloader.num_workers": int,
+    "checkpoint.exclude_from_loading": list,
+    "quantize.linear.float8.filter_fqns": list,
+    "activation_checkpoint.selective_ac_option": str | int,
 }
-"""(Type, name of the type in messages) of keys that have no default in `DEFAULTS`, or that accept several types."""
+"""The type of each key that the conversion reads."""
 
 _POSITIVE = (
     "training.steps",
@@ -458,14 +463,14 @@ def _float8(job: Migration) -> None:
             if (value := job.value(f"{section}.{name}")) and (key != "all_gather" or recipe == "tensorwise"):
                 job.put(f"float8.{key}", value)
         precomputes = TORCHTITAN_KEYS["float8.precompute_float8_dynamic_scale_for_fsdp"]
-        job.drop(f"{section}.precompute_float8_dynamic_scale_for_fsdp", precomputes, changes_run=False)
+        job.ignore(f"{section}.precompute_float8_dynamic_scale_for_fsdp", precomputes)
         skipped = [name for name in job.value(f"{section}.filter_fqns") or () if name not in ("output", "router.gate")]
         if skipped:
             job.drop(f"{section}.filter_fqns", TORCHTITAN_KEYS["float8.filter_fqns"])
     if others := [name for name in converters if name not in ("float8", section)]:
         job.drop("model.converters", f"only float8 of linear layers is supported, not {', '.join(others)}")
     for key, _ in job.rest("quantize"):
-        job.drop(key, "has no effect, because model.converters does not name this converter", changes_run=False)
+        job.ignore(key, "has no effect, because model.converters does not name this converter")
 
 
 def _parallelism(job: Migration) -> None:
@@ -485,13 +490,13 @@ def _parallelism(job: Migration) -> None:
         else:
             job.drop("parallelism.pipeline_parallel_schedule", f"not supported; must be {', '.join(known.values())}")
     else:
-        job.drop("parallelism.pipeline_parallel_schedule", "has no effect without a pipeline", changes_run=False)
+        job.ignore("parallelism.pipeline_parallel_schedule", "has no effect without a pipeline")
     if job.is_given("parallelism.context_parallel_load_balancer"):
         balancer = job.value("parallelism.context_parallel_load_balancer")
         job.put("parallelism.context_parallel_load_balance", balancer == "headtail")
     tensor = _value(job.old, "parallelism.tensor_parallel_degree", 1)
     if _value(job.old, "parallelism.expert_tensor_parallel_degree", tensor) in (1, tensor):
-        job.drop("parallelism.expert_tensor_parallel_degree", changes_run=False)
+        job.ignore("parallelism.expert_tensor_parallel_degree")
 
 
 def _switches(job: Migration) -> None:
@@ -500,7 +505,7 @@ def _switches(job: Migration) -> None:
             if _value(job.old, f"{section}.{name}"):
                 job.drop(f"{section}.{name}", TORCHTITAN_KEYS[section])
         for key, _ in job.rest(section):
-            job.drop(key, f"a setting of [{section}], which has no counterpart", changes_run=False)
+            job.ignore(key, f"a setting of [{section}], which has no counterpart")
 
 
 def _blocks(job: Migration) -> None:
@@ -512,11 +517,7 @@ def _blocks(job: Migration) -> None:
     if job.value("activation_checkpoint.mode") == "selective":
         job.put("activation_checkpoint.selective_ac_option", int(option) if str(option).isdecimal() else option)
     elif job.is_given("activation_checkpoint.selective_ac_option"):
-        job.drop(
-            "activation_checkpoint.selective_ac_option",
-            'only for "activation_checkpoint.mode" = "selective"',
-            changes_run=False,
-        )
+        job.ignore("activation_checkpoint.selective_ac_option", 'only for "activation_checkpoint.mode" = "selective"')
 
 
 def _checkpoint(job: Migration) -> None:
@@ -539,13 +540,10 @@ def _checkpoint(job: Migration) -> None:
     elif path:
         reason = "checkpoints of TorchTitan cannot be loaded; set model.weights to a folder in the Hugging Face format"
         job.drop("checkpoint.initial_load_path", reason)
+    no_effect = "has no effect: the key is false, or checkpoint.initial_load_path is not set"
     for name in ("initial_load_model_only", "initial_load_in_hf", "initial_load_in_hf_quantized", "load_only"):
         if not path or not _value(job.old, f"checkpoint.{name}"):
-            job.drop(
-                f"checkpoint.{name}",
-                "has no effect: the key is false, or checkpoint.initial_load_path is not set",
-                changes_run=False,
-            )
+            job.ignore(f"checkpoint.{name}", no_effect)
     if excluded := job.value("checkpoint.exclude_from_loading"):
         names = {"optimizer": "optimizer", "dataloader": "data", "train_state": "step", "lr_scheduler": "step"}
         parts = sorted({names[part] for part in excluded if part in names})
@@ -555,7 +553,7 @@ def _checkpoint(job: Migration) -> None:
 def _validation(job: Migration) -> None:
     if not job.value("validation.enable"):
         for key, _ in job.rest("validation"):
-            job.drop(key, "has no effect, because validation.enable is false", changes_run=False)
+            job.ignore(key, "has no effect, because validation.enable is false")
         return
     job.keep("validation.freq", "validation.local_batch_size")
     local, steps = job.value("validation.local_batch_size"), job.value("validation.steps")
@@ -588,29 +586,25 @@ def _profiling(job: Migration) -> None:
     if is_on and has_memory:
         job.put("profiling.memory", True)
     for key, _ in leaves({"profiling": {} if is_on else job.old.get("profiling", {})}):
-        job.drop(
-            key,
-            "has no effect: profiling is off, or the first profile would end after the last step",
-            changes_run=False,
-        )
+        job.ignore(key, "has no effect: profiling is off, or the first profile would end after the last step")
 
 
 _KEYS = {format_key((*table.key, name)) for table in tables(JobConfig) for name in table.section.model_fields}
 
 
 def _others(job: Migration) -> None:
-    """Convert each remaining key that has a replacement or the same name here, and add a note for every other key."""
+    """Convert each remaining key that has a replacement or the same name here, and note every other key."""
     for key, value in job.rest():
         remedy = TORCHTITAN_KEYS.get(key)
         if remedy is not None and " " not in remedy:
             job.put(remedy, value)
         elif remedy is not None and value is False:
-            job.drop(key, "not needed, because the old file switches it off", changes_run=False)
+            job.ignore(key, "not needed, because the old file switches it off")
         elif remedy is not None:
             is_needless = remedy.startswith("not needed") or value in (0, None, "", []) or key in _COSMETIC
-            job.drop(key, changes_run=not is_needless)
+            (job.ignore if is_needless else job.drop)(key)
         elif key in _COSMETIC:
-            job.drop(key, "not needed here", changes_run=False)
+            job.ignore(key, "not needed here")
         elif key in _KEYS:
             job.put(key, value)
         else:
