@@ -26,14 +26,14 @@ def action():
     assert len(os.listdir(os.environ["TMPDIR"])) == 2
     {end}
 
-run_and_exit(action, Provenance("job.toml", {{}}, {{}}, ()))
+run_and_exit(action, Provenance("job.toml"))
 """
 
 WITHOUT_FOLDER = """
 from titan_launch.config.loading.provenance import Provenance
 from titan_launch.core.process import run_and_exit
 
-run_and_exit(lambda: print("ran"), Provenance("job.toml", {}, {}, ()))
+run_and_exit(lambda: print("ran"), Provenance("job.toml"))
 """
 
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.load import LoadedJob, load_job
-from titan_launch.config.rules import Rule
-from titan_launch.config.rules.checkpoint import LOAD_KEYWORDS
+from titan_launch.config.rules import RULES, Rule
+from titan_launch.config.sections.checkpoint import LOAD_KEYWORDS
 from titan_launch.core.errors import ConfigError, Problem, UserError, did_you_mean
 from titan_launch.core.import_string import refuse_imports_from
 from titan_launch.core.patches import without_garbage_collection
@@ -184,7 +184,7 @@ def load(
         except ConfigError as error:
             yield from error.problems
 
-    rules = (planned_device_exists, elastic_rule, layout_rule, *more_rules)
+    rules = (*RULES, planned_device_exists, elastic_rule, layout_rule, *more_rules)
     loaded = load_job(arguments.config, arguments.overrides, rules, arguments.key_options)
     config = loaded.config
     paths = (config.checkpoint.load, config.checkpoint.initial_load_path, config.model.weights, config.model.path)

@@ -13,6 +13,7 @@ import tomli
 
 from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.load import LoadedJob, dump_job, load_job
+from titan_launch.config.rules import RULES
 from titan_launch.config.sections.data import SyntheticData, TextData
 from titan_launch.config.sections.training import Constant, Cosine
 from titan_launch.core.errors import Problem, UserError
@@ -201,7 +202,7 @@ def test_extra_rules_are_reported_together_with_the_others() -> None:
 
     Path("job.toml").write_text("[training]\nsteps = 2\nx = 1\n")
     with pytest.raises(UserError) as caught:
-        load_job("job.toml", extra_rules=[refuse])
+        load_job("job.toml", rules=(*RULES, refuse))
     assert "  job.toml:2: training.steps = 2: not today" in str(caught.value).splitlines()
 
 

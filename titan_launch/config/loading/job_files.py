@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,19 @@ class JobFile:
         from titan_launch.config.loading.toml_positions import key_lines
 
         return key_lines(self._text)
+
+
+@dataclass(frozen=True)
+class FolderFile:
+    """The `config.json` in a folder of a model, in the role of a job file. It is merged first, so all job files
+    override it."""
+
+    path: str
+    table: dict[str, Any]
+
+    def find(self, key: KeyPath) -> tuple[int, str]:
+        """Return (0, path): the line is unknown."""
+        return 0, self.path
 
 
 def read_job(path: str) -> list[JobFile]:

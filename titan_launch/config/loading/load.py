@@ -11,8 +11,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from titan_launch.config.job import JobConfig
-from titan_launch.config.loading.job_files import JobFile, read_job
-from titan_launch.config.loading.merge import Draft, Override, parse_overrides
+from titan_launch.config.loading.job_files import FolderFile, read_job
+from titan_launch.config.loading.merge import Draft, parse_overrides
 from titan_launch.config.loading.provenance import MOST_PROBLEMS, Provenance, contains
 from titan_launch.config.loading.schema_walk import kinds_of
 from titan_launch.config.loading.urls import has_copies, with_local_copies
@@ -37,24 +37,22 @@ class LoadedJob:
 def load_job(
     path: str | None,
     overrides: Sequence[str] = (),
-    extra_rules: Sequence[Rule] = (),
-    aliases: Mapping[str, str] | None = None,
     rules: Sequence[Rule] = RULES,
+    aliases: Mapping[str, str] | None = None,
 ) -> LoadedJob:
     """Read a job file (`.toml`, or the `config.json` of a run), apply the overrides, and check the configuration.
 
-    `path`: None if the job consists only of overrides. `rules`: the rules that are checked, before `extra_rules`.
-    `aliases`: short options, each with the option that it stands for (`--device`: `--planner.device`). Messages show
-    options as the user wrote them. Raises UserError with all problems: location, key, value, reason and remedy of each.
+    `path`: None if the job consists only of overrides. `rules`: the rules that are checked. `aliases`: see
+    `parse_overrides`. Messages show options as the user wrote them. Raises UserError with all problems: location, key,
+    value, reason and remedy of each.
     """
-    draft, problems = _merge_all(path, overrides, aliases)
-    config, more = _parse(draft.table)
-    problems += more
-    problems += _check_rules(config, (*rules, *extra_rules), problems)
-    provenance = draft.provenance(path or "the command line")
+    draft = _merge_all(path, overrides, aliases)
+    config, wrong = _parse(draft.table)
+    problems = draft.problems + wrong
+    problems += _check_rules(config, rules, problems)
     if problems:
-        raise UserError(provenance.describe(problems))
-    return LoadedJob(config, provenance)
+        raise UserError(draft.describe(problems))
+    return LoadedJob(config, draft)
 
 
 def dump_job(config: JobConfig) -> str:
@@ -66,59 +64,34 @@ def dump_job(config: JobConfig) -> str:
     return json.dumps(table, indent=2, allow_nan=False) + "\n"
 
 
-def _merge_all(
-    path: str | None, overrides: Sequence[str], aliases: Mapping[str, str] | None
-) -> tuple[Draft, list[Problem]]:
-    """Return the merged files and overrides of a job, and their problems: overrides that cannot be applied, URLs that
+def _merge_all(path: str | None, overrides: Sequence[str], aliases: Mapping[str, str] | None) -> Draft:
+    """Return the merged files and overrides of a job. Its problems are overrides that cannot be applied, URLs that
     cannot be copied, and problems of the model's folder (see `_model_of_folder`).
 
     If the job has URLs, and its keys or values are wrong, raises UserError before anything is copied.
     """
     given, files = parse_overrides(overrides, aliases), read_job(path) if path else []
-    draft, problems = _merge(files, given)
+    subject = path or "the command line"
+    draft = Draft(subject, files, given)
     if has_copies(draft.table):
         # Overrides of `model.args` may look wrong only because the model's folder is not read yet.
-        wrong = [problem for problem in problems if problem.key[:2] != ("model", "args")] + _parse(draft.table)[1]
+        wrong = [problem for problem in draft.problems if problem.key[:2] != ("model", "args")]
+        wrong += _parse(draft.table)[1]
         if wrong:
-            raise UserError(draft.provenance(path or "the command line").describe(wrong))
+            raise UserError(draft.describe(wrong))
     draft.table, unavailable = with_local_copies(draft.table)
     if unavailable:
-        return draft, problems + unavailable
+        draft.problems += unavailable
+        return draft
     try:
         if folder := _model_of_folder(draft.table.get("model")):
             local = draft.table
-            draft, problems = _merge([folder, *files], given)
+            draft = Draft(subject, [folder, *files], given)
             own = {name: local["model"][name] for name in ("path", "weights") if name in local["model"]}
             draft.table = {**local, "model": {**draft.table["model"], **own}}
     except ConfigError as error:
-        problems += error.problems
-    return draft, problems
-
-
-def _merge(files: Iterable[JobFile | FolderFile], overrides: Iterable[Override]) -> tuple[Draft, list[Problem]]:
-    draft = Draft()
-    for file in files:
-        draft.merge_file(file.table, file)
-    problems: list[Problem] = []
-    for override in overrides:
-        try:
-            draft.override(override)
-        except ConfigError as error:
-            problems += error.problems
-    return draft, problems
-
-
-@dataclass(frozen=True)
-class FolderFile:
-    """The `config.json` in a folder of a model, in the role of a job file. It is merged first, so all job files
-    override it."""
-
-    path: str
-    table: dict[str, Any]
-
-    def find(self, key: KeyPath) -> tuple[int, str]:
-        """Return (0, path): the line is unknown."""
-        return 0, self.path
+        draft.problems += error.problems
+    return draft
 
 
 def _model_of_folder(model: Any) -> FolderFile | None:

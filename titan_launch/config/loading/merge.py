@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import tomli
 
+from titan_launch.config.loading.job_files import FolderFile, JobFile
 from titan_launch.config.loading.limits import MOST_DEPTH, MOST_KEY_LENGTH, outside_of_limits
-from titan_launch.config.loading.provenance import Provenance, Source, report, toml_value
+from titan_launch.config.loading.provenance import Provenance, Source, contains, report, toml_value
 from titan_launch.config.loading.schema_walk import kinds_of
-from titan_launch.core.errors import ConfigError, KeyPath, UserError, config_error, format_key
+from titan_launch.core.errors import ConfigError, KeyPath, Problem, UserError, config_error, format_key
 from titan_launch.core.terminal import shortened
 
 _MAX_TEXT_LENGTH = 300
 
 
+@dataclass(frozen=True, eq=False)
 class Override:
     """One key that is set on the command line."""
 
-    def __init__(self, text: str, key: tuple[str, ...], value: Any):
-        self.text = text
-        """The override as the user wrote it."""
-        self.key = key
-        """Path of the key. Indices of arrays are still strings of digits."""
-        self.value = value
+    text: str
+    """The override as the user wrote it."""
+
+    key: tuple[str, ...]
+    """Path of the key. Indices of arrays are still strings of digits."""
+
+    value: Any
 
     def find(self, key: KeyPath) -> tuple[int, str]:
         """Return (0, text): an override has no line, and errors show `text` as its location."""
@@ -124,34 +128,27 @@ _ALTERNATIVES: Mapping[KeyPath, str] = {("training", "steps"): "epochs", ("train
 """Keys of one table that exclude each other: each key, with the name of the key that it excludes."""
 
 
-class Draft:
-    """The merged tables of a job, with the source of every key."""
+class Draft(Provenance):
+    """The merged files and overrides of a job. Tables are merged key by key; other values are replaced."""
 
-    def __init__(self) -> None:
-        self.table: dict[str, Any] = {}
-        self._sources: list[Source] = []
-        self._origins: dict[KeyPath, Source] = {}
-
-    def merge_file(self, table: Mapping[str, Any], source: Source) -> None:
-        """Merge a file into the job. Tables are merged key by key; other values are replaced."""
-        self._sources.append(source)
-        self._merge(self.table, table, (), source)
-
-    def override(self, override: Override) -> None:
-        """Set the key of an override. Raises ConfigError for a wrong index, and for a key below a value that is neither
-        a table nor an array (`training.steps.max`)."""
-        self._sources.append(override)
-        try:
-            self._set(override)
-        except ConfigError as error:
-            self._origins.update({problem.key: override for problem in error.problems})
-            raise
-
-    def provenance(self, path: str) -> Provenance:
-        """Return the locations of all keys. `path`: the job file as the user named it."""
-        return Provenance(path, self.table, self._origins, self._sources)
+    def __init__(self, path: str, files: Iterable[JobFile | FolderFile], overrides: Iterable[Override]):
+        super().__init__(path)
+        self.problems: list[Problem] = []
+        """Problems of the overrides that cannot be applied, and of steps after the merge."""
+        for file in files:
+            self._sources.append(file)
+            self._merge(self.table, file.table, (), file)
+        for override in overrides:
+            self._sources.append(override)
+            try:
+                self._set(override)
+            except ConfigError as error:
+                self._origins.update({problem.key: override for problem in error.problems})
+                self.problems += error.problems
 
     def _set(self, override: Override) -> None:
+        """Set the key of an override. Raises ConfigError for a wrong index, and for a key below a value that is neither
+        a table nor an array (`training.steps.max`)."""
         container: Any = self.table
         key: KeyPath = ()
         for part, following in pairwise((*override.key, "")):
@@ -184,23 +181,25 @@ class Draft:
                 self._forget((*key, other), table.pop(other))
 
     def _put(self, container: Any, name: str | int, value: Any, key: KeyPath, source: Source) -> None:
-        """Set `container[name] = value`. A table is merged into an existing table."""
-        old = container[name] if _has(container, name) else None
+        """Set `container[name] = value`. The index after the last item of an array appends an item. A table is merged
+        into an existing table."""
+        if isinstance(container, list) and name == len(container):
+            container.append(None)
+        old = container[name] if contains(container, (name,)) else None
         if isinstance(value, dict):
-            merged = old if isinstance(old, dict) else {}
-            if merged is not old:
+            if not isinstance(old, dict):
                 self._forget(key, old)
-            _assign(container, name, merged)
-            self._merge(merged, value, key, source)
+                old = container[name] = {}
+            self._merge(old, value, key, source)
         else:
             self._forget(key, old)
-            _assign(container, name, value)
+            container[name] = value
         self._origins[key] = source
 
     def _enter(self, container: Any, name: str | int, key: KeyPath, following: str, source: Source) -> Any:
         """Return the table or array at `key`. If it does not exist, create it: an array if `following`, the next part
         of the key, is an index, otherwise a table."""
-        if not _has(container, name):
+        if not contains(container, (name,)):
             self._put(container, name, [] if following.isdecimal() else {}, key, source)
         inside = container[name]
         if not isinstance(inside, (dict, list)):
@@ -232,14 +231,3 @@ def _index_reason(array: str, length: int) -> str:
         return f"{array} is empty; use index 0 to append the first item"
     items = "item 0" if length == 1 else f"items 0 to {length - 1}"
     return f"{array} has only {items}; use index {length} to append an item"
-
-
-def _has(container: Any, name: Any) -> bool:
-    return name in container if isinstance(container, dict) else name < len(container)
-
-
-def _assign(container: Any, name: Any, value: Any) -> None:
-    if isinstance(container, list) and name == len(container):
-        container.append(value)
-    else:
-        container[name] = value

@@ -30,14 +30,14 @@ class Source(Protocol):
 
 
 class Provenance:
-    """The location of every key of a loaded job. Line numbers are computed on request."""
+    """The tables of a job, and the location of every key in them. Line numbers are computed on request."""
 
-    def __init__(
-        self, path: str, table: Mapping[str, Any], origins: Mapping[KeyPath, Source], sources: Sequence[Source]
-    ):
+    def __init__(self, path: str):
         self.path = path
         """The job file, as the user named it."""
-        self._table, self._origins, self._sources = table, origins, sources
+        self.table: dict[str, Any] = {}
+        self._sources: list[Source] = []
+        self._origins: dict[KeyPath, Source] = {}
 
     def find(self, key: KeyPath) -> KeyLocation:
         """Return the location of a key. If the key is not set, return the location of the nearest table around it, or
@@ -54,7 +54,7 @@ class Provenance:
 
     def is_given(self, key: KeyPath) -> bool:
         """Return True if a file or an override sets a key, so that its value is not a default."""
-        return contains(self._table, key)
+        return contains(self.table, key)
 
     def describe(self, problems: Iterable[Problem]) -> str:
         """Return the message for all problems of a job, in the order of its files, lines and overrides. If several

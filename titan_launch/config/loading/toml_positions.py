@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 
 import tomli
 
@@ -32,30 +33,22 @@ def key_lines(text: str) -> dict[KeyPath, int]:
 def repeated_key(text: str) -> tuple[KeyPath, int] | None:
     """Return the first key or header that appears twice in a document, and the line of its first appearance. Return
     None if no key appears twice, or if the syntax is wrong before the repetition."""
-    scanner = _Scanner(text, stop_at_repetition=True)
-    try:
+    scanner = _Scanner(text)
+    with suppress(ValueError):
         scanner.scan()
-    except _RepeatedKeyError as repeated:
-        return repeated.key, scanner.named[repeated.key]
-    except ValueError:
-        pass
-    return None
-
-
-class _RepeatedKeyError(Exception):
-    def __init__(self, key: KeyPath):
-        self.key = key
+    return scanner.repeated
 
 
 class _Scanner:
     """A scanner of a TOML document that records the line of each key. It raises ValueError if the syntax is wrong."""
 
-    def __init__(self, text: str, stop_at_repetition: bool = False):
+    def __init__(self, text: str):
         self.text = text.replace("\r\n", "\n")
         self.at = 0
         self.lines: dict[KeyPath, int] = {}
-        self.named: dict[KeyPath, int] = {}
-        self._stop_at_repetition = stop_at_repetition
+        self.repeated: tuple[KeyPath, int] | None = None
+        """The first key or header that appears twice, and the line of its first appearance."""
+        self._named: dict[KeyPath, int] = {}
         self._line, self._line_at = 1, 0
         self._last_item: dict[KeyPath, int] = {}
 
@@ -152,9 +145,9 @@ class _Scanner:
         if len(key) > MOST_DEPTH:
             raise ValueError("nested too deeply")
         line = self._current_line()
-        if self._stop_at_repetition and key in self.named:
-            raise _RepeatedKeyError(key)
-        self.named[key] = line
+        if key in self._named and self.repeated is None:
+            self.repeated = key, self._named[key]
+        self._named[key] = line
         for length in range(1, len(key)):
             self.lines.setdefault(key[:length], line)
         self.lines[key] = line

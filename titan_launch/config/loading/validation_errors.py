@@ -134,15 +134,11 @@ def _brackets_hint(key: KeyPath, value: Any) -> str:
     return f"; write the header [{name}] and the keys below it"
 
 
-def _no_hint(value: Any) -> str:
-    return ""
-
-
 _HALF = ("float16", "fp16", "half")
 _TYPES: Mapping[str, tuple[str, Callable[[Any], str]]] = {
     "int_type": ("a whole number", _whole_number_hint),
     "float_type": ("a number", _number_hint),
-    "finite_number": ("a finite number", _no_hint),
+    "finite_number": ("a finite number", lambda value: ""),
     "bool_type": ("true or false", _bool_hint),
     "string_type": ("a string", _string_hint),
 }

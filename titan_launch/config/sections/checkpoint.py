@@ -11,6 +11,9 @@ from titan_launch.core.object_store import is_url
 
 AsyncMode = Literal["disabled", "thread", "process"]
 
+LOAD_KEYWORDS = ("latest", "none")
+"""Values of `load` that name no checkpoint."""
+
 
 def _store_url(text: str) -> str:
     if is_url(text):
