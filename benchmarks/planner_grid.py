@@ -55,9 +55,8 @@ from torch import Tensor
 from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.provenance import toml_value
 from titan_launch.config.rules import first_problem
-from titan_launch.config.rules.parallelism import SPLIT_BACKWARD_SCHEDULES
 from titan_launch.config.sections.data import separates_documents
-from titan_launch.config.sections.parallelism import ParallelismConfig
+from titan_launch.config.sections.parallelism import SPLIT_BACKWARD_SCHEDULES, ParallelismConfig
 from titan_launch.core.errors import ConfigError
 from titan_launch.core.files import CACHE_VARIABLE
 from titan_launch.core.patches import environment

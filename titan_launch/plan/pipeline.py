@@ -10,8 +10,8 @@ from functools import cache
 from itertools import accumulate, pairwise
 
 from titan_launch.config.axes import PIPELINE
-from titan_launch.config.rules.parallelism import ONE_STAGE_SCHEDULES, num_stages, too_few_layers
-from titan_launch.config.sections.parallelism import ParallelismConfig
+from titan_launch.config.rules.parallelism import too_few_layers
+from titan_launch.config.sections.parallelism import ONE_STAGE_SCHEDULES, ParallelismConfig
 from titan_launch.core.errors import ConfigError, KeyPath, Problem, config_error, did_you_mean, listed
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.types import (
@@ -110,7 +110,7 @@ def _balanced_starts(inventory: Inventory, parallelism: ParallelismConfig) -> tu
     Each stage has at least one layer (see `_layers`). A module that is no layer belongs to the stage of the layer
     before it, or to the first stage. Raises ConfigError if there are fewer layers than stages.
     """
-    wanted, layers = num_stages(parallelism), _layers(inventory)
+    wanted, layers = parallelism.num_stages, _layers(inventory)
     if len(layers) < wanted:
         asks_for_more = (parallelism.pipeline_parallel_stages_per_rank or 1) > 1
         otherwise = "a smaller pipeline_parallel_stages_per_rank" if asks_for_more else "pipeline_parallel_split_points"

@@ -26,9 +26,8 @@ from typing import Any, NamedTuple
 from titan_launch.config.axes import AXES, CONTEXT, EXPERT, MODEL_AXES, PIPELINE, SHARD, TENSOR
 from titan_launch.config.job import JobConfig
 from titan_launch.config.rules import first_problem
-from titan_launch.config.rules.parallelism import ONE_STAGE_SCHEDULES, splits_backward
 from titan_launch.config.rules.tables import with_effective_keys
-from titan_launch.config.sections.parallelism import ActivationCheckpointConfig, ParallelismConfig
+from titan_launch.config.sections.parallelism import ONE_STAGE_SCHEDULES, ActivationCheckpointConfig, ParallelismConfig
 from titan_launch.core.errors import ConfigError, config_error
 from titan_launch.core.process import in_forks, usable_cores
 from titan_launch.plan.auto_mode import possible_batch_sizes, with_local_batch_size
@@ -429,7 +428,7 @@ class Search:
         in_flight = min(layout.pipeline, layout.num_microbatches) / layout.pipeline
         activations = probe.activations_per_sample * layout.local_batch_size * in_flight * share
         unsharded = 0.0
-        if splits_backward(job.parallelism):
+        if job.parallelism.splits_backward:
             # Zero-bubble schedules hold unsharded parameters and gradients, with at least two bytes per element.
             elements = self._inventory.num_parameters + self._num_trained
             divided = math.prod(layout.degree(axis) for axis in MODEL_AXES if axis.divides_parameters)

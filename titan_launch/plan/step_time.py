@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from titan_launch.config.rules.parallelism import splits_backward, stages_per_rank
 from titan_launch.config.sections.parallelism import ActivationCheckpointConfig, ParallelismConfig
 from titan_launch.plan.communication import LinkTraffic
 from titan_launch.plan.hardware import DEFAULT_MFU, Hardware
@@ -115,9 +114,9 @@ def bubble_share(parallelism: ParallelismConfig, layout: Layout) -> float:
     The result is (p - 1) / (v m) for p ranks with v equal stages and m microbatches (arXiv:2104.04473). Zero-bubble
     schedules compute weight gradients while a rank would wait. Their result is 0, the best case (arXiv:2401.10241).
     """
-    if splits_backward(parallelism):
+    if parallelism.splits_backward:
         return 0.0
-    return (layout.pipeline - 1) / (stages_per_rank(parallelism) * layout.num_microbatches)
+    return (layout.pipeline - 1) / (parallelism.stages_per_rank * layout.num_microbatches)
 
 
 def communication_seconds(traffic: LinkTraffic, hardware: Hardware) -> float | None:

@@ -21,7 +21,6 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor, Placement
 
 from titan_launch.config.job import JobConfig
-from titan_launch.config.rules.parallelism import SPLIT_BACKWARD_SCHEDULES
 from titan_launch.core.patches import replaced
 from titan_launch.data.sources import Batch
 from titan_launch.distributed.dtensor import local_tensor
@@ -147,7 +146,7 @@ class PipelineRecorder:
         if self.holds_sends and isinstance(schedule, Schedule1F1B):
             # The schedule keeps the work object of the last send before the first backward until all forwards are done.
             outliving.add((first, min(num_microbatches, num_stages - first) - 2))
-        splits_backward = self.config.parallelism.pipeline_parallel_schedule in SPLIT_BACKWARD_SCHEDULES
+        splits_backward = self.config.parallelism.splits_backward
         return {
             key: _Kind(key[0], actions, splits_backward and key[1] > 0, key in outliving)
             for key, actions in found.items()

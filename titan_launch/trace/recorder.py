@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from titan_launch.config.axes import MODEL_AXES
 from titan_launch.config.job import JobConfig
-from titan_launch.config.rules.parallelism import SPLIT_BACKWARD_SCHEDULES
 from titan_launch.core.import_string import user_files
 from titan_launch.core.patches import replaced
 from titan_launch.distributed.dtensor import local_tensor
@@ -312,7 +311,7 @@ def _record(
             del microbatch
             return [taped()]
         microbatch = memory.paused(batches.make)()  # not counted, because a run keeps it in host memory
-        if config.parallelism.pipeline_parallel_schedule in SPLIT_BACKWARD_SCHEDULES:
+        if config.parallelism.splits_backward:
             split += [local.module for local in pipeline.local]
         schedule = PipelineRecorder(pipeline, config, recorder.notes, memory, take_gradients, path_of, kernels == "cpu")
         tapes = []

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
-from titan_launch.config.rules.parallelism import SPLIT_BACKWARD_SCHEDULES, misfit_of_microbatches
+from titan_launch.config.rules.parallelism import misfit_of_microbatches
 from titan_launch.config.sections.parallelism import ParallelismConfig
 from titan_launch.core.errors import RunError, config_error
 from titan_launch.core.patches import loggers_silenced
@@ -150,7 +150,7 @@ class PipelinedStep:
         self.accumulation = accumulation
         self.device = device
         self.timeline = timeline
-        self.splits_backward = parallelism.pipeline_parallel_schedule in SPLIT_BACKWARD_SCHEDULES
+        self.splits_backward = parallelism.splits_backward
         """True if the schedule computes the gradients of weights in a separate backward."""
 
         self._parallelism = parallelism

@@ -9,7 +9,7 @@ from math import gcd
 from titan_launch.config.axes import CONTEXT, EXPERT, PIPELINE, SHARD, TENSOR
 from titan_launch.config.job import JobConfig
 from titan_launch.config.rules.data import beyond_causal_attention
-from titan_launch.config.sections.parallelism import ParallelismConfig
+from titan_launch.config.sections.parallelism import ONE_STAGE_SCHEDULES, ParallelismConfig
 from titan_launch.config.sections.training import GradientAccumulationConfig
 from titan_launch.core.errors import KeyPath, Problem, nearest_multiples
 from titan_launch.core.torch_release import SPLITS_BACKWARD_OF_EXPERTS
@@ -195,35 +195,10 @@ _PER_RANK: KeyPath = ("parallelism", "pipeline_parallel_stages_per_rank")
 _SPLIT: KeyPath = ("parallelism", "pipeline_parallel_split_points")
 _BATCH: KeyPath = ("training", "global_batch_size")
 
-ONE_STAGE_SCHEDULES = ("1F1B", "GPipe")
-"""Schedules that support exactly one stage per rank."""
-
-SPLIT_BACKWARD_SCHEDULES = ("InterleavedZeroBubble", "ZBVZeroBubble")
-"""Schedules that split backward: a rank first computes the gradients of activations. It computes the gradients of
-weights later, when it would otherwise wait."""
-
-
-def splits_backward(parallelism: ParallelismConfig) -> bool:
-    """Return True if the schedule of the pipeline splits backward."""
-    is_pipeline = parallelism.pipeline_parallel_degree > 1
-    return is_pipeline and parallelism.pipeline_parallel_schedule in SPLIT_BACKWARD_SCHEDULES
-
-
-def stages_per_rank(parallelism: ParallelismConfig) -> int:
-    """Return the number of pipeline stages per rank."""
-    if parallelism.pipeline_parallel_stages_per_rank is not None:
-        return parallelism.pipeline_parallel_stages_per_rank
-    return 1 if parallelism.pipeline_parallel_schedule in ONE_STAGE_SCHEDULES else 2
-
-
-def num_stages(parallelism: ParallelismConfig) -> int:
-    """Return the number of pipeline stages of the whole model."""
-    return parallelism.pipeline_parallel_degree * stages_per_rank(parallelism)
-
 
 def too_few_layers(parallelism: ParallelismConfig, layers: int) -> str:
     """Return the reason why `layers` layers are too few for the pipeline stages, with the remedy."""
-    per_rank, wanted = stages_per_rank(parallelism), num_stages(parallelism)
+    per_rank, wanted = parallelism.stages_per_rank, parallelism.num_stages
     times = f" ({per_rank} per rank)" if per_rank > 1 else ""
     remedy = f"set pipeline_parallel_degree to at most {layers // per_rank}"
     return f"makes {wanted} stages{times}, but the model has only {layers} layers; {remedy}"
@@ -269,7 +244,7 @@ def _makes_equal_rounds(num_microbatches: int, ranks: int) -> bool:
 def stages_suit_the_schedule(config: JobConfig) -> Iterator[Problem]:
     """Report a problem if the schedule does not support the number of stages per rank."""
     parallelism = config.parallelism
-    schedule, per_rank = parallelism.pipeline_parallel_schedule, stages_per_rank(parallelism)
+    schedule, per_rank = parallelism.pipeline_parallel_schedule, parallelism.stages_per_rank
     wanted = 1 if schedule in ONE_STAGE_SCHEDULES else 2 if schedule == "ZBVZeroBubble" else per_rank
     if parallelism.pipeline_parallel_degree > 1 and per_rank != wanted:
         others = '"Interleaved1F1B", "LoopedBFS" and "InterleavedZeroBubble" support any number'
@@ -280,14 +255,14 @@ def stages_suit_the_schedule(config: JobConfig) -> Iterator[Problem]:
 def split_points_make_the_stages(config: JobConfig) -> Iterator[Problem]:
     """Report a problem if the number of split points is not the number of stages minus one."""
     parallelism = config.parallelism
-    points, stages = parallelism.pipeline_parallel_split_points, num_stages(parallelism)
+    points, stages = parallelism.pipeline_parallel_split_points, parallelism.num_stages
     if parallelism.pipeline_parallel_degree > 1 and points and len(points) != stages - 1:
         reason = (
             f"divides the model into {len(points) + 1} stages instead of {stages} "
-            f"({parallelism.pipeline_parallel_degree} ranks x {stages_per_rank(parallelism)} per rank); "
+            f"({parallelism.pipeline_parallel_degree} ranks x {parallelism.stages_per_rank} per rank); "
             f"name {stages - 1} modules, or none for an even division"
         )
-        yield Problem(_SPLIT, reason, list(points), also=(PIPELINE.key, _PER_RANK, _SCHEDULE))
+        yield Problem(_SPLIT, reason, points, also=(PIPELINE.key, _PER_RANK, _SCHEDULE))
 
 
 def layers_suffice_for_the_stages(config: JobConfig) -> Iterator[Problem]:
@@ -299,7 +274,7 @@ def layers_suffice_for_the_stages(config: JobConfig) -> Iterator[Problem]:
     layers, tied_by = args.num_layers(), args.tied_by()
     also: tuple[KeyPath, ...] = (_SCHEDULE, _PER_RANK, ("model", "flavor"), ("model", "args"))
     is_even = not config.parallelism.pipeline_parallel_split_points
-    if layers is not None and layers < num_stages(config.parallelism) and is_even:
+    if layers is not None and layers < config.parallelism.num_stages and is_even:
         yield Problem(PIPELINE.key, too_few_layers(config.parallelism, layers), degree, also=also)
     if tied_by is not None:
         reason = (
@@ -337,7 +312,7 @@ def split_backward_is_reduced_once(config: JobConfig) -> Iterator[Problem]:
     backward. If backward is split, the gradients of weights are not yet complete at that point.
     """
     accumulation, schedule = config.gradient_accumulation, config.parallelism.pipeline_parallel_schedule
-    if not splits_backward(config.parallelism):
+    if not config.parallelism.splits_backward:
         return
     why = f"{schedule} computes the gradients of weights later than those of activations"
     if accumulation.mode != "auto" and accumulation.row.reduce_scatters_each:
@@ -359,7 +334,7 @@ def split_backward_checkpoints_whole_modules(config: JobConfig) -> Iterator[Prob
     result after it was read once.
     """
     checkpointing, schedule = config.activation_checkpoint, config.parallelism.pipeline_parallel_schedule
-    if not splits_backward(config.parallelism):
+    if not config.parallelism.splits_backward:
         return
     mode: KeyPath = ("activation_checkpoint", "mode")
     why = f"frees each saved result after one read, but {schedule} reads each result twice"
@@ -376,7 +351,7 @@ def split_backward_supports_experts(config: JobConfig) -> Iterator[Problem]:
     """For a schedule that splits backward, report a problem if the model has experts and the installed PyTorch cannot
     split their backward."""
     args, schedule = known_args(config.model), config.parallelism.pipeline_parallel_schedule
-    if SPLITS_BACKWARD_OF_EXPERTS or not splits_backward(config.parallelism) or args is None:
+    if SPLITS_BACKWARD_OF_EXPERTS or not config.parallelism.splits_backward or args is None:
         return
     if args.num_experts() is not None:
         reason = "splits the backward of experts, which needs torch 2.13 or later; use Interleaved1F1B or 1F1B"

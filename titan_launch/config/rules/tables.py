@@ -14,96 +14,87 @@ from typing import Any, NamedTuple
 from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.provenance import toml_value
 from titan_launch.config.optimizers import ALGORITHMS
-from titan_launch.config.rules.checkpoint import LOAD_KEYWORDS
-from titan_launch.config.rules.parallelism import splits_backward
+from titan_launch.config.sections.checkpoint import LOAD_KEYWORDS
 from titan_launch.config.sections.model import HUGGINGFACE
 from titan_launch.config.sections.section import Section
 from titan_launch.core.errors import KeyPath, Problem
 
 
 class NoEffect(NamedTuple):
-    """Keys that have no effect if another key has a certain value. Each of these keys that is not at its default is
-    then a problem. (Default values are accepted, because the `config.json` of a run contains every key.)"""
-
-    keys: tuple[str, ...]
-    """Dotted keys. The name of a section, such as `ema`, stands for all its keys."""
+    """Keys that have no effect if another key has a certain value. Each of these keys that is not at its default (see
+    `Section.changed`) is then a problem."""
 
     other: str
     """The key on which the effect of `keys` depends."""
 
-    values: tuple[object, ...]
-    """Values of `other` with which the keys have no effect."""
-
     remedy: str
     """The remedy in the message "has no effect with OTHER = VALUE; REMEDY, or remove this key"."""
 
+    keys: tuple[str, ...]
+    """Dotted keys. The name of a section, such as `ema`, stands for all its keys."""
+
+    values: tuple[object, ...] = ()
+    """Values of `other` with which the keys have no effect. Empty: only the default of `other`."""
+
 
 NO_EFFECT = (
-    NoEffect(("model.exclude_from_weights",), "model.weights", (None,), "set weights to a folder"),
-    NoEffect(("lora",), "lora.targets", ((),), 'set targets = ["layers.*.attention.w*"]'),
+    NoEffect("model.weights", "set weights to a folder", ("model.exclude_from_weights",)),
+    NoEffect("lora.targets", 'set targets = ["layers.*.attention.w*"]', ("lora",)),
     NoEffect(
-        ("activation_checkpoint.selective_ac_option",),
         "activation_checkpoint.mode",
-        ("none", "full", "memory_budget", "auto"),
         'set mode = "selective"',
+        ("activation_checkpoint.selective_ac_option",),
+        ("none", "full", "memory_budget", "auto"),
     ),
     NoEffect(
-        ("activation_checkpoint.memory_budget",),
         "activation_checkpoint.mode",
-        ("none", "full", "selective", "auto"),
         'set mode = "memory_budget"',
+        ("activation_checkpoint.memory_budget",),
+        ("none", "full", "selective", "auto"),
     ),
     NoEffect(
-        ("activation_checkpoint.modules",),
         "activation_checkpoint.mode",
-        ("none", "memory_budget"),
         'set mode = "full", "selective" or "auto"',
+        ("activation_checkpoint.modules",),
+        ("none", "memory_budget"),
     ),
     NoEffect(
-        ("compile.backend", "compile.components", "compile.cache_folder"),
         "compile.enable",
-        (False,),
         "set compile.enable = true",
+        ("compile.backend", "compile.components", "compile.cache_folder"),
     ),
     NoEffect(
-        ("float8.recipe", "float8.modules", "float8.all_gather", "float8.emulate"),
         "float8.enable",
-        (False,),
         "set float8.enable = true",
+        ("float8.recipe", "float8.modules", "float8.all_gather", "float8.emulate"),
     ),
     NoEffect(
-        ("parallelism.shard_optimizer_over_replicas",),
         "parallelism.data_parallel_replicate_degree",
-        (1,),
         "set a degree above 1",
+        ("parallelism.shard_optimizer_over_replicas",),
     ),
     NoEffect(
-        ("parallelism.sequence_parallel", "parallelism.loss_parallel"),
         "parallelism.tensor_parallel_degree",
-        (1,),
         "set a degree above 1",
+        ("parallelism.sequence_parallel", "parallelism.loss_parallel"),
     ),
     NoEffect(
-        ("parallelism.context_parallel_load_balance", "parallelism.context_parallel_rotate_method"),
         "parallelism.context_parallel_degree",
-        (1,),
         "set a degree above 1",
+        ("parallelism.context_parallel_load_balance", "parallelism.context_parallel_rotate_method"),
     ),
     NoEffect(
+        "parallelism.pipeline_parallel_degree",
+        "set a degree above 1",
         (
             "parallelism.pipeline_parallel_schedule",
             "parallelism.pipeline_parallel_stages_per_rank",
             "parallelism.pipeline_parallel_split_points",
         ),
-        "parallelism.pipeline_parallel_degree",
-        (1,),
-        "set a degree above 1",
     ),
-    NoEffect(("planner.expert_load",), "parallelism.expert_parallel_degree", (1,), "set a degree above 1"),
-    NoEffect(("ema",), "ema.decay", (None,), "set a decay such as 0.999"),
-    NoEffect(
-        ("validation.min_improvement",), "validation.patience", (None,), "set patience to a number of validations"
-    ),
+    NoEffect("parallelism.expert_parallel_degree", "set a degree above 1", ("planner.expert_load",)),
+    NoEffect("ema.decay", "set a decay such as 0.999", ("ema",)),
+    NoEffect("validation.patience", "set patience to a number of validations", ("validation.min_improvement",)),
 )
 
 
@@ -111,8 +102,9 @@ def keys_without_effect(config: JobConfig) -> Iterator[Problem]:
     """Report a problem for each key without effect (see `NO_EFFECT`)."""
     for row in NO_EFFECT:
         other = attrgetter(row.other)(config)
+        is_off = other in row.values if row.values else not any(changed_keys(config, row.other))
         changed = (pair for key in row.keys for pair in changed_keys(config, key))
-        for path, value in changed if other in row.values else ():
+        for path, value in changed if is_off else ():
             cause = f"without {row.other}" if other in (None, ()) else f"with {_shown(config, row.other)}"
             reason = f"has no effect {cause}; {row.remedy}, or remove this key"
             yield Problem(path, reason, value, also=(_path(row.other),))
@@ -209,7 +201,7 @@ CONTRADICTIONS = (
     ),
     Contradiction(
         "parallelism.pipeline_parallel_schedule",
-        lambda job: job.compile.enable and splits_backward(job.parallelism),
+        lambda job: job.compile.enable and job.parallelism.splits_backward,
         "computes the gradients of weights later than those of activations, but with {compile.enable} the backward of "
         "a block is one graph; use Interleaved1F1B or 1F1B, or set compile.enable = false",
     ),

@@ -18,6 +18,14 @@ def _positive_or_rest(degree: int) -> int:
     raise ValueError("must be at least 1, or -1 for all remaining ranks")
 
 
+ONE_STAGE_SCHEDULES = ("1F1B", "GPipe")
+"""Schedules that support exactly one stage per rank."""
+
+SPLIT_BACKWARD_SCHEDULES = ("InterleavedZeroBubble", "ZBVZeroBubble")
+"""Schedules that split backward: a rank first computes the gradients of activations. It computes the gradients of
+weights later, when it would otherwise wait."""
+
+
 class ParallelismConfig(Section):
     """Degrees of data, tensor, context and pipeline parallelism. Their product is the number of ranks. The degree of
     expert parallelism is not a factor of the product."""
@@ -98,6 +106,23 @@ class ParallelismConfig(Section):
         """Return the degree of an axis; -1 for `data_parallel_shard_degree = -1`."""
         degree: int = getattr(self, axis.key[1])
         return degree
+
+    @property
+    def splits_backward(self) -> bool:
+        """True for a pipeline whose schedule splits backward."""
+        return self.pipeline_parallel_degree > 1 and self.pipeline_parallel_schedule in SPLIT_BACKWARD_SCHEDULES
+
+    @property
+    def stages_per_rank(self) -> int:
+        """Number of pipeline stages per rank."""
+        if self.pipeline_parallel_stages_per_rank is not None:
+            return self.pipeline_parallel_stages_per_rank
+        return 1 if self.pipeline_parallel_schedule in ONE_STAGE_SCHEDULES else 2
+
+    @property
+    def num_stages(self) -> int:
+        """Number of pipeline stages of the whole model."""
+        return self.pipeline_parallel_degree * self.stages_per_rank
 
 
 class ActivationCheckpointConfig(Section):

@@ -22,7 +22,6 @@ from typing import Any, Literal, NamedTuple, Protocol
 from pydantic import TypeAdapter
 
 from titan_launch.config.job import JobConfig
-from titan_launch.config.rules.parallelism import splits_backward
 from titan_launch.config.sections.data import SyntheticData, separates_documents
 from titan_launch.config.sections.parallelism import ActivationCheckpointConfig, ParallelismConfig
 from titan_launch.config.sections.training import GradientAccumulationConfig
@@ -121,7 +120,7 @@ def recorded_job(config: JobConfig, layout: Layout) -> JobConfig:
         sections["data"] = synthetic(kind="synthetic", vocab_size=2)
     else:  # a recording depends on the shape of images; a user's own model is checked against the vocabulary
         sections |= {"data": config.data, "tokenizer": config.tokenizer}
-    if splits_backward(parallelism):
+    if parallelism.splits_backward:
         sections["gradient_accumulation"] = GradientAccumulationConfig(mode="deferred", keep_params_unsharded=True)
     return blank.model_copy(
         update={

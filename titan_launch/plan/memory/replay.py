@@ -12,7 +12,6 @@ from typing import Any
 from titan_launch.config.axes import MODEL_AXES
 from titan_launch.config.job import JobConfig
 from titan_launch.config.optimizers import GroupSizes, ShardSize
-from titan_launch.config.rules.parallelism import splits_backward, stages_per_rank
 from titan_launch.config.sections.section import DTYPE_BYTES
 from titan_launch.config.sections.training import OptimizerConfig
 from titan_launch.plan.communication import (
@@ -221,7 +220,7 @@ class Replay:
             self._layout,
             self._config.gradient_accumulation,
             self._model.exchanged if gradients_leave_early(self._config.training) else {},
-            splits_backward(self._config.parallelism),
+            self._config.parallelism.splits_backward,
             self._clock,
         )
         prefix, by_path = SECOND if root == SECOND else "", dict[str, ShardedUnit]()
@@ -250,7 +249,7 @@ class Replay:
         count, layout, config = num_microbatches, self._layout, self._config
         if layout.pipeline > 1:
             self._play(0)
-            self._clock.host("stage", count * stages_per_rank(config.parallelism))
+            self._clock.host("stage", count * config.parallelism.stages_per_rank)
             traffic = scaled_to_step(self._take_traffic(), count, layout, config.gradient_accumulation)
             times = [self._clock.seconds]
         else:

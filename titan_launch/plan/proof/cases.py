@@ -12,7 +12,6 @@ from typing import Any
 
 from titan_launch.config.axes import PIPELINE, REPLICATE, SHARD, TENSOR
 from titan_launch.config.job import JobConfig
-from titan_launch.config.rules.parallelism import splits_backward
 from titan_launch.config.sections.parallelism import ActivationCheckpointConfig, CompileConfig, ParallelismConfig
 from titan_launch.config.sections.training import ACCUMULATION_MODES, GradientAccumulationConfig
 from titan_launch.plan.job import with_values
@@ -132,7 +131,7 @@ def without(config: JobConfig, parts: tuple[str, ...]) -> JobConfig:
     changes: dict[str, Any] = {"parallelism": parallelism}
     immediate = GradientAccumulationConfig(mode="immediate")
     plain = {
-        "accumulation": ("gradient_accumulation", _ONCE if splits_backward(parallelism) else immediate),
+        "accumulation": ("gradient_accumulation", _ONCE if parallelism.splits_backward else immediate),
         "checkpointing": ("activation_checkpoint", ActivationCheckpointConfig()),
         "chunks": ("loss", config.loss.model_copy(update={"chunks": 1})),
         "compile": ("compile", CompileConfig()),
@@ -188,7 +187,7 @@ def _choices(twin: JobConfig) -> Iterator[JobConfig]:
     """Yield the twin with the accumulation and checkpointing modes that the job sets. For `auto`, yield all modes that
     `auto` may choose, each at least once, except checkpointing `none`, whose operations the other modes run, too."""
     accumulation, checkpointing = twin.gradient_accumulation, twin.activation_checkpoint
-    if splits_backward(twin.parallelism):
+    if twin.parallelism.splits_backward:
         modes = [_ONCE]
     elif accumulation.mode == "auto":
         can_keep = accumulation.keep_params_unsharded is not False and not twin.loss.kind.frees_parameters

@@ -13,11 +13,9 @@ from pydantic import ValidationError
 from titan_launch.config.axes import AXES, TENSOR
 from titan_launch.config.job import JobConfig
 from titan_launch.config.rules.loss import frozen_job
-from titan_launch.config.rules.parallelism import stages_per_rank
 from titan_launch.config.sections.checkpoint import CheckpointConfig
 from titan_launch.config.sections.data import FactoryData, separates_documents
-from titan_launch.config.sections.lora import LoRAConfig
-from titan_launch.config.sections.model import HUGGINGFACE, ModelConfig
+from titan_launch.config.sections.model import HUGGINGFACE, LoRAConfig, ModelConfig
 from titan_launch.config.sections.parallelism import ParallelismConfig
 from titan_launch.config.sections.precision import Float8Config, KernelsConfig, PrecisionConfig
 from titan_launch.config.sections.run import CommConfig, DebugConfig, GeneralConfig, MetricsConfig, PlannerConfig
@@ -152,7 +150,7 @@ def _smallest_degrees(parallelism: ParallelismConfig, unshrunk: list[str]) -> Pa
 
 def num_stages(parallelism: ParallelismConfig) -> int:
     """Return the number of pipeline stages of a twin; 1 without pipeline parallelism."""
-    return 1 if parallelism.pipeline_parallel_degree == 1 else 2 * stages_per_rank(parallelism)
+    return 1 if parallelism.pipeline_parallel_degree == 1 else 2 * parallelism.stages_per_rank
 
 
 def num_microbatches(config: JobConfig) -> int:
