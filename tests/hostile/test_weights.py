@@ -37,8 +37,7 @@ from tests.models.published_configs import PUBLISHED_FILES
 from tests.sampling import rest_is_slow, sampled
 from tests.trace.traces import model_inventory
 from titan_launch.config.job import JobConfig
-from titan_launch.config.sections.lora import LoRAConfig
-from titan_launch.config.sections.model import ModelConfig
+from titan_launch.config.sections.model import LoRAConfig, ModelConfig
 from titan_launch.core.errors import ConfigError
 from titan_launch.core.files import file_inside
 from titan_launch.models.architectures import resolve_args

@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.models import parity
-from titan_launch.config.sections.lora import LoRAConfig
-from titan_launch.config.sections.model import ModelConfig
+from titan_launch.config.sections.model import LoRAConfig, ModelConfig
 from titan_launch.core.errors import ConfigError
 from titan_launch.models.blocks import choose_blocks
 from titan_launch.models.build import build_model

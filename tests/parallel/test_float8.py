@@ -17,7 +17,7 @@ from tests.distributed import run_ranks
 from tests.tensors import assert_equal, full_state, full_tensor
 from tests.train.jobs import read_metrics, run_job, this_rank, tiny_job
 from titan_launch.config.job import JobConfig
-from titan_launch.config.sections.lora import LoRAConfig
+from titan_launch.config.sections.model import LoRAConfig
 from titan_launch.config.sections.precision import Float8Config
 from titan_launch.core.errors import ConfigError
 from titan_launch.models.build import take_inventory

@@ -6,9 +6,8 @@ from pydantic import Field
 
 from titan_launch.config.sections.checkpoint import CheckpointConfig
 from titan_launch.config.sections.data import DataSource, TextData, ValidationConfig
-from titan_launch.config.sections.lora import LoRAConfig
 from titan_launch.config.sections.loss import LossConfig
-from titan_launch.config.sections.model import ModelConfig
+from titan_launch.config.sections.model import LoRAConfig, ModelConfig
 from titan_launch.config.sections.parallelism import ActivationCheckpointConfig, CompileConfig, ParallelismConfig
 from titan_launch.config.sections.precision import BatchNormConfig, Float8Config, KernelsConfig, PrecisionConfig
 from titan_launch.config.sections.run import (

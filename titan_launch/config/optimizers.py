@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
+from operator import attrgetter
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
 from titan_launch.config.sections.section import DTYPE_BYTES
@@ -349,12 +350,8 @@ def _muon(groups: Sequence[GroupSizes], config: OptimizerConfig, ranks: int) -> 
         for batch in matrix_batches([shard.shape for shard in matrices], ranks)
     ]
     for experts in alike([shard for shard in shards if len(shard.shape) == 3], _inner_axes):
-        peaks += [_muon_experts(part, config) for part in muon_parts(experts, _num_elements)]
+        peaks += [_muon_experts(part, config) for part in muon_parts(experts, attrgetter("num_elements"))]
     return max(peaks)
-
-
-def _num_elements(shard: ShardSize) -> int:
-    return shard.num_elements
 
 
 def _muon_experts(part: Sequence[ShardSize], config: OptimizerConfig) -> int:
@@ -371,7 +368,7 @@ def _muon_batch(batch: Sequence[Sequence[ShardSize]], config: OptimizerConfig, r
     batch."""
     shards = [shard for stack in batch for shard in stack]
     rows, columns = shards[0].shape
-    parts, own = muon_parts(shards, _num_elements), 2 * sum(shard.num_elements for shard in shards)
+    parts, own = muon_parts(shards, attrgetter("num_elements")), 2 * sum(shard.num_elements for shard in shards)
     whole, gram = 2 * len(batch[0]) * rows * columns, 2 * len(batch[0]) * min(rows, columns) ** 2
     directions = own + max(_muon_direction(part, config) for part in parts)
     updates = max(_muon_update(part, config) for part in parts)

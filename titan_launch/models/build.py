@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from titan_launch.config.loading.urls import local_sections
-from titan_launch.config.sections.lora import LoRAConfig
-from titan_launch.config.sections.model import HUGGINGFACE, ModelConfig
+from titan_launch.config.sections.model import HUGGINGFACE, LoRAConfig, ModelConfig
 from titan_launch.core.errors import ConfigError, Problem
 from titan_launch.core.globs import matches
 from titan_launch.core.import_string import import_factory

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
-from titan_launch.config.sections.lora import ALL_LINEAR, LoRAConfig
+from titan_launch.config.sections.model import ALL_LINEAR, LoRAConfig
 from titan_launch.core.errors import ConfigError, KeyPath, Problem, listed
 from titan_launch.core.globs import alike, matches
 from titan_launch.models.blocks import has_forward

@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_launch.config.job import JobConfig
-from titan_launch.config.sections.lora import LoRAConfig
-from titan_launch.config.sections.model import HUGGINGFACE, ModelConfig
+from titan_launch.config.sections.model import HUGGINGFACE, LoRAConfig, ModelConfig
 from titan_launch.loss.outputs import find_logits
 from titan_launch.models.architectures import vocabulary_taken
 from titan_launch.models.build import build_model, find_weights_of

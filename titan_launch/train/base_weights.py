@@ -14,7 +14,7 @@ from torch import nn
 
 from titan_launch.checkpoint.manifest import Base
 from titan_launch.config.job import JobConfig
-from titan_launch.config.sections.lora import LoRAConfig
+from titan_launch.config.sections.model import LoRAConfig
 from titan_launch.core.errors import ConfigError, config_error, listed
 from titan_launch.core.object_store import is_url, with_urls
 from titan_launch.distributed.collectives import on_all_ranks

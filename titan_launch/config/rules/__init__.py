@@ -9,30 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from titan_launch.config.job import JobConfig
-from titan_launch.config.rules.checkpoint import CHECKPOINT_RULES
 from titan_launch.config.rules.data import DATA_RULES
 from titan_launch.config.rules.images import IMAGE_RULES
 from titan_launch.config.rules.loss import LOSS_RULES
 from titan_launch.config.rules.model import MODEL_RULES, parameters_are_unfrozen_in_the_run
-from titan_launch.config.rules.optimizer import OPTIMIZER_RULES, average_is_updated_in_the_run
 from titan_launch.config.rules.parallelism import PARALLELISM_RULES, PIPELINE_RULES
 from titan_launch.config.rules.precision import PRECISION_RULES
 from titan_launch.config.rules.tables import contradictions, keys_without_effect, settings_exist_on_the_device
-from titan_launch.core.errors import Problem, format_key
+from titan_launch.config.rules.training import TRAINING_RULES, average_is_updated_in_the_run, profile_is_in_the_run
+from titan_launch.core.errors import Problem
 
 Rule = Callable[[JobConfig], Iterator[Problem]]
 """A function that yields the problems of a job."""
-
-
-def profile_is_in_the_run(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem if the profile would end after the last step of the run."""
-    profiling, training, start = config.profiling, config.training, config.profiling.start_step
-    if start is not None and training.steps is not None and start + profiling.num_steps - 1 > training.steps:
-        length = f"the run ends after step {training.steps} ({format_key(training.length_key)})"
-        remedy = "set a smaller start_step or num_steps"
-        reason = f"begins a profile of {profiling.num_steps} steps, but {length}; {remedy}"
-        yield Problem(("profiling", "start_step"), reason, start, also=(training.length_key,))
-
 
 RULES: tuple[Rule, ...] = (
     keys_without_effect,
@@ -43,9 +31,7 @@ RULES: tuple[Rule, ...] = (
     *LOSS_RULES,
     *IMAGE_RULES,
     *PRECISION_RULES,
-    profile_is_in_the_run,
-    *CHECKPOINT_RULES,
-    *OPTIMIZER_RULES,
+    *TRAINING_RULES,
     *PIPELINE_RULES,
     *PARALLELISM_RULES,
 )

@@ -96,7 +96,7 @@ def mixture_weights_are_usable(config: JobConfig) -> Iterator[Problem]:
             continue
         weights = [(*key, "sources", index, "weight") for index in range(len(data.sources))]
         problems = [
-            Problem(place, reason, as_written(source.weight))
+            Problem(place, reason, source.weight)
             for place, source in zip(weights, data.sources, strict=True)
             if (reason := _why_no_weight(source, is_training=key == ("data",))) is not None
         ]
@@ -109,7 +109,7 @@ def mixture_weights_are_usable(config: JobConfig) -> Iterator[Problem]:
             if shares and not total:
                 too_small, reason = [0], f"all sources have the weight 0 from step {step} on; set a larger weight"
             for index in too_small:
-                yield Problem(weights[index], reason, as_written(data.sources[index].weight), also=tuple(weights))
+                yield Problem(weights[index], reason, data.sources[index].weight, also=tuple(weights))
 
 
 def tokenizer_is_usable(config: JobConfig) -> Iterator[Problem]:
@@ -205,7 +205,7 @@ NO_EPOCHS_OF_A_STREAM = "the data is a stream, whose length is unknown; set trai
 
 def validation_samples_are_held_out(config: JobConfig) -> Iterator[Problem]:
     """Report a problem if the validation split overlaps with the training data of the same `path`."""
-    for (train_key, train), (key, held_out) in pairs_of(config):
+    for (train_key, train), (key, held_out) in pairs_of(config, DataSource):
         if not (isinstance(train, _Split) and isinstance(held_out, _Split)):
             continue
         names = ("kind", "path", "subset", "hf_split")
@@ -226,9 +226,7 @@ def validation_samples_are_held_out(config: JobConfig) -> Iterator[Problem]:
 
 def validation_sequences_are_new(config: JobConfig) -> Iterator[Problem]:
     """Report a problem if synthetic validation data has the same sequences as the training data."""
-    for (train_key, train), (key, held_out) in pairs_of(config):
-        if not (isinstance(train, SyntheticData) and isinstance(held_out, SyntheticData)):
-            continue
+    for (train_key, train), (key, held_out) in pairs_of(config, SyntheticData):
         if (train.seed, train.vocab_size, train.noise) == (held_out.seed, held_out.vocab_size, held_out.noise):
             table = f"[{format_key(train_key)}]"
             reason = f"gives the same sequences as {table}; set another seed here or in {table}"
@@ -286,11 +284,12 @@ def entries_of(source: KeyPath, data: FilesData) -> Iterator[tuple[KeyPath, str]
         yield from (((*source, "path", index), entry) for index, entry in enumerate(data.path))
 
 
-def pairs_of(config: JobConfig) -> Iterator[tuple[tuple[KeyPath, DataSource], tuple[KeyPath, DataSource]]]:
-    """Yield each pair of a source of training data and a source of validation data. Yield nothing if the run does not
-    validate."""
+def pairs_of(config: JobConfig, kind: type[Kind]) -> Iterator[tuple[tuple[KeyPath, Kind], tuple[KeyPath, Kind]]]:
+    """Yield each pair of a source of training data and a source of validation data that are instances of the class
+    `kind`. Yield nothing if the run does not validate."""
     if config.validation.freq:
-        train, held_out = ([s for s in sources_of(config) if s[0][0] == table] for table in ("data", "validation"))
+        found = list(sources_with(config, kind))
+        train, held_out = ([s for s in found if s[0][0] == table] for table in ("data", "validation"))
         yield from itertools.product(train, held_out)
 
 
@@ -305,11 +304,6 @@ def _why_no_weight(source: MixtureEntry, is_training: bool) -> str | None:
     if steps[0] != 0 or any(not step.is_integer() for step in steps) or steps != sorted(set(steps)):
         return "the steps must be whole numbers that rise from 0, as in [[0, 3], [1000, 1]]"
     return None
-
-
-def as_written(value: object) -> object:
-    """Return a value with lists instead of tuples, so that errors show arrays as in TOML."""
-    return [as_written(item) for item in value] if isinstance(value, tuple) else value
 
 
 def keys_of_packed_documents(config: JobConfig) -> Iterator[tuple[KeyPath, str]]:

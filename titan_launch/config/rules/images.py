@@ -10,8 +10,9 @@ from dataclasses import replace
 
 from titan_launch.config.image_format import DIGITS, misfits
 from titan_launch.config.job import JobConfig
+from titan_launch.config.loading.provenance import toml_value
 from titan_launch.config.paths import SKLEARN_DIGITS, LinkError, class_folders, images_named, tar_shards
-from titan_launch.config.rules.data import as_written, pairs_of, sources_with
+from titan_launch.config.rules.data import pairs_of, sources_with
 from titan_launch.config.sections.data import ImageData, MixtureData
 from titan_launch.core.errors import Problem, format_key, listed
 from titan_launch.core.terminal import shortened
@@ -77,15 +78,13 @@ def digits_suit_the_model(config: JobConfig) -> Iterator[Problem]:
 def validation_images_are_normalized_as_in_training(config: JobConfig) -> Iterator[Problem]:
     """Report a problem if `mean` or `std` of the validation images differs from that of the training images. In a
     mixture, only images of the same `path` are compared."""
-    for (train_key, train), (key, held_out) in pairs_of(config):
-        if not (isinstance(train, ImageData) and isinstance(held_out, ImageData)):
-            continue
+    for (train_key, train), (key, held_out) in pairs_of(config, ImageData):
         if isinstance(config.data, MixtureData) and train.path != held_out.path:
             continue
         for name, ours, theirs in (("mean", held_out.mean, train.mean), ("std", held_out.std, train.std)):
             if ours != theirs:
-                value, at = as_written(theirs), format_key((*train_key, name))
-                reason = f"must equal {at} ({value}), so that training and validation normalize images equally"
+                wanted = f"{format_key((*train_key, name))} ({toml_value(theirs)})"
+                reason = f"must equal {wanted}, so that training and validation normalize images equally"
                 yield Problem((*key, name), reason, ours, also=((*train_key, name), (*train_key, "kind")))
 
 

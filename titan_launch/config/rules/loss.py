@@ -9,7 +9,6 @@ from titan_launch.config.rules.data import sources_of
 from titan_launch.config.rules.model import args_problem
 from titan_launch.config.rules.tables import changed_keys
 from titan_launch.config.sections.data import ClassificationData, FactoryData, PreferenceData, TokensData
-from titan_launch.config.sections.lora import LoRAConfig
 from titan_launch.config.sections.loss import (
     ANSWERS,
     BASE,
@@ -19,7 +18,7 @@ from titan_launch.config.sections.loss import (
     LossConfig,
     ReferenceConfig,
 )
-from titan_launch.config.sections.model import ModelConfig
+from titan_launch.config.sections.model import LoRAConfig, ModelConfig
 from titan_launch.config.sections.parallelism import ActivationCheckpointConfig, CompileConfig
 from titan_launch.config.sections.precision import BatchNormConfig, Float8Config
 from titan_launch.config.sections.section import is_import_string

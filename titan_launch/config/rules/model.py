@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from titan_launch.config.job import JobConfig
+from titan_launch.config.rules.tables import changed_keys
 from titan_launch.config.sections.model import HUGGINGFACE
 from titan_launch.config.sections.section import is_import_string
 from titan_launch.core.errors import KeyPath, Problem, format_key, scalars
@@ -193,11 +194,8 @@ def settings_of_frozen_parameters_have_an_effect(config: JobConfig) -> Iterator[
         "applies only to parameters that are never trained, but this job trains all parameters; set training.frozen, "
         "or remove this key"
     )
-    for key, value, default in (
-        (("precision", "frozen_storage_dtype"), config.precision.frozen_storage_dtype, None),
-        (("batchnorm", "of_frozen"), config.batchnorm.of_frozen, "update"),
-    ):
-        if value != default:
+    for name in ("precision.frozen_storage_dtype", "batchnorm.of_frozen"):
+        for key, value in changed_keys(config, name):
             yield Problem(key, reason, value, also=(("training", "frozen"), ("training", "trainable")))
 
 

@@ -33,14 +33,14 @@ class ReferenceConfig(Section):
     `precision.param_dtype`. The rules in `[precision]` apply to the reference model only if it has the same arguments
     as the trained model."""
 
+    beta: Annotated[float, Field(gt=0)] = 0.1
+    """Strength of the reference model. A small value lets the trained model move further from it."""
+
 
 class DPOConfig(ReferenceConfig):
     """Direct preference optimization (DPO, arXiv:2305.18290): the model learns to prefer one answer to another. The
     loss of a pair is -log sigmoid(`beta` x (log-ratio of the chosen answer - log-ratio of the rejected answer)). A
     log-ratio is the log-probability of an answer in the trained model minus that in the reference model."""
-
-    beta: Annotated[float, Field(gt=0)] = 0.1
-    """Strength of the reference model. A small value lets the trained model move further from it."""
 
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
     """Assumed probability that the two answers of a pair are swapped by mistake (conservative DPO). Validation does not
@@ -50,11 +50,8 @@ class DPOConfig(ReferenceConfig):
 class IPOConfig(ReferenceConfig):
     """Identity preference optimization (IPO, arXiv:2310.12036): the loss has its minimum at a finite distance from the
     reference model, and the loss of DPO does not. The loss of a pair is (log-ratio of the chosen answer - log-ratio of
-    the rejected answer - 1 / (2 x `beta`))². A log-ratio is the mean over the tokens of an answer, as in TRL."""
-
-    beta: Annotated[float, Field(gt=0)] = 0.1
-    """Strength of the reference model, called τ in the paper. A small value lets the trained model move further from
-    it."""
+    the rejected answer - 1 / (2 x `beta`))². A log-ratio is the mean over the tokens of an answer, as in TRL. The paper
+    calls `beta` τ."""
 
 
 class KTOConfig(ReferenceConfig):
@@ -64,9 +61,6 @@ class KTOConfig(ReferenceConfig):
     log-ratio is defined as for `dpo`. The baseline is the mean reward of mismatched answers in the step, but at least
     0; in validation, it is 0. A mismatched answer follows the prompt of a different chat in its sample. Each step runs
     both models once more for the mismatched answers."""
-
-    beta: Annotated[float, Field(gt=0)] = 0.1
-    """Strength of the reference model. A small value lets the trained model move further from it."""
 
     desirable_weight: Annotated[float, Field(gt=0)] = 1.0
     """Weight of the desirable answers, called λ_D in the paper. Recommendation of the paper: `desirable_weight` x the

@@ -1,12 +1,13 @@
-"""`[model]`: the module to train."""
+"""`[model]` and `[lora]`: the module to train, and its adapters."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from titan_launch.config.sections.section import Array, Section, Table
+from titan_launch.core.globs import matches
 
 HUGGINGFACE = "huggingface"
 """Value of `model.name` for every class of the library `transformers`."""
@@ -64,3 +65,81 @@ class ModelConfig(Section):
     def is_of_package(self) -> bool:
         """False for the model of a factory, and for a class of `transformers`."""
         return ":" not in self.name and self.name != HUGGINGFACE
+
+
+ALL_LINEAR = "all-linear"
+"""The entry of `lora.targets` that stands for all linear layers and experts of the blocks, except for routers."""
+
+
+class LoRARule(Section):
+    """A different rank or scale for some of the adapters."""
+
+    match: Array[str]
+    """Globs of modules that `lora.targets` matches. Of several rules that match a module, the first applies."""
+
+    rank: Annotated[int, Field(ge=1)] | None = None
+    """Rank of these adapters. Unset: `lora.rank`."""
+
+    alpha: Annotated[float, Field(gt=0)] | None = None
+    """Alpha of these adapters: their scale is alpha / rank. Unset: `lora.alpha`."""
+
+
+class LoRAConfig(Section):
+    """Low-rank adapters (LoRA, arXiv:2106.09685). All other parameters are frozen, unless `training.trainable` or
+    `training.unfreeze` names them. A module with an adapter multiplies by W + scale * B A instead of its weight W. A
+    has `rank` rows, and B has `rank` columns. At the start B A is 0, so the model computes the same as without
+    adapters."""
+
+    targets: Array[str] = ()
+    """The modules that get adapters: linear layers, embeddings, and the experts of a mixture of experts. An entry is a
+    glob of module paths, such as `["layers.*.attention.w*"]`: `*` matches within one segment, `**` crosses dots. An
+    entry that matches no whole path counts as a name as in `peft`, such as `["q_proj", "v_proj"]`. Such a name matches
+    the ends of module paths: of the paths in this package, or of those in `transformers`. `["all-linear"]`: the linear
+    layers and the experts of the blocks, but no routers. `plan` and a run print the paths of the modules with adapters.
+    If an entry also matches other kinds of modules, these get no adapter. The adapter of a module is its child `lora`.
+    Empty: no adapters."""
+
+    rank: Annotated[int, Field(ge=1)] = 16
+    """Rows of A, and columns of B. At most the smaller side of each target's weight."""
+
+    alpha: Annotated[float, Field(gt=0)] = 32.0
+    """The scale of the adapters is `alpha / rank`."""
+
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Probability with which an element of an adapter's input is set to zero in training. Adapters of embeddings, whose
+    inputs are token ids, have no dropout."""
+
+    rank_stabilized: bool = False
+    """Scale by `alpha / sqrt(rank)`, not `alpha / rank`, so that a large rank learns as fast (arXiv:2312.03732)."""
+
+    rules: Array[LoRARule] = ()
+    """Exceptions to `rank` and `alpha`."""
+
+    adapter: str | None = None
+    """Folder of `peft` with the initial values of the adapters: `adapter_config.json` and `adapter_model.safetensors`,
+    as `titan-launch export --adapter` and `peft` write them. Rank, scale and targets in the folder must equal those of
+    the job. The dropout in the folder must be 0, unless the job sets `lora.dropout`. A key of `adapter_config.json`
+    that this package does not understand is an error. A run that resumes does not read the folder."""
+
+    def of(self, path: str) -> LoRAConfig:
+        """Return the settings for the adapter of the module at `path`: the first rule that matches the module overrides
+        `rank` and `alpha`."""
+        index = self.rule_of(path)
+        if index is None:
+            return self
+        return self.model_copy(update=self.rules[index].model_dump(include={"rank", "alpha"}, exclude_none=True))
+
+    def rule_of(self, path: str) -> int | None:
+        """Return the index in `rules` of the first rule that matches a module; None if none does."""
+        found = (i for i, rule in enumerate(self.rules) if any(matches(glob, path) for glob in rule.match))
+        return next(found, None)
+
+    @property
+    def scale(self) -> float:
+        """Number by which the product B A is multiplied."""
+        return self.alpha / (self.rank**0.5 if self.rank_stabilized else self.rank)
+
+    def alpha_of(self, scale: float, rank: int) -> float:
+        """Return the `alpha` that gives an adapter of rank `rank` the scale `scale`. The result is rounded to 14
+        digits, which removes rounding errors: 32.0, not 32.000000000000004."""
+        return float(f"{scale * (rank**0.5 if self.rank_stabilized else rank):.14g}")

@@ -22,8 +22,8 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, defer_build=True)
 
     def changed(self, *names: str) -> Iterator[tuple[str, Any]]:
-        """Yield (name, value) for each field whose value differs from its default. A tuple is yielded as a list. A
-        field with a default factory is always yielded.
+        """Yield (name, value) for each field whose value differs from its default. A field with a default factory is
+        always yielded.
 
         `names`: the fields to compare; default: all. Values are compared, because the `config.json` of a run contains
         every key: the presence of a key does not show that a user set it.
@@ -31,7 +31,7 @@ class Section(BaseModel):
         for name in names or type(self).model_fields:
             value = getattr(self, name)
             if value != type(self).model_fields[name].default:
-                yield name, list(value) if isinstance(value, tuple) else value
+                yield name, value
 
 
 T = TypeVar("T")

@@ -27,7 +27,7 @@ from pydantic import (
     model_validator,
 )
 
-from titan_launch.config.sections.lora import LoRAConfig
+from titan_launch.config.sections.model import LoRAConfig
 from titan_launch.core.errors import format_key, listed
 from titan_launch.core.terminal import short_name
 from titan_launch.models.args import MOST_WIDTH

@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from titan_launch.config.sections.lora import LoRAConfig
-from titan_launch.config.sections.model import HUGGINGFACE, ModelConfig
+from titan_launch.config.sections.model import HUGGINGFACE, LoRAConfig, ModelConfig
 from titan_launch.core.errors import listed
 from titan_launch.core.terminal import counted, short_name
 from titan_launch.models.architectures import resolve_args

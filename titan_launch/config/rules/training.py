@@ -1,22 +1,62 @@
-"""Rules across sections for the optimizer. Part of `titan_launch.config.rules`."""
+"""Rules across sections for the optimizer, checkpoints and profiles."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 from titan_launch.config.job import JobConfig
 from titan_launch.config.optimizers import ALGORITHMS
 from titan_launch.config.rules.tables import changed_keys
-from titan_launch.core.errors import KeyPath, Problem, format_key
+from titan_launch.config.sections.checkpoint import LOAD_KEYWORDS
+from titan_launch.core.errors import KeyPath, Problem, did_you_mean, format_key
+from titan_launch.core.files import weights_folder_around
 from titan_launch.models.architectures import ARCHITECTURES, known_args
 
 _NAME: KeyPath = ("optimizer", "name")
 _GROUPS: KeyPath = ("optimizer", "param_groups")
+_LOAD: KeyPath = ("checkpoint", "load")
+
+
+def profile_is_in_the_run(config: JobConfig) -> Iterator[Problem]:
+    """Report a problem if the profile would end after the last step of the run."""
+    profiling, training, start = config.profiling, config.training, config.profiling.start_step
+    if start is not None and training.steps is not None and start + profiling.num_steps - 1 > training.steps:
+        length = f"the run ends after step {training.steps} ({format_key(training.length_key)})"
+        remedy = "set a smaller start_step or num_steps"
+        reason = f"begins a profile of {profiling.num_steps} steps, but {length}; {remedy}"
+        yield Problem(("profiling", "start_step"), reason, start, also=(training.length_key,))
+
+
+def weights_are_never_written_to(config: JobConfig) -> Iterator[Problem]:
+    """Report a problem if the run folder or the cache of compiled kernels is a folder with weights, or is inside of
+    one."""
+    folders: list[tuple[KeyPath, str, Path]] = [(("job", "dump_folder"), config.job.dump_folder, config.job.run_folder)]
+    if config.compile.cache_folder is not None:
+        folders.append((("compile", "cache_folder"), config.compile.cache_folder, Path(config.compile.cache_folder)))
+    for key, value, path in folders:
+        if (found := weights_folder_around(path)) is not None:
+            reason = (
+                f"{path} is in {found}, a folder with weights (*.safetensors); nothing is written into such a folder; "
+                "choose another folder"
+            )
+            yield Problem(key, reason, value, also=(("job", "name"),))
+
+
+def load_is_a_word_or_a_path(config: JobConfig) -> Iterator[Problem]:
+    """Report a problem if `checkpoint.load` is a number below 1, or a word that is neither a keyword nor an existing
+    path. (A text with `/` is always taken as a path. The run reports a missing path when it loads the checkpoint.)"""
+    load = config.checkpoint.load
+    if isinstance(load, int) and load < 1:
+        yield Problem(_LOAD, 'must be "latest", "none", a step (at least 1), or a path', load)
+    if isinstance(load, str) and load not in LOAD_KEYWORDS and os.sep not in load and not os.path.exists(load):
+        reason = f'must be "latest", "none", a step, or an existing path{did_you_mean(load, LOAD_KEYWORDS)}'
+        yield Problem(_LOAD, reason, load)
 
 
 def settings_are_of_a_used_algorithm(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem for each setting of an algorithm that updates no parameter of the job. (Default values are
-    accepted, because the `config.json` of a run contains every key.)"""
+    """Report a problem for each setting of an algorithm that updates no parameter of the job."""
     read = {setting for name in config.optimizer.algorithms() for setting in ALGORITHMS[name].settings}
     for algorithm, row in ALGORITHMS.items():
         reason = (
@@ -75,7 +115,10 @@ def width_is_scaled(config: JobConfig) -> Iterator[Problem]:
         yield Problem(key, reason, base, also=(_NAME, _GROUPS))
 
 
-OPTIMIZER_RULES = (
+TRAINING_RULES = (
+    profile_is_in_the_run,
+    weights_are_never_written_to,
+    load_is_a_word_or_a_path,
     settings_are_of_a_used_algorithm,
     implementation_is_pytorchs,
     average_is_updated_in_the_run,
