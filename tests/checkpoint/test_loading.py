@@ -10,16 +10,23 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard as Sharded
+from torch.distributed.tensor import distribute_tensor
 
-from tests.checkpoint.states import saved, trained
+from tests.checkpoint.states import ORIGIN, saved, trained
 from tests.distributed import run_ranks
 from tests.tensors import assert_equal
-from titan_launch.checkpoint.index import IndexReader, ShardPlanner
-from titan_launch.checkpoint.loading import EVERYTHING, Selection, find_checkpoint, load_state, newest_valid
-from titan_launch.checkpoint.manifest import read_manifest, write_manifest
+from titan_launch.checkpoint.index import read_index, read_weights
+from titan_launch.checkpoint.loading import EVERYTHING, Selection, _read, find_checkpoint, load_state, newest_valid
+from titan_launch.checkpoint.manifest import DamagedCheckpointError, Manifest, read_manifest, write_manifest
+from titan_launch.checkpoint.retention import Retention, WriteRequest
+from titan_launch.checkpoint.snapshot import shards_of
+from titan_launch.checkpoint.writer import write_checkpoint
 from titan_launch.core.errors import UserError
-from titan_launch.distributed.dtensor import Shard
+from titan_launch.distributed.dtensor import Shard, local_tensor
 from titan_launch.distributed.random_state import RandomState
 
 
@@ -103,11 +110,48 @@ def test_another_model_is_refused_parameter_by_parameter(checkpoints: tuple[Path
     assert "2 unexpected in the checkpoint: 1.weight, 1.bias" in result
 
 
+def read_parts(folder: Path, size: tuple[int, ...]) -> tuple[str, Tensor]:
+    """Read the rows 2 to 5 and the columns 1 to 4 of a tensor that two ranks have written."""
+    part = Shard(torch.zeros(4, 4), (2, 1), size)
+    try:
+        _read(folder, read_index(folder), {"model": {"0.0.weight": part}})
+    except DamagedCheckpointError as error:
+        return str(error), part.local
+    return "", part.local
+
+
+def test_any_part_of_a_tensor_is_read(checkpoints: tuple[Path, dict[str, Tensor]]) -> None:
+    folder = checkpoints[0] / "step-3"
+    assert [chunk.sizes for chunk in read_index(folder)["model.0.0.weight"].chunks] == [(4, 5), (3, 5)]
+    for problem, part in run_ranks(read_parts, 2, folder, (7, 5)):
+        assert not problem
+        assert torch.equal(part, dict(read_weights(folder))["0.0.weight"][2:6, 1:])
+
+
 def test_a_part_of_a_tensor_of_another_shape_is_refused(checkpoints: tuple[Path, dict[str, Tensor]]) -> None:
-    planner = ShardPlanner({"model.0.0.weight": Shard(torch.zeros(2, 5), (0, 0), (6, 5))})
-    planner.set_up_planner({}, IndexReader(checkpoints[0] / "step-3").read_metadata(), True)
-    with pytest.raises(ValueError, match=r"model.0.0.weight has the shape \(6, 5\) here, but \(7, 5\) in the checkp"):
-        planner.create_local_plan()
+    for problem, _ in run_ranks(read_parts, 2, checkpoints[0] / "step-3", (6, 5)):
+        assert problem == "ValueError: model.0.0.weight has the shape (6, 5) here, but (7, 5) in the checkpoint"
+
+
+def reload_uneven_shards(folder: Path) -> bool:
+    """Write and read a matrix of 7 rows, which tensor parallelism and FSDP2 divide unevenly. Return True if this rank
+    gets its rows again."""
+    mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("fsdp", "tensor"))
+    layer = nn.Linear(4, 7, bias=False)
+    layer.weight = nn.Parameter(distribute_tensor(torch.arange(1.0, 29).view(7, 4), mesh["tensor"], [Sharded(0)]))
+    fully_shard(layer, mesh=mesh["fsdp"])
+    state = {"model": {"weight": layer.weight.detach()}}
+    local = local_tensor(state["model"]["weight"])
+    before = local.clone()
+    manifest = Manifest(step=1, base=None, versions={}, validation_loss=None, files={}, **vars(ORIGIN))
+    write_checkpoint(WriteRequest(folder, manifest, Retention(0, 0, 0)), shards_of(state), None)
+    local.zero_()
+    _read(folder / "step-1", read_index(folder / "step-1"), state)
+    return torch.equal(local, before)
+
+
+def test_uneven_shards_of_two_axes_are_read(tmp_path: Path) -> None:
+    assert all(run_ranks(reload_uneven_shards, 6, tmp_path))
 
 
 def attempt_with_other_names(folder: Path) -> str:

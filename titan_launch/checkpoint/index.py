@@ -14,34 +14,19 @@ import os
 import struct
 import warnings
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from pydantic import Field, TypeAdapter, ValidationError
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_local_load_plan
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import (
-    STORAGE_TYPES,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.futures import Future
 
 from titan_launch.checkpoint.manifest import MANIFEST_FILE, DamagedCheckpointError
 from titan_launch.core.errors import UserError
 from titan_launch.core.files import MIB, open_regular, read_regular
 from titan_launch.core.terminal import one_line
-from titan_launch.distributed.dtensor import Shard
 
 INDEX_FILE = "index.json"
 """Name of the file with the launcher's index."""
@@ -101,25 +86,6 @@ _MOST_BYTES = 1 << 30
 _BYTES_PER_VALUE = 6
 """Minimum number of bytes per JSON value of an index. An index with fewer bytes per value is refused, because each of
 its many values would take up to 500 bytes of memory."""
-
-
-def index_of(metadata: Metadata, places: Mapping[MetadataIndex, Any]) -> Index:
-    """Return the index of the tensors that DCP has written. `places`: file, offset and length of each part, from DCP's
-    writer."""
-    return {
-        name: IndexedTensor(
-            dtype=str(entry.properties.dtype).removeprefix("torch."),
-            shape=tuple(entry.size),
-            chunks=tuple(_written_chunk(name, chunk, places) for chunk in entry.chunks),
-        )
-        for name, entry in metadata.state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
-
-
-def _written_chunk(name: str, chunk: ChunkStorageMetadata, places: Mapping[MetadataIndex, Any]) -> Chunk:
-    place = places[MetadataIndex(name, chunk.offsets)]
-    return Chunk(tuple(chunk.offsets), tuple(chunk.sizes), place.relative_path, place.offset, place.length)
 
 
 def index_text(index: Index, dcp_index: bytes) -> str:
@@ -195,81 +161,6 @@ def _saved_number(folder: Path, index: Index, name: str) -> int:
     return int(read_chunk(folder, tensor.chunks[0], torch.int64))
 
 
-class IndexReader(FileSystemReader):
-    """A DCP reader that uses the launcher's index and unpickles nothing."""
-
-    def __init__(self, folder: Path):
-        super().__init__(folder)
-        self.folder = folder
-        self.index = read_index(folder)
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the index as the `Metadata` of DCP."""
-        tensors: dict[str, STORAGE_TYPES] = {
-            name: TensorStorageMetadata(
-                properties=TensorProperties(dtype=getattr(torch, tensor.dtype)),
-                size=torch.Size(tensor.shape),
-                chunks=[ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in tensor.chunks],
-            )
-            for name, tensor in self.index.items()
-        }
-        chunks = {
-            MetadataIndex(name, torch.Size(chunk.offsets)): (tensor.dtype, chunk)
-            for name, tensor in self.index.items()
-            for chunk in tensor.chunks
-        }
-        return Metadata(tensors, storage_data=chunks, storage_meta=StorageMeta(load_id=self.load_id))
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Copy the planned parts into the target tensors. Raises DamagedCheckpointError for an unreadable part."""
-        for item in plan.items:
-            dtype, chunk = self.storage_data[item.storage_index]
-            part = read_chunk(self.folder, chunk, getattr(torch, dtype))
-            for axis, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-                part = part.narrow(axis, offset, length)
-            target = planner.resolve_tensor(item).detach()
-            target.copy_(part)
-            planner.commit_tensor(item, target)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-
-class ShardPlanner(DefaultLoadPlanner):
-    """DCP's load planner, which can also read a part of a saved tensor into a plain tensor."""
-
-    def __init__(self, places: Mapping[str, Shard]):
-        """`places`: the tensors to fill, by full name, if they are parts of saved tensors."""
-        super().__init__()
-        self._places = places
-
-    def create_local_plan(self) -> LoadPlan:
-        """Return the plan of the parts to read. Raises ValueError if a saved tensor has a different shape, and
-        RuntimeError if a tensor is missing in the checkpoint."""
-        assert self.metadata is not None
-        saved = self.metadata.state_dict_metadata
-        others = {name: value for name, value in self.state_dict.items() if name not in self._places}
-        items = create_default_local_load_plan(others, self.metadata).items
-        for name, place in self._places.items():
-            if name not in saved:
-                raise RuntimeError(f"{name} is missing in the checkpoint")
-            tensor = saved[name]
-            assert isinstance(tensor, TensorStorageMetadata)  # `IndexReader` has no other entries
-            here, there = tuple(place.size), tuple(tensor.size)
-            if here != there:
-                raise ValueError(f"{name} has the shape {here} here, but {there} in the checkpoint")
-            if place.local.numel():
-                own = ChunkStorageMetadata(torch.Size(place.offsets), place.local.shape)
-                items = [*items, *create_read_items_for_chunk_list(name, tensor, [own])]
-        return LoadPlan(items)
-
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        """Return the tensor into which an item of the plan is read."""
-        place = self._places.get(index.fqn)
-        tensor: Tensor = super().lookup_tensor(index) if place is None else place.local
-        return tensor
-
-
 def model_tensors(folder: Path, ema: bool = False) -> Index:
     """Return the index entries of the model's parameters and buffers in a checkpoint, by name in the model.
 
@@ -285,16 +176,27 @@ def model_tensors(folder: Path, ema: bool = False) -> Index:
 
 
 def read_tensor(folder: Path, tensor: IndexedTensor) -> Tensor:
-    """Read all parts of a tensor, and return the whole tensor. Raises DamagedCheckpointError for an unreadable or
-    invalid record."""
+    """Read all parts of a tensor, and return the whole tensor. Raises the errors of `read_chunk`."""
     dtype = getattr(torch, tensor.dtype)
     if [chunk.sizes for chunk in tensor.chunks] == [tensor.shape]:
         return read_chunk(folder, tensor.chunks[0], dtype)
     whole = torch.empty(tensor.shape, dtype=dtype)
-    for chunk in tensor.chunks:
-        place = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
-        whole[place] = read_chunk(folder, chunk, dtype)
+    read_into(whole, (0,) * whole.ndim, folder, tensor)
     return whole
+
+
+def read_into(target: Tensor, offsets: Sequence[int], folder: Path, tensor: IndexedTensor) -> None:
+    """Copy a part of a tensor into `target`, a plain tensor of the part's shape. Only the records that overlap with the
+    part are read. `offsets`: offset of the part in the whole tensor by dim. Raises the errors of `read_chunk`."""
+    for chunk in tensor.chunks:
+        boxes = zip(offsets, target.shape, chunk.offsets, chunk.sizes, strict=True)
+        common = [(max(a, b), min(a + length, b + size)) for a, length, b, size in boxes]
+        if all(start < end for start, end in common):
+            values, place = read_chunk(folder, chunk, getattr(torch, tensor.dtype)), target
+            for dim, (start, end) in enumerate(common):
+                values = values.narrow(dim, start - chunk.offsets[dim], end - start)
+                place = place.narrow(dim, start - offsets[dim], end - start)
+            place.copy_(values)
 
 
 def read_chunk(folder: Path, chunk: Chunk, dtype: torch.dtype) -> Tensor:

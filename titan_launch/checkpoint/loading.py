@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from titan_launch.checkpoint.index import Index, check_step, ended_early, read_index, read_into
 from titan_launch.checkpoint.manifest import (
     DamagedCheckpointError,
     check,
@@ -19,7 +20,7 @@ from titan_launch.checkpoint.manifest import (
     read_manifest,
 )
 from titan_launch.checkpoint.retention import best_steps, set_aside, validation_losses
-from titan_launch.checkpoint.snapshot import map_leaves
+from titan_launch.checkpoint.snapshot import map_leaves, shards_of
 from titan_launch.checkpoint.state import SizedPart, TrainingState, Values, rank_key
 from titan_launch.checkpoint.store import CheckpointStore
 from titan_launch.core.errors import KeyPath, UserError, config_error, leaves, listed
@@ -75,7 +76,6 @@ def newest_valid(
 def damage(checkpoint: Path) -> str | None:
     """Return a clause that describes the damage of a checkpoint; None if the checkpoint is valid. Collective: every
     rank reads a share of the files."""
-    from titan_launch.checkpoint.index import check_step  # imports DCP
 
     def look() -> str | None:
         try:
@@ -88,7 +88,13 @@ def damage(checkpoint: Path) -> str | None:
             return f"it cannot be read: {error}"
         return None
 
-    return next((reason for reason in on_all_ranks(look) if reason is not None), None)
+    return _first_reason(look)
+
+
+def _first_reason(find: Callable[[], str | None]) -> str | None:
+    """Return the first reason that `find` returns on any rank, on all ranks; None if it returns None everywhere.
+    Collective."""
+    return next((reason for reason in on_all_ranks(find) if reason is not None), None)
 
 
 def result_step(folder: Path, newest: int) -> int:
@@ -98,8 +104,6 @@ def result_step(folder: Path, newest: int) -> int:
     finite validation loss, if there is one. `folder`: folder of the run's checkpoints. `newest`: step of the newest
     checkpoint. Raises DamagedCheckpointError if the newest checkpoint has an invalid index or record.
     """
-    from titan_launch.checkpoint.index import ended_early  # imports DCP
-
     best = best_steps(validation_losses(folder)) if ended_early(folder / checkpoint_name(newest)) else []
     return best[0] if best else newest
 
@@ -186,23 +190,16 @@ def load_state(checkpoint: Path, state: TrainingState, selection: Selection) -> 
     Raises ConfigError if a glob of `selection` matches nothing, or if the checkpoint omits parameters and
     `model.weights` does not name the folder that has them.
     """
-    from torch.distributed.checkpoint.api import CheckpointException
-
     try:
         _load(checkpoint, state, selection)
-    except (CheckpointException, DamagedCheckpointError, OSError) as error:
-        cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
-        reason = str(cause) if isinstance(cause, DamagedCheckpointError) else f"{type(cause).__name__}: {cause}"
+    except (DamagedCheckpointError, OSError) as error:
+        reason = str(error) if isinstance(error, DamagedCheckpointError) else f"{type(error).__name__}: {error}"
         raise UserError(f"the checkpoint {checkpoint} cannot be loaded: {reason}") from error
 
 
 def _load(checkpoint: Path, state: TrainingState, selection: Selection) -> None:
-    import torch.distributed.checkpoint as dcp
-
-    from titan_launch.checkpoint.index import IndexReader, ShardPlanner
-
-    reader = IndexReader(checkpoint)
-    saved = {name: tensor.shape for name, tensor in reader.index.items()}
+    index = read_index(checkpoint)
+    saved = {name: tensor.shape for name, tensor in index.items()}
     own_shapes, saved_shapes = state.shapes(), _below("model", saved)
     omitted = _omitted(checkpoint, state, [name for name in own_shapes if name not in saved_shapes], selection)
     own_shapes = {name: shape for name, shape in own_shapes.items() if name not in omitted}
@@ -223,9 +220,8 @@ def _load(checkpoint: Path, state: TrainingState, selection: Selection) -> None:
     has_statistics = selection == EVERYTHING and _has_local_statistics(state, saved)
     if has_statistics:
         target["local_statistics"] = {own: state.local_statistics.targets()}
-    places = {name: leaf for name, leaf in leaves(target) if isinstance(leaf, Shard)}
+    _read(checkpoint, index, target)
     target = map_leaves(target, lambda leaf: leaf.local if isinstance(leaf, Shard) else leaf)
-    dcp.load(target, storage_reader=reader, planner=ShardPlanner(places))
     try:
         if has_random:
             state.random.load_state_dict(target["random"][stream])  # first: if it is invalid, nothing else is loaded
@@ -243,6 +239,29 @@ def _load(checkpoint: Path, state: TrainingState, selection: Selection) -> None:
     if has_statistics:
         state.local_statistics.load_state_dict(target["local_statistics"][own])
     _log_ema(state, saved, selection)
+
+
+def _read(checkpoint: Path, index: Index, target: Mapping[str, Any]) -> None:
+    """Read tensors of a checkpoint into `target`: nested dicts whose leaves are DTensors, plain tensors, and `Shard`s.
+    Collective: if a rank cannot read its parts, all ranks raise DamagedCheckpointError."""
+
+    def read_parts() -> str | None:
+        try:
+            for name, leaf in leaves(shards_of(target)):
+                tensor = index[name]
+                part = leaf if isinstance(leaf, Shard) else Shard(leaf, (0,) * leaf.ndim, tuple(leaf.shape))
+                if part.size != tensor.shape:
+                    raise ValueError(f"{name} has the shape {part.size} here, but {tensor.shape} in the checkpoint")
+                read_into(part.local.detach(), part.offsets, checkpoint, tensor)
+        except DamagedCheckpointError as error:
+            return str(error)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return None
+
+    reason = _first_reason(read_parts)
+    if reason is not None:
+        raise DamagedCheckpointError(reason)
 
 
 def _omitted(checkpoint: Path, state: TrainingState, missing: Collection[str], selection: Selection) -> Collection[str]:
@@ -330,7 +349,7 @@ def _check_optimizer(checkpoint: Path, own: Mapping[str, Values], saved: Mapping
                 return f"for {name} it has {', '.join(sorted(kept))}, and this job needs {', '.join(sorted(values))}"
         return None
 
-    reason = next((reason for reason in on_all_ranks(find_missing) if reason is not None), None)
+    reason = _first_reason(find_missing)
     if reason is not None:
         raise UserError(
             f"the checkpoint {checkpoint} is of another optimizer: {reason}; to begin with new optimizer "

@@ -6,7 +6,7 @@ import os
 import shutil
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,10 +17,10 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.storage import WriteResult
 
-from titan_launch.checkpoint.index import DCP_INDEX_FILE, INDEX_FILE, index_of, index_text
+from titan_launch.checkpoint.index import DCP_INDEX_FILE, INDEX_FILE, Chunk, Index, IndexedTensor, index_text
 from titan_launch.checkpoint.manifest import FileRecord, checkpoint_name, record_of, write_manifest
 from titan_launch.checkpoint.retention import TEMPORARY, WriteRequest, Written, clean, set_aside, tidy
 from titan_launch.checkpoint.snapshot import Shard, State, hash_of_names, is_on_host, total_bytes
@@ -120,10 +120,26 @@ class _Writer(FileSystemWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         super().finish(metadata, results)
         places = {result.index: result.storage_data for of_rank in results for result in of_rank}
-        text = index_text(index_of(metadata, places), Path(self.path, DCP_INDEX_FILE).read_bytes())
+        text = index_text(_index_of(metadata, places), Path(self.path, DCP_INDEX_FILE).read_bytes())
         with self.fs.create_stream(Path(self.path, INDEX_FILE), "wb") as file:
             file.write(text.encode())
             os.fsync(file.fileno())
+
+
+def _index_of(metadata: Metadata, places: Mapping[MetadataIndex, Any]) -> Index:
+    """Return the index of the tensors that DCP has written. `places`: file, offset and length of each part, from DCP's
+    writer."""
+    index: Index = {}
+    for name, tensor in metadata.state_dict_metadata.items():
+        assert isinstance(tensor, TensorStorageMetadata), f"{name} is not a tensor"
+        chunks = []
+        for chunk in tensor.chunks:
+            place = places[MetadataIndex(name, chunk.offsets)]
+            sizes = tuple(chunk.sizes)
+            chunks.append(Chunk(tuple(chunk.offsets), sizes, place.relative_path, place.offset, place.length))
+        dtype = str(tensor.properties.dtype).removeprefix("torch.")
+        index[name] = IndexedTensor(dtype, tuple(tensor.size), tuple(chunks))
+    return index
 
 
 class _Planner(DefaultSavePlanner):
