@@ -69,7 +69,8 @@ class CheckpointManager:
         """From now on, also copy complete checkpoints to `store`, in the background. Begin with the present checkpoints
         that have no copy. `store`: None on other ranks than rank 0, and without copies."""
         self._store = store
-        self._copy_newest()
+        if store is not None:
+            store.begin()
 
     def get_ready(self) -> None:
         """Import the writer and reserve its memory, so that this work does not delay the first save. Collective. If a
@@ -145,10 +146,6 @@ class CheckpointManager:
         if failure:
             raise RunError(f"{failure}; the checkpoint is in {self._folder}")
 
-    def _copy_newest(self) -> None:
-        if self._store is not None:
-            self._store.begin()
-
     def take_measurements(self) -> dict[str, float]:
         """Return two metrics by tag: the seconds for which training has waited for saves since the last call, and the
         number of failed saves of this process."""
@@ -206,7 +203,8 @@ class CheckpointManager:
             _log.info("deleted old checkpoints: %s", ", ".join(map(checkpoint_name, written.deleted)))
         if written.warning:
             warn(_log, "%s: %s", path, written.warning)
-        self._copy_newest()
+        if self._store is not None:
+            self._store.begin()
 
     def _note_failure(self, error: Exception) -> None:
         self._failed_saves += 1
