@@ -183,28 +183,29 @@ def has_master(config: OptimizerConfig, *storage_dtypes: str) -> bool:
     return config.master_weights and "bfloat16" in storage_dtypes
 
 
-def batches(sizes: Sequence[int], limit: int | None = None) -> list[range]:
-    """Divide consecutive parameters into batches that are updated together. Return the range of indices of each batch.
+def batches(shards: Sequence[T], num_elements: Callable[[T], int], limit: int | None = None) -> list[list[T]]:
+    """Divide consecutive shards of parameters into batches that are updated together.
 
-    `sizes`: number of elements of each parameter. `limit`: largest number of elements in a batch with several
-    parameters; by default, the number of elements of the largest parameter.
+    `num_elements`: returns the number of elements of a shard. `limit`: largest number of elements in a batch with
+    several shards; by default, the number of elements of the largest shard.
     """
-    limit, start, total = max(sizes, default=0) if limit is None else limit, 0, 0
-    found = []
-    for index, size in enumerate(sizes):
-        if total + size > limit and index > start:
-            found.append(range(start, index))
-            start, total = index, 0
-        total += size
-    return [*found, range(start, len(sizes))] if sizes else []
+    limit = max(map(num_elements, shards), default=0) if limit is None else limit
+    found: list[list[T]] = []
+    total = 0
+    for shard in shards:
+        if not found or total + num_elements(shard) > limit:
+            found.append([])
+            total = 0
+        found[-1].append(shard)
+        total += num_elements(shard)
+    return found
 
 
 def _in_batches(of_batch: Callable[[Sequence[ShardSize], OptimizerConfig], int]) -> Temporaries:
     """Return the function for an update in batches (see `batches`), from a function `of_batch` for one batch."""
 
     def temporaries(groups: Sequence[GroupSizes], config: OptimizerConfig, ranks: int) -> int:
-        divided = ((group.shards, batches([shard.num_elements for shard in group.shards])) for group in groups)
-        parts = (shards[part.start : part.stop] for shards, ranges in divided for part in ranges)
+        parts = (part for group in groups for part in batches(group.shards, _num_elements))
         return max((of_batch(part, config) for part in parts), default=0)
 
     return temporaries
@@ -311,11 +312,10 @@ _MUON_LIMIT = 1 << 24
 kernel on a GPU runs longer than its launch takes."""
 
 
-def muon_parts(shards: Sequence[T], num_elements: Callable[[T], int]) -> list[Sequence[T]]:
+def muon_parts(shards: Sequence[T], num_elements: Callable[[T], int]) -> list[list[T]]:
     """Divide consecutive shards into parts of at most `_MUON_LIMIT` elements; a larger shard is a part of its own. Muon
     has float32 copies of one part at a time."""
-    parts = batches([num_elements(shard) for shard in shards], _MUON_LIMIT)
-    return [shards[part.start : part.stop] for part in parts]
+    return batches(shards, num_elements, _MUON_LIMIT)
 
 
 def matrices_at_once(shape: Sequence[int]) -> int:
@@ -325,30 +325,28 @@ def matrices_at_once(shape: Sequence[int]) -> int:
     return min(number, max(1, _MUON_LIMIT // (rows * columns)))
 
 
-def matrix_batches(shapes: Sequence[Sequence[int]], ranks: int) -> list[list[list[int]]]:
+def matrix_batches(matrices: Sequence[T], shape_of: Callable[[T], Sequence[int]], ranks: int) -> list[list[list[T]]]:
     """Divide the matrices that `ranks` ranks share into batches. A batch is a list of stacks, at most one per rank. A
-    stack is a list of the indices of matrices with the same shape, which one rank processes together.
+    stack is a list of matrices with the same shape, which one rank processes together.
 
-    `shapes`: rows and columns of each matrix. All stacks of a shape have the same size, except the last one, which may
-    be smaller. The largest stacks come first, because all ranks wait for the largest stack of a batch.
+    `shape_of`: returns the rows and columns of a matrix. All stacks of a shape have the same size, except the last one,
+    which may be smaller. The largest stacks come first, because all ranks wait for the largest stack of a batch.
     """
-    stacks: list[list[int]] = []
-    for same in alike(range(len(shapes)), lambda index: tuple(shapes[index])):
+    stacks: list[list[T]] = []
+    for same in alike(matrices, lambda matrix: tuple(shape_of(matrix))):
         number = len(same)
-        turns = -(-number // (ranks * matrices_at_once((number, *shapes[same[0]]))))
+        turns = -(-number // (ranks * matrices_at_once((number, *shape_of(same[0])))))
         size = -(-number // (ranks * turns))
         stacks += [same[start : start + size] for start in range(0, number, size)]
-    stacks.sort(key=lambda stack: len(stack) * prod(shapes[stack[0]]), reverse=True)
+    stacks.sort(key=lambda stack: len(stack) * prod(shape_of(stack[0])), reverse=True)
     return [stacks[start : start + ranks] for start in range(0, len(stacks), ranks)]
 
 
 def _muon(groups: Sequence[GroupSizes], config: OptimizerConfig, ranks: int) -> int:
     shards = [shard for group in groups for shard in group.shards]
     matrices = [shard for shard in shards if len(shard.shape) == 2]
-    peaks = [
-        _muon_batch([[matrices[index] for index in stack] for stack in batch], config, ranks)
-        for batch in matrix_batches([shard.shape for shard in matrices], ranks)
-    ]
+    batches_of_matrices = matrix_batches(matrices, lambda shard: shard.shape, ranks)
+    peaks = [_muon_batch(batch, config, ranks) for batch in batches_of_matrices]
     for experts in alike([shard for shard in shards if len(shard.shape) == 3], _inner_axes):
         peaks += [_muon_experts(part, config) for part in muon_parts(experts, attrgetter("num_elements"))]
     return max(peaks)

@@ -25,8 +25,8 @@ def update_adamw(groups: Sequence[ShardGroup], config: OptimizerConfig, applied:
             (1 - config.beta2**step).sqrt().float(),
             ((1 - config.beta1**step) / applied).float(),  # infinity if the step is skipped, so that the update is 0
         )
-        for batch in batches([shard.parameter.numel() for shard in group.shards]):
-            _update(group._replace(shards=[group.shards[index] for index in batch]), config, applied, corrections)
+        for batch in batches(group.shards, lambda shard: shard.parameter.numel()):
+            _update(group._replace(shards=batch), config, applied, corrections)
 
 
 def update_pytorch(group: ShardGroup, config: OptimizerConfig, found_inf: Tensor | None) -> None:

@@ -48,8 +48,8 @@ def update_muon(groups: Sequence[ShardGroup], config: OptimizerConfig, applied: 
     others = [matrix for matrix in matrices if matrix.shard.full.ndim == 2]
     for same in alike(others, lambda matrix: matrix.shard.gather):
         division = same[0].shard.gather
-        for batch in matrix_batches([matrix.shard.full.shape for matrix in same], division.size):
-            _update(division, [[same[index] for index in stack] for stack in batch], config.muon, applied)
+        for batch in matrix_batches(same, lambda matrix: matrix.shard.full.shape, division.size):
+            _update(division, batch, config.muon, applied)
 
 
 def _update_experts(experts: Sequence[Matrix], config: MuonConfig, applied: Tensor) -> None:
@@ -101,7 +101,7 @@ def orthogonalized(matrices: Tensor, steps: int) -> Tensor:
     return x.mT if is_tall else x
 
 
-def _parts(matrices: Sequence[Matrix]) -> list[Sequence[Matrix]]:
+def _parts(matrices: Sequence[Matrix]) -> list[list[Matrix]]:
     return muon_parts(matrices, lambda matrix: matrix.shard.gradient.numel())
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from titan_launch.config.optimizers import ALGORITHMS, PyTorchUpdate, names_in_8_bits, shape_of_scales
+from titan_launch.config.optimizers import ALGORITHMS, PyTorchUpdate, alike, names_in_8_bits, shape_of_scales
 from titan_launch.config.sections.training import OptimizerConfig
 from titan_launch.distributed.dtensor import Shard
 from titan_launch.optim.eight_bit import initial_codes
@@ -132,10 +132,7 @@ class MixedOptimizer(Optimizer):
             before = self._histories[parameter] if self.state.get(parameter) else None
             number = numbers.setdefault((before, parameter.grad is not None), len(numbers))
             self._histories[parameter] = number
-        lists: dict[float, list[LocalShard]] = {}
-        for shard in self._shards(group):
-            lists.setdefault(self._histories[shard.full], []).append(shard)
-        return list(lists.values())
+        return alike(self._shards(group), lambda shard: self._histories[shard.full])
 
     def _shards(self, group: Mapping[str, Any]) -> Iterator[LocalShard]:
         """Yield the shards of the parameters with a gradient. Create the state of a parameter that has none yet."""

@@ -18,8 +18,8 @@ def update_sgd(groups: Sequence[ShardGroup], config: OptimizerConfig, applied: T
     the device that is 1, or 0 for a skipped step, whose gradients must be 0. The host does not wait for the device."""
     for group in groups:
         count_step(group.shards, applied)
-        for batch in batches([shard.parameter.numel() for shard in group.shards]):
-            _update(group._replace(shards=[group.shards[index] for index in batch]), config.sgd, applied)
+        for batch in batches(group.shards, lambda shard: shard.parameter.numel()):
+            _update(group._replace(shards=batch), config.sgd, applied)
 
 
 def update_pytorch(group: ShardGroup, config: OptimizerConfig, found_inf: Tensor | None) -> None:
