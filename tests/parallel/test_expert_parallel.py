@@ -98,7 +98,7 @@ def parts_of(run: Run) -> Parts:
     parts: Parts = {}
     for name, tensor in tensors.items():
         assert isinstance(tensor, DTensor) or tensor.ndim == 0
-        box = own_box(tensor.shape, tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else ((), ())
+        box = own_box(tensor.shape, tensor) if isinstance(tensor, DTensor) else ((), ())
         parts[name] = (box[0], local_tensor(tensor).detach().clone())
     return parts
 

@@ -79,7 +79,7 @@ def shards_of(state: Mapping[str, Any]) -> State:
     def shard(leaf: Any) -> Any:
         if not isinstance(leaf, DTensor):
             return leaf
-        offsets, _ = own_box(leaf.shape, leaf.device_mesh, leaf.placements)
+        offsets, _ = own_box(leaf.shape, leaf)
         return Shard(local_tensor(leaf), offsets, tuple(leaf.shape))
 
     return map_leaves(state, shard)

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import WriteItem
@@ -42,28 +41,25 @@ def number_of_copies(tensor: Tensor) -> int:
 def own_part(full: Tensor, like: DTensor) -> Tensor:
     """Return a view of the unsharded tensor `full`: the part that this rank would hold if `full` were sharded like
     `like`."""
-    offsets, lengths = own_box(full.shape, like.device_mesh, like.placements)
+    offsets, lengths = own_box(full.shape, like)
     for dim, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
         full = full.narrow(dim, offset, length)
     return full
 
 
-def own_box(
-    shape: Sequence[int], mesh: DeviceMesh | None, placements: Sequence[Placement]
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return (offsets, lengths) of this rank's part of a tensor of the shape `shape`, in elements by dim. If no
-    placement shards, `mesh` may be None.
+def own_box(shape: Sequence[int], like: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return (offsets, lengths) of the part that this rank would hold of a tensor of the shape `shape` if it were
+    sharded like `like`, in elements by dim.
 
     The inner axes of the mesh shard first: tensor parallelism shards before FSDP2. PyTorch's function for this purpose,
     `compute_local_shape_and_global_offset`, is private. In torch 2.11 to 2.15 that function is also wrong if tensor
     parallelism and FSDP2 shard the same dim unevenly, for example 7 rows over 3 FSDP2 ranks and 2 tensor-parallel
     ranks.
     """
-    offsets, lengths = [0] * len(shape), list(shape)
-    for axis, placement in reversed(list(enumerate(placements))):
+    offsets, lengths, mesh = [0] * len(shape), list(shape), like.device_mesh
+    for axis, placement in reversed(list(enumerate(like.placements))):
         if placement.is_replicate():
             continue
-        assert mesh is not None
         dim: int = placement.dim  # type: ignore[attr-defined]  # of a Shard, also of FSDP2's private kind
         rank, sizes = mesh.get_local_rank(axis), chunk_sizes(lengths[dim], mesh.size(axis))
         offsets[dim] += sum(sizes[:rank])

@@ -118,7 +118,7 @@ def _own_parts(model: nn.Module, weights: Weights, names: Collection[str]) -> It
 def _box(target: Tensor) -> Box:
     """Return the offsets and lengths of this rank's part of a whole tensor, by dim."""
     if isinstance(target, DTensor):
-        return own_box(target.shape, target.device_mesh, target.placements)
+        return own_box(target.shape, target)
     return (0,) * target.ndim, tuple(target.shape)
 
 

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import Placement, Replicate
 from torch.distributed.tensor import Shard as Sharded
 from torch.nn.functional import pad
 
-from titan_launch.distributed.dtensor import chunk_sizes, own_box
+from titan_launch.distributed.dtensor import chunk_sizes
 from titan_launch.optim.flat import divided, joined
 
 
@@ -92,10 +92,6 @@ class MatrixGather:
         own = self._own(shapes)
         received = divided(self._all_to_all(sent, parts, own), own)
         return [matrix for stack in received for matrix in stack.unbind()]
-
-    def offsets(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the offsets of this rank's shard in a tensor of any number of axes."""
-        return own_box(shape, self.mesh, self.placements)[0]
 
     @property
     def _axis(self) -> int | None:
@@ -177,10 +173,3 @@ class MatrixGather:
             sizes = chunk_sizes(full.shape[divided_axis], self.mesh.size(axis))
             full = full.split(sizes, divided_axis)[self.mesh.get_local_rank(axis)]
         return full
-
-
-def matrix_gather_of(parameter: Tensor) -> MatrixGather:
-    """Return the `MatrixGather` for the sharding of a parameter, without replicas."""
-    if isinstance(parameter, DTensor):
-        return MatrixGather(parameter.device_mesh, tuple(parameter.placements))
-    return MatrixGather(None, ())

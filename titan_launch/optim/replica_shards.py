@@ -174,7 +174,7 @@ class ReplicaShards:
     def shard_of(self, parameter: Tensor, chunk: Tensor, size: tuple[int, ...]) -> Shard:
         """Return a chunk with its place in the whole tensor of shape `size`, which is sharded like `parameter`."""
         assert isinstance(parameter, DTensor), "FSDP2 shards all trained parameters"
-        offsets, _ = own_box(size, parameter.device_mesh, parameter.placements)
+        offsets, _ = own_box(size, parameter)
         within = self.chunk(parameter).offsets
         return Shard(chunk, tuple(a + b for a, b in zip(offsets, within, strict=True)), size)
 

@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from titan_launch.config.optimizers import alike, names_in_8_bits
 from titan_launch.config.sections.training import OptimizerConfig
-from titan_launch.distributed.dtensor import local_tensor
+from titan_launch.distributed.dtensor import local_tensor, own_box
 from titan_launch.optim.eight_bit import Codes, decode, encode
 from titan_launch.optim.flat import divided, joined, on_device
-from titan_launch.optim.matrix_gather import MatrixGather, matrix_gather_of
+from titan_launch.optim.matrix_gather import MatrixGather
 from titan_launch.optim.replica_shards import ReplicaShards
 
 
@@ -44,17 +45,22 @@ class LocalShard:
     @property
     def gather(self) -> MatrixGather:
         """The sharding of the parameter, and the exchange of its shards between ranks."""
-        gather, replicas = matrix_gather_of(self.full), self.replicas
+        if not isinstance(self.full, DTensor):
+            return MatrixGather(None, ())
+        mesh, placements, replicas = self.full.device_mesh, tuple(self.full.placements), self.replicas
         if replicas is None:
-            return gather
-        return replace(gather, replicas=replicas.replicas, ranks=replicas.ranks_of_matrices)
+            return MatrixGather(mesh, placements)
+        return MatrixGather(mesh, placements, replicas.replicas, replicas.ranks_of_matrices)
 
     @property
     def offsets(self) -> tuple[int, ...]:
         """Offsets of the shard in the whole parameter."""
+        shape = tuple(self.full.shape)
+        if not isinstance(self.full, DTensor):
+            return (0,) * len(shape)
         if self.replicas is None:
-            return matrix_gather_of(self.full).offsets(self.full.shape)
-        return self.replicas.shard_of(self.full, self.parameter, tuple(self.full.shape)).offsets
+            return own_box(shape, self.full)[0]
+        return self.replicas.shard_of(self.full, self.parameter, shape).offsets
 
     def in_8_bits(self, name: str) -> Codes:
         """Return a state tensor that is stored in 8 bits."""
