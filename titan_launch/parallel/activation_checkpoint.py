@@ -230,17 +230,17 @@ class _SavePolicy:
         return op in SAVED_OPS and not (op in _MATRIX_PRODUCTS and self._num_products % 2 == 0)
 
 
-def cast_in_second_forward(model: nn.Module, plan: ModelPlan, modules: Sequence[str]) -> None:
-    """Cast inputs and outputs of the FSDP2 units inside of checkpointed `modules`. Call this after wrapping.
+def cast_in_second_forward(model: nn.Module, plan: ModelPlan) -> None:
+    """Cast inputs and outputs of the FSDP2 units inside of checkpointed modules. Call this after wrapping.
 
     Before torch 2.13, FSDP2 does not cast in the second forward (pytorch issues 148831, 159359, 176650). Tensors that
     FSDP2 has already cast do not change.
     """
     units = {path: unit for unit in plan.units for path in unit.modules}
-    inside = {  # a shared module has the path of its first parent, which may be outside of `modules`
+    inside = {  # a shared module has the path of its first parent, which may be outside of them
         info.same_as or info.path
         for info in plan.inventory.modules
-        if any(info.path != path and is_within(info.path, path) for path in modules)
+        if any(info.path != path and is_within(info.path, path) for path in plan.checkpointed)
     }
     for path in inside & units.keys():
         cast_at_boundaries(model.get_submodule(path), units[path].policy)

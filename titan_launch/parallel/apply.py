@@ -68,4 +68,4 @@ def parallelize(
         offload_activations(model, outermost(plan.inventory.blocks), mesh.ranks.device_type)
     apply_fsdp(model, plan, mesh, config.training.enable_cpu_offload)
     if not CAN_SHARE_UNITS:
-        cast_in_second_forward(model, plan, plan.checkpointed)
+        cast_in_second_forward(model, plan)

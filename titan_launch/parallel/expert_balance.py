@@ -59,8 +59,24 @@ def prepare_experts(model: nn.Module, plan: ModelPlan, mesh: Mesh, device: str) 
             '[[precision.rules]] with match = "**.router", param_dtype = "float32" and output_dtype = "float32"',
             listed(reduced),
         )
-    slow = {path: widths for path, widths in _bf16_widths(layers, plan) if not is_grouped(device, "bfloat16", widths)}
-    if slow and device == "cuda":
+    if device == "cuda":
+        _warn_of_slow_products(layers, plan)
+
+
+def _warn_of_slow_products(layers: Mapping[str, MixtureOfExperts], plan: ModelPlan) -> None:
+    """Log a warning if the widths of experts on this rank, or the ranks of adapters, prevent grouped products on
+    GPUs."""
+    slow: dict[str, tuple[int, int]] = {}
+    odd: list[str] = []
+    for path, layer in layers.items():
+        _, hidden, width = local_tensor(layer.experts.w1).shape
+        is_bf16 = plan.unit_of[f"{path}.experts"].compute_dtype == "bfloat16"
+        if is_bf16 and not is_grouped("cuda", "bfloat16", (width, hidden)):
+            slow[path] = (width, hidden)
+        shapes = [adapter.get_parameter("a").shape[1:] for adapter in (layer.experts.lora or {}).values()]
+        if not all(is_grouped("cuda", "bfloat16", shape) for shape in shapes):
+            odd.append(path)
+    if slow:
         path, (width, hidden) = next(iter(slow.items()))
         warn(
             _log,
@@ -72,28 +88,13 @@ def prepare_experts(model: nn.Module, plan: ModelPlan, mesh: Mesh, device: str) 
             path,
             listed(list(slow)),
         )
-    odd = [path for path, layer in layers.items() if _has_odd_adapters(layer, device)]
-    if odd and device == "cuda":
+    if odd:
         warn(
             _log,
             "products of adapters: grouped products in bfloat16 require ranks that are multiples of 8. The adapters of "
             "the experts of %s are computed one after another, which is slower. Change lora.rank",
             listed(odd),
         )
-
-
-def _has_odd_adapters(layer: MixtureOfExperts, device: str) -> bool:
-    adapters = [] if layer.experts.lora is None else list(layer.experts.lora.values())
-    return any(not is_grouped(device, "bfloat16", adapter.get_parameter("a").shape[1:]) for adapter in adapters)
-
-
-def _bf16_widths(layers: Mapping[str, MixtureOfExperts], plan: ModelPlan) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Yield the path of each layer whose experts compute in bfloat16, with the widths of their inputs and hidden states
-    on this rank."""
-    for path, layer in layers.items():
-        if plan.unit_of[f"{path}.experts"].compute_dtype == "bfloat16":
-            _, hidden, width = local_tensor(layer.experts.w1).shape
-            yield path, (width, hidden)
 
 
 def _logits_dtype(plan: ModelPlan, router: str) -> str:
@@ -125,7 +126,8 @@ class ExpertBalance:
         rates = [arg.selection_bias_rate or 0.0 for arg in args]
         self._rates = torch.tensor(rates, dtype=torch.float64, device=device)[:, None]
         self._moves = any(rates)
-        self._window = torch.zeros(len(args), max(self._sizes, default=0), dtype=torch.float64, device=device)
+        columns = max(self._sizes, default=1)  # without layers, there are no rows, and `amax` needs a column
+        self._window = torch.zeros(len(args), columns, dtype=torch.float64, device=device)
         """Sum of the loads: of all ranks if biases move, else of this rank. It has a row for each layer; the rows of
         layers with fewer experts end in zeros."""
 
@@ -209,22 +211,14 @@ class ExpertBalance:
 
     def _statistics(self, load: Tensor) -> dict[str, Tensor]:
         """Return statistics of each layer's row in `load`: float64 tensors of shape (layers), by name of the metric."""
-        if not self._layers:
-            return dict.fromkeys(_STATISTICS, load.new_zeros(0))
         total, number = load.sum(1, keepdim=True).clamp(min=1), self._num_experts
         mean = total / number
         exists = torch.arange(load.shape[1], device=load.device) < number
-        return dict(
-            zip(
-                _STATISTICS,
-                (
-                    (load / mean).amax(1),
-                    (torch.special.entr(load / total) / number.clamp(min=2).log()).sum(1),
-                    ((load < UNUSED * mean) & exists & (mean >= _MIN_MEAN_LOAD)).sum(1) / number[:, 0],
-                ),
-                strict=True,
-            )
-        )
+        return {
+            "load_max_over_mean": (load / mean).amax(1),
+            "entropy": (torch.special.entr(load / total) / number.clamp(min=2).log()).sum(1),
+            "unused": ((load < UNUSED * mean) & exists & (mean >= _MIN_MEAN_LOAD)).sum(1) / number[:, 0],
+        }
 
 
 def describe_collapse(step: int, collapsed: Mapping[str, tuple[float, float]]) -> str:
@@ -238,10 +232,6 @@ def describe_collapse(step: int, collapsed: Mapping[str, tuple[float, float]]) -
         "mean. Set or increase model.args.experts.balance_loss or selection_bias_rate, or decrease optimizer.lr; "
         "set model.args.experts.z_loss if the logits of the router grow"
     )
-
-
-_STATISTICS = ("load_max_over_mean", "entropy", "unused")
-"""Names of the metrics `experts/NAME/<layer>`."""
 
 
 def _layers(model: nn.Module) -> dict[str, MixtureOfExperts]:
