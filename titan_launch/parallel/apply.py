@@ -23,7 +23,7 @@ from titan_launch.parallel.fsdp import apply_fsdp
 from titan_launch.parallel.tensor_parallel import apply_tensor_parallel
 from titan_launch.plan.module_selection import checkpoints_compiled
 from titan_launch.plan.types import ModelPlan, outermost
-from titan_launch.precision.policy import cast_storage
+from titan_launch.precision.policy import cast_tensors
 
 
 def parallelize(
@@ -52,7 +52,7 @@ def parallelize(
        that FSDP2 omits in the second forward.
     """
     activation_checkpoint = config.activation_checkpoint
-    cast_storage(model, plan)
+    cast_tensors(model, plan, lambda unit: unit.storage_dtype)
     convert_to_float8(model, plan, config.float8)
     apply_tensor_parallel(model, styles, mesh.along(TENSOR), config.parallelism, plan.loss_head is not None)
     divide_experts(model, mesh)

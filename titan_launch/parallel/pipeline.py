@@ -29,7 +29,7 @@ from titan_launch.parallel.fsdp import cast_at_boundaries
 from titan_launch.parallel.tensor_parallel import token_shards
 from titan_launch.plan.pipeline import parts_on_rank, stage_part
 from titan_launch.plan.types import ModelPlan, Stage
-from titan_launch.precision.policy import torch_dtype
+from titan_launch.precision.policy import cast_tensors, torch_dtype
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,10 @@ class Boundaries:
     def __init__(self, model: nn.Module, plan: ModelPlan, token_shards: int = 1):
         """Cast `model` to the dtypes in which FSDP2 will compute. `model`: an unwrapped copy on the meta device.
         `token_shards`: result of `parallel.tensor_parallel.token_shards`."""
-        _compute_as_planned(model, plan)
+        cast_tensors(model, plan, lambda unit: unit.compute_dtype)
+        for path, policy in plan.policies.items():
+            if path:
+                cast_at_boundaries(model.get_submodule(path), policy)
         first = plan.units[-1].policy.input_dtype  # of the root unit
         self._first_dtype = None if first is None else torch_dtype(first)
         self._model = model
@@ -223,22 +226,6 @@ def _no_pipeline_order(reason: str) -> ConfigError:
     return config_error(
         ("model", "name"), f"the model's pipeline_order is not the order of its forward: {reason}; {advice}"
     )
-
-
-def _compute_as_planned(model: nn.Module, plan: ModelPlan) -> None:
-    """Cast parameters and buffers to their compute dtypes, and add hooks that cast at the boundaries of FSDP2 units."""
-    for path, module in model.named_modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                cast = parameter.detach().to(torch_dtype(plan.unit_of[path].compute_dtype))
-                module._parameters[name] = nn.Parameter(cast, parameter.requires_grad)
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_floating_point():
-                dtype = plan.buffer_dtypes.get(f"{path}.{name}" if path else name)
-                module._buffers[name] = buffer if dtype is None else buffer.to(torch_dtype(dtype))
-    for path, policy in plan.policies.items():
-        if path:
-            cast_at_boundaries(model.get_submodule(path), policy)
 
 
 def run_forward(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from titan_launch.plan.types import ModelPlan, Policy, full_name
+from titan_launch.plan.types import ModelPlan, Policy, Unit, full_name
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -41,13 +41,14 @@ def _optional(name: str | None) -> torch.dtype | None:
     return None if name is None else torch_dtype(name)
 
 
-def cast_storage(model: nn.Module, plan: ModelPlan) -> None:
-    """Cast a model on the meta device to its storage dtypes. Parameters get the storage dtype of their unit, or of the
-    entry of `ModelPlan.in_place` that lists their module. Floating buffers get their planned dtypes."""
+def cast_tensors(model: nn.Module, plan: ModelPlan, dtype_of: Callable[[Unit], str]) -> None:
+    """Cast the tensors of a model on the meta device in place. Parameters get the dtype that `dtype_of` returns for
+    their unit, or for the entry of `ModelPlan.in_place` that lists their module. Floating buffers get their planned
+    dtypes."""
     for path, module in model.named_modules():
         for parameter in module._parameters.values():
             if parameter is not None:
-                parameter.data = parameter.data.to(torch_dtype(plan.unit_of[path].storage_dtype))
+                parameter.data = parameter.data.to(torch_dtype(dtype_of(plan.unit_of[path])))
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_floating_point():
                 module._buffers[name] = buffer.to(torch_dtype(plan.buffer_dtypes[full_name(path, name)]))
