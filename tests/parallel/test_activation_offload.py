@@ -22,8 +22,7 @@ from tests.train.jobs import run_job, tiny_job
 from titan_launch.core.patches import replaced
 from titan_launch.distributed.torch_private import unit_steps_wrapped, unsharded_parameter
 from titan_launch.parallel import activation_offload
-from titan_launch.parallel.activation_arena import ActivationArena
-from titan_launch.parallel.activation_offload import HostCopies, offload_activations
+from titan_launch.parallel.activation_offload import ActivationArena, HostCopies, offload_activations
 from titan_launch.train import kernel_choice
 
 PIPELINE = {"pipeline_parallel_degree": 2}
