@@ -34,7 +34,7 @@ from titan_launch.metrics.memory import track
 from titan_launch.metrics.traffic import count_collectives
 from titan_launch.models.build import build_model
 from titan_launch.models.init import initialize
-from titan_launch.parallel.accumulation import Accumulation
+from titan_launch.parallel.fsdp import Accumulation
 from titan_launch.plan.communication import Traffic
 from titan_launch.plan.job import configured_choice
 from titan_launch.plan.layout import plan_layout

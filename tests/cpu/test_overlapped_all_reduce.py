@@ -23,8 +23,7 @@ from titan_launch.config.job import JobConfig
 from titan_launch.core.patches import replaced
 from titan_launch.cpu import overlapped_all_reduce as overlapped
 from titan_launch.distributed.torch_private import parameter_groups
-from titan_launch.parallel.accumulation import Accumulation
-from titan_launch.parallel.fsdp import discard_pending
+from titan_launch.parallel.fsdp import Accumulation, discard_pending
 
 
 def built(mode: str = "immediate", reduce_dtype: str = "float32") -> tuple[JobConfig, nn.Module]:

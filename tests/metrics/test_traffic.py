@@ -20,7 +20,7 @@ from titan_launch.distributed.torch_private import parameter_group
 from titan_launch.loss.cross_entropy import CrossEntropy
 from titan_launch.metrics.traffic import Kernel, count_collectives, exposed_seconds
 from titan_launch.optim.clip import clip_grad_norm
-from titan_launch.parallel.accumulation import Accumulation
+from titan_launch.parallel.fsdp import Accumulation
 from titan_launch.plan.communication import Traffic
 from titan_launch.plan.layout import plan_layout
 from titan_launch.precision.observation import observe

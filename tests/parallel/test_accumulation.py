@@ -20,7 +20,7 @@ from titan_launch.config.job import JobConfig
 from titan_launch.core.torch_release import CAN_SHARE_UNITS, MIXES_DTYPES_IN_UNIT
 from titan_launch.distributed.mesh import build_mesh
 from titan_launch.models.build import build_model
-from titan_launch.parallel.accumulation import Accumulation
+from titan_launch.parallel.fsdp import Accumulation
 from titan_launch.plan.communication import (
     Collectives,
     Traffic,

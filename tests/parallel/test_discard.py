@@ -29,8 +29,7 @@ from titan_launch.distributed.dtensor import local_tensor
 from titan_launch.distributed.torch_private import parameter_group
 from titan_launch.loss.cross_entropy import CrossEntropy
 from titan_launch.optim.registry import build_optimizer
-from titan_launch.parallel.accumulation import Accumulation
-from titan_launch.parallel.fsdp import discard_pending, in_evaluation_mode, without_backward
+from titan_launch.parallel.fsdp import Accumulation, discard_pending, in_evaluation_mode, without_backward
 from titan_launch.train.health.step_guard import StepGuard
 from titan_launch.train.step import MicrobatchesInTurn, TrainStep, Update
 

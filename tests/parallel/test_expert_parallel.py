@@ -31,8 +31,8 @@ from titan_launch.models.build import build_model
 from titan_launch.models.decoder.mixture_of_experts import Experts, count_choices
 from titan_launch.models.decoder.table_args import ExpertArgs
 from titan_launch.models.init import initialize
-from titan_launch.parallel.accumulation import Accumulation
 from titan_launch.parallel.expert_parallel import Dispatch
+from titan_launch.parallel.fsdp import Accumulation
 from titan_launch.plan.communication import Traffic
 from titan_launch.plan.layout import Layout, plan_layout
 from titan_launch.trace.observers import ExchangesCounted

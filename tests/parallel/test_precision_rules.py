@@ -16,7 +16,7 @@ from tests.tensors import assert_equal, cross_entropy_sum, full_tensor
 from tests.train.jobs import TINY_ARGS, planned_and_sharded, sharded_model
 from titan_launch.config.job import JobConfig
 from titan_launch.core.torch_release import MIXES_DTYPES_IN_UNIT
-from titan_launch.parallel.accumulation import Accumulation
+from titan_launch.parallel.fsdp import Accumulation
 
 UNITS = ("model", "block", "module")
 

@@ -8,7 +8,7 @@ from torch import nn
 from tests.tensors import cross_entropy_sum
 from tests.train.jobs import planned_and_sharded
 from titan_launch.config.job import JobConfig
-from titan_launch.parallel.accumulation import Accumulation
+from titan_launch.parallel.fsdp import Accumulation
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.types import ModelPlan
 

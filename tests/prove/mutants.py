@@ -347,7 +347,7 @@ def gradients_are_averaged() -> None:
 
 
 def replicas_do_not_all_reduce() -> None:
-    from titan_launch.parallel.accumulation import Accumulation
+    from titan_launch.parallel.fsdp import Accumulation
 
     old = Accumulation.begin_microbatch
 
@@ -360,7 +360,7 @@ def replicas_do_not_all_reduce() -> None:
 
 def only_the_last_microbatch() -> None:
     from titan_launch.distributed.torch_private import drop_unsharded_gradients
-    from titan_launch.parallel.accumulation import Accumulation
+    from titan_launch.parallel.fsdp import Accumulation
 
     old = Accumulation.begin_microbatch
 

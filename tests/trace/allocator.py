@@ -18,8 +18,8 @@ from titan_launch.models.init import initialize
 from titan_launch.optim.clip import clip_grad_norm
 from titan_launch.optim.ema import build_ema
 from titan_launch.optim.registry import build_optimizer
-from titan_launch.parallel.accumulation import Accumulation
 from titan_launch.parallel.batchnorm import RunningStatistics
+from titan_launch.parallel.fsdp import Accumulation
 from titan_launch.parallel.pipeline import pipeline_of
 from titan_launch.plan.layout import Layout
 from titan_launch.trace.fake_group import fake_process_group, sends_held

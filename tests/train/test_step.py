@@ -21,7 +21,7 @@ from titan_launch.loss.build import build_loss
 from titan_launch.models.build import build_model
 from titan_launch.models.init import initialize
 from titan_launch.optim.registry import build_optimizer
-from titan_launch.parallel.accumulation import Accumulation
+from titan_launch.parallel.fsdp import Accumulation
 from titan_launch.plan.layout import plan_layout
 from titan_launch.train.health.step_guard import StepGuard
 from titan_launch.train.step import MicrobatchesInTurn, TrainStep, Update

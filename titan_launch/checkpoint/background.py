@@ -163,8 +163,7 @@ def _write(request: WriteRequest, state: State, group: dist.ProcessGroup) -> Wri
 
 
 def _copied(state: State, arena: Arena) -> State:
-    """Copy the state's tensors into the host memory `arena`. Return the state with a `Slot` (position in `arena`) in
-    place of each tensor. Collective: if one rank has too little memory, all ranks raise OSError."""
+    """Copy the state's tensors into the host memory `arena`. Returns and raises as `_reserve` does. Collective."""
     slots = _reserve(state, arena)
     arena.fill(state, slots)
     return slots

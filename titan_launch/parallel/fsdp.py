@@ -1,4 +1,5 @@
-"""FSDP2: wrapping of the planned units, casts, unfreezing, and the reset of a wrapped model after an abandoned step."""
+"""FSDP2: wrapping of the planned units, casts, gradient accumulation, unfreezing, and the reset of a wrapped model
+after an abandoned step."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
+from titan_launch.config.sections.training import GradientAccumulationConfig
 from titan_launch.distributed.dtensor import local_tensor
 from titan_launch.distributed.mesh import Mesh
 from titan_launch.distributed.torch_private import (
@@ -25,6 +27,7 @@ from titan_launch.distributed.torch_private import (
 )
 from titan_launch.models.decoder.mixture_of_experts import Experts
 from titan_launch.models.lora import StackedLoRA
+from titan_launch.optim.replica_shards import ReplicaShards
 from titan_launch.plan.types import ModelPlan, Policy, sharded_dim
 from titan_launch.plan.units.order import plan_backward_prefetch, plan_forward_prefetch
 from titan_launch.precision.policy import mixed_precision_policy, torch_dtype
@@ -144,6 +147,30 @@ def _sum_gradients(unit: FSDPModule) -> None:
     """
     unit.set_gradient_divide_factor(1.0)
     unit.set_force_sum_reduction_for_comms(True)
+
+
+class Accumulation:
+    """The choice of FSDP2's collectives for each microbatch, by `[gradient_accumulation]`. The training step calls
+    `begin_microbatch` before each microbatch (in a pipeline, before each backward). If the section keeps parameters
+    unsharded until the step's last backward, as in ZeRO-2, FSDP2 units do not reshard after forward; `ModelPlan` sets
+    this for each unit."""
+
+    def __init__(self, config: GradientAccumulationConfig, replicas: ReplicaShards | None = None):
+        """`replicas`: the exchange of gradients between the replicas, if the optimizer is sharded over them; else None.
+        The exchange begins during the step's last backward."""
+        self._mode, self._keeps_parameters = config.row, bool(config.keep_params_unsharded)
+        self._replicas = replicas
+
+    def begin_microbatch(self, model: nn.Module, is_last: bool) -> None:
+        """Set which collectives the next backward runs. `is_last`: True for the step's last microbatch."""
+        assert isinstance(model, FSDPModule), "parallel.apply must wrap the model before training"
+        if self._mode.defers:
+            model.set_requires_gradient_sync(is_last or self._mode.reduce_scatters_each)
+            model.set_requires_all_reduce(is_last or self._mode.all_reduces_each)
+        if self._keeps_parameters:
+            model.set_reshard_after_backward(is_last)
+        if self._replicas is not None:
+            self._replicas.begin_microbatch(is_last)
 
 
 class Unfreezing:

@@ -26,8 +26,7 @@ from titan_launch.data.sources import Batch
 from titan_launch.distributed.dtensor import local_tensor
 from titan_launch.loss.interface import Loss
 from titan_launch.metrics.memory import LiveMemory
-from titan_launch.parallel.accumulation import Accumulation
-from titan_launch.parallel.fsdp import discard_pending
+from titan_launch.parallel.fsdp import Accumulation, discard_pending
 from titan_launch.parallel.pipeline import Pipeline
 from titan_launch.plan.memory.ledger import Category, StepPoint
 from titan_launch.plan.memory.tape import Bytes, Event, Gradient, Step

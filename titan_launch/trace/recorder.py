@@ -36,8 +36,8 @@ from titan_launch.models.blocks import remove_blocks
 from titan_launch.models.build import BuiltModel
 from titan_launch.models.host_values import attributes_digest
 from titan_launch.parallel import fsdp
-from titan_launch.parallel.accumulation import Accumulation
 from titan_launch.parallel.batchnorm import RunningStatistics
+from titan_launch.parallel.fsdp import Accumulation
 from titan_launch.parallel.pipeline import pipeline_of
 from titan_launch.plan.communication import Traffic
 from titan_launch.plan.hardware import Kernels

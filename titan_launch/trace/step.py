@@ -26,11 +26,10 @@ from titan_launch.metrics.traffic import count_collectives
 from titan_launch.models.build import BuiltModel
 from titan_launch.optim.groups import group_parameters
 from titan_launch.optim.replica_shards import ReplicaShards, trained_by_unit
-from titan_launch.parallel.accumulation import Accumulation
 from titan_launch.parallel.activation_offload import HostCopies
 from titan_launch.parallel.batchnorm import RunningStatistics
 from titan_launch.parallel.context_parallel import part_of_batch, sequence_part
-from titan_launch.parallel.fsdp import discard_pending
+from titan_launch.parallel.fsdp import Accumulation, discard_pending
 from titan_launch.parallel.pipeline import parts, pipeline_of
 from titan_launch.plan.communication import Traffic, scaled_to_step, traffic_of_microbatches, traffic_of_replicas
 from titan_launch.plan.hardware import Kernels, find_device

@@ -27,7 +27,7 @@ from titan_launch.distributed.torch_private import (
 from titan_launch.loss.interface import Loss, means_of_step
 from titan_launch.metrics.timeline import UNCOUNTED, Parts
 from titan_launch.models.documents import document_arguments
-from titan_launch.parallel.accumulation import Accumulation
+from titan_launch.parallel.fsdp import Accumulation
 from titan_launch.parallel.pipeline import LocalStage, Pipeline
 
 

@@ -23,11 +23,10 @@ from titan_launch.metrics.timeline import OTHER, UNCOUNTED, Parts
 from titan_launch.models.documents import document_arguments
 from titan_launch.optim.clip import clip_grad_norm
 from titan_launch.optim.registry import replicas_of, step_unless
-from titan_launch.parallel.accumulation import Accumulation
 from titan_launch.parallel.batchnorm import RunningStatistics
 from titan_launch.parallel.expert_balance import ExpertBalance
 from titan_launch.parallel.float8 import scale_update
-from titan_launch.parallel.fsdp import discard_pending, in_evaluation_mode
+from titan_launch.parallel.fsdp import Accumulation, discard_pending, in_evaluation_mode
 from titan_launch.parallel.pipeline import pipeline_of, run_forward
 from titan_launch.train.forward import run_model
 from titan_launch.train.health.step_guard import StepGuard
