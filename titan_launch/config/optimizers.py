@@ -205,7 +205,7 @@ def _in_batches(of_batch: Callable[[Sequence[ShardSize], OptimizerConfig], int])
     """Return the function for an update in batches (see `batches`), from a function `of_batch` for one batch."""
 
     def temporaries(groups: Sequence[GroupSizes], config: OptimizerConfig, ranks: int) -> int:
-        parts = (part for group in groups for part in batches(group.shards, _num_elements))
+        parts = (part for group in groups for part in batches(group.shards, attrgetter("num_elements")))
         return max((of_batch(part, config) for part in parts), default=0)
 
     return temporaries
