@@ -64,7 +64,7 @@ def line_chart(
     values = [y for _, y in finite] + [0.0] * is_difference
     y_ticks = _ticks(min(values), max(values))
     to_y = _scale(y_ticks[0], y_ticks[-1], _HEIGHT - _BOTTOM, _TOP)
-    axis, to_x = _x_axis(min(x for x, _ in finite), max(x for x, _ in finite), x, _WIDTH - _RIGHT, _HEIGHT)
+    axis, to_x = _x_axis(min(x for x, _ in finite), max(x for x, _ in finite), x, _WIDTH - _RIGHT)
     body = [*_y_axis(title, y_ticks, to_y, _WIDTH - _RIGHT), *axis]
     if is_difference:
         body.append(f'<path class="zero" d="M{_LEFT} {to_y(0):.1f}H{_WIDTH - _RIGHT}"/>')
@@ -97,7 +97,7 @@ def _hover_of_lines(lines: Mapping[str, Sequence[Points]], x: str, to_x: Callabl
         left = to_x(place if index == 0 else (places[index - 1] + place) / 2)
         right = to_x(place if index == len(places) - 1 else (place + places[index + 1]) / 2)
         values = (f"{name}: {found[place]:.6g}" for name, found in shown.items() if place in found)
-        yield _column(left, max(right - left, 1), _TOP, _HEIGHT - _BOTTOM, [f"{x} {place:,.0f}", *values])
+        yield _column(left, max(right - left, 1), [f"{x} {place:,.0f}", *values])
 
 
 @dataclass(frozen=True)
@@ -123,9 +123,9 @@ def stacked_chart(title: str, columns: Sequence[Column], unit: str, colors: Mapp
         return ""
     limit = _SLOW * sorted(heights)[len(heights) // 2]
     y_ticks = _ticks(0.0, max([height for height in heights if height <= limit] or heights) or max(heights))
-    right, bottom = _WIDE - _LABELS, _HEIGHT - _BOTTOM
-    to_y = _scale(0.0, y_ticks[-1], bottom, _TOP + 16)
-    axis, to_x = _x_axis(columns[0].first - 1, columns[-1].last, "step", right, _HEIGHT)
+    right = _WIDE - _LABELS
+    to_y = _scale(0.0, y_ticks[-1], _HEIGHT - _BOTTOM, _TOP + 16)
+    axis, to_x = _x_axis(columns[0].first - 1, columns[-1].last, "step", right)
     body = [*_y_axis(title, y_ticks, to_y, right), *axis]
     shapes: dict[str, list[str]] = {name: [] for name in colors}
     labels, hover = [], []
@@ -140,7 +140,7 @@ def stacked_chart(title: str, columns: Sequence[Column], unit: str, colors: Mapp
             text = f"{height:.3g} {unit}"
             labels.append(f'<text class="tick" x="{left:.1f}" y="{_TOP + 12}">^ {text}</text>')
             label_end = left + 8 * (len(text) + 3)
-        hover.append(_column(left, width, _TOP, bottom, _describe(column, unit, colors)))
+        hover.append(_column(left, width, _describe(column, unit, colors)))
     body += [f'<path class="area part{colors[name]}" d="{"".join(paths)}"/>' for name, paths in shapes.items() if paths]
     body += [*labels, *_names_at_the_right(columns[-1], colors, right, to_y, y_ticks[-1]), *hover]
     keys = _legend({name: f"part{color}" for name, color in colors.items()})
@@ -283,18 +283,16 @@ def _legend(classes: Mapping[str, str]) -> str:
     """Return the legend of a chart: the first `_MAX_NAMES` names of series or parts, each with a line or an area in its
     CSS class, and the number of further names."""
     names = [*classes]
-    shown = [f"<span>{sample(classes[name])}{escape(name)}</span>" for name in names[:_MAX_NAMES]]
+    shown = [f"<span>{_sample(classes[name])}{escape(name)}</span>" for name in names[:_MAX_NAMES]]
     more = f"<span>and {len(names) - _MAX_NAMES} more</span>" if len(names) > _MAX_NAMES else ""
     return f'<figcaption class="legend">{"".join(shown)}{more}</figcaption>'
 
 
-def sample(color: str) -> str:
+def _sample(color: str) -> str:
     """Return a small picture of a line or of an area. `color`: its CSS class."""
-    is_line = color.startswith("line")
-    shape = (
-        f'<path class="line {color}" d="M0 6H26"/>' if is_line else f'<path class="area {color}" d="M0 0H12V12H0z"/>'
-    )
-    return f'<svg class="key" viewBox="0 0 {26 if is_line else 12} 12">{shape}</svg>'
+    if color.startswith("line"):
+        return f'<svg class="key" viewBox="0 0 26 12"><path class="line {color}" d="M0 6H26"/></svg>'
+    return f'<svg class="key" viewBox="0 0 12 12"><path class="area {color}" d="M0 0H12V12H0z"/></svg>'
 
 
 def _y_axis(title: str, ticks: Sequence[float], to_y: Callable[[float], float], right: float) -> Iterator[str]:
@@ -305,16 +303,14 @@ def _y_axis(title: str, ticks: Sequence[float], to_y: Callable[[float], float], 
         yield f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" class="tick end">{_number(tick, ticks)}</text>'
 
 
-def _x_axis(
-    low: float, high: float, name: str, right: float, height: float
-) -> tuple[list[str], Callable[[float], float]]:
+def _x_axis(low: float, high: float, name: str, right: float) -> tuple[list[str], Callable[[float], float]]:
     """Return an axis of whole numbers with its name, and the function from a number to a coordinate."""
     ticks = _ticks(low, high, is_whole=True, intervals=6)
     inside = [tick for tick in ticks if low <= tick <= high] if high > low else []
     low, high = (low, high) if high > low else (low - 1, high + 1)
     to_x = _scale(low, high, _LEFT, right)
-    bottom = height - _BOTTOM
-    axis = [f'<text x="{right:.1f}" y="{height - 8}" class="tick end">{escape(name)}</text>']
+    bottom = _HEIGHT - _BOTTOM
+    axis = [f'<text x="{right:.1f}" y="{_HEIGHT - 8}" class="tick end">{escape(name)}</text>']
     for tick in inside or [(low + high) / 2]:
         x = to_x(tick)
         axis.append(f'<path class="grid" d="M{x:.1f} {bottom}v4"/>')
@@ -330,10 +326,10 @@ def _whole(value: float) -> str:
     return f"{value:,.0f}"
 
 
-def _column(left: float, width: float, top: float, bottom: float, lines: Sequence[str] | Iterator[str]) -> str:
+def _column(left: float, width: float, lines: Iterable[str]) -> str:
     """Return an invisible column with a text for the mouse pointer."""
     text = escape("\n".join(lines))
-    frame = f'x="{left:.1f}" y="{top}" width="{width:.1f}" height="{bottom - top}"'
+    frame = f'x="{left:.1f}" y="{_TOP}" width="{width:.1f}" height="{_HEIGHT - _BOTTOM - _TOP}"'
     return f'<rect class="hover" {frame}><title>{text}</title></rect>'
 
 

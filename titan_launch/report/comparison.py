@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -19,9 +19,6 @@ from titan_launch.report.figures import (
     STEP_SECONDS,
     VALIDATION_LOSS,
     change,
-    difference_of_curves,
-    loss_axis,
-    loss_curve,
     memory_peaks,
     part_colors,
     speed_tag,
@@ -31,6 +28,8 @@ from titan_launch.report.figures import (
 )
 from titan_launch.report.page import charts, folded, page, paragraphs, section, table
 from titan_launch.report.recorded_run import RecordedRun
+
+_SAMPLES = "train/samples_seen"
 
 _MOST_KEYS = 20
 """Largest number of keys with different values that a page shows without a click."""
@@ -66,25 +65,27 @@ class Comparison:
     """Two or more runs. The first is the reference."""
 
     def __init__(self, runs: Sequence[RecordedRun]):
-        self.runs = runs
-        self.names = _distinct_names(runs)
-        """Names of the runs, all different."""
+        self.runs = dict(zip(_distinct_names(runs), runs, strict=True))
+        """The runs by their names, which are all different."""
+
+        self.reference, *self.others = self.runs
+        """The name of the first run, and the names of the others."""
 
         self.keys = dict(_different_keys(runs))
         """Keys of the configuration that differ, with the value of each run; None for a key that is unset. Keys that
         change the model or the result come first. The last entry is the number of ranks, if it differs."""
 
-        self.axis = loss_axis(runs)
+        self.axis = _loss_axis(runs)
         """The axis over which losses are compared: `step`, `tokens` or `images`."""
 
         self.step = max(set.intersection(*({step for step, _ in run.values(LOSS)} for run in runs)), default=None)
         """The last step for which all runs have reported a training loss; None if there is no such step."""
 
-        self.lines = [line for line in _lines(self) if any(value is not None for value in line.values)]
+        self.lines = [line for line in _lines(runs, self.step, self.axis) if {*line.values} != {None}]
         """The figures. Loss and speed come first."""
 
         common = set.intersection(*(set(run.tags) for run in runs))
-        found = {name: sorted({*run.tags} - common) for name, run in zip(self.names, runs, strict=True)}
+        found = {name: sorted({*run.tags} - common) for name, run in self.runs.items()}
         self.only_in_some = {name: tags for name, tags in found.items() if tags}
         """For each run, by name: its metrics that at least one other run lacks. Runs without such metrics are
         omitted."""
@@ -92,41 +93,36 @@ class Comparison:
     def loss_differences(self, tag: str) -> dict[str, Points]:
         """Return a series for each run but the first, by name: its loss `tag` minus that of the first run, over `axis`.
         Runs without a point in the range of the first run are omitted."""
-        reference, *others = (loss_curve(run, tag, self.axis) for run in self.runs)
-        found = zip(self.names[1:], others, strict=True)
-        return {name: points for name, curve in found if (points := difference_of_curves(curve, reference))}
+        curves = {name: _loss_curve(run, tag, self.axis) for name, run in self.runs.items()}
+        found = {name: _difference_of_curves(curves[name], curves[self.reference]) for name in self.others}
+        return {name: points for name, points in found.items() if points}
 
     def as_text(self) -> str:
-        letters = [chr(ord("A") + index) for index in range(len(self.runs))]
+        letters = {name: chr(ord("A") + index) for index, name in enumerate(self.runs)}
         where = [
-            f"{letter} = {one_line(str(run.folder))}: {run.state}, step {_progress(run)}"
-            for letter, run in zip(letters, self.runs, strict=True)
+            f"{letters[name]} = {one_line(str(run.folder))}: {run.state}, step {_progress(run)}"
+            for name, run in self.runs.items()
         ]
-        named = [f"{letter}: {name}" for letter, name in zip(letters, self.names, strict=True)]
+        named = [f"{letter}: {name}" for name, letter in letters.items()]
         rows = [[f"  {key}", *(_short(value) for value in values)] for key, values in self.keys.items()]
-        keys = [f"{self._num_keys()}", *(aligned([["", *named], *rows]) if rows else [])]
-        head = ["", *letters, *(f"{letter} against A" for letter in letters[1:])]
+        keys = [self._num_keys(), *(aligned([["", *named], *rows]) if rows else [])]
+        head = ["", *letters.values(), *(f"{letters[name]} against A" for name in self.others)]
         figures = aligned([head, *([line.name, *line.cells, *line.changes()] for line in self.lines)])
-        only = [
-            f"only in {letter}: {one_line(', '.join(self.only_in_some[name]))}"
-            for letter, name in zip(letters, self.names, strict=True)
-            if name in self.only_in_some
-        ]
+        only = [f"only in {letters[name]}: {one_line(', '.join(tags))}" for name, tags in self.only_in_some.items()]
         return "\n".join([*keys, *where, *figures, *self._difference_as_text(letters), *only])
 
     def _num_keys(self) -> str:
         count = len(self.keys)
         return f"configuration: {count or 'no'} different {'key' if count == 1 else 'keys'}"
 
-    def _difference_as_text(self, letters: Sequence[str]) -> list[str]:
+    def _difference_as_text(self, letters: Mapping[str, str]) -> list[str]:
         """Return the differences of the training loss as a chart, in which each run is drawn with its letter; [] if no
         difference is known."""
-        curves = self.loss_differences(LOSS)
-        letter_of = dict(zip(self.names, letters, strict=True))
-        title = f"training loss of {', '.join(letter_of[name] for name in curves)} minus that of A"
+        curves = {letters[name]: points for name, points in self.loss_differences(LOSS).items()}
+        title = f"training loss of {', '.join(curves)} minus that of A"
         if curves and not any(value for points in curves.values() for _, value in points):
             return [f"{title}: 0 everywhere"]
-        lines = text_chart({letter_of[name]: points for name, points in curves.items()}, self.axis)
+        lines = text_chart(curves, self.axis)
         return [f"{title}:", *lines] if lines else []
 
     def as_data(self) -> dict[str, Any]:
@@ -139,30 +135,28 @@ class Comparison:
                     "steps": run.total_steps,
                     "best_step": run.best_step,
                 }
-                for run in self.runs
+                for run in self.runs.values()
             ],
             "configuration": {key: list(values) for key, values in self.keys.items()},
             "last_common_step": self.step,
             "figures": {line.name: list(line.values) for line in self.lines},
             "loss_differences": {"axis": self.axis, "runs": self.loss_differences(LOSS)},
-            "time_parts_seconds": [time_parts(run) for run in self.runs],
+            "time_parts_seconds": [time_parts(run) for run in self.runs.values()],
             "only_in_some_runs": self.only_in_some,
         }
 
     def as_page(self) -> str:
-        states = [
-            (name, one_line(str(run.folder)), run.state, _progress(run))
-            for name, run in zip(self.names, self.runs, strict=True)
-        ]
+        names, runs = [*self.runs], self.runs.values()
+        states = [(name, one_line(str(run.folder)), run.state, _progress(run)) for name, run in self.runs.items()]
         keys = [(key, *(_short(value, 200) for value in values)) for key, values in self.keys.items()]
         figures = [(line.name, *line.cells, *line.changes()) for line in self.lines]
-        against = [f"{name} against {self.names[0]}" for name in self.names[1:]]
-        tags = dict.fromkeys(tag for run in self.runs for tag in run.tags)
-        speeds = dict.fromkeys(filter(None, map(speed_tag, self.runs)))
+        against = [f"{name} against {self.reference}" for name in self.others]
+        tags = dict.fromkeys(tag for run in runs for tag in run.tags)
+        speeds = dict.fromkeys(filter(None, map(speed_tag, runs)))
         main = [tag for tag in (LOSS, VALIDATION_LOSS, *speeds) if tag in tags]
-        title = " and ".join(self.names)
+        title = " and ".join(names)
         only = [(name, ", ".join(missing)) for name, missing in self.only_in_some.items()]
-        head = ("key", *self.names)
+        head = ("key", *names)
         reason = f"The runs differ in the {self.axis} per step, so their losses are compared over {self.axis}."
         return page(
             title,
@@ -174,7 +168,7 @@ class Comparison:
                     folded(f"{len(keys) - _MOST_KEYS} more keys", table(head, keys[_MOST_KEYS:])),
                 ),
                 section("Runs", table(("run", "folder", "state", "step"), states)),
-                section("Figures", table(("figure", *self.names, *against), figures)),
+                section("Figures", table(("figure", *names, *against), figures)),
                 section("Loss", paragraphs([] if self.axis == "step" else [reason]), charts(self._loss_charts())),
                 section("Speed", charts(line_chart(speed_unit(tag), self._curves(tag)) for tag in speeds)),
                 section("Where the time of a step goes", self._times()),
@@ -188,50 +182,45 @@ class Comparison:
 
     def _loss_charts(self) -> Iterator[str]:
         for name, tag in (("training loss", LOSS), ("validation loss", VALIDATION_LOSS)):
-            curves = {
-                label: loss_curve(run, tag, self.axis)
-                for label, run in zip(self._labels(), self.runs, strict=True)
-                if tag in run.tags
-            }
-            if curves:
+            if curves := {label: _loss_curve(run, tag, self.axis) for label, run in self._labelled(tag)}:
                 yield line_chart(name, curves, self.axis)
             if differences := self.loss_differences(tag):
-                minus = {f"{other} minus {self.names[0]}": points for other, points in differences.items()}
+                minus = {f"{other} minus {self.reference}": points for other, points in differences.items()}
                 yield line_chart(f"difference of the {name}", minus, self.axis, is_difference=True)
 
-    def _labels(self) -> list[str]:
-        """Return the names of the runs. If only one key differs, each name contains the run's value of this key."""
-        if len(self.keys) != 1:
-            return self.names
-        ((key, values),) = self.keys.items()
-        return [f"{name} ({key} = {_short(value)})" for name, value in zip(self.names, values, strict=True)]
+    def _labelled(self, tag: str) -> Iterator[tuple[str, RecordedRun]]:
+        """Yield the runs with the metric `tag`, each with its name. If only one key differs, the name contains the
+        run's value of this key."""
+        for index, (name, run) in enumerate(self.runs.items()):
+            different = [f"{key} = {_short(values[index])}" for key, values in self.keys.items()]
+            if tag in run.tags:
+                yield f"{name} ({different[0]})" if len(different) == 1 else name, run
 
     def _times(self) -> str:
-        parts = {name: found for name, run in zip(self.names, self.runs, strict=True) if (found := time_parts(run))}
+        parts = {name: found for name, run in self.runs.items() if (found := time_parts(run))}
         bars = [Bar(f"{name}: {sum(found.values()):.4g} s", found) for name, found in parts.items()]
         colors = part_colors({part for found in parts.values() for part in found})
         return bar_chart("mean time of a step and of the pauses after it (s)", bars, "s", colors)
 
     def _curves(self, tag: str) -> dict[str, Points]:
-        found = zip(self._labels(), self.runs, strict=True)
-        return {label: run.values(tag) for label, run in found if tag in run.tags}
+        return {label: run.values(tag) for label, run in self._labelled(tag)}
 
     def slower(self, percent: float) -> list[str]:
         """Return a sentence for each run whose median speed is unknown, or more than `percent` below that of the first
         run. If the speed of the first run is unknown, return a sentence for each other run. Raises UserError if a run
         reports no speed, or if the runs report different kinds of speed."""
-        tags = [speed_tag(run) for run in self.runs]
-        if None in tags or len({*tags}) > 1:
-            kinds = ", ".join(f"{name}: {tag or 'none'}" for name, tag in zip(self.names, tags, strict=True))
+        tags = {name: speed_tag(run) for name, run in self.runs.items()}
+        tag = tags[self.reference]
+        if tag is None or len({*tags.values()}) > 1:
+            kinds = ", ".join(f"{name}: {tag or 'none'}" for name, tag in tags.items())
             raise UserError(f"error: --fail-if-slower: all runs must report the same metric of speed ({kinds})")
-        lines = [line for line in self.lines if tags[0] is not None and line.name == speed_unit(tags[0])]
-        if not lines:
-            return [f"{name} has no finite speed" for name in self.names]
-        line = lines[0]
+        line = next((line for line in self.lines if line.name == speed_unit(tag)), None)
+        if line is None:
+            return [f"{name} has no finite speed" for name in self.runs]
         first = line.values[0]
         return [
-            f"{name} is slower than {self.names[0]} by more than {percent:g} %: {shown}"
-            for name, value, shown in zip(self.names[1:], line.values[1:], line.changes(), strict=True)
+            f"{name} is slower than {self.reference} by more than {percent:g} %: {shown}"
+            for name, value, shown in zip(self.others, line.values[1:], line.changes(), strict=True)
             if value is None or first is None or not value >= first * (1 - percent / 100)
         ]
 
@@ -240,12 +229,13 @@ class Comparison:
         `limit` from that of the first run. Raises UserError if the runs have no loss at a common step."""
         if self.step is None:
             raise UserError("error: --fail-if-loss-differs: the runs have no loss at a common step")
-        losses = [dict(run.values(LOSS))[self.step] for run in self.runs]
+        losses = {name: dict(run.values(LOSS))[self.step] for name, run in self.runs.items()}
+        first = losses[self.reference]
         return [
-            f"the loss of {name} at step {self.step} differs from that of {self.names[0]} by more than {limit:g}: "
-            f"{loss:.6g} and {losses[0]:.6g}"
-            for name, loss in zip(self.names[1:], losses[1:], strict=True)
-            if not abs(loss - losses[0]) <= limit
+            f"the loss of {name} at step {self.step} differs from that of {self.reference} by more than {limit:g}: "
+            f"{losses[name]:.6g} and {first:.6g}"
+            for name in self.others
+            if not abs(losses[name] - first) <= limit
         ]
 
 
@@ -278,9 +268,47 @@ def _different_keys(runs: Sequence[RecordedRun]) -> Iterator[tuple[str, tuple[An
         yield "number of ranks", ranks
 
 
-def _lines(comparison: Comparison) -> Iterator[Line]:
-    runs, step, axis = comparison.runs, comparison.step, comparison.axis
-    curves = [loss_curve(run, LOSS, axis) for run in runs]
+def _loss_axis(runs: Sequence[RecordedRun]) -> str:
+    """Return the axis over which losses of runs are compared. If the runs are known to have different numbers of tokens
+    or images per step, return `tokens` or `images`. Otherwise return `step`."""
+    seen = [dict(run.values(_SAMPLES)) for run in runs]
+    images = any("images" in (speed_tag(run) or "") for run in runs)
+    sizes = [1 if images else run.seq_len for run in runs]
+    per_step = [
+        {size * samples / step for step, samples in found.items() if step}
+        for size, found in zip(sizes, seen, strict=True)
+        if size is not None
+    ]
+    if len(per_step) < len(runs) or not all(per_step) or all(found == per_step[0] for found in per_step):
+        return "step"
+    return "images" if images else "tokens"
+
+
+def _loss_curve(run: RecordedRun, tag: str, axis: str) -> Points:
+    """Return the points of a loss. `axis`: a result of `_loss_axis`. A point is omitted if its coordinate on the axis
+    is not finite, or not larger than that of the previous point."""
+    if axis == "step":
+        return run.values(tag)
+    size = 1 if axis == "images" else run.seq_len or 1
+    seen = dict(run.values(_SAMPLES))
+    found: list[tuple[float, float]] = []
+    for step, value in run.values(tag):
+        place = size * seen.get(step, math.nan)
+        if math.isfinite(place) and (not found or place > found[-1][0]):
+            found.append((place, value))
+    return found
+
+
+def _difference_of_curves(curve: Points, reference: Points) -> Points:
+    """Return `curve` minus `reference`, at each point of `curve` that lies between the first and the last point of
+    `reference`. The reference is interpolated between its points."""
+    first, last = (reference[0][0], reference[-1][0]) if reference else (0.0, -1.0)
+    return [(place, value - value_at(reference, place)) for place, value in curve if first <= place <= last]
+
+
+def _lines(runs: Sequence[RecordedRun], step: int | None, axis: str) -> Iterator[Line]:
+    """Yield the figures. `step`: the last step with a loss of all runs. `axis`: axis over which losses are compared."""
+    curves = [_loss_curve(run, LOSS, axis) for run in runs]
     if axis != "step" and all(curves) and max(curve[0][0] for curve in curves) <= min(curve[-1][0] for curve in curves):
         place = min(curve[-1][0] for curve in curves)
         yield _exact(f"loss at {place:,.0f} {axis}", [value_at(curve, place) for curve in curves], False)

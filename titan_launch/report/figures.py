@@ -12,16 +12,14 @@ from titan_launch.core.terminal import counted
 from titan_launch.metrics.sinks.jsonl import json_number
 from titan_launch.metrics.tags import PAUSES, STEP_PARTS
 from titan_launch.models.architectures import named_flavor
-from titan_launch.report.charts import NUM_COLORS, Column, Points, value_at
+from titan_launch.report.charts import NUM_COLORS, Column
 from titan_launch.report.recorded_run import RecordedRun
 
 LOSS, VALIDATION_LOSS, STEP_SECONDS = "train/loss", "validation/loss", "time/step_s"
 PREDICTED, MEASURED = "memory/predicted_active_gib", "memory/max_active_gib"
-RESERVED, HOST, LIMIT = "memory/max_reserved_gib", "memory/max_rss_gib", "memory/limit_gib"
 _NOT_PARTS = (STEP_SECONDS, "time/compile_s", "time/checkpoint_stall_s")
 """Metrics `time/*_s` that are neither a part of a step nor a pause."""
 
-_SAMPLES = "train/samples_seen"
 UNMEASURED = "not measured"
 
 
@@ -126,11 +124,7 @@ def _merged(columns: Sequence[Column]) -> Column:
     """Return the mean of columns, weighted by their numbers of steps."""
     names = dict.fromkeys(name for column in columns for name in column.parts)
     steps = [column.last - column.first + 1 for column in columns]
-    means = {
-        name: sum(column.parts.get(name, 0.0) * weight for column, weight in zip(columns, steps, strict=True))
-        / sum(steps)
-        for name in names
-    }
+    means = {name: statistics.fmean((column.parts.get(name, 0.0) for column in columns), steps) for name in names}
     return Column(columns[0].first, columns[-1].last, means)
 
 
@@ -146,44 +140,6 @@ def _mean_of_steps(run: RecordedRun, tag: str) -> float:
 def _mean(values: Sequence[float]) -> float | None:
     finite = [value for value in values if math.isfinite(value)]
     return statistics.fmean(finite) if finite else None
-
-
-def loss_axis(runs: Sequence[RecordedRun]) -> str:
-    """Return the axis over which losses of runs are compared. If the runs are known to have different numbers of tokens
-    or images per step, return `tokens` or `images`. Otherwise return `step`."""
-    seen = [dict(run.values(_SAMPLES)) for run in runs]
-    images = any("images" in (speed_tag(run) or "") for run in runs)
-    sizes = [1 if images else run.seq_len for run in runs]
-    per_step = [
-        {size * samples / step for step, samples in found.items() if step}
-        for size, found in zip(sizes, seen, strict=True)
-        if size is not None
-    ]
-    if len(per_step) < len(runs) or not all(per_step) or all(found == per_step[0] for found in per_step):
-        return "step"
-    return "images" if images else "tokens"
-
-
-def loss_curve(run: RecordedRun, tag: str, axis: str) -> Points:
-    """Return the points of a loss. `axis`: a result of `loss_axis`. A point is omitted if its coordinate on the axis is
-    not finite, or not larger than that of the previous point."""
-    if axis == "step":
-        return run.values(tag)
-    size = 1 if axis == "images" else run.seq_len or 1
-    seen = dict(run.values(_SAMPLES))
-    found: list[tuple[float, float]] = []
-    for step, value in run.values(tag):
-        place = size * seen.get(step, math.nan)
-        if math.isfinite(place) and (not found or place > found[-1][0]):
-            found.append((place, value))
-    return found
-
-
-def difference_of_curves(curve: Points, reference: Points) -> Points:
-    """Return `curve` minus `reference`, at each point of `curve` that lies between the first and the last point of
-    `reference`. The reference is interpolated between its points."""
-    first, last = (reference[0][0], reference[-1][0]) if reference else (0.0, -1.0)
-    return [(place, value - value_at(reference, place)) for place, value in curve if first <= place <= last]
 
 
 def memory_peaks(run: RecordedRun) -> dict[str, float]:

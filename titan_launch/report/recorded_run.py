@@ -378,12 +378,12 @@ def load_run(folder: Path) -> RecordedRun:
     return RecordedRun(folder, known.job.name, config, reports, _state(folder, known, reports))
 
 
-def find_runs(folder: Path, depth: int = 3) -> list[Path]:
-    """Return the run folders at or below a folder, at most `depth` levels below, sorted by path. Folders inside of a
-    run folder and links to folders are not searched. Raises UserError for more than MOST_FOLDERS folders."""
+def find_runs(folder: Path) -> list[Path]:
+    """Return the run folders at or below a folder, at most three levels below, sorted by path. Folders inside of a run
+    folder and links to folders are not searched. Raises UserError for more than MOST_FOLDERS folders."""
     found: list[Path] = []
     level, number = [folder], 1
-    for _ in range(depth + 1):
+    for _ in range(4):
         found += [entry for entry in level if _is_run(entry)]
         runs = set(found)
         level = [below for entry in level if entry not in runs for below in _folders_in(entry)]

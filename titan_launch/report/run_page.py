@@ -15,12 +15,9 @@ from titan_launch.core.terminal import one_line
 from titan_launch.metrics.tags import tag_of
 from titan_launch.report.charts import Bar, Points, bar_chart, line_chart, stacked_chart
 from titan_launch.report.figures import (
-    HOST,
-    LIMIT,
     LOSS,
     MEASURED,
     PREDICTED,
-    RESERVED,
     STEP_SECONDS,
     VALIDATION_LOSS,
     change,
@@ -90,11 +87,13 @@ def _times(run: RecordedRun) -> str:
     return chart + table(("part", "seconds per step", "share"), rows)
 
 
+_RESERVED, _HOST, _LIMIT = "memory/max_reserved_gib", "memory/max_rss_gib", "memory/limit_gib"
+
 _BARS = {
     PREDICTED: "tensors, predicted by the planner",
     MEASURED: "tensors, measured",
-    RESERVED: "reserved by the CUDA allocator, measured",
-    HOST: "the process, measured",
+    _RESERVED: "reserved by the CUDA allocator, measured",
+    _HOST: "the process, measured",
 }
 """Text of each bar of peak memory."""
 
@@ -107,11 +106,11 @@ def _memory(run: RecordedRun) -> str:
         against = change(size, peaks[PREDICTED]) if tag == MEASURED and PREDICTED in peaks else ""
         rows.append((tag.partition("/")[2], gib(size), against, known.meaning.replace("`", "") if known else ""))
     shown = {tag: text for tag, text in _BARS.items() if math.isfinite(peaks.get(tag, math.inf))}
-    if RESERVED in shown:  # the other bars and the limit are GPU memory
-        shown.pop(HOST, None)
+    if _RESERVED in shown:  # the other bars and the limit are GPU memory
+        shown.pop(_HOST, None)
     bars = [Bar(f"{text}: {gib(peaks[tag])}", {text: peaks[tag]}) for tag, text in shown.items()]
     colors = {text: index for index, text in enumerate(_BARS.values())}
-    limit = peaks.get(LIMIT, 0.0)
+    limit = peaks.get(_LIMIT, 0.0)
     chart = bar_chart("peak memory of a rank (GiB)", bars, "GiB", colors, limit if 0 < limit < math.inf else None)
     return chart + table(("metric", "largest value", "against the plan", "meaning"), rows)
 
