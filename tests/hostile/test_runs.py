@@ -455,7 +455,7 @@ def test_a_list_of_runs_passes_links_and_strange_names(runner: Runner, runs: Pat
         ended = runner.run(["compare", name, "good"], runs)
         ended.assert_harmless()
         assert ended.status == 0, ended.text
-        write_page(runs / "x.html", run_page(load_run(runs / name)), "--out")
+        write_page(runs / "x.html", run_page(load_run(runs / name)))
 
 
 def test_a_folder_of_very_many_folders_is_one_sentence(

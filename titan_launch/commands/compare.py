@@ -52,7 +52,7 @@ def run(arguments: Namespace) -> int:
     else:
         say(comparison.as_text())
     if arguments.out is not None:
-        write_page(Path(arguments.out), comparison.as_page(), "--out")
+        write_page(Path(arguments.out), comparison.as_page())
         say(one_line(f"page: {arguments.out}"), file=sys.stderr)
     for sentence in exceeded:
         say(one_line(f"failed: {sentence}"), file=sys.stderr)

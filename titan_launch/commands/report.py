@@ -29,6 +29,6 @@ def run(arguments: Namespace) -> int:
     path = recorded.folder / PAGE_FILE if arguments.out is None else Path(arguments.out)
     text = run_page(recorded)
     say("\n".join(map(as_message, summary(recorded))))
-    write_page(path, text, "--out")
+    write_page(path, text)
     say(one_line(f"page: {path}"))
     return OK

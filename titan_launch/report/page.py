@@ -125,10 +125,10 @@ def paragraphs(sentences: Iterable[str]) -> str:
     return "".join(f"<p>{escape(sentence)}</p>" for sentence in sentences)
 
 
-def write_page(path: Path, text: str, option: str) -> None:
-    """Write a page. Raises UserError if the file cannot be written. `option`: option that names the file."""
+def write_page(path: Path, text: str) -> None:
+    """Write a page. Raises UserError if the file cannot be written."""
     try:
         replace_text(path, text)
     except OSError as error:
-        reason = f"{path} cannot be written: {error.strerror}; name a file in another folder with {option}"
+        reason = f"{path} cannot be written: {error.strerror}; name a file in another folder with --out"
         raise UserError(f"error: {reason}") from None
