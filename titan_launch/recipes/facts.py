@@ -18,7 +18,6 @@ from titan_launch.config.sections.tokenizer import TEMPLATE_FILE, TOKENIZER_FILE
 from titan_launch.core.errors import ConfigError, UserError, listed, toml_string
 from titan_launch.core.files import open_regular, read_regular
 from titan_launch.core.terminal import counted, one_line, short_name
-from titan_launch.models.huggingface.args import image_format
 from titan_launch.models.huggingface.config_json import longest_sequence, read_folder_config, read_json, refuse_adapter
 from titan_launch.models.huggingface.files import CONFIG_FILE, WeightsError
 from titan_launch.recipes.writing import Row
@@ -154,12 +153,12 @@ def _facts_about(path: str, kinds: Sequence[str]) -> DataFolder:
 def _tokens(folder: Path) -> DataFolder | None:
     from titan_launch.data.token_files import HEADER
 
+    about = "token files of `titan-launch prepare`"
     if (folder / HEADER).is_file():
-        return DataFolder(str(folder), "tokens", "token files of `titan-launch prepare`", is_split=False)
+        return DataFolder(str(folder), "tokens", about, is_split=False)
     train, validation = folder / "train", folder / "validation"
     if (train / HEADER).is_file():
         held_out = str(validation) if (validation / HEADER).is_file() else None
-        about = "token files of `titan-launch prepare`"
         return DataFolder(str(train), "tokens", about, validation=held_out, is_split=False)
     return None
 
@@ -188,22 +187,16 @@ def _images(folder: Path) -> DataFolder | None:
     """Return the facts about a folder of WebDataset shards, or of class folders whose first files are mostly images.
     Return None for any other folder."""
     if next(folder.glob("*.tar"), None):
-        return _shards(str(folder / "*.tar"))
+        return _image_files(str(folder / "*.tar"), "WebDataset shards")
     classes = paths.class_folders(str(folder))
     files = [file for name in classes for file in itertools.islice((folder / name).rglob("*.*"), 10)]
     images = [file for file in files if file.name.lower().endswith(paths.IMAGE_SUFFIXES)]
     if 2 * len(images) <= len(files):
         return None
-    size = _size_of(images[0])
-    about = f"images of {len(classes)} classes"
     found = (names for name in classes for _, _, names in os.walk(folder / name))
     number = sum(file.lower().endswith(paths.IMAGE_SUFFIXES) for names in found for file in names)
-    facts = _facts(size, classes)
-    return DataFolder(str(folder), "images", about, *_transforms(size), facts=facts, num_images=number)
-
-
-def _shards(path: str) -> DataFolder:
-    return DataFolder(path, "images", "WebDataset shards", *_transforms(_SHORT_SIDE), facts=_facts(_SHORT_SIDE))
+    about = _image_files(str(folder), f"images of {len(classes)} classes", _size_of(images[0]))
+    return replace(about, facts={**about.facts, "classes": len(classes)}, num_images=number)
 
 
 def _npz(file: Path) -> DataFolder | None:
@@ -223,11 +216,6 @@ def _npz(file: Path) -> DataFolder | None:
     return DataFolder(str(file), "images", about, rows, facts={"channels": channels, "size": size, "classes": classes})
 
 
-def _facts(size: int, classes: list[str] | None = None) -> dict[str, int]:
-    known = {"channels": 3, "size": min(size, _SHORT_SIDE)}
-    return known if classes is None else {**known, "classes": len(classes)}
-
-
 def _size_of(image: Path) -> int:
     """Return the shorter side of an image in pixels; 224 if Pillow is not installed or refuses the file."""
     from titan_launch.data.images.pillow import MOST_BYTES, PixelFormatError, opened_image
@@ -239,13 +227,14 @@ def _size_of(image: Path) -> int:
         return _SHORT_SIDE
 
 
-def _transforms(size: int) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
-    """Return the keys of `[data]` that apply to all images, and those that apply to training images only."""
+def _image_files(path: str, description: str, size: int = _SHORT_SIDE) -> DataFolder:
+    """Return the facts about images in files, which a job resizes and crops. `size`: shorter side in pixels of one."""
     side = min(size, _SHORT_SIDE)
     resize = 256 if side == _SHORT_SIDE else side
     imagenet = (Row("mean", [0.485, 0.456, 0.406], "of ImageNet"), Row("std", [0.229, 0.224, 0.225]))
-    both = (Row("resize", resize, "shorter side in pixels"), Row("crop", side), *imagenet, Row("num_workers", 4))
-    return both, (Row("augment", ["resized_crop", "flip"]),)
+    rows = (Row("resize", resize, "shorter side in pixels"), Row("crop", side), *imagenet, Row("num_workers", 4))
+    augment = Row("augment", ["resized_crop", "flip"])
+    return DataFolder(path, "images", description, rows, (augment,), facts={"channels": 3, "size": side})
 
 
 _ENDS = {
@@ -291,7 +280,7 @@ def _by_suffix(path: str, files: list[Path], kinds: Sequence[str]) -> DataFolder
             pattern = str(Path(path, "*.bin")) if Path(path).is_dir() else path
             return DataFolder(pattern, "tokens", "tokens of another program", is_split=False)
         case "images":
-            return _shards(path)
+            return _image_files(path, "WebDataset shards")
     is_split = len(files) >= _FEW_RECORDS / 10
     about, reason = counted(len(files), "text file"), "the files have no records"
     return DataFolder(path, "text", about, is_split=is_split, reason=reason, num_bytes=num_bytes)
@@ -415,9 +404,3 @@ def _text_of(texts: list[str], what: str, names: list[str]) -> str:
         nested = '; a key of an inner object needs data.field, such as "meta.text"' if what == "key" else ""
         raise UnknownDataError(f"no {what} has text; there are: {found:.500}{nested}")
     return "text" if "text" in texts else texts[0]
-
-
-def classes_of_model(folder: ModelFolder) -> int | None:
-    """Return the number of classes of an image classifier; None for any other model."""
-    taken = image_format(folder.config)
-    return None if taken is None else taken.num_classes

@@ -13,7 +13,8 @@ from titan_launch.core.errors import UserError
 from titan_launch.core.terminal import counted
 from titan_launch.data.epochs import known_samples, steps_of
 from titan_launch.models.architectures import ALL_IN_ARGS, ARCHITECTURES
-from titan_launch.recipes.facts import DataFolder, ModelFolder, UnknownDataError, classes_of_model, look_at_data
+from titan_launch.models.huggingface.args import image_format
+from titan_launch.recipes.facts import DataFolder, ModelFolder, UnknownDataError, look_at_data
 from titan_launch.recipes.sizes import Sizes
 from titan_launch.recipes.writing import Row, Table
 
@@ -284,7 +285,7 @@ def _batch_and_length(recipe: Recipe, inputs: Inputs) -> tuple[int, _Length]:
     if samples is not None and recipe.least_steps:
         per_step = min(per_step, max(1, epochs * samples.number // recipe.least_steps))
     batch = inputs.ranks * 2 ** max(0, (per_step // inputs.ranks).bit_length() - 1)
-    return batch, _length_of(epochs, recipe.steps, recipe.prefers_steps, samples, batch)
+    return batch, _length_of(recipe, epochs, samples, batch)
 
 
 def _text_model(recipe: Recipe, model: ModelFolder | None) -> Iterator[Table]:
@@ -322,7 +323,8 @@ def _image_model(model: ModelFolder | None, data: DataFolder) -> Iterator[Table]
         rows: list[Row] = [Row("weights", model.path)]
         if model.name == HUGGINGFACE:
             rows = [Row("name", HUGGINGFACE, "the class of `transformers`"), *rows]
-            if classes is not None and classes != classes_of_model(model):
+            taken = image_format(model.config)
+            if classes is not None and (taken is None or classes != taken.num_classes):
                 rows.append(Row("args", {"num_labels": classes}))
                 rows.append(Row("exclude_from_weights", ["classifier.*"], "a new output layer, from random values"))
         yield Table("model", rows)
@@ -493,20 +495,16 @@ class _Length:
     """Approximate number of steps, from which warm-up and intervals are computed."""
 
 
-def _length_of(epochs: int, steps: int, prefers_steps: bool, samples: _Samples | None, batch: int) -> _Length:
-    """Return the length of a run with `batch` samples per step.
-
-    `steps`: usual number of steps of the recipe. `prefers_steps`: True to write the key `steps` in place of `epochs`,
-    except if these steps are at least `epochs` epochs.
-    """
-    name, value = ("steps", steps) if prefers_steps else ("epochs", epochs)
+def _length_of(recipe: Recipe, epochs: int, samples: _Samples | None, batch: int) -> _Length:
+    """Return the length of a run with `batch` samples per step."""
+    steps = recipe.steps
     if samples is None:
-        other = "epochs" if prefers_steps else "steps"
+        name, value, other = ("steps", steps, "epochs") if recipe.prefers_steps else ("epochs", epochs, "steps")
         return _Length(Row(name, value, f"`titan-launch data` shows how many {other} these are"), steps)
     needed = steps_of(epochs, samples.number, batch)
     about, note = ("", "") if samples.is_exact else ("about ", "; `titan-launch data` counts them")
     size = f"{counted(samples.number, 'sample')}{note}"
-    if prefers_steps and steps < needed:
-        return _Length(Row(name, value, f"{about}{steps * batch / samples.number:.2g} epochs of {size}"), steps)
+    if recipe.prefers_steps and steps < needed:
+        return _Length(Row("steps", steps, f"{about}{steps * batch / samples.number:.2g} epochs of {size}"), steps)
     comment = f"{about}{counted(needed, 'step')}; an epoch has {about}{size}"
     return _Length(Row("epochs", epochs, comment), needed)
