@@ -19,7 +19,8 @@ from typing import Any
 
 from publishing import markdown_table, publish
 
-from titan_launch.commands.plan import PlanOptions, print_plan
+from titan_launch.cli import parse_arguments
+from titan_launch.commands.plan import print_plan
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import format_key
 from titan_launch.plan.hardware import GIB
@@ -55,7 +56,7 @@ def predict(model: str, ranks: int, sections: dict[str, Any]) -> tuple[int, int]
     }
     for name, values in sections.items():
         job[name] = {**job.get(name, {}), **values}
-    printed, options = io.StringIO(), PlanOptions(only_own=True, as_json=True)
+    printed, options = io.StringIO(), parse_arguments(["plan", "--config", "job.toml", "--rows", "own", "--json"])
     with redirect_stdout(printed), redirect_stderr(io.StringIO()):
         print_plan(JobConfig.model_validate(job), ranks, format_key, options)
     (row,) = json.loads(printed.getvalue())["rows"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,23 @@ from torch.distributed.fsdp import FSDPModule
 
 from tests.distributed import run_ranks
 from tests.train.jobs import run_job, sharded_model, tiny_job
+from titan_launch.cli import parse_arguments
 from titan_launch.commands import plan
-from titan_launch.commands.plan import PlanOptions, print_plan
+from titan_launch.commands.plan import print_plan
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import ConfigError, UserError
 from titan_launch.core.files import CACHE_VARIABLE
 from titan_launch.plan.hardware import GIB
 
-JSON, TEXT, VERBOSE = PlanOptions(as_json=True), PlanOptions(), PlanOptions(verbose=True)
-OWN_JSON, OWN_TEXT = PlanOptions(as_json=True, only_own=True), PlanOptions(only_own=True)
-OWN_VERBOSE = PlanOptions(verbose=True, only_own=True)
+
+def plan_options(*options: str) -> Namespace:
+    """Return the arguments of `plan` with these options. (The tests give the job itself.)"""
+    return parse_arguments(["plan", "--config", "job.toml", *options])
+
+
+JSON, TEXT, VERBOSE = plan_options("--json"), plan_options(), plan_options("--verbose")
+OWN = ("--rows", "own")
+OWN_JSON, OWN_TEXT, OWN_VERBOSE = plan_options(*OWN, "--json"), plan_options(*OWN), plan_options(*OWN, "--verbose")
 """Options without rows of other modes, which would have to be recorded."""
 
 RULES: list[dict[str, Any]] = [
@@ -196,9 +204,9 @@ def test_a_long_plan_names_the_shorter_one(
     monkeypatch.setattr(plan, "_LONG", 0.0)
     for options in (TEXT, OWN_TEXT):
         print_plan(JobConfig.model_validate(tiny_job(tmp_path)), 2, str, options)
-        assert (
-            "--rows own is faster: it plans only the modes that the job sets" in capsys.readouterr().err
-        ) is not options.only_own
+        assert ("--rows own is faster: it plans only the modes that the job sets" in capsys.readouterr().err) is (
+            options is TEXT
+        )
 
 
 def test_a_plan_says_what_it_records(
@@ -228,7 +236,7 @@ def test_the_recommended_keys_are_toml_that_makes_the_job_the_recommended_one(
 def test_a_job_that_does_not_fit_gets_changes_with_which_it_fits(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def plan(options: PlanOptions = JSON, **sections: Any) -> dict[str, Any]:
+    def plan(options: Namespace = JSON, **sections: Any) -> dict[str, Any]:
         job = JobConfig.model_validate(tiny_job(tmp_path, **sections))
         print_plan(job, 2, str, options)
         found: dict[str, Any] = json.loads(capsys.readouterr().out)
@@ -260,7 +268,7 @@ def test_a_measurement_that_needs_more_host_memory_than_is_free_is_refused() -> 
     keys = r"training\.enable_cpu_offload = true and activation_checkpoint\.offload = true"
     wanted = rf"--measure: needs about 6\d{{3}}\.\d GiB of host memory, .* for {keys}; .* GiB are free; plan without"
     with pytest.raises(UserError, match=wanted):
-        print_plan(JobConfig.model_validate(job), 1, str, PlanOptions(only_own=True, measures=True))
+        print_plan(JobConfig.model_validate(job), 1, str, plan_options(*OWN, "--measure"))
 
 
 def test_auto_is_resolved_for_the_pipeline_rank_with_the_highest_peak_memory(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from argparse import SUPPRESS, Namespace
+from collections.abc import Iterator
 
 from titan_launch.commands.parser import Parser, check_weights, load_to_train
 from titan_launch.commands.train import add_dry_run, add_output, dry_run, is_dry_run
+from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.load import LoadedJob
-from titan_launch.core.errors import ConfigError, UserError
+from titan_launch.core.errors import ConfigError, Problem, UserError
 from titan_launch.launch.options import LAUNCH_OPTIONS, plan_processes
 from titan_launch.launch.torchrun import launch
 from titan_launch.plan.proof.certificate import find
@@ -37,13 +39,19 @@ def run(arguments: Namespace) -> int:
             )
             raise UserError(f"error: --fake-world-size {fake}: {reason}")
         dry_run(arguments)
-    loaded = load_to_train(arguments, world_size, is_elastic=world_size is None)
+    loaded = load_to_train(arguments, world_size, more_rules=(_global_batch_is_set,) if world_size is None else ())
     check_weights(loaded)
     if arguments.require_proof:
         _check_proof(loaded, arguments.config)
     output = ["--quiet"] * arguments.quiet + ([f"--log-level={arguments.log_level}"] if arguments.log_level else [])
     worker_args = ["--config", arguments.config, *output, *arguments.overrides]
     return launch(processes, worker_args, loaded.config.job.run_folder)
+
+
+def _global_batch_is_set(config: JobConfig) -> Iterator[Problem]:
+    if config.training.global_batch_size is None:
+        reason = "is required with --nnodes min:max: its default depends on the number of ranks, which may change"
+        yield Problem(("training", "global_batch_size"), reason)
 
 
 def _check_proof(loaded: LoadedJob, file: str) -> None:

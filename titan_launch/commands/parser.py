@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
-from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -19,9 +19,9 @@ from titan_launch.core.import_string import refuse_imports_from
 from titan_launch.core.patches import without_garbage_collection
 from titan_launch.core.terminal import say, shortened
 from titan_launch.plan.hardware import Kernels, planned_device_exists
+from titan_launch.plan.layout import Layout, plan_layout, with_global_batch_size
 
 if TYPE_CHECKING:
-    from titan_launch.plan.layout import Layout
     from titan_launch.plan.memory.recordings import Recorder, Recordings
 
 OVERRIDES = """\
@@ -51,14 +51,6 @@ class Parser(ArgumentParser):
         self.epilog = f"{OVERRIDES}\n\nexample:\n  {example}"
         text = "job file, config.json in the folder of an earlier run, or name of a config of the package (required)"
         self.add_argument("--config", required=True, metavar="JOB.toml", help=text)
-
-    def add_key_options(self, title: str, options: Iterable[tuple[str, str, str, str]]) -> None:
-        """Add a group of options with the heading `title`. `options`: tuples of the option, the key that it sets,
-        metavar and help text."""
-        group = self.add_argument_group(title)
-        for option, key, metavar, text in options:
-            group.add_argument(option, metavar=metavar, default=SUPPRESS, help=f"{text}; sets {key}")
-            self.key_options[option] = f"--{key}"
 
     def parse(
         self, args: Sequence[str], commands_with: Callable[[str], Sequence[str]] = lambda option: ()
@@ -158,33 +150,22 @@ def add_source(parser: Parser) -> None:
     parser.add_argument("--base", type=Path, metavar="FOLDER", help=text)
 
 
-def load(
-    arguments: Namespace, world_size: int | None, is_elastic: bool = False, more_rules: Sequence[Rule] = ()
-) -> LoadedJob:
+def load(arguments: Namespace, world_size: int | None, more_rules: Sequence[Rule] = ()) -> LoadedJob:
     """Return the checked job. With a world size, also check that the parallelism degrees match this number of ranks.
     The global batch must then be divisible among the ranks. After this call, Python refuses imports from the folders of
     runs, checkpoints and weights that the job names (see `refuse_imports_from`).
 
-    `is_elastic`: True if the number of ranks may change from one start to the next. The job must then set
-    `training.global_batch_size`. `more_rules`: further rules to check. Raises UserError with all problems.
+    `more_rules`: further rules to check. Raises UserError with all problems.
     """
 
-    def elastic_rule(config: JobConfig) -> Iterator[Problem]:
-        if is_elastic and config.training.global_batch_size is None:
-            reason = "is required with --nnodes min:max: its default depends on the number of ranks, which may change"
-            yield Problem(("training", "global_batch_size"), reason)
-
     def layout_rule(config: JobConfig) -> Iterator[Problem]:
-        if world_size is None:
-            return
-        from titan_launch.plan.layout import plan_layout
-
         try:
-            plan_layout(config.parallelism, config.training, world_size)
+            if world_size is not None:
+                plan_layout(config.parallelism, config.training, world_size)
         except ConfigError as error:
             yield from error.problems
 
-    rules = (*RULES, planned_device_exists, elastic_rule, layout_rule, *more_rules)
+    rules = (*RULES, planned_device_exists, layout_rule, *more_rules)
     loaded = load_job(arguments.config, arguments.overrides, rules, arguments.key_options)
     config = loaded.config
     paths = (config.checkpoint.load, config.checkpoint.initial_load_path, config.model.weights, config.model.path)
@@ -259,20 +240,17 @@ def recordings_of(config: JobConfig, layout: Layout, kernels: Kernels, is_silent
     return Recordings(config, layout, kernels, _recorder(config), tell)
 
 
-def load_to_train(
-    arguments: Namespace, world_size: int | None, is_elastic: bool = False, more_rules: Sequence[Rule] = ()
-) -> LoadedJob:
+def load_to_train(arguments: Namespace, world_size: int | None, more_rules: Sequence[Rule] = ()) -> LoadedJob:
     """Return the checked job. If its run folder exists, also check that the run may start in that folder. Raises
     UserError with all problems. The arguments are those of `load`.
 
     The check of the run folder compares global batch sizes. If neither the job sets the size nor `world_size` is given,
     the size is unknown, and the run folder is not checked.
     """
-    loaded = load(arguments, world_size, is_elastic, more_rules)
+    loaded = load(arguments, world_size, more_rules)
     config = loaded.config
     if not config.job.run_folder.exists():
         return loaded
-    from titan_launch.plan.layout import plan_layout, with_global_batch_size
     from titan_launch.train.run_folder.folder import check_earlier_run
 
     if world_size is not None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from argparse import Namespace
+from argparse import SUPPRESS, Namespace
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -19,7 +19,6 @@ from typing import Any, Literal, NoReturn, get_args
 
 from titan_launch.commands.parser import Parser, at_least, check_weights, load, recordings_of, torch_needed
 from titan_launch.config.job import JobConfig
-from titan_launch.config.loading.provenance import toml_value
 from titan_launch.config.sections.parallelism import ActivationCheckpointConfig
 from titan_launch.config.sections.run import PlannerConfig
 from titan_launch.core.errors import UserError
@@ -50,6 +49,7 @@ from titan_launch.plan.report import table, unit_table
 from titan_launch.plan.report.modes import Comparison, Row, Subject, compare, estimate_reserved
 from titan_launch.plan.report.plot import check_plot, plot_comparison
 from titan_launch.plan.types import ModelPlan
+from titan_launch.recipes import writing
 
 EngineName = Literal["replay", "trace"]
 
@@ -103,7 +103,10 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--out", metavar="FILE", help=text)
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.add_argument("--plot", metavar="FILE", help="also write a picture: .png, .pdf or .svg (needs matplotlib)")
-    parser.add_key_options("hardware", KEY_OPTIONS)
+    hardware = parser.add_argument_group("hardware")
+    for option, key, metavar, text in KEY_OPTIONS:
+        hardware.add_argument(option, metavar=metavar, default=SUPPRESS, help=f"{text}; sets {key}")
+        parser.key_options[option] = f"--{key}"
 
 
 def run(arguments: Namespace) -> NoReturn:
@@ -115,56 +118,25 @@ def run(arguments: Namespace) -> NoReturn:
         run_search(arguments)
     if given := [name for name in ("hold", "max_gpus", "global_batch", "out") if getattr(arguments, name)]:
         raise UserError(f"error: --{given[0].replace('_', '-')} needs --search")
-    options = PlanOptions(
-        engine=arguments.engine,
-        only_own=arguments.rows == "own",
-        as_json=arguments.json,
-        verbose=arguments.verbose,
-        plot=arguments.plot,
-        trial=arguments.trial,
-        measures=arguments.measure,
-        advises=arguments.advise,
-    )
-    if options.measures and options.trial is not None:
+    if arguments.measure and arguments.trial is not None:
         difference = "--measure trains on a phantom GPU, --trial on this device"
         raise UserError(f"error: --measure and --trial cannot be used together; remove one ({difference})")
-    if options.plot is not None:
-        refuse_weights_folder(Path(options.plot))
-        check_plot(options.plot)
+    if arguments.plot is not None:
+        refuse_weights_folder(Path(arguments.plot))
+        check_plot(arguments.plot)
     loaded, world_size = load(arguments, arguments.world_size), arguments.world_size
     check_weights(loaded)
     config = with_local_batch_size(loaded.config, "auto") if arguments.max_batch else loaded.config
-    run_and_exit(lambda: print_plan(config, world_size, loaded.provenance.place, options), loaded.provenance.describe)
+    run_and_exit(lambda: print_plan(config, world_size, loaded.provenance.place, arguments), loaded.provenance.describe)
 
 
 def _refuse_options_of_one_layout(arguments: Namespace) -> None:
     """Raise UserError for an option that cannot be used with `--search`."""
-    flags = ("max_batch", "verbose", "measure", "advise", "plot", "trial")
-    values = {name: getattr(arguments, name) for name in flags}
-    given = [
-        f"--{name.replace('_', '-')}" for name, value in values.items() if value is not None and value is not False
-    ]
-    given += ["--rows"] * (arguments.rows != "all") + ["--engine"] * (arguments.engine != "replay")
-    if given:
-        raise UserError(f"error: {given[0]} needs one layout, and --search plans many; plan the job that it finds")
-
-
-@dataclass(frozen=True)
-class PlanOptions:
-    """Options of the command `plan`, with the meanings that `add_arguments` describes."""
-
-    engine: EngineName = "replay"
-    only_own: bool = False
-    """Value of `--rows own`: compare only the modes that the job sets or that `auto` may choose."""
-
-    as_json: bool = False
-    verbose: bool = False
-    plot: str | None = None
-    trial: int | None = None
-    """The rank that a trial trains. None: no trial."""
-
-    measures: bool = False
-    advises: bool = False
+    defaults: dict[str, Any] = dict.fromkeys(("max_batch", "verbose", "measure", "advise"), False)
+    defaults |= {"plot": None, "trial": None, "rows": "all", "engine": "replay"}
+    if given := [name for name, default in defaults.items() if getattr(arguments, name) != default]:
+        option = f"--{given[0].replace('_', '-')}"
+        raise UserError(f"error: {option} needs one layout, and --search plans many; plan the job that it finds")
 
 
 @dataclass(frozen=True)
@@ -189,7 +161,7 @@ class _Planned:
 
     advice: tuple[Advice, ...] = ()
     """The changes of the job that save memory at the lowest cost in step time. They are sought if all choices were
-    compared and none fits, or if `PlanOptions.advises` is set. Empty if not sought or not found."""
+    compared and none fits, or with `--advise`. Empty if not sought or not found."""
 
     sufficient_ranks: int | None = None
     """If the job does not fit: a number of ranks on which the job would fit. None if not sought or not found."""
@@ -204,37 +176,38 @@ class _Planned:
         return all(row.flops_per_rank is not None for row in rows)
 
 
-def print_plan(config: JobConfig, world_size: int, locate_key: unit_table.KeyLocator, options: PlanOptions) -> None:
-    """Print the plan of a job on `world_size` ranks, as text or as JSON, and write a picture if `options` asks for it.
+def print_plan(config: JobConfig, world_size: int, locate_key: unit_table.KeyLocator, arguments: Namespace) -> None:
+    """Print the plan of a job on `world_size` ranks, as text or as JSON, and write the picture of `--plot`.
 
     Raises the same ConfigErrors as the start of a run, for example if none of the modes that `auto` may choose fits.
     Raises UserError for an impossible trial or measurement, and RunError if the device has too little memory for it.
     """
-    if options.trial is not None and options.trial >= world_size:
-        raise UserError(f"--trial {options.trial}: must be a rank below --world-size {world_size}; the first rank is 0")
-    if options.measures:
+    trial, only_own = arguments.trial, arguments.rows == "own"
+    if trial is not None and trial >= world_size:
+        raise UserError(f"--trial {trial}: must be a rank below --world-size {world_size}; the first rank is 0")
+    if arguments.measure:
         from titan_launch.phantom_gpu.environment import PHANTOMS
 
         if planned_hardware(config, world_size).device not in PHANTOMS:
             raise UserError(f"--measure needs --device, one of {', '.join(PHANTOMS)}")
     begin = time.perf_counter()
-    planned = _plan(config, world_size, options)
+    planned = _plan(config, world_size, arguments.engine, only_own, arguments.advise)
     seconds = time.perf_counter() - begin
-    if seconds > _LONG and not options.only_own:
+    if seconds > _LONG and not only_own:
         own = "--rows own is faster: it plans only the modes that the job sets or that auto may choose"
         say(f"planned in {seconds:.0f} s; {own}", file=sys.stderr)
-    if options.trial is not None:
-        planned = replace(planned, trial=_try(planned, options.trial))
-    elif options.measures:
+    if trial is not None:
+        planned = replace(planned, trial=_try(planned, trial))
+    elif arguments.measure:
         planned = replace(planned, trial=_measure(planned))
-    if options.plot is not None:
+    if arguments.plot is not None:
         title = f"{config.job.name}: {unit_table.model_name(config)} on {world_size} ranks"
-        plot_comparison(planned.comparison, planned.hardware, title, options.plot, *_best(planned))
-        say(one_line(f"picture: {options.plot}"), file=sys.stderr)
-    if options.as_json:
+        plot_comparison(planned.comparison, planned.hardware, title, arguments.plot, *_best(planned))
+        say(one_line(f"picture: {arguments.plot}"), file=sys.stderr)
+    if arguments.json:
         say_data(json.dumps(_describe(planned, locate_key), indent=2))
     else:
-        say(_format(planned, locate_key, options.verbose))
+        say(_format(planned, locate_key, arguments.verbose))
 
 
 def _try(planned: _Planned, rank: int) -> dict[str, Any] | None:
@@ -291,7 +264,7 @@ def print_dry_run(config: JobConfig, world_size: int, rank: int) -> None:
     hardware = planned_hardware(config, world_size)
     config = with_unsharded_parameters(config, layout)
     if is_auto(config):
-        resolution = _plan(config, world_size, PlanOptions(only_own=True)).resolution
+        resolution = _plan(config, world_size, only_own=True).resolution
         config = resolution.config
         say(f"auto: {resolution.reason}")
     from titan_launch.trace.dry_run import dry_run
@@ -313,24 +286,27 @@ def with_batch_size(config: JobConfig, world_size: int, engine: EngineName = "re
     return with_local_batch_size(config, largest_batch(config, world_size, hardware, predict))
 
 
-def _plan(config: JobConfig, world_size: int, options: PlanOptions) -> _Planned:
+def _plan(
+    config: JobConfig, world_size: int, engine: EngineName = "replay", only_own: bool = False, advises: bool = False
+) -> _Planned:
+    """Return the plan of a job. `engine`, `only_own`, `advises`: see `--engine`, `--rows own` and `--advise`."""
     chooses_batch, hardware = is_auto_batch(config), planned_hardware(config, world_size)
     check_limit(config, hardware)  # first, because recording takes seconds
-    config = with_batch_size(config, world_size, options.engine)
+    config = with_batch_size(config, world_size, engine)
     layout = plan_layout(config.parallelism, config.training, world_size)
     config = with_unsharded_parameters(config, layout)
-    subject = _subject(config, layout, hardware, options.engine)
+    subject = _subject(config, layout, hardware, engine)
     if isinstance(subject.engine, ReplayEngine):
-        choices, _ = possible_choices(config, layout, subject.inventory, options.only_own)
+        choices, _ = possible_choices(config, layout, subject.inventory, only_own)
         subject.engine.record_ahead(choices)
         subject.engine.predict_ahead(choices)
-    comparison = compare(config, layout, subject, hardware, options.only_own)
+    comparison = compare(config, layout, subject, hardware, only_own)
     resolution = resolve(comparison, hardware)
     plan = plan_job(resolution.config, subject.inventory)
-    best = resolution if is_auto(config) else None if options.only_own else recommend(comparison, hardware)
-    planned = _Planned(layout, hardware, options.engine, subject, comparison, resolution, plan, chooses_batch, best)
-    is_needed = resolution.row.verdict not in (None, "fits") and best is None and not options.only_own
-    return _advised(planned) if is_needed or options.advises else planned
+    best = resolution if is_auto(config) else None if only_own else recommend(comparison, hardware)
+    planned = _Planned(layout, hardware, engine, subject, comparison, resolution, plan, chooses_batch, best)
+    is_needed = resolution.row.verdict not in (None, "fits") and best is None and not only_own
+    return _advised(planned) if is_needed or advises else planned
 
 
 def _advised(planned: _Planned) -> _Planned:
@@ -462,12 +438,12 @@ def _advice(planned: _Planned) -> list[str]:
 
 def _keys(config: JobConfig, best: JobConfig) -> str:
     """Return the keys in which the modes of `best` differ from those of `config`, as TOML to paste."""
-    lines: list[str] = []
+    tables = []
     for name in ("gradient_accumulation", "activation_checkpoint"):
         own, wanted = getattr(config, name).model_dump(), getattr(best, name).model_dump(exclude_none=True)
-        changed = [f"{key} = {toml_value(value)}" for key, value in wanted.items() if own[key] != value]
-        lines += [*([""] if lines and changed else []), *([f"[{name}]"] if changed else []), *changed]
-    return "\n".join(lines)
+        changed = [writing.Row(key, value) for key, value in wanted.items() if own[key] != value]
+        tables.append(writing.Table(name, changed))
+    return writing.job_text((), tables).strip()
 
 
 def _describe(planned: _Planned, locate_key: unit_table.KeyLocator) -> dict[str, Any]:
