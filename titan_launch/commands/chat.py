@@ -8,12 +8,11 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from titan_launch.commands import language_model
 from titan_launch.commands.parser import Parser
-from titan_launch.core.errors import UserError
-from titan_launch.core.process import INTERRUPTED, OK
 from titan_launch.core.terminal import say, say_data
 
 if TYPE_CHECKING:
@@ -54,28 +53,20 @@ def run(arguments: Namespace) -> int:
     most, is_terminal = arguments.max_new_tokens or _NEW_TOKENS, sys.stdin.isatty()
     if is_terminal:
         say(f"{_RESET} begins a new conversation; {_QUIT} or Ctrl-D ends; Ctrl-C stops an answer", sys.stderr)
-    try:
-        with token_sequence(model.module) as sequence:
-            conversation = Conversation(model, sequence, arguments.system)
-            for line in language_model.typed_lines():
-                if line == _QUIT:
-                    break
-                if line == _RESET:
-                    conversation.reset()
-                elif line.strip():
-                    try:
-                        answer = conversation.answer(line, most, sampling, generator, arguments.stop)
-                        _say(answer, sequence, is_terminal)
-                        if answer.is_cut:
-                            _say_limit(answer, most, model.max_tokens)
-                    except UserError as error:
-                        if not is_terminal:
-                            raise
-                        language_model.say_error(error)
-    except KeyboardInterrupt:
-        say()
-        return INTERRUPTED
-    return OK
+    with token_sequence(model.module) as sequence:
+        conversation = Conversation(model, sequence, arguments.system)
+
+        def answer_line(line: str) -> None:
+            if line == _RESET:
+                conversation.reset()
+            elif line.strip():
+                answer = conversation.answer(line, most, sampling, generator, arguments.stop)
+                _say(answer, sequence, is_terminal)
+                if answer.is_cut:
+                    _say_limit(answer, most, model.max_tokens)
+
+        lines = takewhile(lambda line: line != _QUIT, language_model.typed_lines())
+        return language_model.answer_each(lines, answer_line, is_terminal)
 
 
 def _say(answer: Answer, sequence: TokenSequence, is_terminal: bool) -> None:

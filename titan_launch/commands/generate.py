@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from titan_launch.commands import language_model
 from titan_launch.commands.parser import Parser
 from titan_launch.core.errors import UserError
-from titan_launch.core.process import INTERRUPTED, OK
 from titan_launch.core.terminal import say, say_data
 
 if TYPE_CHECKING:
@@ -50,19 +49,9 @@ def run(arguments: Namespace) -> int:
     if arguments.chat and arguments.special_tokens:
         raise UserError("error: --special-tokens cannot be used with --chat, whose template writes the special tokens")
     generate = _generator(language_model.load_model(arguments), arguments)
-    is_interactive = prompts is None and sys.stdin.isatty()
-    try:
-        for prompt in language_model.typed_lines() if prompts is None else prompts:
-            try:
-                generate(prompt)
-            except UserError as error:
-                if not is_interactive:
-                    raise
-                language_model.say_error(error)
-    except KeyboardInterrupt:
-        say()
-        return INTERRUPTED
-    return OK
+    if prompts is None:
+        return language_model.answer_each(language_model.typed_lines(), generate, sys.stdin.isatty())
+    return language_model.answer_each(prompts, generate, is_interactive=False)
 
 
 def _prompts(arguments: Namespace) -> list[str] | None:
@@ -89,14 +78,12 @@ def _generator(model: LanguageModel, arguments: Namespace) -> Callable[[str], No
     sampling, generator = language_model.sampling_of(arguments, model)
     first = [] if arguments.system is None else [{"role": "system", "content": arguments.system}]
 
-    def encoded(prompt: str) -> list[int]:
-        if arguments.chat:
-            return model.encode_chat([*first, {"role": "user", "content": prompt}])
-        return model.encode(prompt, arguments.special_tokens)
-
     def generate(prompt: str) -> None:
         try:
-            tokens = encoded(prompt)
+            if arguments.chat:
+                tokens = model.encode_chat([*first, {"role": "user", "content": prompt}])
+            else:
+                tokens = model.encode(prompt, arguments.special_tokens)
         except UnicodeEncodeError:  # the command line has bytes that are not UTF-8
             raise UserError("error: the prompt is not UTF-8 text") from None
         start = time.perf_counter()

@@ -5,15 +5,18 @@ from __future__ import annotations
 import gc
 import sys
 from argparse import ArgumentTypeError, Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titan_launch.commands.parser import Parser, add_source, at_least, number_from
+from titan_launch.config.loading.merge import parse_value
+from titan_launch.config.sections.data import date_text
 from titan_launch.core.errors import ConfigError, UserError, format_key
 from titan_launch.core.import_string import FOLDERS_CHOOSE_NO_CODE
 from titan_launch.core.patches import without_garbage_collection
+from titan_launch.core.process import INTERRUPTED, OK
 from titan_launch.core.terminal import as_message, one_line, say
 
 if TYPE_CHECKING:
@@ -55,8 +58,6 @@ def add_chat(parser: Parser, switch: str | None = None) -> None:
 
 
 def _variable(text: str) -> tuple[str, Any]:
-    from titan_launch.config.loading.merge import parse_value
-
     name, equals, value = text.partition("=")
     if not equals or not name.isidentifier():
         raise ArgumentTypeError(f'must be NAME=VALUE, such as enable_thinking=false, not "{text}"')
@@ -67,8 +68,6 @@ def _variable(text: str) -> tuple[str, Any]:
 
 
 def _date(text: str) -> str:
-    from titan_launch.config.sections.data import date_text
-
     try:
         return date_text(text)
     except ValueError as error:
@@ -181,10 +180,22 @@ def typed_lines() -> Iterator[str]:
         yield bounded(line.removesuffix("\n"), "the standard input")
 
 
-def say_error(error: UserError) -> None:
-    """Print an error that does not end the command to the standard error."""
-    text = f"error: {error}" if isinstance(error, ConfigError) else str(error)
-    say(as_message(text), sys.stderr, flush=True)
+def answer_each(prompts: Iterable[str], answer: Callable[[str], None], is_interactive: bool) -> int:
+    """Call `answer` with each prompt. Return 0, or 130 after Ctrl-C. `is_interactive`: print a UserError of `answer` to
+    the standard error and go on with the next prompt, instead of raising the error."""
+    try:
+        for prompt in prompts:
+            try:
+                answer(prompt)
+            except UserError as error:
+                if not is_interactive:
+                    raise
+                text = f"error: {error}" if isinstance(error, ConfigError) else str(error)
+                say(as_message(text), sys.stderr, flush=True)
+    except KeyboardInterrupt:
+        say()
+        return INTERRUPTED
+    return OK
 
 
 def say_speed(num_tokens: int, num_kept: int, num_new: int, seconds: float) -> None:
