@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from titan_launch.core.commit import commit_of
+from titan_launch.core.fingerprint import commit_of
 
 
 def markdown_table(rows: Sequence[Sequence[str]], texts: int | None = None) -> str:

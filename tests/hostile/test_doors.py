@@ -125,7 +125,7 @@ ALLOWED = {
     ("code", "prove/ranks.py"): "functions of this package, by name",
     ("pickle", "models/factory.py"): "replaced by a function without values while a factory runs",
     ("program", "core/limited_process.py"): "this program",
-    ("program", "core/commit.py"): "git, in the working directory",
+    ("program", "core/fingerprint.py"): "git, in the working directory",
     ("program", "launch/options.py"): "nvidia-smi",
     ("code", "phantom_gpu/operators.py"): "the C library",
     ("code", "phantom_gpu/startup/sitecustomize.py"): "a module of the package",

@@ -1,4 +1,7 @@
-"""Fingerprints of data sets, and digests of files. A resumed run compares fingerprints to detect changed data."""
+"""Fingerprints of data sets, digests of files, and the commit of a git checkout.
+
+A resumed run compares fingerprints to detect changed data.
+"""
 
 from __future__ import annotations
 
@@ -120,6 +123,19 @@ def fingerprint_of_files(files: Sequence[tuple[str, Path]], sample_bytes: int = 
 def content_digest(paths: Iterable[Path]) -> str:
     """Return the 16-byte BLAKE2b digest of the concatenated contents of files, in hexadecimal. Raises OSError."""
     return _digest(chunk for path in paths for chunk in chunks_of(path))
+
+
+def commit_of(folder: Path, digits: int = 40) -> str | None:
+    """Return the commit of the git checkout around `folder`: the first `digits` digits of its hash, and `-dirty` if
+    tracked files have changed. Return None if there is no checkout, or if git is missing or fails."""
+    import subprocess  # the cache, which imports this module, does not need it
+
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", f"--abbrev={digits}", "--exclude=*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None if done.returncode == 0 else None
 
 
 def _drawn_samples(num_samples: int, seed: int) -> Iterable[int]:

@@ -19,8 +19,8 @@ from lm_eval.utils import get_rolling_token_windows, handle_non_serializable, ma
 from torch import Tensor
 from tqdm import tqdm
 
-from titan_launch.core.commit import commit_of
 from titan_launch.core.errors import UserError, did_you_mean
+from titan_launch.core.fingerprint import commit_of
 from titan_launch.core.patches import replaced
 from titan_launch.core.terminal import say
 from titan_launch.data.chat_rendering import RecordError

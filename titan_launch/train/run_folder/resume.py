@@ -31,9 +31,8 @@ from titan_launch.checkpoint.store import CheckpointStore
 from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.load import dump_job
 from titan_launch.config.sections.data import MixtureData
-from titan_launch.core.commit import commit_of
 from titan_launch.core.errors import ConfigError, KeyPath, Problem, config_error, format_key
-from titan_launch.core.fingerprint import Fingerprint
+from titan_launch.core.fingerprint import Fingerprint, commit_of
 from titan_launch.data.order import MixtureOrder, Order
 from titan_launch.distributed.collectives import on_all_ranks, on_rank_0, on_rank_0_slowly, warn
 from titan_launch.distributed.process_group import Ranks
