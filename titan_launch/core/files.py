@@ -8,8 +8,9 @@ import os
 import shutil
 import stat
 from collections.abc import Iterator
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Literal
 
 from titan_launch.core.errors import UserError
 
@@ -104,7 +105,7 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular(path: Path) -> BufferedReader:
     """Open a regular file for reading. Raises OSError for other kinds of file, and for files of /proc with content.
     Such files may block: opening a FIFO waits for a writer, and reading /proc/kmsg waits for a message."""
     if "\0" in str(path):

@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, TypeVar
 
-from titan_launch.core.files import chunks_of, is_name_inside, remove, sync_file
+from titan_launch.core.files import is_name_inside, open_regular, remove, sync_file
 from titan_launch.core.packages import is_installed, not_installed
 from titan_launch.core.terminal import one_line, say, short_name, shortened
 
@@ -285,10 +285,9 @@ def _transfer(store: ObjectStore, name: str, expected: StoredObject, target: Pat
     before = ""
     for _ in range(3):
         store.get(name, partial)
-        size, md5 = partial.stat().st_size, hashlib.md5(usedforsecurity=False)
-        for chunk in chunks_of(partial):
-            md5.update(chunk)
-        digest = md5.hexdigest()
+        size = partial.stat().st_size
+        with open_regular(partial) as file:
+            digest = hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
         # With some encryption, an ETag of S3 looks like an MD5 digest, but is none. Two equal copies suffice then.
         is_whole = digest in (expected.etag, before) or len(expected.etag) != len(digest)
         if size == expected.size and is_whole:

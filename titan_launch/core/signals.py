@@ -46,13 +46,27 @@ def signals_handled(
     """
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
-    listener = threading.Thread(
-        target=_listen, args=(reading, on_request, numbers, same_request_s), name="stop-signals", daemon=True
-    )
+
+    def listen() -> None:
+        first_at: float | None = None
+        while received := os.read(reading, 1):
+            number = received[0]
+            if number not in numbers:  # belongs to another handler
+                continue
+            now = time.monotonic()
+            if first_at is None:
+                first_at = now
+                on_request(number, False)
+            elif now - first_at >= same_request_s:
+                on_request(number, True)
+        os.close(reading)
+
+    listener = threading.Thread(target=listen, name="stop-signals", daemon=True)
     listener.start()
     wakeup_before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     handled = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
-    handlers_before = {number: signal.signal(number, _ignore) for number in handled}
+    # Python requires a handler, which does nothing: the thread reads the number of the signal from the wakeup pipe.
+    handlers_before = {number: signal.signal(number, lambda number, frame: None) for number in handled}
     signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
     try:
         yield
@@ -163,24 +177,3 @@ def stop_with_parent(number: int = signal.SIGTERM) -> None:
 def signal_name(number: int) -> str:
     """Return the name of a signal, such as `SIGTERM` for 15."""
     return signal.Signals(number).name
-
-
-def _ignore(number: int, frame: object) -> None:
-    """Do nothing. Python requires a handler; the thread reads the signal number from the wakeup pipe."""
-
-
-def _listen(
-    reading: int, on_request: Callable[[int, bool], None], numbers: Collection[int], same_request_s: float
-) -> None:
-    first_at: float | None = None
-    while received := os.read(reading, 1):
-        number = received[0]
-        if number not in numbers:  # belongs to another handler
-            continue
-        now = time.monotonic()
-        if first_at is None:
-            first_at = now
-            on_request(number, False)
-        elif now - first_at >= same_request_s:
-            on_request(number, True)
-    os.close(reading)

@@ -15,8 +15,6 @@ from typing import TextIO
 CLEAR_LINE = "\r\x1b[K"
 """Escape sequence that deletes the present line of a terminal."""
 
-_LINES = ("\n", "\t")
-
 _OVERRIDES = range(0x202A, 0x202F), range(0x2066, 0x206A)
 """Characters that change the direction of the text after them."""
 
@@ -36,12 +34,13 @@ class _Escapes(dict[int, str | int]):
         return found
 
 
-_KEEPING_LINES, _KEEPING_NOTHING = _Escapes(_LINES), _Escapes(())
+_KEEPING_LINES, _KEEPING_NOTHING = _Escapes(("\n", "\t")), _Escapes(())
 
 
 def printable(text: str) -> str:
     """Return a text with escapes in place of control characters. Line ends and tabs stay."""
-    return text if _is_plain(text) else text.translate(_KEEPING_LINES)
+    is_plain = text.isascii() and text.replace("\n", "").replace("\t", "").isprintable()
+    return text if is_plain else text.translate(_KEEPING_LINES)
 
 
 def one_line(text: str) -> str:
@@ -110,7 +109,3 @@ def _format_warning(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
 ) -> str:
     return as_message(_PLAIN_FORMAT(message, category, filename, lineno, line))
-
-
-def _is_plain(text: str) -> bool:
-    return text.isascii() and text.replace("\n", "").replace("\t", "").isprintable()
