@@ -16,7 +16,7 @@ from titan_launch.core.files import refuse_weights_folder, replace_text
 from titan_launch.core.phantom import is_phantom
 from titan_launch.core.process import run_and_exit
 from titan_launch.core.terminal import one_line, say
-from titan_launch.plan.speeds import Measured, Points, read_measured
+from titan_launch.plan.speeds import Measured, read_measured
 
 _TIMEOUT_SECONDS = 300
 """Seconds that a rank waits for the other ranks."""
@@ -77,19 +77,14 @@ def _measure(out: Path, device: str) -> None:
                 say(one_line(line))
 
 
-def _rates(curves: Iterable[tuple[str, Points]]) -> dict[str, float]:
-    """Return the FLOP/s of the longest sequence with the widest heads, by dtype. `curves`: (dtype, measured points) for
-    each width of a head, in ascending order of the widths. A point is (tokens, FLOP/s)."""
-    return {dtype: points[-1][1] for dtype, points in curves}
-
-
 def _summary(measured: Measured) -> list[str]:
     """Return the most important speeds as lines."""
     cubes = measured.products.items()
     rates = {
         "products": {dtype: max(r for plane in cube for row in plane for r in row) for dtype, cube in cubes},
-        "attention, forward": _rates((one.dtype, one.forward) for one in measured.attention),
-        "attention, backward": _rates((one.dtype, one.backward) for one in measured.attention),
+        # The widths of heads ascend, so the rate of the longest sequence with the widest heads remains.
+        "attention, forward": {one.dtype: one.forward[-1][1] for one in measured.attention},
+        "attention, backward": {one.dtype: one.backward[-1][1] for one in measured.attention},
         "convolution": measured.convolution,
     }
     lines = [f"device: {measured.device}", f"ranks: {measured.ranks}"]

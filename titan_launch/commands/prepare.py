@@ -17,7 +17,7 @@ from titan_launch.config.rules.data import CORPUS_RULES
 from titan_launch.config.sections.data import DATA_KINDS, CorpusData
 from titan_launch.config.sections.tokenizer import BYTES_VOCABULARY, TokenizerConfig
 from titan_launch.core.errors import RunError, Stopped, UserError, config_error
-from titan_launch.core.process import INTERRUPTED, run_and_exit
+from titan_launch.core.process import INTERRUPTED, run_and_exit, usable_cores
 from titan_launch.core.terminal import CLEAR_LINE, one_line, say, say_escaped
 from titan_launch.recipes.facts import DataFolder, UnknownDataError, look_at_data
 from titan_launch.recipes.writing import Row
@@ -149,7 +149,6 @@ def _override(name: str, value: Any) -> str:
 
 
 def _prepare(arguments: Namespace, config: JobConfig) -> None:
-    from titan_launch.core.process import usable_cores
     from titan_launch.data.corpora import CORPORA
     from titan_launch.data.prepare import file_digests
     from titan_launch.data.tokenizers import build_tokenizer
@@ -204,13 +203,12 @@ def _write(corpus: Corpus, digests: Sequence[str], folder: Path, num_workers: in
     try:
         header = prepare(corpus, folder, num_workers, progress.advance, digests)
     except KeyboardInterrupt:
-        progress.clear()
         raise Stopped(f"interrupted after {progress.parts:,} of {len(parts):,} parts; {advice}", INTERRUPTED) from None
     except OSError as error:
-        progress.clear()
         reason = f"{error.filename or folder} cannot be written: {error.strerror}; correct this, then {advice}"
         raise RunError(reason) from None
-    progress.clear()
+    finally:
+        progress.clear()
     say(f"{folder}: {one_line(_summary(header))}{progress.speed()}")
     if not header.num_tokens:
         cause = "all documents were skipped" if header.skipped else "no document belongs to this split"
