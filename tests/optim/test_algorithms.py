@@ -198,7 +198,8 @@ def test_muon_updates_equal_shapes_together_as_each_alone(
 
 def test_matrices_of_a_shape_are_divided_equally_among_ranks() -> None:
     shapes = [(4, 8)] * 9 + [(64, 64)] * 3 + [(8, 4)]
-    assert matrix_batches(shapes, 2) == [[[9, 10], [11]], [[0, 1, 2, 3, 4], [5, 6, 7, 8]], [[12]]]
+    batches = matrix_batches(range(len(shapes)), lambda index: shapes[index], 2)
+    assert batches == [[[9, 10], [11]], [[0, 1, 2, 3, 4], [5, 6, 7, 8]], [[12]]]
 
 
 @pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop", "mixed"])
