@@ -228,7 +228,7 @@ def _size_of(image: Path) -> int:
 
 
 def _image_files(path: str, description: str, size: int = _SHORT_SIDE) -> DataFolder:
-    """Return the facts about images in files, which a job resizes and crops. `size`: shorter side in pixels of one."""
+    """Return the facts about images in files, which a job resizes and crops. `size`: shorter side of one in pixels."""
     side = min(size, _SHORT_SIDE)
     resize = 256 if side == _SHORT_SIDE else side
     imagenet = (Row("mean", [0.485, 0.456, 0.406], "of ImageNet"), Row("std", [0.229, 0.224, 0.225]))

@@ -323,7 +323,7 @@ def _image_model(model: ModelFolder | None, data: DataFolder) -> Iterator[Table]
         rows: list[Row] = [Row("weights", model.path)]
         if model.name == HUGGINGFACE:
             rows = [Row("name", HUGGINGFACE, "the class of `transformers`"), *rows]
-            taken = image_format(model.config)
+            taken = None if classes is None else image_format(model.config)
             if classes is not None and (taken is None or classes != taken.num_classes):
                 rows.append(Row("args", {"num_labels": classes}))
                 rows.append(Row("exclude_from_weights", ["classifier.*"], "a new output layer, from random values"))
