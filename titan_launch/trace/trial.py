@@ -26,6 +26,8 @@ from titan_launch.optim.clip import clip_grad_norm
 from titan_launch.optim.ema import build_ema
 from titan_launch.optim.registry import replicas_of
 from titan_launch.parallel import expert_parallel
+from titan_launch.parallel.fsdp import Accumulation
+from titan_launch.parallel.pipeline import pipeline_of
 from titan_launch.plan.experts import equal_parts, received_rows
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.memory.ledger import MICROBATCHES
@@ -41,7 +43,8 @@ from titan_launch.train.model import (
     build_model_optimizer,
     plan_precision,
 )
-from titan_launch.train.step import build_gradients
+from titan_launch.train.pipeline_step import PipelinedStep
+from titan_launch.train.step import forward_backward
 from titan_launch.train.trace_subprocess import OUT_OF_MEMORY
 
 _STEPS = 3
@@ -102,11 +105,18 @@ def run_trial(config: JobConfig, layout: Layout, rank: int, device: torch.device
         ema = build_ema(config.ema, model.module, optimizer)
         replicas = replicas_of(optimizer)
         loss = build_loss(model.module, plan, config, batches.num_classes, frozen=model.frozen)
-        gradients, valid = build_gradients(config, model, optimizer, device), torch.ones((), device=device)
-        count = layout.num_microbatches if layout.pipeline > 1 else min(layout.num_microbatches, MICROBATCHES)
+        strategy, valid = Accumulation(config.gradient_accumulation, replicas), torch.ones((), device=device)
+        pipeline = pipeline_of(model.module)
+        count = layout.num_microbatches if pipeline else min(layout.num_microbatches, MICROBATCHES)
+        pipelined = None if pipeline is None else PipelinedStep(pipeline, config.parallelism, strategy, device)
         for _ in range(_STEPS):
             microbatches = [batches.make() for _ in range(count)]
-            gradients(microbatches, loss, lambda: valid)
+            if pipelined is not None:
+                pipelined(microbatches, loss, lambda: valid)
+            else:
+                for index, microbatch in enumerate(microbatches):
+                    strategy.begin_microbatch(model.module, is_last=index == count - 1)
+                    forward_backward(model.module, microbatch, device, lambda: valid, loss)
             if replicas is not None:
                 replicas.reduce_gradients()
             clip_grad_norm(list(model.module.parameters()), config.training.max_norm, mesh.pipeline_group)

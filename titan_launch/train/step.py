@@ -283,20 +283,6 @@ def _validation_means(sums: Tensor, suffix: str, accuracy_of_items: bool) -> dic
     return {f"validation/loss{suffix}": mean, f"validation/accuracy{suffix}": accuracy}
 
 
-def build_gradients(
-    config: JobConfig, model: AssembledModel, optimizer: Optimizer, device: torch.device, timeline: Parts = UNCOUNTED
-) -> MicrobatchesInTurn | PipelinedStep:
-    """Return the object that runs forward and backward over the microbatches of a step. `timeline`: as in
-    `build_step`."""
-    accumulation = Accumulation(config.gradient_accumulation, replicas_of(optimizer))
-    pipeline = pipeline_of(model.module)
-    if pipeline is None:
-        return MicrobatchesInTurn(model.module, accumulation, device, timeline)
-    from titan_launch.train.pipeline_step import PipelinedStep  # importing PyTorch's schedules takes a second
-
-    return PipelinedStep(pipeline, config.parallelism, accumulation, device, timeline)
-
-
 def build_step(
     config: JobConfig,
     model: AssembledModel,
@@ -307,7 +293,15 @@ def build_step(
 ) -> TrainStep:
     """Return the training step. `num_classes`: number of classes of the data; for tokens, the vocabulary size.
     `timeline` measures the time of forward, backward, communication and optimizer."""
-    gradients = build_gradients(config, model, optimizer, device, timeline)
+    accumulation = Accumulation(config.gradient_accumulation, replicas_of(optimizer))
+    pipeline = pipeline_of(model.module)
+    gradients: MicrobatchesInTurn | PipelinedStep
+    if pipeline is None:
+        gradients = MicrobatchesInTurn(model.module, accumulation, device, timeline)
+    else:
+        from titan_launch.train.pipeline_step import PipelinedStep  # importing PyTorch's schedules takes a second
+
+        gradients = PipelinedStep(pipeline, config.parallelism, accumulation, device, timeline)
     loss = build_loss(model.module, model.plan, config, num_classes, frozen=model.frozen)
     guard, after = StepGuard(config.debug, device), scale_update(model.module, config.float8)
     update = Update(optimizer, guard, config.training.max_norm, after)
