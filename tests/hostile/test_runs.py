@@ -36,8 +36,8 @@ from titan_launch.report.page import write_page
 from titan_launch.report.recorded_run import MOST_REPORTS, RecordedRun, load_run
 from titan_launch.report.run_page import describe_run, run_page
 from titan_launch.train.health.flight_recorder import FOLDER, record_path, unfinished_collectives
+from titan_launch.train.run_folder.attempt import Attempt
 from titan_launch.train.run_folder.folder import check_earlier_run, effective_load, recorded_modes
-from titan_launch.train.run_folder.records import Attempt
 
 CONFIG = "config.json: not the configuration of a run"
 REPORT = "not a report of a run"

@@ -11,8 +11,9 @@ from tests.train.jobs import tiny_job
 from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.load import dump_job
 from titan_launch.metrics.sinks.jsonl import JsonlSink
+from titan_launch.train.run_folder.attempt import Launch
 from titan_launch.train.run_folder.folder import LOCK_FILE
-from titan_launch.train.run_folder.records import CONFIG_FILE, LAUNCH_FILE, Launch
+from titan_launch.train.run_folder.records import CONFIG_FILE, LAUNCH_FILE
 
 SECONDS = {1: 9.0, 2: 0.5, 4: 0.25, 6: 0.5, 8: 0.75}
 """Seconds per step of the reports. The first step is slow."""

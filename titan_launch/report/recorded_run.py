@@ -33,6 +33,7 @@ from titan_launch.core.terminal import one_line
 from titan_launch.metrics.sinks.jsonl import METRICS_FILE, numbered_lines
 from titan_launch.metrics.tags import WITHOUT_IMPROVEMENT
 from titan_launch.plan.proof.certificate import CERTIFICATE, Certificate
+from titan_launch.train.run_folder.attempt import Launch, attempt_name, attempt_numbers, parse_launch
 from titan_launch.train.run_folder.folder import LOCK_FILE, checkpoint_folder
 from titan_launch.train.run_folder.records import (
     AUDIT_FILE,
@@ -41,10 +42,6 @@ from titan_launch.train.run_folder.records import (
     PROOF_FILE,
     ROLLED_BACK_FILE,
     UNITS_FILE,
-    Launch,
-    attempt_name,
-    attempt_numbers,
-    parse_launch,
 )
 
 State = Literal["running", "finished", "ended early", "stopped", "failed"]

@@ -46,9 +46,10 @@ from titan_launch.train.precision_audit import PrecisionAudit, is_audited
 from titan_launch.train.profiling import StepProfiler
 from titan_launch.train.resolve_job import resolve_job, resolve_steps
 from titan_launch.train.run import Run, build_meter, log_job, log_run
+from titan_launch.train.run_folder.attempt import this_attempt
 from titan_launch.train.run_folder.folder import checkpoint_folder
 from titan_launch.train.run_folder.logs import LogFile
-from titan_launch.train.run_folder.records import UNITS_FILE, record_proof, record_run, record_table, this_attempt
+from titan_launch.train.run_folder.records import UNITS_FILE, record_proof, record_run, record_table
 from titan_launch.train.run_folder.resume import ConsumedSamples, Resumable, load_or_begin, open_checkpoints, open_store
 from titan_launch.train.step import build_step
 

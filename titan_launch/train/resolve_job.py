@@ -40,8 +40,8 @@ from titan_launch.plan.module_selection import check_shards
 from titan_launch.plan.types import Inventory, ModelPlan
 from titan_launch.train.batches import RunData, with_steps
 from titan_launch.train.model import build_on_all_ranks, inspect_model, plan_precision
+from titan_launch.train.run_folder.attempt import Attempt
 from titan_launch.train.run_folder.folder import recorded_modes
-from titan_launch.train.run_folder.records import Attempt
 from titan_launch.train.trace_subprocess import TraceProcess
 
 _log = logging.getLogger(__name__)

@@ -8,14 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from tests.distributed import run_ranks
+from titan_launch.train.run_folder.attempt import AgentProcess, Attempt, Launch, parse_launch, this_attempt
 from titan_launch.train.run_folder.folder import new_attempt_folder
-from titan_launch.train.run_folder.records import (
-    AgentProcess,
-    Attempt,
-    Launch,
-    parse_launch,
-    this_attempt,
-)
 
 
 def attempt_under_torchrun(rank_folder: str) -> Attempt:

@@ -26,6 +26,7 @@ from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import ConfigError, UserError
 from titan_launch.core.files import remove
 from titan_launch.train.run_folder import folder as run_folder
+from titan_launch.train.run_folder.attempt import AgentProcess, Attempt
 from titan_launch.train.run_folder.folder import (
     Load,
     effective_load,
@@ -33,7 +34,7 @@ from titan_launch.train.run_folder.folder import (
     recorded_modes,
     supersede_later_checkpoints,
 )
-from titan_launch.train.run_folder.records import AgentProcess, Attempt, record_run
+from titan_launch.train.run_folder.records import record_run
 
 ALONE = Attempt()
 """An attempt of a process that no agent restarts."""

@@ -25,6 +25,7 @@ from titan_launch.core.phantom import FILE as WITHOUT_VALUES_FILE
 from titan_launch.core.phantom import TEXT, is_marked, is_phantom
 from titan_launch.metrics.sinks.jsonl import METRICS_FILE
 from titan_launch.plan.job import Choice
+from titan_launch.train.run_folder.attempt import Attempt, attempt_name, attempt_numbers
 from titan_launch.train.run_folder.records import (
     AUDIT_FILE,
     CONFIG_FILE,
@@ -32,9 +33,6 @@ from titan_launch.train.run_folder.records import (
     PROOF_FILE,
     ROLLED_BACK_FILE,
     UNITS_FILE,
-    Attempt,
-    attempt_name,
-    attempt_numbers,
     damage_explained,
     describe_difference,
     folder_error,

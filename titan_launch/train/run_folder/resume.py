@@ -39,6 +39,7 @@ from titan_launch.distributed.process_group import Ranks
 from titan_launch.models.lora import Adapter
 from titan_launch.optim.ema import WeightEMA
 from titan_launch.train.base_weights import RunBase
+from titan_launch.train.run_folder.attempt import Attempt
 from titan_launch.train.run_folder.folder import (
     Load,
     check_earlier_run,
@@ -46,7 +47,7 @@ from titan_launch.train.run_folder.folder import (
     effective_load,
     supersede_later_checkpoints,
 )
-from titan_launch.train.run_folder.records import CONFIG_FILE, Attempt
+from titan_launch.train.run_folder.records import CONFIG_FILE
 
 _log = logging.getLogger(__name__)
 
