@@ -39,7 +39,7 @@ LONGEST_FILES = (
     "tests/train/test_weights.py",
     "tests/metrics/test_device_speeds.py",
     "tests/train/test_measure.py",
-    "tests/train/test_mode_choice.py",
+    "tests/train/test_resolve_job.py",
     "tests/train/test_ema.py",
     "tests/benchmarks/test_gpu.py",
     "tests/parallel/test_pipeline.py",

@@ -20,7 +20,7 @@ from tests.sampling import sampled
 from tests.tensors import assert_equal
 from tests.train.jobs import run_job, tiny_job
 from titan_launch.core.patches import replaced
-from titan_launch.distributed.torch_private import unit_steps_wrapped, unsharded_parameter
+from titan_launch.distributed.torch_private import functions_wrapped, unsharded_parameter
 from titan_launch.parallel import activation_offload
 from titan_launch.parallel.activation_offload import ActivationArena, HostCopies, offload_activations
 from titan_launch.train import kernel_choice
@@ -93,7 +93,7 @@ class Copied:
             stack.enter_context(replaced(HostCopies, "to_device", counted_to_device))
             stack.enter_context(replaced(activation_offload, "SMALLEST_OFFLOADED", 1))
             stack.enter_context(replaced(kernel_choice, "missing_on_cpu", lambda *_: []))
-            stack.enter_context(unit_steps_wrapped({"init_unsharded_param": watched}))
+            stack.enter_context(functions_wrapped({"init_unsharded_param": watched}))
             yield
 
 

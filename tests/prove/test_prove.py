@@ -27,7 +27,7 @@ from titan_launch.core.json_files import parse_as
 from titan_launch.core.patches import replaced
 from titan_launch.models.decoder.table_args import ExpertArgs
 from titan_launch.plan.proof.cases import MOST_RANKS, cases, proven_layout
-from titan_launch.plan.proof.certificate import CERTIFICATE, Certificate, digest_of, find, store
+from titan_launch.plan.proof.certificate import CERTIFICATE, Certificate, digest_of, find_certificate, store_certificate
 from titan_launch.plan.proof.twin import twin_of
 from titan_launch.prove import main as prove_main
 from titan_launch.prove import ranks, weights
@@ -243,19 +243,21 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("cache")
 def test_a_certificate_is_found_by_the_structure_of_the_job(tmp_path: Path) -> None:
     config = job(parallelism={"tensor_parallel_degree": 2})
-    assert find(config) is None
-    store(certificate(digest_of(config)))
-    assert find(config) is not None
+    assert find_certificate(config) is None
+    store_certificate(certificate(digest_of(config)))
+    assert find_certificate(config) is not None
     larger = {"parallelism": {"tensor_parallel_degree": 8}, "model": {"flavor": "8B"}, "job": {"name": "other"}}
     assert digest_of(job(**larger)) == digest_of(job(**{**larger, "training": {"steps": 7}})) != digest_of(config)
-    assert find(job(parallelism={"tensor_parallel_degree": 4})) == find(config), "sizes of axes do not matter"
-    assert find(job(parallelism={"context_parallel_degree": 2})) is None
+    assert find_certificate(job(parallelism={"tensor_parallel_degree": 4})) == find_certificate(config), (
+        "sizes of axes do not matter"
+    )
+    assert find_certificate(job(parallelism={"context_parallel_degree": 2})) is None
     file = tmp_path / "proof.json"
     named = job(parallelism={"tensor_parallel_degree": 2}, prove={"certificate": str(file)})
     with pytest.raises(ConfigError, match=r"prove\.certificate: cannot be read"):
-        find(named)
+        find_certificate(named)
     file.write_text(certificate(digest_of(config)).dumps())
-    assert find(named) == find(config)
+    assert find_certificate(named) == find_certificate(config)
 
 
 @pytest.mark.usefixtures("cache")
@@ -264,7 +266,7 @@ def test_the_command_shows_the_certificate_of_the_cache(tmp_path: Path) -> None:
     path = tmp_path / "job.toml"
     path.write_text('[data]\nkind = "synthetic"\n')
     known = certificate(digest_of(load_job(str(path)).config))
-    store(known)
+    store_certificate(known)
     command, variables = ["prove", "--config=job.toml", "--out=proof.json"], {CACHE_VARIABLE: str(tmp_path / "cache")}
     status, output, reported = run_command(command, tmp_path, environment=variables)
     assert status == 0 and output.startswith("layout proven (shards 2)"), output + reported
@@ -280,7 +282,7 @@ def test_launch_requires_a_proof(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "error: --require-proof: found no certificate for this job" in capsys.readouterr().err
     from titan_launch.config.loading.load import load_job
 
-    store(certificate(digest_of(load_job(str(path)).config), "differs"))
+    store_certificate(certificate(digest_of(load_job(str(path)).config), "differs"))
     assert main(launch) == 2
     assert "layout differs (shards 2): the twin does not train as in one process" in capsys.readouterr().err
 

@@ -193,8 +193,11 @@ def load_state(checkpoint: Path, state: TrainingState, selection: Selection) -> 
     try:
         _load(checkpoint, state, selection)
     except (DamagedCheckpointError, OSError) as error:
-        reason = str(error) if isinstance(error, DamagedCheckpointError) else f"{type(error).__name__}: {error}"
-        raise UserError(f"the checkpoint {checkpoint} cannot be loaded: {reason}") from error
+        raise UserError(f"the checkpoint {checkpoint} cannot be loaded: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    return str(error) if isinstance(error, DamagedCheckpointError) else f"{type(error).__name__}: {error}"
 
 
 def _load(checkpoint: Path, state: TrainingState, selection: Selection) -> None:
@@ -253,10 +256,8 @@ def _read(checkpoint: Path, index: Index, target: Mapping[str, Any]) -> None:
                 if part.size != tensor.shape:
                     raise ValueError(f"{name} has the shape {part.size} here, but {tensor.shape} in the checkpoint")
                 read_into(part.local.detach(), part.offsets, checkpoint, tensor)
-        except DamagedCheckpointError as error:
-            return str(error)
         except Exception as error:
-            return f"{type(error).__name__}: {error}"
+            return _reason(error)
         return None
 
     reason = _first_reason(read_parts)

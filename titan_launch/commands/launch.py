@@ -12,7 +12,7 @@ from titan_launch.config.loading.load import LoadedJob
 from titan_launch.core.errors import ConfigError, Problem, UserError
 from titan_launch.launch.options import LAUNCH_OPTIONS, plan_processes
 from titan_launch.launch.torchrun import launch
-from titan_launch.plan.proof.certificate import find
+from titan_launch.plan.proof.certificate import find_certificate
 
 
 def add_arguments(parser: Parser) -> None:
@@ -57,7 +57,7 @@ def _global_batch_is_set(config: JobConfig) -> Iterator[Problem]:
 def _check_proof(loaded: LoadedJob, file: str) -> None:
     """Raise UserError if no certificate proves the layout of a job. `file`: the job file, for the message."""
     try:
-        certificate = find(loaded.config)
+        certificate = find_certificate(loaded.config)
     except ConfigError as error:
         raise UserError(loaded.provenance.describe(error.problems)) from None
     if certificate is None:

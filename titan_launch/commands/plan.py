@@ -29,19 +29,18 @@ from titan_launch.core.process import run_and_exit
 from titan_launch.core.terminal import one_line, say, say_data
 from titan_launch.core.torch_release import planned_release
 from titan_launch.plan.advice import Advice, advise, smallest_sufficient
-from titan_launch.plan.auto_mode import (
-    Resolution,
-    check_limit,
-    is_auto_batch,
-    largest_batch,
-    recommend,
-    remedies,
-    resolve,
-    with_local_batch_size,
-)
+from titan_launch.plan.auto_mode import Resolution, check_limit, largest_batch, recommend, remedies, resolve
 from titan_launch.plan.experts import active_parameters, describe_load
 from titan_launch.plan.hardware import GIB, Hardware, format_memory, free_memory_gib, planned_hardware
-from titan_launch.plan.job import configured_choice, is_auto, plan_job, possible_choices, with_unsharded_parameters
+from titan_launch.plan.job import (
+    configured_choice,
+    is_auto,
+    is_auto_batch,
+    plan_job,
+    possible_choices,
+    with_local_batch_size,
+    with_unsharded_parameters,
+)
 from titan_launch.plan.layout import Layout, plan_layout
 from titan_launch.plan.memory.ledger import HELD
 from titan_launch.plan.memory.replay_engine import ReplayEngine

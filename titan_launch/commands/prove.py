@@ -12,7 +12,7 @@ from titan_launch.core.errors import RunError
 from titan_launch.core.files import refuse_weights_folder, replace_text
 from titan_launch.core.process import run_and_exit
 from titan_launch.core.terminal import one_line, say, say_data
-from titan_launch.plan.proof.certificate import find, store
+from titan_launch.plan.proof.certificate import find_certificate, store_certificate
 
 
 def add_arguments(parser: Parser) -> None:
@@ -29,12 +29,12 @@ def run(arguments: Namespace) -> NoReturn:
         refuse_weights_folder(arguments.out)
 
     def print_certificate() -> None:
-        certificate = None if arguments.again else find(loaded.config)
+        certificate = None if arguments.again else find_certificate(loaded.config)
         if certificate is None:
             from titan_launch.prove.main import prove
 
             certificate = prove(loaded.config, lambda text: say(one_line(text), file=sys.stderr, flush=True))
-            store(certificate)
+            store_certificate(certificate)
         if arguments.out is not None:
             replace_text(arguments.out, certificate.dumps())
         say_data(certificate.dumps()) if arguments.json else say(certificate.text())

@@ -20,12 +20,6 @@ from titan_launch.core.phantom import check_operators
 from titan_launch.core.signals import agent_keeps_store, signal_name, store_is_gone
 from titan_launch.distributed.torch_private import process_groups, set_timeout
 
-_LEADER = "titan_launch/leader"
-_POLL_S = (0.01, 0.5)
-"""Seconds between two polls of the store: first, and maximum."""
-
-_WAIT_AFTER_SIGNAL_S = 15.0
-
 
 @dataclass(frozen=True)
 class Ranks:
@@ -155,6 +149,15 @@ def set_timeouts(seconds: int) -> None:
     for group in process_groups():
         if group.group_desc not in UNWATCHED_GROUPS:
             set_timeout(group, timedelta(seconds=seconds))
+
+
+# Rendezvous
+
+_LEADER = "titan_launch/leader"
+_POLL_S = (0.01, 0.5)
+"""Seconds between two polls of the store: first, and maximum."""
+
+_WAIT_AFTER_SIGNAL_S = 15.0
 
 
 def wait_for_ranks(

@@ -131,7 +131,8 @@ class _Watched:
 
 @contextmanager
 def communication_wrapped(group: FSDPParamGroup, counted: ContextDecorator) -> Iterator[None]:
-    """Until the end of the block, run each communicating function of a unit inside of the context manager `counted`.
+    """Until the end of the block, run each communicating function of a unit inside the context manager `counted`.
+    `counted`: result of a function with the decorator `contextmanager`, which makes a new context for each call.
 
     The functions are the all-gather, the wait for the all-gather, the reduction of gradients, and the wait for the
     reduction at the end of backward. These functions also copy between parameters and buffers.
@@ -146,8 +147,8 @@ def replace_replica_groups(model: nn.Module, stand_in: Callable[[dist.ProcessGro
     """For each unit, replace the process group over which FSDP2 all-reduces gradients by `stand_in(group, unit)`.
 
     FSDP2 calls `size()` and `allreduce(tensors, options)` of a stand-in. The stand-in decides when the sum is complete:
-    when `allreduce` returns, or at the end of backward. Units without replicas have no group for all-reduces and are
-    not changed.
+    when `allreduce` returns, or at the end of backward. `discard_all_reduces` calls its method `discard()`. Units
+    without replicas have no group for all-reduces and are not changed.
     """
     for unit in parameter_groups(model):
         info: Any = unit.mesh_info
@@ -162,7 +163,7 @@ def discard_all_reduces(model: nn.Module) -> None:
     started their all-reduces."""
     for unit in parameter_groups(model):
         group = getattr(unit.mesh_info, "replicate_process_group", None)
-        if group is not None and hasattr(group, "discard"):  # a stand-in
+        if group is not None and not isinstance(group, dist.ProcessGroup):  # a stand-in
             group.discard()
 
 
@@ -175,7 +176,7 @@ def sharded_parameters(unit: FSDPParamGroup) -> list[nn.Parameter]:
 
 
 @contextmanager
-def unit_steps_wrapped(wraps: dict[str, Callable[[Any], Any]]) -> Iterator[None]:
+def functions_wrapped(wraps: dict[str, Callable[[Any], Any]]) -> Iterator[None]:
     """Until the end of the block, replace functions of FSDP2 and DTensor by `wraps[name](function)`, in all units of
     the process.
 

@@ -242,7 +242,7 @@ def _watch_fsdp(memory: LiveMemory, stack: ExitStack) -> None:
         "propagate_shapes": memory.paused,  # DTensor allocates unsharded tensors to compute their shapes
         "foreach_reduce": reducing,
     }
-    stack.enter_context(torch_private.unit_steps_wrapped(wraps))
+    stack.enter_context(torch_private.functions_wrapped(wraps))
     stack.enter_context(unsharded_gradients_watched(hold_gradient))
 
 
@@ -264,7 +264,7 @@ def unsharded_gradients_watched(on_gradient: Callable[[Any, nn.Parameter], None]
 
             return init_and_watch
 
-        stack.enter_context(torch_private.unit_steps_wrapped({"init_unsharded_param": watching}))
+        stack.enter_context(torch_private.functions_wrapped({"init_unsharded_param": watching}))
         yield
 
 

@@ -11,9 +11,9 @@ from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.provenance import toml_value
 from titan_launch.config.rules import first_problem
 from titan_launch.core.errors import ConfigError
-from titan_launch.plan.auto_mode import possible_batch_sizes, with_local_batch_size
+from titan_launch.plan.auto_mode import possible_batch_sizes
 from titan_launch.plan.hardware import format_memory
-from titan_launch.plan.job import with_values
+from titan_launch.plan.job import with_local_batch_size, with_values
 from titan_launch.plan.layout import Layout, plan_layout, with_global_batch_size
 
 Predict = Callable[[JobConfig, Layout], float]

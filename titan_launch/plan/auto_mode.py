@@ -12,12 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import ConfigError, Problem, config_error
 from titan_launch.plan.hardware import GIB, NO_LIMIT, Hardware
-from titan_launch.plan.job import is_auto, with_choice, with_values
+from titan_launch.plan.job import is_auto, with_choice, with_local_batch_size
 from titan_launch.plan.layout import Layout, plan_layout
 from titan_launch.plan.report.modes import Comparison, Row
 from titan_launch.plan.report.table import format_comparison, format_limit
@@ -151,16 +150,6 @@ _BATCH = ("training", "local_batch_size")
 Predict = Callable[[JobConfig, Layout], Comparison]
 """A function that predicts the memory of a job in the modes that the job allows. `local_batch_size` of the job must not
 be `auto`."""
-
-
-def is_auto_batch(config: JobConfig) -> bool:
-    """Return True if the microbatch size of a job is still to be chosen."""
-    return config.training.local_batch_size == "auto"
-
-
-def with_local_batch_size(config: JobConfig, size: int | Literal["auto"]) -> JobConfig:
-    """Return the job with `size` samples per microbatch. `"auto"`: the size is still to be chosen."""
-    return with_values(config, {_BATCH: size})
 
 
 def possible_batch_sizes(config: JobConfig, world_size: int) -> list[int]:

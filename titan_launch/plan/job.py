@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from titan_launch.config.job import JobConfig
 from titan_launch.config.rules.parallelism import split_backward_checkpoints_whole_modules
@@ -65,6 +65,16 @@ def with_values(config: JobConfig, values: Mapping[tuple[str, str], Any]) -> Job
 def is_auto(config: JobConfig) -> bool:
     """Return True if a mode of the job is `auto`."""
     return "auto" in (config.gradient_accumulation.mode, config.activation_checkpoint.mode)
+
+
+def is_auto_batch(config: JobConfig) -> bool:
+    """Return True if the microbatch size of a job is still to be chosen."""
+    return config.training.local_batch_size == "auto"
+
+
+def with_local_batch_size(config: JobConfig, size: int | Literal["auto"]) -> JobConfig:
+    """Return the job with `size` samples per microbatch. `"auto"`: the size is still to be chosen."""
+    return with_values(config, {("training", "local_batch_size"): size})
 
 
 def with_unsharded_parameters(config: JobConfig, layout: Layout) -> JobConfig:

@@ -30,7 +30,7 @@ from titan_launch.config.rules.tables import with_effective_keys
 from titan_launch.config.sections.parallelism import ONE_STAGE_SCHEDULES, ActivationCheckpointConfig, ParallelismConfig
 from titan_launch.core.errors import ConfigError, config_error
 from titan_launch.core.process import in_forks, usable_cores
-from titan_launch.plan.auto_mode import possible_batch_sizes, with_local_batch_size
+from titan_launch.plan.auto_mode import possible_batch_sizes
 from titan_launch.plan.communication import LinkTraffic, Ring, link_traffic_of_step
 from titan_launch.plan.hardware import Hardware
 from titan_launch.plan.job import (
@@ -39,6 +39,7 @@ from titan_launch.plan.job import (
     plan_job,
     possible_choices,
     with_choice,
+    with_local_batch_size,
     with_unsharded_parameters,
     with_values,
 )

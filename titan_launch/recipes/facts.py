@@ -193,10 +193,10 @@ def _images(folder: Path) -> DataFolder | None:
     images = [file for file in files if file.name.lower().endswith(paths.IMAGE_SUFFIXES)]
     if 2 * len(images) <= len(files):
         return None
-    found = (names for name in classes for _, _, names in os.walk(folder / name))
-    number = sum(file.lower().endswith(paths.IMAGE_SUFFIXES) for names in found for file in names)
-    about = _image_files(str(folder), f"images of {len(classes)} classes", _size_of(images[0]))
-    return replace(about, facts={**about.facts, "classes": len(classes)}, num_images=number)
+    listed = (names for name in classes for _, _, names in os.walk(folder / name))
+    number = sum(file.lower().endswith(paths.IMAGE_SUFFIXES) for names in listed for file in names)
+    found = _image_files(str(folder), f"images of {len(classes)} classes", _size_of(images[0]))
+    return replace(found, facts={**found.facts, "classes": len(classes)}, num_images=number)
 
 
 def _npz(file: Path) -> DataFolder | None:

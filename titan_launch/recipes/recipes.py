@@ -323,10 +323,11 @@ def _image_model(model: ModelFolder | None, data: DataFolder) -> Iterator[Table]
         rows: list[Row] = [Row("weights", model.path)]
         if model.name == HUGGINGFACE:
             rows = [Row("name", HUGGINGFACE, "the class of `transformers`"), *rows]
-            taken = None if classes is None else image_format(model.config)
-            if classes is not None and (taken is None or classes != taken.num_classes):
-                rows.append(Row("args", {"num_labels": classes}))
-                rows.append(Row("exclude_from_weights", ["classifier.*"], "a new output layer, from random values"))
+            if classes is not None:
+                taken = image_format(model.config)
+                if taken is None or classes != taken.num_classes:
+                    rows.append(Row("args", {"num_labels": classes}))
+                    rows.append(Row("exclude_from_weights", ["classifier.*"], "a new output layer, from random values"))
         yield Table("model", rows)
         return
     if data.path == SKLEARN_DIGITS:

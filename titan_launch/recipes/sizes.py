@@ -8,10 +8,10 @@ from functools import cache
 
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import ConfigError
-from titan_launch.plan.auto_mode import recommend, with_local_batch_size
+from titan_launch.plan.auto_mode import recommend
 from titan_launch.plan.communication import Traffic, on_line
 from titan_launch.plan.hardware import GIB, Hardware, Kernels, hardware_of
-from titan_launch.plan.job import Choice
+from titan_launch.plan.job import Choice, with_local_batch_size
 from titan_launch.plan.layout import Layout, plan_layout
 from titan_launch.plan.memory.clock import Seconds, seconds_on_line
 from titan_launch.plan.memory.ledger import Footprint, extrapolate

@@ -124,7 +124,11 @@ def _merged(columns: Sequence[Column]) -> Column:
     """Return the mean of columns, weighted by their numbers of steps."""
     names = dict.fromkeys(name for column in columns for name in column.parts)
     steps = [column.last - column.first + 1 for column in columns]
-    means = {name: statistics.fmean((column.parts.get(name, 0.0) for column in columns), steps) for name in names}
+    means = {
+        name: sum(column.parts.get(name, 0.0) * weight for column, weight in zip(columns, steps, strict=True))
+        / sum(steps)
+        for name in names
+    }
     return Column(columns[0].first, columns[-1].last, means)
 
 

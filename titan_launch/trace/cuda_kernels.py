@@ -43,7 +43,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from titan_launch.core.patches import replaced
-from titan_launch.distributed.torch_private import grouped_products_have_shapes, shard_to_send, unit_steps_wrapped
+from titan_launch.distributed.torch_private import functions_wrapped, grouped_products_have_shapes, shard_to_send
 from titan_launch.models.decoder import attention, layers, mixture_of_experts
 from titan_launch.models.decoder.mixture_of_experts import ExpertProduct, grouped_product, looped_product
 from titan_launch.parallel import expert_parallel
@@ -98,7 +98,7 @@ def copies_from_host() -> Iterator[None]:
         copy = shard.clone()
         return [copy if dtype is None else copy.to(dtype)]
 
-    with unit_steps_wrapped({"all_gather_inputs": lambda _: property(all_gather_inputs)}):
+    with functions_wrapped({"all_gather_inputs": lambda _: property(all_gather_inputs)}):
         yield
 
 

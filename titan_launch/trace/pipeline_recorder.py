@@ -145,9 +145,8 @@ class PipelineRecorder:
         if self.holds_sends and isinstance(schedule, Schedule1F1B):
             # The schedule keeps the work object of the last send before the first backward until all forwards are done.
             outliving.add((first, min(num_microbatches, num_stages - first) - 2))
-        splits_backward = self.config.parallelism.splits_backward
         return {
-            key: _Kind(key[0], actions, splits_backward and key[1] > 0, key in outliving)
+            key: _Kind(key[0], actions, self.config.parallelism.splits_backward and key[1] > 0, key in outliving)
             for key, actions in found.items()
         }
 
@@ -212,8 +211,9 @@ class PipelineRecorder:
 
     def _end_part(self, call: _Call | None) -> None:
         """Move the content of `notes` to `_parts`. `call`: the call that has just ended; None between two calls."""
-        self._parts.append((call, self.notes.copy()))
-        self.notes.clear()
+        own = self.notes.copy()
+        del self.notes[: len(own)]  # not `clear`: a garbage collection may have freed a tensor, which adds a note
+        self._parts.append((call, own))
 
     def _composed(self) -> Iterator[Note]:
         """Yield the notes of the whole schedule.

@@ -23,9 +23,9 @@ from titan_launch.core.patches import replaced
 from titan_launch.distributed.dtensor import local_tensor
 from titan_launch.distributed.torch_private import (
     divided_shapes,
+    functions_wrapped,
     hooks_watched,
     roots,
-    unit_steps_wrapped,
     unsharded_gradients,
 )
 from titan_launch.loss.build import build_loss
@@ -346,7 +346,7 @@ def _gradients_named(recorder: _Recorder, name_of: Mapping[int, str]) -> Iterato
 
         return reduce
 
-    with unsharded_gradients_watched(name_taken), unit_steps_wrapped({"gradient_to_reduce": reducing}):
+    with unsharded_gradients_watched(name_taken), functions_wrapped({"gradient_to_reduce": reducing}):
         yield
 
 

@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
 
 from torch._subclasses import fake_tensor
 
@@ -178,7 +177,7 @@ class TraceEngine:
         self._layout = layout
         self._kernels = kernels
         self._inventory: Inventory | None = None
-        self._step = cache(self._traced)
+        self._known: dict[Choice, TracedStep] = {}
 
     def __call__(self, choice: Choice) -> Footprint:
         """Return the active memory of the rank with the highest peak, in one step with the two modes of `choice`.
@@ -198,13 +197,15 @@ class TraceEngine:
     def seconds(self, choice: Choice) -> None:
         """Return None: a trace does not predict the times of operations."""
 
-    def _traced(self, choice: Choice) -> TracedStep:
-        config = with_choice(self._config, choice)
-        if self._inventory is None:
-            self._inventory = inspect_model(config, build_job_model(config))
-        plan = plan_job(config, self._inventory)
-        traced = (self._traced_on(config, plan, pipeline_rank) for pipeline_rank in representative_ranks(plan))
-        return max(traced, key=lambda step: step.footprint.peak_bytes)
+    def _step(self, choice: Choice) -> TracedStep:
+        if choice not in self._known:
+            config = with_choice(self._config, choice)
+            if self._inventory is None:
+                self._inventory = inspect_model(config, build_job_model(config))
+            plan = plan_job(config, self._inventory)
+            traced = (self._traced_on(config, plan, pipeline_rank) for pipeline_rank in representative_ranks(plan))
+            self._known[choice] = max(traced, key=lambda step: step.footprint.peak_bytes)
+        return self._known[choice]
 
     def _traced_on(self, config: JobConfig, plan: ModelPlan, pipeline_rank: int) -> TracedStep:
         rank = pipeline_rank * self._layout.ranks_per_stage

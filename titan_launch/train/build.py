@@ -23,7 +23,7 @@ from titan_launch.optim.ema import build_ema
 from titan_launch.parallel.compile import cache_folder
 from titan_launch.parallel.context_parallel import sequence_part
 from titan_launch.parallel.fsdp import Unfreezing
-from titan_launch.plan.proof.certificate import find
+from titan_launch.plan.proof.certificate import find_certificate
 from titan_launch.plan.report.unit_table import KeyLocator, describe_units
 from titan_launch.train.base_weights import RunBase
 from titan_launch.train.batches import (
@@ -80,7 +80,7 @@ def build_run(config: JobConfig, ranks: Ranks, stack: ExitStack, process: Surrou
     """
     process = process or Surroundings()
     watchdog = process.watchdog or Watchdog(config.comm, ranks)
-    certificate = on_rank_0(partial(find, config))  # found by the job as the user wrote it, with `auto`
+    certificate = on_rank_0(partial(find_certificate, config))  # found by the job as the user wrote it, with `auto`
     job, built = resolve_job(config, ranks, this_attempt())
     config = job.config
     log_job(job, process.locate_key)

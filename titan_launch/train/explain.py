@@ -109,8 +109,8 @@ def _out_of_memory_report(run: Run, error: BaseException) -> str:
     """Return the report: the failed allocation with phase and module, the memory in use, the planned peak by category,
     and up to three changes as TOML. The planner runs in another process. If the planner fails, its error replaces the
     plan and the changes."""
-    where = f"{_allocation(error)} {_where(run, error)}".rstrip()
-    lines = [f"out of memory on rank {run.ranks.rank} in step {run.progress.step + 1}: {where}", _held(run)]
+    where = f"{_failed_allocation(error)} {_place_of_allocation(run, error)}".rstrip()
+    lines = [f"out of memory on rank {run.ranks.rank} in step {run.progress.step + 1}: {where}", _memory_in_use(run)]
     try:
         with ExitStack() as stack:
             plan = TraceProcess(run.config, run.job.layout.world_size, run.job.hardware, stack, advises=True).result()
@@ -129,7 +129,7 @@ def _out_of_memory_report(run: Run, error: BaseException) -> str:
     return "\n".join(lines)
 
 
-def _allocation(error: BaseException) -> str:
+def _failed_allocation(error: BaseException) -> str:
     if found := _CPU_ALLOCATION.search(str(error)):
         return f"an allocation of {format_memory(int(found[1]))} failed"
     if found := re.search(r"Tried to allocate ([\d.]+) ([KMG]iB)", str(error)):
@@ -138,7 +138,7 @@ def _allocation(error: BaseException) -> str:
     return "an allocation failed"
 
 
-def _where(run: Run, error: BaseException) -> str:
+def _place_of_allocation(run: Run, error: BaseException) -> str:
     """Return a clause with the phase of the step and the innermost module in the traceback. If the traceback has no
     module, as in backward and in collectives, the clause names the FSDP2 unit that was used last."""
     phase = run.observers.meter.timeline.part
@@ -152,7 +152,7 @@ def _where(run: Run, error: BaseException) -> str:
     return f"in {'the step' if phase == OTHER else phase}" + (f" of {where}" if where else "")
 
 
-def _held(run: Run) -> str:
+def _memory_in_use(run: Run) -> str:
     """Return a line with the memory of parameters, optimizer state and gradients; on a GPU, also with the allocator's
     numbers."""
     parameters = list(run.model.parameters())

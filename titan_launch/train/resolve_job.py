@@ -25,14 +25,16 @@ from titan_launch.distributed.process_group import Ranks
 from titan_launch.loss.user_function import import_loss
 from titan_launch.models.build import BuiltModel
 from titan_launch.optim.groups import check_param_groups, check_stacks
-from titan_launch.plan.auto_mode import is_auto_batch, possible_batch_sizes, with_local_batch_size
+from titan_launch.plan.auto_mode import possible_batch_sizes
 from titan_launch.plan.hardware import GIB, Hardware, hardware_of
 from titan_launch.plan.job import (
     Choice,
     configured_choice,
     is_auto,
+    is_auto_batch,
     possible_choices,
     with_choice,
+    with_local_batch_size,
     with_unsharded_parameters,
 )
 from titan_launch.plan.layout import Layout, plan_layout, with_global_batch_size
@@ -79,8 +81,8 @@ def resolve_job(config: JobConfig, ranks: Ranks, attempt: Attempt) -> tuple[Reso
     ranks if the job does not fit the ranks, the devices or the model, and UserError if the job does not fit into
     memory.
     """
-    hardware = hardware_of_run(config, ranks)
-    config = resolve_batch_size(config, hardware, ranks)
+    hardware = _hardware_of_run(config, ranks)
+    config = _resolve_batch_size(config, hardware, ranks)
     layout = plan_layout(config.parallelism, config.training, ranks.world_size)
     job = with_global_batch_size(config, layout)
     config = with_unsharded_parameters(job, layout)
@@ -88,7 +90,7 @@ def resolve_job(config: JobConfig, ranks: Ranks, attempt: Attempt) -> tuple[Reso
     check_param_groups(built.module, config.optimizer, built.head)
     check_stacks(built.module, config.optimizer, built.head, layout)
     import_loss(config.loss)
-    config, reason = resolve_auto_modes(config, layout, built, hardware, attempt)
+    config, reason = _resolve_auto_modes(config, layout, built, hardware, attempt)
     plan = plan_precision(config, built)
     check_shards(config.float8, plan, layout)
     requested = config.model_copy(update={"parallelism": job.parallelism})
@@ -103,11 +105,11 @@ def resolve_steps(job: ResolvedJob, data: RunData, progress: Progress | None = N
     return replace(job, config=config, requested=requested)
 
 
-Decision = tuple[Choice, str]
+_Decision = tuple[Choice, str]
 """The modes that replace `auto`, and a text that names them and the reason."""
 
 
-def hardware_of_run(config: JobConfig, ranks: Ranks) -> Hardware:
+def _hardware_of_run(config: JobConfig, ranks: Ranks) -> Hardware:
     """Return the planner's assumptions about the devices of this run. Collective. On GPUs, the memory limit is the
     memory of the smallest device. On CPUs, the memory limit is the host's memory divided by the ranks on the host, or
     the limit of this process (`ulimit`) if that is lower. Keys of `[planner]` may set another limit."""
@@ -119,7 +121,7 @@ def hardware_of_run(config: JobConfig, ranks: Ranks) -> Hardware:
     return hardware_of(config, ranks.on_host, "cuda", properties.name, memory.item() / GIB)
 
 
-def resolve_batch_size(config: JobConfig, hardware: Hardware, ranks: Ranks) -> JobConfig:
+def _resolve_batch_size(config: JobConfig, hardware: Hardware, ranks: Ranks) -> JobConfig:
     """Return the job with a number in place of `training.local_batch_size = "auto"`. A job without this `auto` is
     unchanged. Collective.
 
@@ -159,7 +161,7 @@ def _planned(config: JobConfig, hardware: Hardware, world_size: int) -> dict[str
     return resolved
 
 
-def resolve_auto_modes(
+def _resolve_auto_modes(
     config: JobConfig, layout: Layout, built: BuiltModel, hardware: Hardware, attempt: Attempt
 ) -> tuple[JobConfig, str | None]:
     """Return the job with modes in place of `auto`, and the reason for these modes. Collective.
@@ -175,7 +177,7 @@ def resolve_auto_modes(
     return with_choice(config, choice), reason
 
 
-def _decide(config: JobConfig, layout: Layout, built: BuiltModel, hardware: Hardware, attempt: Attempt) -> Decision:
+def _decide(config: JobConfig, layout: Layout, built: BuiltModel, hardware: Hardware, attempt: Attempt) -> _Decision:
     try:
         return _recorded(config, attempt) or _resolved(config, layout, built, hardware)
     except ConfigError:
@@ -184,7 +186,7 @@ def _decide(config: JobConfig, layout: Layout, built: BuiltModel, hardware: Hard
         raise UserError(f'{error}\nor set a mode instead of "auto"') from error
 
 
-def _recorded(config: JobConfig, attempt: Attempt) -> Decision | None:
+def _recorded(config: JobConfig, attempt: Attempt) -> _Decision | None:
     """Return the modes that a resumed run began with. Return None if no run is resumed, or if the job no longer allows
     these modes. Modes sum gradients in different orders, so a change of modes would change the results."""
     recorded = recorded_modes(config, attempt)
@@ -214,7 +216,7 @@ def _obstacles(config: JobConfig, choice: Choice) -> Iterator[str]:
             yield f"{format_key(problem.key)}: {problem.reason}"
 
 
-def _resolved(config: JobConfig, layout: Layout, built: BuiltModel, hardware: Hardware) -> Decision:
+def _resolved(config: JobConfig, layout: Layout, built: BuiltModel, hardware: Hardware) -> _Decision:
     if not is_tested_release():
         return _least_memory(config, layout, inspect_model(config, built))
     _log.info("auto: planning the job")
@@ -224,7 +226,7 @@ def _resolved(config: JobConfig, layout: Layout, built: BuiltModel, hardware: Ha
     return Choice(accumulation, checkpointing), str(resolved["reason"])
 
 
-def _least_memory(config: JobConfig, layout: Layout, inventory: Inventory) -> Decision:
+def _least_memory(config: JobConfig, layout: Layout, inventory: Inventory) -> _Decision:
     """Return the modes that need the least memory: the strongest activation checkpointing that the job allows, with the
     first gradient accumulation mode of `possible_choices`."""
     own, _ = possible_choices(config, layout, inventory, only_own=True)

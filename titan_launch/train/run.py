@@ -20,7 +20,7 @@ from titan_launch.metrics.meter import Meter
 from titan_launch.metrics.timeline import Timeline
 from titan_launch.parallel.fsdp import Unfreezing
 from titan_launch.plan.hardware import GIB, find_device
-from titan_launch.plan.proof.certificate import Certificate, describe
+from titan_launch.plan.proof.certificate import Certificate, describe_certificate
 from titan_launch.plan.report.table import format_gib
 from titan_launch.plan.report.unit_table import KeyLocator, format_lines, format_plan, summary_of_job
 from titan_launch.train.batches import RunBatches, RunData
@@ -125,7 +125,7 @@ def log_run(
         epochs = f"{training.epochs:g} epoch{'s' * (training.epochs != 1)}"
         lines.append(("steps", f"{training.total_steps:,}: {epochs} of {data.order.num_samples:,} samples"))
     lines += [
-        ("proof", describe(certificate)),
+        ("proof", describe_certificate(certificate)),
         ("folder", f"{folder} ({UNITS_FILE} has the table of the {len(job.plan.units)} FSDP2 units)"),
     ]
     for line in format_lines(lines).split("\n"):

@@ -196,7 +196,7 @@ def test_a_rule_does_not_report_a_section_that_already_has_an_error() -> None:
     assert "master_weights" in complaint(text.replace("bf16", "float32"))
 
 
-def test_extra_rules_are_reported_together_with_the_others() -> None:
+def test_given_rules_are_reported_together_with_the_others() -> None:
     def refuse(config: JobConfig) -> Iterator[Problem]:
         yield Problem(("training", "steps"), "not today", config.training.steps)
 

@@ -50,8 +50,11 @@ class DPOConfig(ReferenceConfig):
 class IPOConfig(ReferenceConfig):
     """Identity preference optimization (IPO, arXiv:2310.12036): the loss has its minimum at a finite distance from the
     reference model, and the loss of DPO does not. The loss of a pair is (log-ratio of the chosen answer - log-ratio of
-    the rejected answer - 1 / (2 x `beta`))². A log-ratio is the mean over the tokens of an answer, as in TRL. The paper
-    calls `beta` τ."""
+    the rejected answer - 1 / (2 x `beta`))². A log-ratio is the mean over the tokens of an answer, as in TRL."""
+
+    beta: Annotated[float, Field(gt=0)] = 0.1
+    """Strength of the reference model, called τ in the paper. A small value lets the trained model move further from
+    it."""
 
 
 class KTOConfig(ReferenceConfig):

@@ -26,10 +26,6 @@ from titan_launch.core.json_files import JsonError, parse_as, reason_of
 from titan_launch.core.terminal import aligned
 from titan_launch.plan.proof.twin import twin_of
 
-_PACKAGES = ("titan-launch", "torch", "transformers")
-_MOST_BYTES = 1 << 22
-_SAMPLE_BYTES = 1 << 12
-
 Verdict = Literal["proven", "differs", "cannot be proven"]
 
 
@@ -180,6 +176,13 @@ def _table(rows: Sequence[Row]) -> Iterator[str]:
         yield f"tolerances in {precision}: {', '.join(f'{kind} {value:.0e}' for kind, value in tolerances)}"
 
 
+# Certificates in the cache
+
+_PACKAGES = ("titan-launch", "torch", "transformers")
+_MOST_BYTES = 1 << 22
+_SAMPLE_BYTES = 1 << 12
+
+
 def versions() -> dict[str, str]:
     """Return the versions of the packages that compute a step, without local labels such as `+cu130`."""
     found = {}
@@ -218,7 +221,7 @@ def digests_of_files(files: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def find(config: JobConfig) -> Certificate | None:
+def find_certificate(config: JobConfig) -> Certificate | None:
     """Return the certificate of a job: from the file `prove.certificate` if the job sets this key, else from the cache.
     Return None if the cache has no readable certificate, or if the job has no twin. Also return None if the certificate
     belongs to a different twin or to different code. Raises ConfigError if `prove.certificate` cannot be read."""
@@ -242,7 +245,7 @@ def find(config: JobConfig) -> Certificate | None:
     return None
 
 
-def store(certificate: Certificate) -> None:
+def store_certificate(certificate: Certificate) -> None:
     """Write a certificate into the cache. If the cache cannot be written, do nothing."""
     with suppress(OSError):
         path = _entry(certificate.digest)
@@ -258,7 +261,7 @@ def _entry(digest: str) -> Path:
     return _folder() / f"{digest}.json"
 
 
-def describe(certificate: Certificate | None) -> str:
+def describe_certificate(certificate: Certificate | None) -> str:
     """Return the line of a run's header about its proof."""
     if certificate is None:
         return "layout not proven; titan-launch prove compares it with one process"

@@ -148,8 +148,8 @@ def _smallest_degrees(parallelism: ParallelismConfig, unshrunk: list[str]) -> Pa
     return parallelism.model_copy(update={**degrees, "pipeline_parallel_split_points": ()})
 
 
-def num_stages(parallelism: ParallelismConfig) -> int:
-    """Return the number of pipeline stages of a twin; 1 without pipeline parallelism."""
+def _stages_of_twin(parallelism: ParallelismConfig) -> int:
+    """Return the number of pipeline stages that the twin of a job has; 1 without pipeline parallelism."""
     return 1 if parallelism.pipeline_parallel_degree == 1 else 2 * parallelism.stages_per_rank
 
 
@@ -182,7 +182,7 @@ def _of_package(
     needs = TwinNeeds(
         shards=(_UNKNOWN_SHARDS if shards == -1 else shards) * parallelism.degree(TENSOR),
         is_tensor_parallel=parallelism.degree(TENSOR) > 1,
-        stages=num_stages(parallelism),
+        stages=_stages_of_twin(parallelism),
         keeps_depth=keeps_depth,
         seq_len=config.training.seq_len,
         twin_seq_len=seq_len,
@@ -269,7 +269,7 @@ def _of_transformers(
     )
     if depth is not None:
         kinds = {key: list(dict.fromkeys(args[key])) for key in _LISTS if isinstance(args.get(key), list)}
-        needed = max(small[depth], num_stages(config.parallelism), *map(len, kinds.values()))
+        needed = max(small[depth], _stages_of_twin(config.parallelism), *map(len, kinds.values()))
         small[depth] = min(args[depth], needed)
         small |= {key: [own[index % len(own)] for index in range(small[depth])] for key, own in kinds.items()}
     if heads is not None and kv_heads is not None:

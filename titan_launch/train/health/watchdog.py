@@ -46,10 +46,10 @@ the process, and `launch` reports the unfinished collective.
 TRAINING, VALIDATING = "forward, backward and update", "validating"
 """The phases in which the model runs."""
 
-STORE_TIMEOUT_S = 5
+_STORE_TIMEOUT_S = 5
 """Timeout of the store in seconds."""
 
-_FAILED = "titan_launch/failed"
+_FAILED_KEY = "titan_launch/failed"
 
 T = TypeVar("T")
 
@@ -91,7 +91,7 @@ class ProgressBoard:
         self.rank, self._world_size = ranks.rank, ranks.world_size
         # A client of the store serves one thread at a time, even while the thread waits. So each board has its own.
         self._store = default_store().clone()  # type: ignore[attr-defined]
-        self._store.set_timeout(timedelta(seconds=STORE_TIMEOUT_S))
+        self._store.set_timeout(timedelta(seconds=_STORE_TIMEOUT_S))
 
     def publish(self, point: ProgressPoint) -> None:
         """Publish this rank's progress. If the store is gone, do nothing, because the run then ends anyway."""
@@ -116,12 +116,12 @@ class ProgressBoard:
     def publish_failure(self) -> None:
         """Publish that the run has failed on this rank."""
         with suppress(RuntimeError):
-            self._store.set(_FAILED, "")
+            self._store.set(_FAILED_KEY, "")
 
     def has_failed(self) -> bool:
         """Return True if the run has failed on any rank. If the store is gone, return False."""
         with suppress(RuntimeError):
-            return bool(self._store.check([_FAILED]))
+            return bool(self._store.check([_FAILED_KEY]))
         return False
 
     def _key(self, rank: int) -> str:
@@ -165,7 +165,7 @@ class Watchdog:
     def __exit__(self, *_: object) -> None:
         if self._thread is not None:
             self._closing.set()
-            self._thread.join(STORE_TIMEOUT_S)
+            self._thread.join(_STORE_TIMEOUT_S)
             faulthandler.cancel_dump_traceback_later()
 
     def enter(self, phase: str, step: int, *, is_slow: bool = False) -> None:
@@ -262,7 +262,7 @@ class Watchdog:
     def _report(self, now: ProgressPoint, board: ProgressBoard, pause: float) -> None:
         """Write the stacks and the flight record, and log the ranks that are behind. The level of the log line is
         WARNING on rank 0, and INFO on other ranks."""
-        board.publish(with_collectives(now))
+        board.publish(_with_collectives(now))
         self._closing.wait(2 * pause)  # until the other ranks have published
         level = logging.WARNING if self._ranks.is_rank_0 else logging.INFO
         where = "standard error" if self._folder is None else self._folder / FOLDER
@@ -286,7 +286,7 @@ class Watchdog:
 
 def ranks_behind(board: ProgressBoard, now: ProgressPoint) -> str:
     """Publish `now`, the progress of this rank, and return a sentence that names the ranks that are behind."""
-    own = with_collectives(now)
+    own = _with_collectives(now)
     board.publish(own)
     points = board.read()
     if points is None:
@@ -306,7 +306,7 @@ def ranks_behind(board: ProgressBoard, now: ProgressPoint) -> str:
     return f"{ranks_listed(behind)} {is_are} behind: all are {least}, but {ranks_listed(behind)} {counts}"
 
 
-def with_collectives(point: ProgressPoint) -> ProgressPoint:
+def _with_collectives(point: ProgressPoint) -> ProgressPoint:
     """Return `point` with the number of started collectives, if it can be read."""
     try:
         return replace(point, collectives=collectives_started())

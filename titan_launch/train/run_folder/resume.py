@@ -224,7 +224,7 @@ def _resume(config: JobConfig, checkpoint: Path, selection: Selection, run: Resu
     """
     sources, before = run.sources, read_manifest(checkpoint).base
     is_needed = before is not None and before.omitted > 0  # then `load_state` compares the folders
-    change, _ = ("", "") if before is None or is_needed else run.base.change_since(before)
+    change = "" if before is None or is_needed else run.base.change_since(before)[0]
     if change and not config.checkpoint.accept_changes:
         raise config_error(
             ("model", "weights"),
