@@ -36,6 +36,7 @@ from titan_launch.train.model import build_job_model, plan_precision, shard_mode
 RANKS = 8
 _VOCABULARY = 64
 _WIDTHS = (64, 256)
+_TIMES = ("CPU time, median (ms)", "elapsed time, median (ms)", "elapsed time, minimum (ms)")
 _ROWS: tuple[tuple[str, dict[str, Any]], ...] = (
     *((("in place", {"placement": "in_place"}),) if MIXES_DTYPES_IN_UNIT else ()),
     ("one unit for the model", {"placement": "own_unit"}),
@@ -116,7 +117,7 @@ def measure(layers: int, rounds: int) -> tuple[str, list[list[str]]]:
     torch.set_num_threads(1)
     ranks = dist.get_world_size()
     title = f"{layers} blocks on {ranks} ranks (gloo), forward and backward of one microbatch, {rounds} rounds:"
-    rows = [["width", "adapters", "CPU ms, median", "ms, median", "ms, minimum"]]
+    rows = [["width", "adapters", *_TIMES]]
     for width in _WIDTHS:
         rows += times(layers, width, seq_len=128, rounds=rounds)
     return title, rows

@@ -156,16 +156,16 @@ def test_text_that_changes_while_it_is_tokenized_is_refused(text: Path, tmp_path
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda text, folder: (text / "00.txt").write_text("longer " * 50), "has unfinished token files of other text"),
-        (lambda text, folder: rewrite(text / "00.txt", "hello", "olleh"), "has unfinished token files of other text"),
+        (lambda text, folder: (text / "00.txt").write_text("longer " * 50), "unfinished token files of different text"),
+        (lambda text, folder: rewrite(text / "00.txt", "hello", "olleh"), "unfinished token files of different text"),
         (
             lambda text, folder: prepare(corpus(text), folder) and rewrite(text / "00.txt", "hello", "olleh"),
-            "has tokens of other text",
+            "was prepared from different text",
         ),
         (lambda text, folder: (folder / UNFINISHED).unlink(), "has files that are not token files"),
         (
             lambda text, folder: prepare(corpus(text), folder) and (text / "00.txt").unlink(),
-            "has tokens of other text",
+            "was prepared from different text",
         ),
     ],
 )
@@ -297,7 +297,7 @@ def test_the_command_trains_a_tokenizer_and_splits(text: Path, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--out=o"], "error: name the text, or a job with --config"),
+        (["--out=o"], "error: give the PATHs of the text, or a job with --config"),
         (["nothing", "--out=o"], "error: nothing: no such file or folder, or no files in it"),
         (["text", "--out=o", "--train-tokenizer=9"], "--train-tokenizer: must be a whole number of at least 257"),
         (["text", "--out=o", "--validation-percent=100"], "must be a whole number from 1 to 99"),

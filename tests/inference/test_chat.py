@@ -205,9 +205,8 @@ def test_a_piped_conversation(
     note += "type /reset to begin a new conversation"
     assert note in chat(f"{TEXT}{TEXT[:-3]}\n")[1]
     error = "error: the conversation has 51 tokens, but the model takes at most 48, including the answer"
-    assert (
-        f"{error}; shorten the message, or type /reset to begin a new one" in chat(f"{TEXT}{TEXT}Grüß\n", status=2)[1]
-    )
+    error += "; shorten the message, or type /reset to begin a new conversation"
+    assert error in chat(f"{TEXT}{TEXT}Grüß\n", status=2)[1]
     drawn = [chat("Grüße\n", "--temperature=3", "--top-k=50", f"--seed={seed}")[0] for seed in (1, 1, 2)]
     assert drawn[0] == drawn[1] != drawn[2]
     assert (

@@ -1,7 +1,8 @@
 """A rank's part of the training state for a checkpoint: its shards of all tensors, and a copy of them on the host.
 
 This module does not import torch.distributed.checkpoint (DCP): the import takes 0.1 s, and would delay a run's first
-step. Functions that write or read a checkpoint import DCP when they are called.
+step. Functions that write a checkpoint, or that get or set state dicts of the model and optimizer, import DCP when they
+are called.
 """
 
 from __future__ import annotations

@@ -55,10 +55,10 @@ class Parser(ArgumentParser):
     def parse(
         self, args: Sequence[str], commands_with: Callable[[str], Sequence[str]] = lambda option: ()
     ) -> Namespace:
-        """Return a namespace with the value of each option. Its attribute `overrides` has the overrides of the job, and
-        `key_options` is the dict of this parser. `commands_with`: function that returns the commands that have a
-        given option; the error for an unknown option names them. Raises UserError for bad arguments, and SystemExit for
-        `--help`.
+        """Return a namespace with the value of each option. The namespace also has `overrides`, a list of the arguments
+        `--section.key=value`, and `key_options` of this parser. `commands_with`: function that returns the commands
+        that have a given option; the error for an unknown option names them. Raises UserError for bad arguments, and
+        SystemExit for `--help`.
 
         Overrides are not given to argparse, because argparse cannot tell which value belongs to an override. Options
         may have underscores instead of hyphens, as in torchrun.

@@ -73,7 +73,7 @@ def _overrides(arguments: Namespace) -> list[str]:
     arguments."""
     given = list(arguments.overrides)
     if bool(arguments.paths) == bool(arguments.config) and not given:
-        raise UserError("error: name the text, or a job with --config (see titan-launch prepare --help)")
+        raise UserError("error: give the PATHs of the text, or a job with --config (see titan-launch prepare --help)")
     if arguments.paths and arguments.config:
         raise UserError(
             "error: PATH and --config cannot be used together; to replace the text of a job, set --data.path=..."
@@ -181,7 +181,8 @@ def _train_tokenizer(corpus: Corpus, arguments: Namespace) -> TokenizerConfig:
     folder = Path(arguments.out, "tokenizer")
     config = TokenizerConfig(kind="huggingface", path=str(folder))
     if folder.exists():
-        say(f"tokenizer: {folder} exists and is used; delete {arguments.out} to train another one")
+        again = f"to train a new one, delete {arguments.out}, which also deletes its prepared tokens"
+        say(f"tokenizer: {folder} has a tokenizer, which is used; {again}")
         return config
     start = time.monotonic()
     wanted = arguments.train_tokenizer

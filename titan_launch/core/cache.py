@@ -46,8 +46,9 @@ def built_once(kind: str, identity: Any, build: Callable[[Path], object], task: 
     `kind`: name of the subfolder for entries of this kind. `identity`: a value that JSON can represent. Several
     processes may call this function at once: one builds, and the others wait. The folder gets its final name when it is
     complete and on disk. If an earlier call was interrupted, `build` gets the folder with the files that the
-    interrupted call wrote. A folder is built again if its files no longer have the content that `build` wrote. If
-    `task` (such as "preparing tokens") is not empty and the folder does not exist, a log line names both.
+    interrupted call wrote. A folder is built again if its files no longer have the content that `build` wrote. `task`:
+    the work of `build` in words, such as "preparing tokens". If the folder does not exist, `task` and the folder are
+    logged. An empty `task` logs nothing.
 
     Raises UserError if the cache cannot be written or `build` raises OSError. Passes on other errors of `build`.
     """

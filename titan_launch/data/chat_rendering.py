@@ -245,9 +245,8 @@ class _Turns:
         """Return the turn of message `index`. Raises RecordError if the turn cannot be told apart from other
         messages."""
         if not self._marked.messages:
-            raise self._unknown(
-                index, "the template changes or tests the texts of the messages, so their positions are unknown"
-            )
+            reason = "the template modifies or tests the text of messages, so the messages are not found in its output"
+            raise self._unknown(index, reason)
         start = self._start(index)
         turn = Span(start, self._stop(index, start))
         if any(not turn.start <= position <= turn.stop for position in self._positions_of(index)):

@@ -234,7 +234,8 @@ def _header_of(corpus: Corpus, folder: Path, source: str) -> Header | None:
         digests = f"(digest {header.tokenizer}, now {corpus.tokenizer.digest})"
         raise UserError(f"{folder} has tokens of another tokenizer {digests}; delete it, or name another folder")
     if header.source != source:
-        raise UserError(f"{folder} has tokens of other text or of other job keys; delete it, or name another folder")
+        reason = "was prepared from different text, or with different keys of [data]"
+        raise UserError(f"{folder} {reason}; delete it, or name another folder")
     return header
 
 
@@ -256,7 +257,7 @@ def _claimed(corpus: Corpus, folder: Path, source: str) -> Iterator[None]:
         except BlockingIOError:
             raise UserError(f"another process is writing {folder}; wait for its end, or name another folder") from None
         if file.read(len(identity) + 1) != identity.encode():
-            reason = "has unfinished token files of other text or another tokenizer"
+            reason = "has unfinished token files of different text, different keys of [data] or a different tokenizer"
             raise UserError(f"{folder} {reason}; delete it, or name another folder")
         yield
 

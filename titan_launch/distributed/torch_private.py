@@ -42,10 +42,12 @@ def warn_of_untested_release() -> None:
     """Log a warning if the installed torch is newer than every tested release."""
     if not is_tested_release():
         _log.warning(
-            "torch %d.%d is newer than the newest tested release, %d.%d. These features are off: traces; "
+            "torch %d.%d is newer than the newest tested release, %d.%d. The run continues without these features: "
             "predicted memory; measured memory on a CPU; counted traffic; the check of the collectives' dtypes in the "
             "precision audit; overlap of all-reduces with backward on a CPU; prefetching by microbatch in pipelines; "
-            "the workaround for gloo's all-gather. The precision audit logs differences and does not end the run",
+            "the workaround for gloo's all-gather. The precision audit logs differences and does not end the run. "
+            'mode = "auto" takes the mode with the least memory. The command `plan` and dry runs cannot trace a job, '
+            "and end with an error",
             *torch_release(),
             *NEWEST_TESTED,
         )

@@ -74,7 +74,7 @@ class Conversation:
         if room < 1:
             longest = f"the model takes at most {model.max_tokens}, including the answer"
             reason = f"the conversation has {len(tokens)} tokens, but {longest}"
-            raise UserError(f"error: {reason}; shorten the message, or type /reset to begin a new one")
+            raise UserError(f"error: {reason}; shorten the message, or type /reset to begin a new conversation")
         most = min(max_new_tokens, room)
         new = generate_tokens(model, tokens, most, sampling, generator, self.sequence)
         stream = TextStream(model.tokenizer.decode, (), (*stop, *model.end_texts))

@@ -126,8 +126,8 @@ def num_documents(tokens: int) -> int:
 
 
 def _in_pairs(values: Tensor) -> Tensor:
-    """Return the numbers of documents, (batch, `num_documents`), as (batch, pairs, 2). The last axis has the chosen
-    answer, then the rejected one."""
+    """Reshape one value per document, (batch, `num_documents`), to (batch, pairs, 2). The last axis is (chosen,
+    rejected)."""
     return values.unflatten(1, (-1, 2))
 
 

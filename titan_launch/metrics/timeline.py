@@ -16,7 +16,8 @@ OTHER = "other"
 
 
 class Parts:
-    """Interface of a clock that counts time by part. This base class counts nothing; traced steps use it."""
+    """Interface of a clock that counts the time of each part of a step, such as `forward`. This base class counts
+    nothing; traced steps use it."""
 
     def begin(self, part: str) -> None:
         """Count time under a part, from now until the next call."""

@@ -156,8 +156,8 @@ class _SelectiveMode(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Return True: a compiled graph inside of the block counts as one operation. If the operation is
-        `inductor_compiled_code`, its result is saved. Other graphs run a second time."""
+        """Return True: a compiled graph inside of the block counts as one operation. A graph of inductor is the
+        operation `inductor_compiled_code`, whose result is saved. Graphs of other backends run again in backward."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -237,7 +237,7 @@ def cast_in_second_forward(model: nn.Module, plan: ModelPlan) -> None:
     FSDP2 has already cast do not change.
     """
     units = {path: unit for unit in plan.units for path in unit.modules}
-    inside = {  # a shared module has the path of its first parent, which may be outside of them
+    inside = {  # a shared module has the path of its first parent, which may be outside of checkpointed modules
         info.same_as or info.path
         for info in plan.inventory.modules
         if any(info.path != path and is_within(info.path, path) for path in plan.checkpointed)

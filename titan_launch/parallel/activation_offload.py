@@ -67,7 +67,7 @@ class HostCopies:
         return None
 
     def wait(self, event: Any) -> None:
-        """Let the compute stream wait for the copies before `event`."""
+        """Let the compute stream wait until all copies that started before `event` are complete."""
 
 
 class CudaCopies(HostCopies):
@@ -107,7 +107,7 @@ class CudaCopies(HostCopies):
         return None if self._stream is None else self._stream.record_event()
 
     def wait(self, event: Any) -> None:
-        """Let the compute stream wait for the copies before `event`."""
+        """Let the compute stream wait until all copies that started before `event` are complete."""
         if event is not None:
             torch.cuda.current_stream().wait_event(event)
 

@@ -54,8 +54,8 @@ def prepare_experts(model: nn.Module, plan: ModelPlan, mesh: Mesh, device: str) 
     if reduced:
         warn(
             _log,
-            "router precision: the logits of %s are bfloat16. Sigmoid scores near 1 then differ by less than the "
-            "rounding error of their logits (2^-8), so the choice of experts is partly random. Add a rule to "
+            "router precision: the logits of %s are bfloat16. A bfloat16 has 8 significant bits, so close logits "
+            "become equal, and rounding decides which of these experts are chosen. Add a rule to "
             '[[precision.rules]] with match = "**.router", param_dtype = "float32" and output_dtype = "float32"',
             listed(reduced),
         )

@@ -58,7 +58,7 @@ NO_LIMIT = (
 
 @dataclass(frozen=True)
 class Hardware:
-    """The hardware that a plan assumes. `report.table.format_assumptions` shows it."""
+    """The hardware that a plan assumes. `plan.report.table.format_assumptions` formats it."""
 
     kernels: Kernels
     device: str | None

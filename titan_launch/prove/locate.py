@@ -31,8 +31,9 @@ def explain(proof: Proof, case: Case, results: Sequence[Difference]) -> Finding:
     smallest, parts, is_alone, tolerances = case, list[str](), True, proof.tolerances(case)
     for number in (1, 2):
         candidates = runs_with_parts(case, number)
-        chosen = f"{number} of the {len(case.parts)} axes and modes"
-        proof.say(f"looking for the cause: {len(candidates)} runs, each with {chosen}")
+        chosen = "one" if number == 1 else "two"
+        every = f"the {len(case.parts)} axes and modes of the failed run"
+        proof.say(f"looking for the cause: {len(candidates)} runs, each with {chosen} of {every}")
         found = [(one, _compared(proof, one)) for one in candidates]
         failing = [(one, of_one) for one, of_one in found if exceeding(of_one, tolerances)]
         if failing:

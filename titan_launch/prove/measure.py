@@ -135,8 +135,8 @@ def compare(steps: list[Step], reference: list[Step]) -> list[Difference]:
 
 
 def _follows_rounding(name: str, step: Step) -> bool:
-    """Return True for an update or an average of a parameter whose gradient is a rounding error. Such an update can be
-    large: AdamW makes the updates of small and of large gradients equally large."""
+    """Return True if a result is the update or the average of a parameter whose gradient is a rounding error
+    (`SMALLEST`). Such an update can be large: AdamW makes the updates of small and of large gradients equally large."""
     kind, _, parameter = name.partition(" ")
     gradient = step.get(f"gradient {parameter}")
     if kind not in ("update", "average") or gradient is None:

@@ -346,7 +346,8 @@ def _lines(path: str, kinds: Sequence[str]) -> DataFolder:
 
 def _kinds_of_line(record: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
     """Return the kinds of data that a line suits, each with the keys of the line that show this kind. The dict is empty
-    if the line suits no kind. The text of the line is then in another field."""
+    if the line has the keys of no kind. The caller then reads the line as `jsonl`, with its text in a field that is not
+    named `text`."""
     from titan_launch.data.corpora.chat import ANSWERS, chat_keys
 
     keys = chat_keys(record)

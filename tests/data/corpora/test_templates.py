@@ -544,8 +544,8 @@ ODD_TEMPLATES: dict[str, tuple[str, str]] = {
     ),
     "changes texts": (
         EVERY + "<{{ m.role }}>{{ m.content | reverse }}{% endfor %}",
-        "the turn of message 2 is not found: the template changes or tests the texts of the messages, "
-        "so their positions are unknown; ",
+        "the turn of message 2 is not found: the template modifies or tests the text of messages, "
+        "so the messages are not found in its output; ",
     ),
     "writes no end of a turn": (EVERY + "{{ m.content }}{% endfor %}", "it would contain text of message 1; "),
     "a block with the question": (

@@ -222,7 +222,8 @@ class SGDConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """The optimizer. Embeddings, norms and vectors (biases) have no weight decay unless a parameter group sets one."""
+    """The optimizer. Embeddings, norms, biases and other vectors have no weight decay unless a parameter group sets
+    one."""
 
     name: AlgorithmName = "AdamW"
     """The algorithm. `AdamW` (decoupled weight decay, arXiv:1711.05101) and `SGD` update all parameters. `Muon` updates
@@ -243,10 +244,10 @@ class OptimizerConfig(Section):
     """Number added to the denominator of AdamW's update."""
 
     weight_decay: Annotated[float, Field(ge=0)] | None = None
-    """Weight decay of all parameters except for embeddings, norms and vectors (biases). AdamW and Muon decouple it from
-    the gradient; their default is 0.1. SGD adds `weight_decay` times the parameter to the gradient (L2 regularization,
-    as `torch.optim.SGD`); its default is 0. A parameter group whose algorithm has the other kind of weight decay, such
-    as SGD in a job with AdamW, uses the default of its algorithm instead."""
+    """Weight decay of all parameters except for embeddings, norms, biases and other vectors. AdamW and Muon decouple it
+    from the gradient; their default is 0.1. SGD adds `weight_decay` times the parameter to the gradient (L2
+    regularization, as `torch.optim.SGD`); its default is 0. A parameter group whose algorithm has the other kind of
+    weight decay, such as SGD in a job with AdamW, uses the default of its algorithm instead."""
 
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"
     """PyTorch's implementation of AdamW and SGD. `fused` is the fastest on CPU and CUDA. With the other two, the host

@@ -38,8 +38,9 @@ class FileCorpus(Corpus):
 
     @cached_property
     def files(self) -> list[File]:
-        """All files. Raises ConfigError if an entry of `path` matches no file, or if records would be read as text.
-        Also raises ConfigError for a link that leads out of a folder, and for folders that are nested too deeply."""
+        """The files that `path` names. Raises ConfigError if an entry of `path` matches no file, or if `kind = "text"`
+        would read a file of records, such as `.jsonl` or `.parquet`. Also raises ConfigError for a link that leads out
+        of a folder, and for folders that are nested too deeply."""
         found: list[tuple[str, Path]] = []
         problem: str | None = None
         try:

@@ -144,7 +144,7 @@ class AdapterConfig(BaseModel):
                     warnings.simplefilter("ignore")  # a warning of `re` would name a line of this file
                     re.compile(pattern)
             except (re.error, OverflowError, RecursionError) as error:
-                raise ValueError(f"{as_text(pattern)} is no regular expression: {error}") from None
+                raise ValueError(f"{as_text(pattern)} is not a valid regular expression: {error}") from None
         return value
 
     @model_validator(mode="after")

@@ -302,8 +302,9 @@ def differences(name: str, own: ModelArgs, folder: FolderConfig) -> list[tuple[s
 
 
 def _differing(own: ModelArgs, other: ModelArgs) -> list[tuple[str, Any, Any]]:
-    """Return (argument, value in `own`, value in `other`) of all differing arguments, including those in tables, such
-    as `experts.top_k`."""
+    """Return (argument, value in `own`, value in `other`) for each argument whose effective values differ, including
+    arguments in tables, such as `experts.top_k`. An argument that is set equally in both, or unset in both, is omitted:
+    its values differ only because other arguments differ."""
     ours, theirs = (dict(leaves(args.effective())) for args in (own, other))
     set_here, set_there = (dict(leaves(args.model_dump(mode="json"))) for args in (own, other))
     return [

@@ -195,7 +195,8 @@ def read_header(path: Path) -> tuple[dict[str, FileTensor], dict[str, str]]:
         reason = short_name(str(error))
         raise WeightsError(f"{shown} is truncated or damaged ({reason}); copy or download it again") from None
     if sum(map(len, chain.from_iterable(metadata.items()))) > _MOST_METADATA:
-        raise WeightsError(f"{shown} has more than {_MOST_METADATA:,} characters of metadata; write it without them")
+        reason = f"has more than {_MOST_METADATA:,} characters of metadata"
+        raise WeightsError(f"{shown} {reason}; save the file again without metadata")
     for name, tensor in tensors.items():
         if len(tensor.shape) > _MOST_DIMENSIONS or max(tensor.shape, default=0) > _MOST_ELEMENTS:
             shape = ", ".join(map(str, tensor.shape[: _MOST_DIMENSIONS + 1]))

@@ -133,8 +133,8 @@ class Context:
             self.traffic[f"expert_{collective}_bytes"] += num_bytes
 
     def begin_microbatch(self, is_last: int) -> None:
-        """Set which collectives the next backward runs, as `parallel.accumulation` sets them on the model. `is_last`: 1
-        for the last microbatch, else 0."""
+        """Set which collectives the next backward runs, as `parallel.fsdp.Accumulation` sets them on the model.
+        `is_last`: 1 for the last microbatch, else 0."""
         mode = self._accumulation.row
         for unit in self.units:
             unit.reduce_grads = bool(is_last) or mode.reduce_scatters_each

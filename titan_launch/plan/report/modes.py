@@ -94,10 +94,10 @@ class Comparison:
 def compare(
     config: JobConfig, layout: Layout, subject: Subject, hardware: Hardware, only_own: bool = False
 ) -> Comparison:
-    """Return the predictions for all combinations of modes that the job allows.
+    """Return the predictions for each combination of modes that is possible for the job.
 
-    `only_own`: only combinations that the job sets or `auto` may choose. Raises ConfigError if the model does not
-    support the job's precision rules, compilation or activation checkpointing.
+    `only_own`: True to compare only the combination that the job sets, or the combinations that `auto` may choose.
+    Raises ConfigError if the model does not support the job's precision rules, compilation or activation checkpointing.
     """
     choices, notes = possible_choices(config, layout, subject.inventory, only_own)
     if layout.model_parallel > 1:

@@ -148,7 +148,7 @@ class StepGuard:
         """Restore a saved state. If the job does not detect spikes, drop the saved history, because it would not be
         updated. Raises ValueError for invalid counts."""
         if any(int(state[name]) < 0 for name in ("filled", "skips") if name in state):
-            raise ValueError("the step guard has a negative number of steps")
+            raise ValueError("the saved state of the step guard has a negative number of steps")
         for name, own in (("history", self._history), ("filled", self._filled), ("skips", self._skips)):
             if name in state:
                 own.copy_(state[name])

@@ -345,7 +345,7 @@ def _other_experiment_error(
 
 
 def _is_other_model(changed: Sequence[Difference]) -> bool:
-    """Return True if the model differs, so that its checkpoint cannot be loaded as a whole."""
+    """Return True if a difference changes the model. Then a run cannot load all of the earlier run's checkpoint."""
     return any(difference.role == "model" for difference in changed)
 
 
