@@ -210,8 +210,8 @@ def _admit_ranks(store: dist.Store, world_size: int, clock: _Clock, stop_signal:
         if not clock.pause():
             missing = [str(rank) for rank, key in enumerate(greetings, start=1) if not store.check([key])]
             ranks, have = ("rank", "has") if len(missing) == 1 else ("ranks", "have")
-            reason = f"{ranks} {listed(missing, most=8)} of {world_size} {have} not joined the process group"
-            raise RunError(f"{reason} in {clock.timeout_seconds:g} s")
+            late = f"{ranks} {listed(missing, most=8)} of {world_size} {have}"
+            raise RunError(f"{late} not joined the process group in {clock.timeout_seconds:g} s")
     _reply(store, greetings, start)
     return start
 
