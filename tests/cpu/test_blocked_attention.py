@@ -223,7 +223,7 @@ def test_a_run_uses_blocked_attention_by_default(
     with ExitStack() as stack:
         use_kernels(config, built, plan, layout, cpu, stack)
         dtypes = attention_dtypes(config.data, built, plan)
-        stack.enter_context(switch.cpu_speedups(built.module, config.kernels, layout, tokens, dtypes))
+        stack.enter_context(switch.cpu_speedups(built.module, config.kernels, layout, tokens, dtypes, ()))
         attend()
     assert len(calls) == 2 * expected
     used = "blocked CPU kernel, for sequences of 16 to 64 tokens" if expected else "PyTorch's CPU kernels"

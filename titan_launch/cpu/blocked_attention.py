@@ -10,15 +10,16 @@ backward computes them again (arXiv:2205.14135). Tests compare both kernels with
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from threading import Lock
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from titan_launch.cpu.kernels import Kernel, Replacement
 
 _BLOCK_ROWS = 128
 """Largest number of queries in a block for each key head: tokens x query heads of this key head."""
@@ -48,30 +49,18 @@ _aten = torch.ops.aten
 _FORWARD = _aten._scaled_dot_product_flash_attention_for_cpu.default
 _BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
-_in_place: list[torch.library.Library] = []
-"""A stack with one entry for each open context of `blocked_attention`. All entries are the same library, because
-PyTorch allows only one registration at a time."""
 
-
-@contextmanager
-def blocked_attention() -> Iterator[None]:
+def blocked_attention() -> AbstractContextManager[None]:
     """Replace PyTorch's CPU kernel for the calls that `takes` accepts, until the `with` block ends.
 
     Autograd, activation checkpointing, tracing and torch.compile see the same operation as before. Other calls reach
-    PyTorch's kernel, which then runs while Python's GIL is held. Do not use this context with ring attention: backward
-    assumes that each query attended only to keys of the same call.
+    PyTorch's kernel. Do not use this context with ring attention: backward assumes that each query attended only to
+    keys of the same call.
     """
-    library = _in_place[0] if _in_place else _registered()
-    _in_place.append(library)
-    try:
-        yield
-    finally:
-        _in_place.pop()
-        if not _in_place:
-            library._destroy()
+    return _REPLACEMENT.active()
 
 
-def _registered() -> torch.library.Library:
+def _kernels() -> dict[torch._ops.OpOverload, Kernel]:
     forward, backward = (torch.library.get_kernel(operation, "CPU") for operation in (_FORWARD, _BACKWARD))
 
     def attend(dispatch: Any, q: Tensor, k: Tensor, v: Tensor, *options: Any, **others: Any) -> Any:
@@ -94,12 +83,10 @@ def _registered() -> torch.library.Library:
             return gradients(grad, q, k, v, others.get("scale"))
         return backward.call_boxed(dispatch, grad, q, k, v, out, sums, *rest, **others)
 
-    library = torch.library.Library("aten", "IMPL")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
-        library.impl(_FORWARD, attend, "CPU", with_keyset=True)
-        library.impl(_BACKWARD, differentiate, "CPU", with_keyset=True)
-    return library
+    return {_FORWARD: attend, _BACKWARD: differentiate}
+
+
+_REPLACEMENT = Replacement(_kernels)
 
 
 def takes(  # noqa: PLR0913 - the signature is PyTorch's

@@ -173,5 +173,7 @@ def build_run(config: JobConfig, ranks: Ranks, stack: ExitStack, process: Surrou
 
 def speed_up_on_cpu(config: JobConfig, model: AssembledModel, stack: ExitStack) -> None:
     """Apply the CPU speedups to a wrapped model. Closing `stack` undoes those that `cpu_speedups` can undo."""
-    dtypes, layout = attention_dtypes(config.data, model.built, model.plan), model.mesh.layout
-    stack.enter_context(cpu_speedups(model.module, config.kernels, layout, config.training.seq_len, dtypes))
+    plan, layout, seq_len = model.plan, model.mesh.layout, config.training.seq_len
+    dtypes = attention_dtypes(config.data, model.built, plan)
+    product_dtypes = {plan.unit_of[module.path].compute_dtype for module in plan.inventory.modules}
+    stack.enter_context(cpu_speedups(model.module, config.kernels, layout, seq_len, dtypes, product_dtypes))
