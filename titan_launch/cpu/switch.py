@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from torch import nn
 
 from titan_launch.config.sections.precision import KernelsConfig
-from titan_launch.cpu import bfloat16_products
+from titan_launch.cpu import bfloat16_kernels
 from titan_launch.cpu.allocator import keep_freed_memory
 from titan_launch.cpu.blocked_attention import blocked_attention, lengths
 from titan_launch.cpu.overlapped_all_reduce import overlap_all_reduces
@@ -37,15 +37,15 @@ def cpu_speedups(
     Blocked attention replaces PyTorch's kernel if `kernels.attention` is `auto`, ranks have whole sequences, and the
     kernel supports `seq_len` tokens. `dtypes`: the dtypes in which the model's attention computes. If `dtypes` is
     empty, the dtypes are unknown, and each call of attention chooses its kernel. `product_dtypes`: the dtypes in which
-    modules compute; bfloat16 products go through float32 on a CPU for which PyTorch has no fast ones. After the block,
-    the allocator and the model's all-reduces between replicas stay changed.
+    modules compute; bfloat16 goes through float32 on a CPU for which PyTorch has no fast bfloat16 kernels. After the
+    block, the allocator and the model's all-reduces between replicas stay changed.
     """
     keep_freed_memory()
     overlap_all_reduces(model)
     with ExitStack() as stack:
-        if "bfloat16" in product_dtypes and bfloat16_products.are_slow():
-            _log.info("matrix products (bfloat16): through float32, because this CPU has no AVX-512")
-            stack.enter_context(bfloat16_products.float32_products())
+        if "bfloat16" in product_dtypes and bfloat16_kernels.are_slow():
+            _log.info("matrix products and attention (bfloat16): through float32, because this CPU has no AVX-512")
+            stack.enter_context(bfloat16_kernels.float32_kernels())
         if kernels.attention == "auto" and _uses_blocked_attention(layout, seq_len, dtypes):
             stack.enter_context(blocked_attention())
         yield
