@@ -54,6 +54,16 @@ def test_gradients_go_through_float32_and_other_dtypes_do_not_change() -> None:
     torch.testing.assert_close(results[torch.bfloat16, False], results[torch.bfloat16, True], rtol=0.05, atol=0.1)
 
 
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_different_dtypes_are_refused_as_by_pytorch(name: str) -> None:
+    factors = [torch.ones(40, 20, dtype=torch.bfloat16), torch.ones(20, 24), torch.ones(40, 24, dtype=torch.bfloat16)]
+    with pytest.raises(RuntimeError) as plain:
+        PRODUCTS[name](*factors)
+    with float32_kernels(), pytest.raises(RuntimeError) as own:
+        PRODUCTS[name](*factors)
+    assert str(own.value) == str(plain.value)
+
+
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_attention_is_as_exact_as_pytorchs(kv_heads: int) -> None:
     torch.manual_seed(0)

@@ -17,14 +17,17 @@ from torch import Tensor
 from titan_launch.cpu.kernels import Kernel, Replacement
 
 _aten = torch.ops.aten
-_OPERATIONS = (
-    _aten.mm.default,
-    _aten.addmm.default,
-    _aten.bmm.default,
-    _aten.baddbmm.default,
-    _aten._scaled_dot_product_flash_attention_for_cpu.default,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
-)
+_OPERATIONS = {
+    _aten.mm.default: 2,
+    _aten.addmm.default: 3,
+    _aten.bmm.default: 2,
+    _aten.baddbmm.default: 3,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default: 3,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: 5,
+}
+"""The replaced operations, with the number of first arguments that must be bfloat16. If one of them is not, PyTorch's
+kernel runs, which refuses different dtypes."""
+
 _FLOAT32_RESULT = {_aten._scaled_dot_product_flash_attention_for_cpu.default: 1}
 """Index of the result that is float32 also for bfloat16 inputs: the log-sum-exp of attention."""
 
@@ -46,15 +49,16 @@ def float32_kernels() -> AbstractContextManager[None]:
 
 def _through_float32(operation: torch._ops.OpOverload) -> Kernel:
     inner, kept = torch.library.get_kernel(operation, "CPU"), _FLOAT32_RESULT.get(operation)
+    num_alike = _OPERATIONS[operation]
 
     def widened(value: Any) -> Any:
         return value.float() if isinstance(value, Tensor) and value.dtype == torch.bfloat16 else value
 
-    def compute(dispatch: Any, first: Tensor, *others: Any, **options: Any) -> Any:
-        if first.dtype != torch.bfloat16:
-            return inner.call_boxed(dispatch, first, *others, **options)
+    def compute(dispatch: Any, *inputs: Any, **options: Any) -> Any:
+        if any(tensor.dtype != torch.bfloat16 for tensor in inputs[:num_alike]):
+            return inner.call_boxed(dispatch, *inputs, **options)
         options = {name: widened(value) for name, value in options.items()}
-        results = inner.call_boxed(dispatch, first.float(), *map(widened, others), **options)
+        results = inner.call_boxed(dispatch, *map(widened, inputs), **options)
         if isinstance(results, Tensor):
             return results.bfloat16()
         return tuple(result if index == kept else result.bfloat16() for index, result in enumerate(results))
