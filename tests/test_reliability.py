@@ -18,11 +18,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.distributed import run_ranks
 from tests.tensors import assert_equal
-from tests.train.jobs import read_metrics, run_job, this_rank, tiny_job
+from tests.train.jobs import error_of_run, read_metrics, run_job, this_rank, tiny_job
 from titan_launch.checkpoint import writer
 from titan_launch.checkpoint.manifest import checkpoint_steps, complete_steps
 from titan_launch.config.job import JobConfig
-from titan_launch.core.errors import RunError, UserError
 from titan_launch.train.build import Surroundings, build_run
 from titan_launch.train.explain import explain_full_disk
 from titan_launch.train.health.coordination import StopRequest
@@ -103,27 +102,18 @@ def remount(folder: Path, options: str) -> None:
     subprocess.run(["mount", "-o", f"remount,{options}", str(folder)], check=True)
 
 
-def error_of(job: dict[str, Any]) -> str:
-    """Train a job on this rank, and return its error or an empty string."""
-    try:
-        run_job(job)
-    except (RunError, UserError) as error:
-        return str(error)
-    return ""
-
-
 def test_a_run_survives_a_full_disk(tmp_path: Path, small_disk: Path) -> None:
     def job(folder: Path) -> dict[str, Any]:
         checkpoint = {"enable": True, "interval": 1, "keep_latest": 0}
         return tiny_job(folder, training={"steps": 6}, checkpoint=checkpoint)
 
     run_ranks(run_job, 2, job(tmp_path))
-    errors = run_ranks(error_of, 2, job(small_disk))
+    errors = run_ranks(error_of_run, 2, job(small_disk))
     assert errors[0] == errors[1] and errors[0].startswith("step 6 could not be saved to "), errors
     saved = complete_steps(small_disk / "tiny" / "checkpoints")
     assert 1 <= max(saved) < 6
     remount(small_disk, "size=50m")
-    assert run_ranks(error_of, 2, job(small_disk)) == ["", ""]
+    assert run_ranks(error_of_run, 2, job(small_disk)) == ["", ""]
     whole, went_on = (
         [(report["step"], report["train/loss"]) for report in read_metrics(folder)] for folder in (tmp_path, small_disk)
     )
@@ -185,6 +175,6 @@ def test_files_that_find_no_room_at_the_start_end_the_run_with_one_sentence(smal
 
 def test_a_folder_that_cannot_be_written_is_an_error_before_the_first_step(small_disk: Path) -> None:
     remount(small_disk, "ro")
-    errors = run_ranks(error_of, 2, tiny_job(small_disk))
+    errors = run_ranks(error_of_run, 2, tiny_job(small_disk))
     assert errors[0] == errors[1]
     assert "cannot be written: Read-only file system" in errors[0] and errors[0].startswith("job.dump_folder: ")

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from tests.distributed import run_ranks
 from tests.tensors import full_state
 from titan_launch.config.job import JobConfig
+from titan_launch.core.errors import RunError, UserError
 from titan_launch.distributed.mesh import Mesh, build_mesh
 from titan_launch.distributed.process_group import Ranks
 from titan_launch.models.factory import HostBuild
@@ -153,6 +154,15 @@ def run_job(job: dict[str, Any]) -> dict[str, Tensor]:
         with explained(run):
             fit(run)
         return full_state(run.model)
+
+
+def error_of_run(job: dict[str, Any]) -> str:
+    """Train a job on this rank, and return its error or an empty string."""
+    try:
+        run_job(job)
+    except (RunError, UserError) as error:
+        return str(error)
+    return ""
 
 
 @contextmanager

@@ -19,7 +19,7 @@ import pytest
 
 from tests.distributed import run_command, run_ranks
 from tests.sampling import sampled
-from tests.train.jobs import model_source, read_metrics, run_job, tiny_job
+from tests.train.jobs import error_of_run, model_source, read_metrics, tiny_job
 from titan_launch.checkpoint.manifest import checkpoint_steps, read_manifest, record_of, write_manifest
 from titan_launch.cli import main
 from titan_launch.config.job import JobConfig
@@ -137,19 +137,10 @@ def test_a_start_that_failed_before_the_run_began_leaves_no_folder_behind(tmp_pa
 def test_two_runs_cannot_write_into_one_folder(tmp_path: Path) -> None:
     with ExitStack() as first:
         prepare(tmp_path, first)
-        messages = run_ranks(refused, 2, tiny_job(tmp_path))  # locks belong to processes
+        messages = run_ranks(error_of_run, 2, tiny_job(tmp_path))  # locks belong to processes
         assert len(messages) == 2 and all("another run is writing" in message for message in messages)
         assert names(tmp_path) == ["tiny"]
     prepare(tmp_path)
-
-
-def refused(job: dict[str, Any]) -> str:
-    """Train a job on this rank. Return the error with which it is refused, or an empty string."""
-    try:
-        run_job(job)
-    except UserError as error:
-        return str(error)
-    return ""
 
 
 def hold(folder: Path) -> int:
