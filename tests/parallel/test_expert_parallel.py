@@ -24,7 +24,7 @@ from titan_launch.checkpoint.index import read_index, read_tensor
 from titan_launch.config.axes import EXPERT
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import ConfigError
-from titan_launch.distributed.dtensor import local_tensor, own_box
+from titan_launch.distributed.dtensor import local_tensor, own_box, part_of_box
 from titan_launch.distributed.mesh import build_mesh
 from titan_launch.metrics.traffic import count_collectives
 from titan_launch.models.build import build_model
@@ -98,8 +98,7 @@ def parts_of(run: Run) -> Parts:
     parts: Parts = {}
     for name, tensor in tensors.items():
         assert isinstance(tensor, DTensor) or tensor.ndim == 0
-        box = own_box(tensor.shape, tensor) if isinstance(tensor, DTensor) else ((), ())
-        parts[name] = (box[0], local_tensor(tensor).detach().clone())
+        parts[name] = (own_box(tensor.shape, tensor)[0], local_tensor(tensor).detach().clone())
     return parts
 
 
@@ -107,10 +106,7 @@ def assert_parts(parts: Parts, whole: dict[str, Tensor]) -> None:
     """Check that the parts are those of the whole tensors, bit for bit."""
     assert parts.keys() == whole.keys()
     for name, (offsets, part) in parts.items():
-        expected = whole[name]
-        for dim, (offset, length) in enumerate(zip(offsets, part.shape, strict=True)):
-            expected = expected.narrow(dim, offset, length)
-        assert torch.equal(part, expected), name
+        assert torch.equal(part, part_of_box(whole[name], offsets, part.shape)), name
 
 
 def trained(config: dict[str, Any], steps: int) -> tuple[Parts, list[tuple[float, float]]]:

@@ -17,7 +17,7 @@ from tests.tensors import assert_equal
 from tests.train.jobs import TINY_EXPERTS, read_metrics, run_job, run_job_until, this_rank, tiny_job
 from titan_launch.checkpoint.index import read_index, read_tensor
 from titan_launch.config.job import JobConfig
-from titan_launch.distributed.dtensor import local_tensor
+from titan_launch.distributed.dtensor import local_tensor, part_of_box
 from titan_launch.distributed.ring_attention_on_cpu import ring_attention_on_cpu
 from titan_launch.metrics.memory import track
 from titan_launch.optim import replica_shards
@@ -205,10 +205,8 @@ def load_and_compare(job: dict[str, Any], checkpoint: Path) -> None:
         for name, of_parameter in state["optimizer"].items():
             chunks |= {f"optimizer.{name}.{key}": value for key, value in of_parameter.items() if key != "step"}
         for name, chunk in chunks.items():
-            whole = read_tensor(checkpoint, index[name])
-            for dim, (offset, length) in enumerate(zip(chunk.offsets, chunk.local.shape, strict=True)):
-                whole = whole.narrow(dim, offset, length)
-            assert torch.equal(whole, chunk.local), name
+            part = part_of_box(read_tensor(checkpoint, index[name]), chunk.offsets, chunk.local.shape)
+            assert torch.equal(part, chunk.local), name
 
 
 def test_any_number_of_replicas_loads_every_bit(tmp_path: Path) -> None:

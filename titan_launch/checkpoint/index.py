@@ -27,6 +27,7 @@ from titan_launch.checkpoint.manifest import MANIFEST_FILE, DamagedCheckpointErr
 from titan_launch.core.errors import UserError
 from titan_launch.core.files import MIB, open_regular, read_regular
 from titan_launch.core.terminal import one_line
+from titan_launch.distributed.dtensor import part_of_box
 
 INDEX_FILE = "index.json"
 """Name of the file with the launcher's index."""
@@ -189,14 +190,14 @@ def read_into(target: Tensor, offsets: Sequence[int], folder: Path, tensor: Inde
     """Copy a part of a tensor into `target`, a plain tensor of the part's shape. Only the records that overlap with the
     part are read. `offsets`: offset of the part in the whole tensor by dim. Raises the errors of `read_chunk`."""
     for chunk in tensor.chunks:
-        boxes = zip(offsets, target.shape, chunk.offsets, chunk.sizes, strict=True)
-        common = [(max(a, b), min(a + length, b + size)) for a, length, b, size in boxes]
-        if all(start < end for start, end in common):
-            values, place = read_chunk(folder, chunk, getattr(torch, tensor.dtype)), target
-            for dim, (start, end) in enumerate(common):
-                values = values.narrow(dim, start - chunk.offsets[dim], end - start)
-                place = place.narrow(dim, start - offsets[dim], end - start)
-            place.copy_(values)
+        starts = [max(pair) for pair in zip(offsets, chunk.offsets, strict=True)]
+        boxes = zip(starts, offsets, target.shape, chunk.offsets, chunk.sizes, strict=True)
+        lengths = [min(a + length, b + size) - start for start, a, length, b, size in boxes]
+        if all(length > 0 for length in lengths):
+            values = read_chunk(folder, chunk, getattr(torch, tensor.dtype))
+            in_chunk = [start - offset for start, offset in zip(starts, chunk.offsets, strict=True)]
+            in_target = [start - offset for start, offset in zip(starts, offsets, strict=True)]
+            part_of_box(target, in_target, lengths).copy_(part_of_box(values, in_chunk, lengths))
 
 
 def read_chunk(folder: Path, chunk: Chunk, dtype: torch.dtype) -> Tensor:

@@ -20,13 +20,13 @@ from titan_launch.checkpoint.manifest import (
     read_manifest,
 )
 from titan_launch.checkpoint.retention import best_steps, set_aside, validation_losses
-from titan_launch.checkpoint.snapshot import map_leaves, shards_of
+from titan_launch.checkpoint.snapshot import map_leaves
 from titan_launch.checkpoint.state import SizedPart, TrainingState, Values, rank_key
 from titan_launch.checkpoint.store import CheckpointStore
 from titan_launch.core.errors import KeyPath, UserError, config_error, leaves, listed
 from titan_launch.core.globs import matches
 from titan_launch.distributed.collectives import on_all_ranks, on_rank_0, on_rank_0_slowly, warn
-from titan_launch.distributed.dtensor import Shard
+from titan_launch.distributed.dtensor import Shard, local_tensor, own_box
 
 _log = logging.getLogger(__name__)
 
@@ -250,9 +250,10 @@ def _read(checkpoint: Path, index: Index, target: Mapping[str, Any]) -> None:
 
     def read_parts() -> str | None:
         try:
-            for name, leaf in leaves(shards_of(target)):
-                tensor = index[name]
-                part = leaf if isinstance(leaf, Shard) else Shard(leaf, (0,) * leaf.ndim, tuple(leaf.shape))
+            for name, leaf in leaves(target):
+                tensor, part = index[name], leaf
+                if not isinstance(leaf, Shard):
+                    part = Shard(local_tensor(leaf), own_box(leaf.shape, leaf)[0], tuple(leaf.shape))
                 if part.size != tensor.shape:
                     raise ValueError(f"{name} has the shape {part.size} here, but {tensor.shape} in the checkpoint")
                 read_into(part.local.detach(), part.offsets, checkpoint, tensor)

@@ -38,24 +38,30 @@ def number_of_copies(tensor: Tensor) -> int:
     return math.prod(mesh.size(axis) for axis, place in enumerate(tensor.placements) if place.is_replicate())
 
 
-def own_part(full: Tensor, like: DTensor) -> Tensor:
+def own_part(full: Tensor, like: Tensor) -> Tensor:
     """Return a view of the unsharded tensor `full`: the part that this rank would hold if `full` were sharded like
     `like`."""
-    offsets, lengths = own_box(full.shape, like)
+    return part_of_box(full, *own_box(full.shape, like))
+
+
+def part_of_box(whole: Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
+    """Return a view of a part of a tensor. `offsets`, `lengths`: of the part, in elements by dim."""
     for dim, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
-        full = full.narrow(dim, offset, length)
-    return full
+        whole = whole.narrow(dim, offset, length)
+    return whole
 
 
-def own_box(shape: Sequence[int], like: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def own_box(shape: Sequence[int], like: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return (offsets, lengths) of the part that this rank would hold of a tensor of the shape `shape` if it were
-    sharded like `like`, in elements by dim.
+    sharded like `like`, in elements by dim. If `like` is a plain tensor, this is the whole tensor.
 
     The inner axes of the mesh shard first: tensor parallelism shards before FSDP2. PyTorch's function for this purpose,
     `compute_local_shape_and_global_offset`, is private. In torch 2.11 to 2.15 that function is also wrong if tensor
     parallelism and FSDP2 shard the same dim unevenly, for example 7 rows over 3 FSDP2 ranks and 2 tensor-parallel
     ranks.
     """
+    if not isinstance(like, DTensor):
+        return (0,) * len(shape), tuple(shape)
     offsets, lengths, mesh = [0] * len(shape), list(shape), like.device_mesh
     for axis, placement in reversed(list(enumerate(like.placements))):
         if placement.is_replicate():

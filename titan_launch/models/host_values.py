@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from titan_launch.distributed.dtensor import part_of_box
 from titan_launch.models.initializers import own_tensors
 from titan_launch.plan.types import full_name
 
@@ -72,10 +73,10 @@ class HostValues:
         for name in list(self.by_name):
             value = self.by_name.pop(name)
             for rank, others in requests.items():
-                if name in others and (part := _part(value, others[name])).numel():
+                if name in others and (part := part_of_box(value, *others[name])).numel():
                     dist.send(part.contiguous(), rank)
             if name in boxes:
-                yield name, _part(value, boxes[name])
+                yield name, part_of_box(value, *boxes[name])
 
 
 def _received_boxes(rank: int) -> dict[str, Box]:
@@ -83,12 +84,6 @@ def _received_boxes(rank: int) -> dict[str, Box]:
     dist.recv_object_list(received, rank)
     boxes: dict[str, Box] = received[0]
     return boxes
-
-
-def _part(value: Tensor, box: Box) -> Tensor:
-    for dim, (offset, length) in enumerate(zip(*box, strict=True)):
-        value = value.narrow(dim, offset, length)
-    return value
 
 
 def take_values(module: nn.Module) -> HostValues:

@@ -14,10 +14,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from titan_launch.distributed.dtensor import local_tensor, own_box, own_part
-from titan_launch.models.host_values import Box, HostValues
+from titan_launch.models.host_values import HostValues
 from titan_launch.models.initializers import Initializer, call_reset_parameters, own_tensors
 from titan_launch.models.lora import LoRA
 from titan_launch.models.weights.folder import Weights
@@ -68,7 +67,7 @@ def initialize(model: nn.Module, initializer: Initializer | HostValues, seed: in
 @torch.no_grad()
 def _copy_values(model: nn.Module, values: HostValues) -> None:
     targets = _distinct_tensors(model)
-    for name, part in values.take_parts({name: _box(target) for name, target in targets.items()}):
+    for name, part in values.take_parts({name: own_box(target.shape, target) for name, target in targets.items()}):
         local_tensor(targets[name]).copy_(part)
 
 
@@ -110,16 +109,9 @@ def _own_parts(model: nn.Module, weights: Weights, names: Collection[str]) -> It
     both the model and the weights have. Empty parts are skipped."""
     for name, target in _distinct_tensors(model).items():
         if name in weights.pieces and name in names:
-            offsets, lengths = _box(target)
+            offsets, lengths = own_box(target.shape, target)
             if 0 not in lengths:
                 yield name, local_tensor(target), weights.read(name, offsets, lengths)
-
-
-def _box(target: Tensor) -> Box:
-    """Return the offsets and lengths of this rank's part of a whole tensor, by dim."""
-    if isinstance(target, DTensor):
-        return own_box(target.shape, target)
-    return (0,) * target.ndim, tuple(target.shape)
 
 
 def _distinct_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -167,10 +159,7 @@ def _uninitialised(like: Tensor, device: torch.device) -> Tensor:
 
 def _copy_shard(target: Tensor, source: Tensor) -> None:
     """Copy this rank's part of the unsharded `source` into `target`, cast to the dtype of `target`."""
-    if isinstance(target, DTensor):
-        local_tensor(target).copy_(own_part(source.detach(), target))
-    else:
-        target.copy_(source)
+    local_tensor(target).copy_(own_part(source.detach(), target))
 
 
 @contextmanager

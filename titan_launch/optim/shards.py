@@ -55,12 +55,9 @@ class LocalShard:
     @property
     def offsets(self) -> tuple[int, ...]:
         """Offsets of the shard in the whole parameter."""
-        shape = tuple(self.full.shape)
-        if not isinstance(self.full, DTensor):
-            return (0,) * len(shape)
         if self.replicas is None:
-            return own_box(shape, self.full)[0]
-        return self.replicas.shard_of(self.full, self.parameter, shape).offsets
+            return own_box(self.full.shape, self.full)[0]
+        return self.replicas.shard_of(self.full, self.parameter, tuple(self.full.shape)).offsets
 
     def in_8_bits(self, name: str) -> Codes:
         """Return a state tensor that is stored in 8 bits."""
