@@ -76,7 +76,7 @@ def prepare_run_folder(config: JobConfig, attempt: Attempt, stack: ExitStack) ->
     """
     folder = config.job.run_folder
     try:
-        _prepare(folder, config, attempt, stack)
+        _prepare(config, attempt, stack)
         if is_phantom():
             replace_text(folder / WITHOUT_VALUES_FILE, TEXT)
     except OSError as error:
@@ -97,7 +97,7 @@ def check_earlier_run(config: JobConfig, load: Load) -> None:
     `config`: job whose `training.global_batch_size` is set. `load`: the checkpoint to load. This function only reads.
     """
     folder = config.job.run_folder
-    _check_kinds(folder, config)
+    _check_kinds(config)
     if not _has_begun(folder):
         return
     if is_marked(folder) != is_phantom():
@@ -219,13 +219,14 @@ def checkpoint_folder(folder: Path) -> Path:
     return folder / "checkpoints"
 
 
-def _prepare(folder: Path, config: JobConfig, attempt: Attempt, stack: ExitStack) -> None:
+def _prepare(config: JobConfig, attempt: Attempt, stack: ExitStack) -> None:
+    folder = config.job.run_folder
     if folder.exists() and any(folder.iterdir()):
-        _check_is_a_run(folder, config)
+        _check_is_a_run(config)
     folder.mkdir(parents=True, exist_ok=True)
-    _check_kinds(folder, config)
+    _check_kinds(config)
     with ExitStack() as lock:
-        _lock(folder, config, lock)
+        _lock(config, lock)
         _check_no_launch_is_between_attempts(config, attempt)
         load = effective_load(config, attempt)
         _check_step_is_there(folder, load)
@@ -238,26 +239,27 @@ def _prepare(folder: Path, config: JobConfig, attempt: Attempt, stack: ExitStack
         elif not (resumes(config, load) or begins_again):
             _move_aside(folder)
             folder.mkdir()
-            _lock(folder, config, stack)
+            _lock(config, stack)
             return
         stack.push(lock.pop_all())
 
 
-def _check_is_a_run(folder: Path, config: JobConfig) -> None:
-    """Raise ConfigError if a folder is not a run folder.
+def _check_is_a_run(config: JobConfig) -> None:
+    """Raise ConfigError if the run folder exists, but is not a run folder.
 
     If a user deletes a run folder during the run, the run creates a few files again. Such a folder may lack
     config.json and the lock file. It counts as a run folder, because all its files have names of a run's files.
     """
+    folder = config.job.run_folder
     has_others = any(entry.name.removesuffix(".tmp") not in (*_FOLDERS, *_FILES) for entry in folder.iterdir())
     if has_others and not any((folder / name).exists() for name in (CONFIG_FILE, LOCK_FILE)):
         reason = f"{folder} exists and is not a run folder (it has no {CONFIG_FILE}); choose another name"
         raise folder_error(config, reason)
 
 
-def _check_kinds(folder: Path, config: JobConfig) -> None:
+def _check_kinds(config: JobConfig) -> None:
     """Raise ConfigError if an entry of `_FILES` is not a regular file, or an entry of `_FOLDERS` is not a folder."""
-    for path in (folder / name for name in (*_FOLDERS, *_FILES)):
+    for path in (config.job.run_folder / name for name in (*_FOLDERS, *_FILES)):
         kind = "folder" if path.name in _FOLDERS else "regular file"
         # The run would write to the target of a link that is in place of a file.
         has_right_kind = path.is_dir() if kind == "folder" else path.is_file() and not path.is_symlink()
@@ -362,9 +364,10 @@ def _check_no_launch_is_between_attempts(config: JobConfig, attempt: Attempt) ->
 _WAIT = "wait until it has ended, or choose another name"
 
 
-def _lock(folder: Path, config: JobConfig, stack: ExitStack) -> None:
+def _lock(config: JobConfig, stack: ExitStack) -> None:
     """Lock the folder for this process. The operating system releases the lock when the process ends. Raises
     ConfigError if another run has locked the folder, or has just moved it away."""
+    folder = config.job.run_folder
     descriptor = os.open(folder / LOCK_FILE, os.O_CREAT | os.O_RDWR, 0o644)
     stack.callback(os.close, descriptor)
     is_free = True
