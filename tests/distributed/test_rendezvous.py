@@ -11,7 +11,6 @@ import pytest
 import torch.distributed as dist
 
 from titan_launch.core.errors import RunError, Stopped
-from titan_launch.distributed import process_group as rendezvous
 from titan_launch.distributed.process_group import process_group, wait_for_ranks
 
 
@@ -49,7 +48,7 @@ def test_missing_ranks_are_named() -> None:
 
 
 def test_a_signal_ends_the_wait_for_missing_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "_WAIT_AFTER_SIGNAL_S", 0.5)
+    monkeypatch.setattr("titan_launch.distributed.process_group._WAIT_AFTER_SIGNAL_S", 0.5)
     zero, one = meet_all(dist.HashStore(), [0, 1], 3, signal_on_zero=signal.SIGTERM)
     for end in (zero, one):
         assert isinstance(end, Stopped) and end.status == 0 and "SIGTERM while waiting" in str(end)

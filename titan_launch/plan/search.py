@@ -226,7 +226,7 @@ class Search:
         self._on_one_rank = with_values(self._plain(config, one), more)
         self._inventory = self._subject(self._on_one_rank, world_size=1).inventory
         plain = with_values(self._on_one_rank, {_CHECKPOINTING: "none", _ACCUMULATION: "immediate"})
-        trained = (p for module in plan_job(plain, self._inventory).inventory.modules for p in module.parameters)
+        trained = plan_job(plain, self._inventory).inventory.parameters.values()
         self._num_trained = sum(p.numel for p in trained if p.requires_grad and p.tied_to is None)
         self._flops: dict[tuple[ActivationCheckpointConfig, int], float] = {}
         self._shares: dict[tuple[int, str], float] = {}

@@ -254,8 +254,9 @@ def _trained(inventory: Inventory) -> str:
     """Return the number of trained parameters: `1,024 parameters (10 %), of these 512 after step 100`. Empty if all
     parameters are trained from the start."""
     numel_by_step = Counter[int]()
-    for p in (p for module in inventory.modules for p in module.parameters if p.tied_to is None):
-        numel_by_step[p.trained_from] += p.numel * p.requires_grad
+    for parameter in inventory.parameters.values():
+        if parameter.tied_to is None:
+            numel_by_step[parameter.trained_from] += parameter.numel * parameter.requires_grad
     trained = numel_by_step.total()
     parts = [f"{numel:,} after step {step}" for step, numel in sorted(numel_by_step.items()) if step and numel]
     if trained == inventory.num_parameters and not parts:

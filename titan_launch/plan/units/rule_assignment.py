@@ -18,7 +18,6 @@ from titan_launch.plan.types import (
     Inventory,
     ModuleInfo,
     enclosing,
-    full_name,
     is_within,
     parent,
 )
@@ -339,12 +338,10 @@ def _mixed_matmuls(candidates: Sequence[ModuleInfo], assignments: RuleAssignment
 
 def _parameters_without_dtype(inventory: Inventory) -> Iterator[Problem]:
     """Yield a problem for each integer or complex parameter: FSDP2 would cast it to the dtype of the unit."""
-    for module in inventory.modules:
-        for parameter in module.parameters:
-            if not parameter.is_floating:
-                name = full_name(module.path, parameter.name)
-                reason = f"the parameter {name} is {parameter.dtype}, and FSDP2 would cast it to a floating dtype"
-                yield Problem(("model", "name"), f"{reason}; register it as a buffer")
+    for name, parameter in inventory.parameters.items():
+        if not parameter.is_floating:
+            reason = f"the parameter {name} is {parameter.dtype}, and FSDP2 would cast it to a floating dtype"
+            yield Problem(("model", "name"), f"{reason}; register it as a buffer")
 
 
 def _problem(assignment: RuleAssignment, reason: str) -> Problem:
