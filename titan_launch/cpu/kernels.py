@@ -15,7 +15,7 @@ Kernel = Callable[..., Any]
 
 class Replacement:
     """A group of operations whose kernels are replaced while at least one context of `active` is open. PyTorch allows
-    only one registration of a kernel at a time, so all contexts share it."""
+    only one registration of a kernel at a time, so all contexts of a group share it."""
 
     def __init__(self, kernels: Callable[[], Mapping[torch._ops.OpOverload, Kernel]]):
         """`kernels`: returns the new kernel of each operation. It is called when a context is opened and no other is
@@ -29,11 +29,12 @@ class Replacement:
         """Replace the kernels until the `with` block ends. PyTorch's own kernels, if the new ones call them, then run
         while Python's GIL is held."""
         if self._library is None:
-            kernels, self._library = self._kernels(), torch.library.Library("aten", "IMPL")
+            kernels, library = self._kernels(), torch.library.Library("aten", "IMPL")
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
                 for operation, kernel in kernels.items():
-                    self._library.impl(operation, kernel, "CPU", with_keyset=True)
+                    library.impl(operation, kernel, "CPU", with_keyset=True, allow_override=True)  # of another group
+            self._library = library
         self._num_open += 1
         try:
             yield

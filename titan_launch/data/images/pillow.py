@@ -18,8 +18,6 @@ from contextlib import contextmanager
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from titan_launch.core.files import MIB
 from titan_launch.core.terminal import one_line
 
@@ -178,7 +176,8 @@ def decode(image: Image, channels: int) -> Tensor:
 
     Raises PixelFormatError for an image that is refused, and the errors of Pillow for a damaged image.
     """
-    import torch  # imported here, because `init` only opens images
+    import numpy as np  # imported here, as torch, because `init` only opens images
+    import torch
 
     if image.width * image.height > MOST_PIXELS:
         raise _too_large(MOST_PIXELS)
