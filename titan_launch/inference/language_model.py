@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from titan_launch.config.job import JobConfig
 from titan_launch.config.rules.model import flavor_exists, model_exists
@@ -30,7 +30,7 @@ from titan_launch.models.factory import HostBuild
 from titan_launch.models.host_values import HostValues
 from titan_launch.models.huggingface.config_json import longest_sequence, read_json
 from titan_launch.models.huggingface.files import CONFIG_FILE, GENERATION_FILE, WeightsError
-from titan_launch.models.init import allocate, initialize
+from titan_launch.models.init import initialize
 from titan_launch.models.initializers import own_tensors
 from titan_launch.plan.hardware import GIB, free_memory_gib
 from titan_launch.plan.types import full_name
@@ -120,10 +120,9 @@ def load_language_model(
     of_template, end_texts = ends_of_answers(template, tokenizer)
     end_tokens = _end_tokens(saved, tokenizer) | of_template
     max_tokens = _longest(saved)
-    dtype = dtype or saved.widest_dtype
-    module = _build(saved, source, device, dtype, max_tokens)
+    module = _build(saved, source, device, dtype or saved.widest_dtype, max_tokens)
     begin = tuple(map(int, tokenizer.encode_documents([b""])[0][:-1]))
-    dtype_name = str(dtype).removeprefix("torch.")
+    dtype_name = str(dtype or saved.widest_dtype).removeprefix("torch.")
     description = f"{source}, {saved.description}: {job.model.name}, {dtype_name} on {device}"
     return LanguageModel(module, tokenizer, begin, max_tokens, end_tokens, device, description, template, end_texts)
 
@@ -206,12 +205,18 @@ def _build(saved: SavedModel, source: Path, device: torch.device, dtype: torch.d
 
 def _allocate(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
     """Replace a model's meta tensors by uninitialized tensors on `device`. Floating-point parameters get `dtype`,
-    except those of BatchNorm. All other tensors keep their dtypes. No tensor requires a gradient."""
-    for module in model.requires_grad_(False).modules():
-        if not isinstance(module, nn.modules.batchnorm._BatchNorm):
-            for parameter in filter(torch.is_floating_point, module.parameters(recurse=False)):
-                parameter.data = parameter.to(dtype)
-    allocate(model, device)
+    except those of BatchNorm. All other tensors keep their dtypes. Shared tensors stay shared."""
+    allocated: dict[Tensor, Tensor] = {}
+    for module in model.modules():
+        is_batchnorm = isinstance(module, nn.modules.batchnorm._BatchNorm)
+        for name, tensor in own_tensors(module).items():
+            is_parameter = name in module._parameters
+            if tensor not in allocated:
+                is_cast = is_parameter and tensor.is_floating_point() and not is_batchnorm
+                new = torch.empty(tensor.shape, dtype=dtype if is_cast else tensor.dtype, device=device)
+                allocated[tensor] = nn.Parameter(new, requires_grad=False) if is_parameter else new
+            table: dict[str, Any] = module._parameters if is_parameter else module._buffers
+            table[name] = allocated[tensor]
 
 
 @torch.no_grad()
