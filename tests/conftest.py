@@ -71,7 +71,7 @@ LONGEST_FILES = (
     "tests/parallel/test_compile.py",
     "tests/core/test_object_store.py",
     "tests/hostile/test_images.py",
-    "tests/train/test_stream_batches.py",
+    "tests/train/test_batches.py",
     "tests/parallel/test_discard.py",
     "tests/parallel/test_precision_rules.py",
     "tests/inference/test_chat.py",

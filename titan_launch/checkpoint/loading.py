@@ -328,7 +328,7 @@ def _check_model(
     for glob in selection.globs:
         if not any(matches(glob, name) for name in (*own, *saved)):
             reason = f'"{glob}" matches no parameter or buffer; other allowed values: {", ".join(EXCLUDED_PARTS)}'
-            raise config_error(("checkpoint", "exclude_from_loading"), reason, list(selection.excluded))
+            raise config_error(("checkpoint", "exclude_from_loading"), reason, selection.excluded)
     own = {name: shape for name, shape in own.items() if selection.takes_tensor(name)}
     saved = {name: shape for name, shape in saved.items() if selection.takes_tensor(name)}
     differences = list(_differences(own, saved))

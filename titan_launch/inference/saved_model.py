@@ -38,6 +38,7 @@ from titan_launch.models.weights.adapters import Adapter
 from titan_launch.models.weights.folder import FLOATS, Weights, open_weights
 from titan_launch.models.weights.writing import Entry, companions_of
 from titan_launch.plan.freezing import ADAPTER
+from titan_launch.plan.job import with_values
 from titan_launch.train.run_folder.folder import checkpoint_folder
 
 _LONGEST = 2048
@@ -193,7 +194,7 @@ def _with_base(saved: SavedModel) -> SavedModel:
 def _open_imported(folder: Path, record: Mapping[str, Any], job: JobConfig) -> SavedModel:
     if not any(folder.glob("*.safetensors")):
         raise WeightsError("it has neither checkpoints nor *.safetensors")
-    whole = job.model_copy(update={"model": job.model.model_copy(update={"exclude_from_weights": ()})})
+    whole = with_values(job, {("model", "exclude_from_weights"): ()})
     files = _FolderWeights.of(whole, folder).weights.folder
     entries = {name: Entry(name, tensor.shape, _dtype(tensor.dtype)) for name, tensor in files.tensors.items()}
     return SavedModel(record, job, entries, files.read, "the imported weights", companions_of(folder))

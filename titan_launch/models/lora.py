@@ -139,7 +139,7 @@ def add_adapters(
             for parameter in module._parameters.values():
                 owners.setdefault(id(parameter), []).append(path)
         refusals = (_refusal(model, path, module, owners) for path, module in targets.items())
-        problems += [Problem(_TARGETS, reason, list(config.targets)) for reason in filter(None, refusals)][:1]
+        problems += [Problem(_TARGETS, reason, config.targets) for reason in filter(None, refusals)][:1]
         problems += _rank_problem(targets, config)
         problems += _rules_without_effect(targets, config)
     if problems:
@@ -295,7 +295,7 @@ def _rules_without_effect(targets: Mapping[str, nn.Module], config: LoRAConfig) 
             )
             if not any(matches(glob, path) for glob in rule.match for path in targets):
                 reason += "".join(suggestion(glob, targets) for glob in rule.match[:1])
-            yield Problem(("lora", "rules", index, "match"), reason, list(rule.match), also=(_TARGETS,))
+            yield Problem(("lora", "rules", index, "match"), reason, rule.match, also=(_TARGETS,))
 
 
 def _weights(module: nn.Module) -> list[nn.Parameter]:

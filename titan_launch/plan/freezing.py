@@ -67,9 +67,9 @@ class Freezing:
         reason = "leaves no parameter to train in the first step; freeze fewer parameters"
         also: tuple[KeyPath, ...] = (("training", "unfreeze"),)
         if training.trainable is not None:
-            return Problem(("training", "trainable"), reason, list(training.trainable), also)
+            return Problem(("training", "trainable"), reason, training.trainable, also)
         if training.frozen:
-            return Problem(("training", "frozen"), reason, list(training.frozen), also)
+            return Problem(("training", "frozen"), reason, training.frozen, also)
         if training.unfreeze:
             return Problem(("training", "unfreeze"), reason)
         reason = "all parameters of the model have requires_grad = False; name parameters in training.trainable"

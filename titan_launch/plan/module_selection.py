@@ -201,7 +201,7 @@ def float8_modules(config: Float8Config, plan: ModelPlan) -> tuple[str, ...]:
             "prototype, for experts whose numbers of rows are multiples of 16; name linear layers, such as "
             '"layers.*.attention"'
         )
-        raise config_error(_FLOAT8_MODULES, reason, list(config.modules))
+        raise config_error(_FLOAT8_MODULES, reason, config.modules)
     if not is_named:
         mixtures = {m.path for m in plan.inventory.modules if is_mixture_of_experts(m)}
         layers = [m for m in layers if parent(m.path) not in mixtures]  # a router needs precision, as the head does
@@ -211,7 +211,7 @@ def float8_modules(config: Float8Config, plan: ModelPlan) -> tuple[str, ...]:
         raise ConfigError(problems)
     if not reduced:
         reason = "matches no linear layer that computes in bfloat16; name other modules, or set float8.enable = false"
-        raise config_error(_FLOAT8_MODULES, reason, list(config.modules))
+        raise config_error(_FLOAT8_MODULES, reason, config.modules)
     return tuple(module.path for module in reduced)
 
 
@@ -249,7 +249,7 @@ def _in_other_dtypes(layers: list[ModuleInfo], plan: ModelPlan, config: Float8Co
     for reason, paths in by_unit.items():
         dtype = plan.unit_of[paths[0]].compute_dtype
         text = f"names {listed(paths)}, computed in {dtype} ({reason}); name bfloat16 layers, or change [precision]"
-        yield Problem(_FLOAT8_MODULES, text, list(config.modules), also=(("precision",),))
+        yield Problem(_FLOAT8_MODULES, text, config.modules, also=(("precision",),))
 
 
 def _misshapen(layers: list[ModuleInfo], config: Float8Config) -> Iterator[Problem]:
@@ -260,7 +260,7 @@ def _misshapen(layers: list[ModuleInfo], config: Float8Config) -> Iterator[Probl
                 f"{module.path} has {columns} inputs and {rows} outputs, and the kernels support only multiples of "
                 f"{_MULTIPLE}; name only layers with such sizes"
             )
-            yield Problem(_FLOAT8_MODULES, text, list(config.modules))
+            yield Problem(_FLOAT8_MODULES, text, config.modules)
             return  # one problem is enough
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import RunError, UserError, leaves, listed
 from titan_launch.plan.hardware import free_memory_gib
-from titan_launch.plan.proof.cases import Case, cases, has_compiler, in_precision, proven_layout
+from titan_launch.plan.proof.cases import Case, cases, data_ranks, has_compiler, in_precision, proven_layout
 from titan_launch.plan.proof.certificate import (
     Certificate,
     Finding,
@@ -337,10 +337,9 @@ class Proof:
     def _is_pooled(self, case: Case, row: Difference, reference: Reference) -> bool:
         """Return True for running statistics that each rank computes from its own samples, and that ranks then pool.
         One process has no such statistics to compare with."""
-        degrees, is_local = case.config.parallelism, case.config.batchnorm.statistics == "local"
-        num_data_ranks = degrees.data_parallel_replicate_degree * degrees.data_parallel_shard_degree
+        is_local = case.config.batchnorm.statistics == "local"
         is_statistic = row.name.startswith("buffer ") and row.name.endswith(("running_mean", "running_var"))
-        return reference.has_batch_norm and is_local and num_data_ranks > 1 and is_statistic
+        return reference.has_batch_norm and is_local and data_ranks(case.config.parallelism) > 1 and is_statistic
 
 
 _BEYOND_ROUNDING = 10

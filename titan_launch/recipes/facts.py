@@ -193,8 +193,8 @@ def _images(folder: Path) -> DataFolder | None:
     images = [file for file in files if file.name.lower().endswith(paths.IMAGE_SUFFIXES)]
     if 2 * len(images) <= len(files):
         return None
-    listed = (names for name in classes for _, _, names in os.walk(folder / name))
-    number = sum(file.lower().endswith(paths.IMAGE_SUFFIXES) for names in listed for file in names)
+    names = (file for name in classes for _, _, inside in os.walk(folder / name) for file in inside)
+    number = sum(name.lower().endswith(paths.IMAGE_SUFFIXES) for name in names)
     found = _image_files(str(folder), f"images of {len(classes)} classes", _size_of(images[0]))
     return replace(found, facts={**found.facts, "classes": len(classes)}, num_images=number)
 

@@ -191,10 +191,10 @@ class Comparison:
     def _labelled(self, tag: str) -> Iterator[tuple[str, RecordedRun]]:
         """Yield the runs with the metric `tag`, each with its name. If only one key differs, the name contains the
         run's value of this key."""
+        only = self.keys.items() if len(self.keys) == 1 else ()
         for index, (name, run) in enumerate(self.runs.items()):
-            different = [f"{key} = {_short(values[index])}" for key, values in self.keys.items()]
             if tag in run.tags:
-                yield f"{name} ({different[0]})" if len(different) == 1 else name, run
+                yield name + "".join(f" ({key} = {_short(values[index])})" for key, values in only), run
 
     def _times(self) -> str:
         parts = {name: found for name, run in self.runs.items() if (found := time_parts(run))}

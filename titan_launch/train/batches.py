@@ -37,6 +37,7 @@ from titan_launch.data.tokenizers import Tokenizer, build_tokenizer
 from titan_launch.distributed.process_group import Ranks
 from titan_launch.models.architectures import images_taken
 from titan_launch.parallel.context_parallel import SequencePart, part_of, part_of_batch
+from titan_launch.plan.job import with_values
 from titan_launch.plan.layout import Layout
 
 
@@ -264,7 +265,7 @@ def with_steps(config: JobConfig, data: RunData, progress: Progress | None = Non
         raise config_error(("training", "epochs"), NO_EPOCHS_OF_A_STREAM, epochs, also=(("data", "kind"),))
     rest = steps_of(epochs, data.order.num_samples, data.layout.global_batch_size, progress.samples_seen)
     steps = max(1, progress.step + rest)
-    config = config.model_copy(update={"training": config.training.model_copy(update={"steps": steps})})
+    config = with_values(config, {("training", "steps"): steps})
     if problems := [problem for rule in STEP_RULES for problem in rule(config)]:
         raise ConfigError(problems)
     return config

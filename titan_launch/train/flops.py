@@ -40,6 +40,7 @@ from titan_launch.models.decoder import attention, layers, mixture_of_experts
 from titan_launch.models.decoder.mixture_of_experts import ExpertProduct
 from titan_launch.models.host_values import attributes_digest
 from titan_launch.parallel.activation_checkpoint import checkpoint_activations
+from titan_launch.plan.job import with_values
 from titan_launch.plan.memory.depth import block_signatures
 from titan_launch.plan.step_time import Flops
 from titan_launch.plan.types import ModelPlan, outermost
@@ -63,7 +64,7 @@ def flops_of_run(config: JobConfig, built: BuiltModel, plan: ModelPlan, data: Ru
     if built.flops_per_sample is not None:
         return built.flops_per_sample
     with unknown_if_it_fails():
-        config = config.model_copy(update={"loss": config.loss.model_copy(update={"chunks": 1})})
+        config = with_values(config, {("loss", "chunks"): 1})
         built, plan = replace(built, module=copy.deepcopy(built.module)), replace(plan, checkpointed=(), loss_head=None)
         shape = known_input_shape(config) or tuple(data.train[0][0].shape)
         return count_flops(config, built, plan, shape, data.num_classes).per_sample

@@ -123,7 +123,7 @@ class Transform:
         for name, values in (("mean", self._mean), ("std", self._std)):
             if len(values) not in (1, images.shape[-3]):
                 reason = f"must be one number, or one number for each of the {images.shape[-3]} channels of the images"
-                raise config_error((*self._key, name), reason, list(getattr(self.config, name)))
+                raise config_error((*self._key, name), reason, getattr(self.config, name))
         unit = 255 if images.dtype == torch.uint8 else 1
         inputs = images.to(torch.float32, copy=True)
         return inputs.sub_(self._mean * unit).div_(self._std * unit)  # in place: images may be large

@@ -56,7 +56,7 @@ class Case:
         if has_batch_norm:  # batch statistics depend on the microbatch, so use the microbatches of the case
             assert local != "auto"
             is_synchronized = self.config.batchnorm.statistics == "synchronized"
-            size = local * (_data_parallel(self.config.parallelism) if is_synchronized else 1)
+            size = local * (data_ranks(self.config.parallelism) if is_synchronized else 1)
         return with_values(without(self.config, (*LAYOUT_PARTS, *MODES)), {("training", "local_batch_size"): size})
 
 
@@ -152,7 +152,7 @@ _ONCE = GradientAccumulationConfig(mode="deferred", keep_params_unsharded=True)
 
 def with_batch(config: JobConfig) -> JobConfig:
     """Return a twin whose step has `GLOBAL_BATCH` samples, in at least two microbatches of equal size on each rank."""
-    local = GLOBAL_BATCH // (_data_parallel(config.parallelism) * num_microbatches(config))
+    local = GLOBAL_BATCH // (data_ranks(config.parallelism) * num_microbatches(config))
     return with_values(
         config, {("training", "global_batch_size"): GLOBAL_BATCH, ("training", "local_batch_size"): local}
     )
@@ -161,7 +161,8 @@ def with_batch(config: JobConfig) -> JobConfig:
 GLOBAL_BATCH = 16
 
 
-def _data_parallel(parallelism: ParallelismConfig) -> int:
+def data_ranks(parallelism: ParallelismConfig) -> int:
+    """Return the number of data-parallel ranks of a twin."""
     return parallelism.data_parallel_replicate_degree * parallelism.data_parallel_shard_degree
 
 
