@@ -1,7 +1,7 @@
 """LoRA under FSDP2, by the units of the adapters: planned collectives, those counted in a trace, and times.
 
-    python benchmarks/adapter_units.py [--write docs/how_to/lora.md] [--layers 32]
-    torchrun --nproc-per-node 2 benchmarks/adapter_units.py [--write docs/how_to/lora.md] [--layers 32]
+    python benchmarks/adapter_units.py [--write docs/verification/benchmarks.md] [--layers 32]
+    torchrun --nproc-per-node 2 benchmarks/adapter_units.py [--write docs/verification/benchmarks.md] [--layers 32]
 
 Without torchrun, the model is a narrow Llama on 8 ranks, with adapters on all 7 linear layers of each block.
 Collectives depend on the number of blocks, not on their width. With torchrun, steps of such models, a narrow and a wide

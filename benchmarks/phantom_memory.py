@@ -2,6 +2,7 @@
 
     python benchmarks/phantom_memory.py [--only GLOB ...] [--write docs/verification/gpu.md]
     python benchmarks/phantom_memory.py --published [--only GLOB ...] [--write docs/verification/planner.md]
+        [--rows benchmarks/published_results.md]
 
 Needs a CUDA build of torch. Every row is one `titan-launch plan --measure`: three steps of the fullest rank.
 
@@ -195,13 +196,15 @@ def _table(columns: list[str], rows: Iterable[list[str]]) -> str:
 
 
 def ratios_by_group(rows: Iterable[list[str]]) -> str:
-    """Return a list: measured over published reserved memory, by source and precision."""
-    groups: dict[str, list[float | None]] = {}
+    """Return a table: measured over published reserved memory, by source and precision."""
+    groups: dict[tuple[str, str], list[float | None]] = {}
     for name, _, precision, *_, ratio in rows:
-        groups.setdefault(f"{name.partition(':')[0]}, {precision}", []).append(_number(ratio))
-    return "\n".join(
-        f"- {group}: {len(of)} runs: {median_and_worst(of, 3) or 'none measured'}" for group, of in groups.items()
-    )
+        groups.setdefault((name.partition(":")[0], precision), []).append(_number(ratio))
+    table = [["source", "precision", "runs", "measured", "measured / published reserved"]]
+    for group, ratios in groups.items():
+        measured = sum(ratio is not None for ratio in ratios)
+        table.append([*group, str(len(ratios)), str(measured), median_and_worst(ratios)])
+    return markdown_table(table, texts=2)
 
 
 def _number(cell: str) -> float | None:
@@ -219,17 +222,19 @@ def main() -> int:
     parser.add_argument("--only", default=["*"], nargs="+", metavar="GLOB", help="measure the rows whose names match")
     text = "Markdown file with the markers; rows that are not measured stay as they are there"
     parser.add_argument("--write", type=Path, help=text)
+    text = "with --published: Markdown file for the table of runs, as --write; --write then gets the table of sources"
+    parser.add_argument("--rows", type=Path, help=text)
     options = parser.parse_args()
-    marker = "phantom_published" if options.published else "phantom_memory"
-    earlier = published_rows(marker, options.write) if options.write else {}
+    marker, file = ("phantom_published", options.rows) if options.published else ("phantom_memory", options.write)
+    earlier = published_rows(marker, file) if file else {}
     with tempfile.TemporaryDirectory() as folder:
         jobs = published(Path(folder)) if options.published else shipped()
         rows, found = measured_rows(jobs, options.only, earlier)
     if options.published:
-        lead = "Measured over published reserved memory, median and worst:"
-        publish(f"{_table(_PUBLISHED_COLUMNS, rows)}\n\n{lead}\n\n{ratios_by_group(rows)}", marker, options.write)
+        publish(_table(_PUBLISHED_COLUMNS, rows), marker, file)
+        publish(ratios_by_group(rows), "phantom_groups", options.write)
         return 0
-    publish(_table(_COLUMNS, rows), marker, options.write)
+    publish(_table(_COLUMNS, rows), marker, file)
     return int(not all(each and (name in _NOT_PLANNED or each.is_right) for name, each in found.items()))
 
 

@@ -2,7 +2,8 @@
 
     python benchmarks/published_memory.py [--write docs/verification/planner.md]
     python benchmarks/published_memory.py --all [--source torchtitan] [--write docs/verification/planner.md]
-    python benchmarks/published_memory.py --fit
+        [--rows benchmarks/published_results.md]
+    python benchmarks/published_memory.py --fit [--write docs/verification/planner.md]
 
 `benchmarks/published_runs.toml` has the runs, with the sources and the settings that they name. Without `--all`, the
 benchmark checks the runs of Llama 3 8B with FSDP2 that TorchTitan published. The exit status is 1 if the predicted
@@ -264,6 +265,7 @@ def main() -> int:
     parser.add_argument("--source", help="with --all: only sources whose names begin so")
     parser.add_argument("--fit", action="store_true", help="fit the fragmentation of reserved memory")
     parser.add_argument("--write", type=Path, help="Markdown file with the markers")
+    parser.add_argument("--rows", type=Path, help="with --all: Markdown file for the table of runs with memory")
     options = parser.parse_args()
     if not (options.all or options.fit):
         text, is_right = check()
@@ -277,8 +279,8 @@ def main() -> int:
         publish(fit(found), "published_fit", options.write)
         return 0
     publish(table_of_groups(found), "published_groups", options.write)
-    shown = [each for each in found if options.write is None or each.active_ratio is not None]
-    publish(table_of_rows(shown), "published_rows", options.write)
+    shown = [each for each in found if options.rows is None or each.active_ratio is not None]
+    publish(table_of_rows(shown), "published_rows", options.rows)
     return 0
 
 

@@ -1,7 +1,7 @@
 """muP (`[mup]`) beside the standard parametrization: sizes of activations over widths, and the best learning rates.
 
-    python benchmarks/width_transfer.py coordinates [--picture docs/images/mup.svg] [--write docs/how_to/mup.md]
-    python benchmarks/width_transfer.py rates [--write docs/how_to/mup.md]
+    python benchmarks/width_transfer.py coordinates [--write docs/verification/numerics.md] [--picture FILE]
+    python benchmarks/width_transfer.py rates [--write docs/verification/numerics.md]
 
 `coordinates` (a minute on 2 cores) trains models of five widths for four steps, and plots the root mean square of
 outputs: the coordinate check of Tensor Programs V (arXiv:2203.03466, appendix D.1). `rates` (20 minutes) trains two

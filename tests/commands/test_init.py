@@ -146,7 +146,7 @@ def test_a_file_is_never_overwritten(capsys: pytest.CaptureFixture[str]) -> None
         (["sft", "--data", "nowhere"], "--data nowhere: no such file or folder"),
         (["sft", "--data", "text.txt"], 'has 1 text file (data.kind = "text"), but the recipe sft needs "chat"'),
         (["pretrain", "--data", "chats.jsonl"], "recipes for this data: sft, lora"),
-        (["pretrain", "--data", "numbers.jsonl"], "no key has text; there are: number"),
+        (["pretrain", "--data", "numbers.jsonl"], "no key has text; the keys are: number"),
         (["pretrain", "--data", "bad.jsonl"], "line 2 of bad.jsonl is not valid JSON"),
         (["pretrain", "--data", "empty.jsonl"], "its files have no lines"),
         (["pretrain", "--data", "array.jsonl"], "line 1 of array.jsonl is not a JSON object"),

@@ -152,7 +152,7 @@ def test_the_command_prepares_what_it_has_chosen(tmp_path: Path) -> None:
     status, printed, _ = run_command(
         ["prepare", "only", "--out=o", "--data.kind=chat", "--data.template=chatml"], tmp_path
     )
-    assert status == 0 and "o: 1 files, 0.0 MB, in parts: 1; not read: 1 .md\n" in printed
+    assert status == 0 and "o: 1 file, 0.0 MB, 1 part; not read: 1 .md\n" in printed
 
 
 MIXED = (

@@ -83,9 +83,9 @@ def test_errors_come_back(calls: LimitedObject) -> None:
 @pytest.mark.parametrize(
     ("method", "arguments", "reason"),
     [
-        ("loop", (), r"needs more than 0\.5 s of CPU time for \d+ bytes of input"),
-        ("threads", (), r"needs more than 0\.5 s of CPU time for \d+ bytes of input"),
-        ("allocate", (10**10,), r"needs more than 512 MiB of memory for \d+ bytes of input"),
+        ("loop", (), r"needs more than 0\.5 s of CPU time \(input: \d+ bytes\)"),
+        ("threads", (), r"needs more than 0\.5 s of CPU time \(input: \d+ bytes\)"),
+        ("allocate", (10**10,), r"needs more than 512 MiB of memory \(input: \d+ bytes\)"),
         (
             "end",
             (signal.SIGSEGV,),

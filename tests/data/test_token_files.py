@@ -172,7 +172,7 @@ def test_a_packing_follows_the_ends_of_documents(tmp_path: Path) -> None:
         (edit(extra=1), "that titan-launch prepare did not write"),
         (edit(dtype="float32"), "that titan-launch prepare did not write"),
         (edit(vocab_size=10**6), "that titan-launch prepare did not write"),
-        (edit(tokenizer="0123"), "was prepared with another tokenizer (digest 0123; that of [tokenizer] is bytes)"),
+        (edit(tokenizer="0123"), "was prepared with another tokenizer (digest 0123; [tokenizer] has the digest bytes)"),
         (shard(name="../secret"), "that titan-launch prepare did not write"),
         (shard(name="/etc/passwd"), "that titan-launch prepare did not write"),
         (shard(num_tokens=-1), "that titan-launch prepare did not write"),
@@ -285,7 +285,7 @@ def test_files_of_other_programs_are_read_again_after_a_change(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("path", "keys", "reason"),
     [
-        ("flat.bin", {}, 'data.dtype: must be "uint16" or "uint32": flat.bin has no header that gives it'),
+        ("flat.bin", {}, 'data.dtype: must be "uint16" or "uint32": flat.bin has no header that gives the dtype'),
         ("flat.bin", {"dtype": "uint32"}, "has the token id 16,777,332 in flat.bin, but the vocabulary"),
         ("odd.bin", {"dtype": "uint16"}, "the size of odd.bin is not a multiple of uint16"),
         ("empty.bin", {"dtype": "uint16"}, "is empty: empty.bin has no tokens"),
@@ -308,8 +308,12 @@ def test_files_of_other_programs_are_read_again_after_a_change(tmp_path: Path) -
             "begins like a file of llm.c, but its header is incomplete or unknown (known: magic number 20240520 with",
         ),
         ("halves.npy", {"dtype": "uint16"}, "halves.npy has float64 of the shape (6,); save little-endian integers"),
-        ("rows.npy", {}, "rows.npy has int64 of the shape (2, 3); save little-endian integers of one dimension"),
-        ("big.npy", {}, "big.npy has >u2 of the shape (6,); save little-endian integers of one dimension"),
+        (
+            "rows.npy",
+            {},
+            "rows.npy has int64 of the shape (2, 3); save a one-dimensional array of little-endian integers",
+        ),
+        ("big.npy", {}, "big.npy has >u2 of the shape (6,); save a one-dimensional array of little-endian integers"),
         ("cut.npy", {}, "is damaged: cut.npy is not a valid .npy file"),
         ("flat.bin.gz", {"dtype": "uint16"}, "cannot be read: flat.bin.gz is a gzip file, not flat numbers"),
         ("arrays.npz", {"dtype": "uint16"}, "cannot be read: arrays.npz is a zip or .npz file, not flat numbers"),

@@ -279,7 +279,7 @@ FOREIGN: dict[str, tuple[dict[str, bytes], str]] = {
     "npy objects": ({"a.npy": npy("(8,)", "|O")}, "is not a valid .npy file"),
     "npy nested": ({"a.npy": npy("(" * 5000)}, "is not a valid .npy file"),
     "npy long header": ({"a.npy": npy("(32,)", length=1 << 31)}, "is not a valid .npy file"),
-    "npy floats": ({"a.npy": npy("(16,)", "<f4")}, "save little-endian integers of one dimension"),
+    "npy floats": ({"a.npy": npy("(16,)", "<f4")}, "save a one-dimensional array of little-endian integers"),
     "Megatron counts": ({"a.bin": bytes(64), "a.idx": megatron(1 << 63, 1 << 62)}, "has another size than its header"),
     "Megatron lengths": ({"a.bin": bytes(64), "a.idx": megatron(1, 2, (-32,))}, "has the length -32 for sequence 0"),
     "Megatron nothing": ({"a.bin": bytes(64), "a.idx": b""}, "is not an index of Megatron-LM"),

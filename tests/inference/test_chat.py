@@ -197,7 +197,7 @@ def test_a_piped_conversation(
     ]
     cut = (
         f"prompt: 8 tokens; new: {new} tokens",
-        "note: the answer was cut after 4 tokens: --max-new-tokens allows no more",
+        "note: the answer was cut after 4 tokens: increase --max-new-tokens to allow longer answers",
     )
     assert chat("üße\n", "--system=Gr", "--max-new-tokens=4") == (" 世\n", [cut[0].replace(f"{new}", "4"), cut[1]])
     assert chat("Grüße", "--stop=界")[0] == " 世\n"
@@ -368,7 +368,7 @@ def test_the_first_interrupt_on_a_terminal_stops_an_answer(endless: Path) -> Non
             text, _, shown = shown.partition(mark)
             return text
 
-        assert "/quit or Ctrl-D ends; Ctrl-C stops an answer" in read_up_to("> ")
+        assert "/quit or Ctrl-D ends the chat; Ctrl-C stops an answer" in read_up_to("> ")
         lengths, prompts = [], []
         for _ in range(2):
             os.write(ours, b"Hello\n")

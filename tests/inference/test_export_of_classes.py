@@ -187,7 +187,7 @@ def _check_refusals(folder: Path) -> None:
     without = {name: tensor for name, tensor in tensors.items() if name != w1}
     assert "cannot be computed from model.layers.0." in _refused(_changed(folder, "one less", without), mixture)
     renumbered = {last.replace("11", "12") if name == w1 else name: tensor for name, tensor in tensors.items()}
-    assert "their numbers have a gap" in _refused(_changed(folder, "a gap", renumbered), mixture)
+    assert "the numbers in their names have a gap" in _refused(_changed(folder, "a gap", renumbered), mixture)
     smaller = {name: t for name, t in tensors.items() if f"{w1.split('.w1')[0].split('.3')[0]}.11." not in name}
     refused = _refused(_changed(folder, "an expert less", smaller), mixture)
     assert "2 of another shape: model.layers.0.mlp.experts." in refused and "[11, " in refused, refused

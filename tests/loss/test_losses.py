@@ -544,13 +544,17 @@ def test_documents_without_labels_are_refused_by_kto(tmp_path: Path) -> None:
     corpus = UnpairedPreferenceCorpus(config.data, build_tokenizer(config.tokenizer), ("data",), SEQ_LEN)  # type: ignore[arg-type]
     prepare(corpus, tmp_path / "tokens")
     tokens = {"kind": "tokens", "path": str(tmp_path / "tokens"), "packing": "documents"}
-    reason = 'has answers with a label, which loss.name = "cross_entropy" does not read; use other data'
+    reason = (
+        'has answers with a label, which loss.name = "cross_entropy" does not read; name token files without them, '
+        "or set another loss.name"
+    )
     run_ranks(fail_with, 1, {**job, "loss": {}, "data": tokens}, ("data", "path"), reason)
     (tmp_path / "text.txt").write_text("some text " * 400)
     text = TextData(kind="text", path=str(tmp_path / "text.txt"))
     prepare(TextCorpus(text, build_tokenizer(config.tokenizer), ("data",), SEQ_LEN), tmp_path / "plain")
     plain = {"kind": "tokens", "path": str(tmp_path / "plain")}
-    reason = 'has no answers with a label, which loss.name = "kto" needs; use other data'
+    reason = 'has no answers with a label, which loss.name = "kto" needs; name token files prepared with kind = '
+    reason += '"unpaired_preferences"'
     run_ranks(fail_with, 1, {**job, "data": plain}, ("data", "path"), reason)
     targets, documents = torch.tensor([[-100, 65, 7]]), torch.zeros(1, 3, dtype=torch.int32)
     loss = KTOLoss(

@@ -1,8 +1,10 @@
 """Comparison of every combination of parallelisms with one process.
 
-`test_matrix.py` uses a part of the combinations, and docs/verification/numerics.md has the results of all.
+`test_matrix.py` uses a part of the combinations, and docs/verification/numerics.md has the results of this part:
 
-python -m tests.parallel.matrix --write docs/verification/numerics.md      # all combinations; takes some minutes
+    python -m tests.parallel.matrix --write docs/verification/numerics.md
+
+`--all` runs every combination.
 """
 
 from __future__ import annotations
@@ -285,15 +287,13 @@ def table(measured: dict[Case, tuple[float, float]]) -> str:
     for case, difference in measured.items():
         rows[case.division].append((case, difference))
     lines = [
-        "| division | CPU ranks (gloo) | runs | accumulation | loss | gradient norm | one GPU |",
-        "|---|---:|---:|---|---:|---:|---|",
+        "| division | CPU ranks (gloo) | runs | accumulation | loss | gradient norm |",
+        "|---|---:|---:|---|---:|---:|",
     ]
     for division, found in rows.items():
         loss, norm = (max(difference[index] for _, difference in found) for index in (0, 1))
         modes = ", ".join(dict.fromkeys(case.mode for case, _ in found))
-        lines.append(
-            f"| {division.name} | {division.ranks} | {len(found)} | {modes} | {loss:.1e} | {norm:.1e} | not run |"
-        )
+        lines.append(f"| {division.name} | {division.ranks} | {len(found)} | {modes} | {loss:.1e} | {norm:.1e} |")
     return "\n".join(lines)
 
 

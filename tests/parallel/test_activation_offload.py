@@ -220,7 +220,7 @@ def test_a_saved_tensor_that_is_overwritten_is_an_error(monkeypatch: pytest.Monk
     model = nn.Sequential(Overwriting(), Block())
     offload_activations(model, ["0", "1"], "cpu")
     loss = model(torch.randn(8, 8)).sum()
-    with pytest.raises(RuntimeError, match="changed a tensor in place"):
+    with pytest.raises(RuntimeError, match="an in-place operation changed a tensor"):
         loss.backward()
 
 

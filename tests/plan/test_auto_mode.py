@@ -66,7 +66,9 @@ def test_auto_activation_checkpointing_looks_for_the_shortest_step_first() -> No
 
 def test_ties_in_step_time_are_reported() -> None:
     sections = {**auto(memory_gib=12, intra_node_gb_per_s=100), **PEAK}
-    assert resolved(make_job(**sections)).reason.endswith("step times of 3 other choices overlap with this one")
+    assert resolved(make_job(**sections)).reason.endswith(
+        "; 3 other choices may be as fast, because the predicted step times overlap"
+    )
 
 
 def test_if_nothing_fits_the_error_has_the_table_and_remedies() -> None:
@@ -83,14 +85,14 @@ def test_if_nothing_fits_the_error_has_the_table_and_remedies() -> None:
 
 def test_a_job_that_fits_only_with_other_activation_checkpointing_names_it() -> None:
     with pytest.raises(
-        ConfigError, match=r"these choices fit: .* checkpointing selective \(per operation\); .* checkpointing full"
+        ConfigError, match=r"these choices fit, .*: .* checkpointing selective \(per operation\); .* checkpointing full"
     ):
         resolved(make_job(**auto(memory_gib=4.5)))
 
 
 def test_the_error_names_tight_choices() -> None:
     with pytest.raises(
-        ConfigError, match=r"are tight .*, but the job may set them: gradient accumulation immediate, .* none;"
+        ConfigError, match=r"are tight .*, but you can set them in the job: gradient accumulation immediate, .* none;"
     ):
         resolved(make_job(**auto(memory_gib=7.5, fragmentation=0.2)))
 

@@ -121,7 +121,7 @@ def test_stages_are_assigned_in_a_loop_or_in_a_v(schedule: str, ranks: list[int]
         (
             llama(3),
             {"pipeline_parallel_degree": 2, "pipeline_parallel_split_points": ["tok_embeddings"]},
-            "split_points.0: already begins the first stage, so it cannot be a split point; list the",
+            "split_points.0: already begins the first stage, so it cannot be a split point; name a later module",
         ),
         (
             llama(3, tie_embeddings=True),

@@ -218,7 +218,7 @@ def test_a_job_that_fits_nowhere_says_so(tmp_path: Path) -> None:
     command = ["plan", "--config=llama_debug", "--data.kind=synthetic", "--job.device=cuda", "--search"]
     status, _, err = run_command(command, tmp_path)
     assert status == 2
-    assert "planner.device = null (default, not set in the job): a search needs the memory and the speed of" in err
+    assert "planner.device (not set in the job): a search needs the memory and the speed of" in err
 
 
 def test_speeds_without_a_link_that_layouts_need_are_refused(tmp_path: Path) -> None:

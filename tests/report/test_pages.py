@@ -51,7 +51,7 @@ def test_the_figures_are_those_that_the_docs_define(runs: Path) -> None:
         "The run of llama3 (debug) on 2 ranks is finished: step 8 of 8.",
         "The training loss fell from 1.9000 at step 1 to 1.2000 at step 8.",
         "The validation loss is 1.6000 at step 8, the lowest of the run.",
-        "The median speed is 200 tokens per second, 0.5 s per step; half of the reports are from 183 to 250.",
+        "The median speed is 200 tokens per second, 0.5 s per step; half of the reported speeds are from 183 to 250.",
         "Training waits for data in 10.0 % of its time.",
         "The peak memory is 2.50 GiB, +25.0 % against the planned 2.00 GiB.",
         "There was no restart, no skipped step and no rollback.",
@@ -181,7 +181,7 @@ def test_runs_lists_all_runs_and_says_what_is_wrong_with_one(runs: Path, capsys:
     assert main(["runs", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[3]["loss"] == "nan"
     (runs / "none").mkdir()
-    assert main(["runs", "outputs/none"]) == 0 and capsys.readouterr().out == "outputs/none: no run\n"
+    assert main(["runs", "outputs/none"]) == 0 and capsys.readouterr().out == "outputs/none: no runs found\n"
     assert main(["runs", "nowhere"]) == 2
     assert "nowhere: there is no such folder; name the folder" in capsys.readouterr().err
 

@@ -47,13 +47,14 @@ def test_the_position_in_a_stream_fits_only_as_many_ranks_and_workers(tmp_path: 
     job = stream_job(tmp_path)
     run_ranks(run_job_until, 2, job, 3)
     remedy = (
-        "resume with the same numbers, or load a step (--checkpoint.load=1000) and begin the stream again with "
-        "--checkpoint.exclude_from_loading='[\"data\"]'"
+        "resume with the numbers of the checkpoint, or load a step (--checkpoint.load=1000) and begin the stream again "
+        "with --checkpoint.exclude_from_loading='[\"data\"]'"
     )
-    saved = "data.kind: the checkpoint has the positions of a stream on 2 data-parallel ranks with 0 workers, which"
-    assert run_ranks(refusal, 1, job) == [f"{saved} 1 data-parallel ranks with 0 workers cannot continue; {remedy}"]
+    saved = "data.kind: the checkpoint has the positions of a stream on 2 data-parallel ranks with 0 workers each, and"
+    assert run_ranks(refusal, 1, job) == [f"{saved} this run has 1 data-parallel rank with 0 workers each; {remedy}"]
     job["data"]["num_workers"] = 1
-    assert run_ranks(refusal, 2, job) == [f"{saved} 2 data-parallel ranks with 1 workers cannot continue; {remedy}"] * 2
+    present = "this run has 2 data-parallel ranks with 1 worker each"
+    assert run_ranks(refusal, 2, job) == [f"{saved} {present}; {remedy}"] * 2
     job["checkpoint"] |= {"load": 2, "exclude_from_loading": ["data"]}
     run_ranks(run_job, 1, job)
 
@@ -75,4 +76,4 @@ def test_a_stream_goes_on_after_a_rollback() -> None:
 
 def test_a_state_that_is_not_plain_data_stops_the_run(tmp_path: Path) -> None:
     (message,) = run_ranks(refusal, 1, stream_job(tmp_path, "StreamOfTensors"))
-    assert message.startswith("the state_dict of the stream must consist of dicts, lists, strings, finite numbers and")
+    assert message.startswith("data.kind names a stream whose state_dict must consist of dicts, lists, strings, finite")

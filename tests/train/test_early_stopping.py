@@ -330,7 +330,7 @@ def test_the_command_line_shows_the_end_and_the_result(tmp_path: Path) -> None:
     assert "tiny  ended early  6/20, best 2" in listed
     _, report, _ = run_command(["report", "tiny"], tmp_path)
     assert report.startswith("The run of llama3 (debug) on 1 rank ended early: step 6 of 20.\n")
-    assert "Checkpoints: 2. The newest is of step 6. The best is of step 2 and is the result.\n" in report
+    assert "Checkpoints: 2. The newest is of step 6. The best is of step 2, and is the result of the run.\n" in report
     shutil.copytree(tmp_path / "tiny", tmp_path / "copy")
     _, comparison, _ = run_command(["compare", "tiny", "copy"], tmp_path)
     assert "\nA = tiny: ended early, step 6 of 20, best step 2\n" in comparison

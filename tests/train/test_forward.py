@@ -84,8 +84,8 @@ PLACE = "my_model.py:30"
 
 IS_GIVEN = (
     "; forward(inputs) gets one tensor, token ids (batch, seq_len), and must return the logits, a tensor "
-    "(batch, seq_len, classes); the launcher computes the loss, or uses that of forward(inputs, labels) with "
-    'model.loss = "mean" or "sum"'
+    "(batch, seq_len, classes); the launcher computes the loss, or, with model.loss = "
+    '"mean" or "sum", forward(inputs, labels) returns it'
 )
 IS_GIVEN_LABELS = (
     "; with model.loss, forward(inputs, labels=targets) gets token ids (batch, seq_len) and must return its loss, a "

@@ -77,7 +77,7 @@ def test_a_resumed_run_keeps_the_mode_it_began_with(tmp_path: Path) -> None:
     assert recorded(tmp_path) == ("immediate", False, "none")
     _, printed = run_ranks(run_and_log, 2, job(tmp_path, 10 * limit))[0]
     assert recorded(tmp_path) == ("immediate", False, "none")
-    assert printed == [f"auto: {label('immediate')}, because the run began with it"]
+    assert printed == [f"auto: {label('immediate')}, because the run began with these modes"]
     assert [report["step"] for report in read_metrics(tmp_path)] == [1, 2, 3, 4]
 
 

@@ -56,7 +56,7 @@ TINY: dict[str, dict[str, Any]] = {
 
 BLOCKS = {
     "Encoder": "2 of layers.* (TransformerEncoderLayer), the entries of nn.ModuleList",
-    "cnn": "none; the model is one FSDP2 unit, except modules with precision rules; model.blocks chooses blocks",
+    "cnn": "none; the model is one FSDP2 unit, except modules with precision rules; name blocks in model.blocks",
     "Stages": "4 of layer1.*, layer2.* (BasicBlock), the repeated modules in nn.Sequential",
     "llama": "2 of model.layers.* (LlamaDecoderLayer), the entries of nn.ModuleList",
     "gpt2": "2 of transformer.h.* (GPT2Block), the entries of nn.ModuleList",

@@ -25,6 +25,7 @@ from titan_launch.checkpoint.state import SizedPart, TrainingState, Values, rank
 from titan_launch.checkpoint.store import CheckpointStore
 from titan_launch.core.errors import KeyPath, UserError, config_error, leaves, listed
 from titan_launch.core.globs import matches
+from titan_launch.core.terminal import counted
 from titan_launch.distributed.collectives import on_all_ranks, on_rank_0, on_rank_0_slowly, warn
 from titan_launch.distributed.dtensor import Shard, local_tensor, own_box
 
@@ -348,7 +349,8 @@ def _check_optimizer(checkpoint: Path, own: Mapping[str, Values], saved: Mapping
             missing = [key for key in values if f"{name}.{key}" not in saved]
             if missing:
                 kept = [key for key in _below(name, saved) if "." not in key]
-                return f"for {name} it has {', '.join(sorted(kept))}, and this job needs {', '.join(sorted(values))}"
+                found, needed = (", ".join(sorted(keys)) or "no state" for keys in (kept, values))
+                return f"for {name} it has {found}, and this job needs {needed}"
         return None
 
     reason = _first_reason(find_missing)
@@ -362,11 +364,11 @@ def _check_optimizer(checkpoint: Path, own: Mapping[str, Values], saved: Mapping
 def _differences(own: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
     missing = [name for name in own if name not in saved]
     unexpected = [name for name in saved if name not in own]
-    misshaped = [f"{n} is {own[n]}, in the checkpoint {saved[n]}" for n in own if n in saved and own[n] != saved[n]]
+    shapes = [f"{n} is {own[n]}, in the checkpoint {saved[n]}" for n in own if n in saved and own[n] != saved[n]]
     for title, names in (
         ("missing in the checkpoint", missing),
-        ("unexpected in the checkpoint", unexpected),
-        ("of another shape", misshaped),
+        ("only in the checkpoint", unexpected),
+        ("of another shape", shapes),
     ):
         if names:
-            yield f"{len(names)} {title}: {listed(names, most=8)}"
+            yield f"{counted(len(names), 'tensor')} {title}: {listed(names, most=8)}"

@@ -132,7 +132,7 @@ class Arena:
             if free < size:
                 raise OSError(
                     f"a copy of this rank's state needs {size / GIB:.3f} GiB of shared memory, and {_SHARED_MEMORY} "
-                    f"has {free / GIB:.3f} GiB free; enlarge it (docker run --shm-size), or set "
+                    f"has {free / GIB:.3f} GiB free; enlarge {_SHARED_MEMORY} (docker run --shm-size), or set "
                     'checkpoint.async_mode = "thread"'
                 )
         self.release()
@@ -143,7 +143,7 @@ class Arena:
             reason = str(error).partition("\n")[0]
             raise OSError(
                 f"there is no host memory for a copy of {size / GIB:.3f} GiB ({reason}); "
-                'checkpoint.async_mode = "disabled" needs no copy'
+                'set checkpoint.async_mode = "disabled", which needs no copy'
             ) from error
         self._locks.enter_context(page_locked(self.memory, self._device))
 

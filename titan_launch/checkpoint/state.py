@@ -34,7 +34,8 @@ class Part(Protocol):
 
 
 class SizedPart(Part):
-    """Base class of parts whose tensors may differ in size between checkpoints, and in their keys between ranks."""
+    """Base class of parts whose tensors may have different sizes in different checkpoints, and different keys on
+    different ranks."""
 
     def targets(self, shapes: Mapping[str, tuple[int, ...]]) -> Values:
         """Return the tensors into which a checkpoint is read. `shapes`: the saved shapes, by key."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from titan_launch.commands import language_model
 from titan_launch.commands.parser import Parser
-from titan_launch.core.terminal import say, say_data
+from titan_launch.core.terminal import counted, say, say_data
 
 if TYPE_CHECKING:
     from titan_launch.inference.conversation import Answer
@@ -52,7 +52,7 @@ def run(arguments: Namespace) -> int:
     sampling, generator = language_model.sampling_of(arguments, model)
     most, is_terminal = arguments.max_new_tokens or _NEW_TOKENS, sys.stdin.isatty()
     if is_terminal:
-        say(f"{_RESET} begins a new conversation; {_QUIT} or Ctrl-D ends; Ctrl-C stops an answer", sys.stderr)
+        say(f"{_RESET} begins a new conversation; {_QUIT} or Ctrl-D ends the chat; Ctrl-C stops an answer", sys.stderr)
     with token_sequence(model.module) as sequence:
         conversation = Conversation(model, sequence, arguments.system)
 
@@ -86,8 +86,8 @@ def _say_limit(answer: Answer, most: int, longest: int) -> None:
     if answer.max_new_tokens < most:
         reason = f"the model takes at most {longest} tokens; type {_RESET} to begin a new conversation"
     else:
-        reason = "--max-new-tokens allows no more"
-    say(f"note: the answer was cut after {answer.max_new_tokens} tokens: {reason}", sys.stderr)
+        reason = "increase --max-new-tokens to allow longer answers"
+    say(f"note: the answer was cut after {counted(answer.max_new_tokens, 'token')}: {reason}", sys.stderr)
 
 
 @contextmanager

@@ -26,7 +26,7 @@ def add_arguments(parser: Parser) -> None:
     group = parser.add_argument_group("for scripts", "exit status 1 if a run exceeds a limit")
     text = "fail if the median speed of a run is more than PERCENT, such as 3%%, below that of the first run"
     group.add_argument("--fail-if-slower", type=percentage, metavar="PERCENT", help=text)
-    text = "fail if, at the last step that all runs reported, a loss differs by more than X from the first run's"
+    text = "fail if, at the last step that all runs reported, a loss differs by more than X from that of the first run"
     group.add_argument("--fail-if-loss-differs", type=number_from(0), metavar="X", help=text)
 
 

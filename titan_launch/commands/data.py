@@ -76,11 +76,11 @@ def _marks() -> tuple[str, str]:
 def _lines(report: dict[str, Any], marks: tuple[str, str]) -> Iterator[str]:
     consumed = report["steps"] * report["global_batch_size"]
     ranks = counted(report["world_size"], "rank")
-    batch = f"{report['steps']:,} steps of {report['global_batch_size']:,} samples ({ranks})"
+    batch = f"{counted(report['steps'], 'step')} of {counted(report['global_batch_size'], 'sample')} ({ranks})"
     yield _row("job", report["job"])
     length = "" if report["seq_len"] is None else f" of {counted(report['seq_len'], 'token')}"
     epochs = "" if report["epochs"] is None else f", {report['epochs']:g} epoch{'s' * (report['epochs'] != 1)}"
-    yield _row("training", f"{batch}: {consumed:,} samples{length}{epochs}")
+    yield _row("training", f"{batch}: {counted(consumed, 'sample')}{length}{epochs}")
     if tokenizer := report.get("tokenizer"):
         path = "" if tokenizer["path"] is None else f" {tokenizer['path']}"
         yield _row("tokenizer", f"{tokenizer['kind']}{path}, {tokenizer['vocab_size']:,} tokens")

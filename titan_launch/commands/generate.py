@@ -23,8 +23,8 @@ _NEW_TOKENS = 128
 def add_arguments(parser: Parser) -> None:
     parser.usage = "titan-launch generate SOURCE [--prompt TEXT] [options]"
     parser.epilog = (
-        "A terminal shows control characters of the text as escapes, such as \\x1b. A pipe or a file gets them as they "
-        'are.\n\nexample:\n  titan-launch generate outputs/llama_bn --prompt "import " --max-new-tokens 64'
+        "A terminal shows control characters of the text as escapes, such as \\x1b. A pipe or a file gets the "
+        'characters.\n\nexample:\n  titan-launch generate outputs/llama_bn --prompt "import " --max-new-tokens 64'
     )
     language_model.add_model(parser)
     group = parser.add_argument_group("prompt", "without these options: each line of the standard input is a prompt")

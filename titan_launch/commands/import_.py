@@ -10,7 +10,7 @@ from titan_launch.commands.parser import Parser
 from titan_launch.config.loading.provenance import toml_value
 from titan_launch.core.errors import UserError
 from titan_launch.core.process import OK
-from titan_launch.core.terminal import one_line, say
+from titan_launch.core.terminal import counted, one_line, say
 
 if TYPE_CHECKING:
     from titan_launch.inference.saved_model import SavedModel
@@ -57,7 +57,7 @@ def _write(source: Path, saved: SavedModel, out: Path) -> str:
         fields = {"name": toml_value(out.name), "weights": toml_value(str(out))}
         job = _JOB.format(about=about, seq_len=saved.job.training.seq_len, **fields)
         (folder / "job.toml").write_text(job, encoding="utf-8")
-    return f"wrote {len(entries)} tensors ({num_bytes / 1e6:,.1f} MB) and job.toml to {out}"
+    return f"wrote {counted(len(entries), 'tensor')} ({num_bytes / 1e6:,.1f} MB) and job.toml to {out}"
 
 
 _JOB = """\

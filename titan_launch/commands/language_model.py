@@ -17,7 +17,7 @@ from titan_launch.core.errors import ConfigError, UserError, format_key
 from titan_launch.core.import_string import FOLDERS_CHOOSE_NO_CODE
 from titan_launch.core.patches import without_garbage_collection
 from titan_launch.core.process import INTERRUPTED, OK
-from titan_launch.core.terminal import as_message, one_line, say
+from titan_launch.core.terminal import as_message, counted, one_line, say
 
 if TYPE_CHECKING:
     import torch
@@ -204,4 +204,5 @@ def say_speed(num_tokens: int, num_kept: int, num_new: int, seconds: float) -> N
     tokens."""
     kept = f" ({num_kept} cached)" if num_kept else ""
     speed = f"{num_new / seconds:,.1f} tokens/s"
-    say(f"prompt: {num_tokens} tokens{kept}; new: {num_new} tokens in {seconds:.2f} s, {speed}", file=sys.stderr)
+    prompt, new = counted(num_tokens, "token"), counted(num_new, "token")
+    say(f"prompt: {prompt}{kept}; new: {new} in {seconds:.2f} s, {speed}", file=sys.stderr)

@@ -10,6 +10,7 @@ from titan_launch.commands.train import add_dry_run, add_output, dry_run, is_dry
 from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.load import LoadedJob
 from titan_launch.core.errors import ConfigError, Problem, UserError
+from titan_launch.core.terminal import counted
 from titan_launch.launch.options import LAUNCH_OPTIONS, plan_processes
 from titan_launch.launch.torchrun import launch
 from titan_launch.plan.proof.certificate import find_certificate
@@ -34,9 +35,8 @@ def run(arguments: Namespace) -> int:
     if is_dry_run(arguments):
         fake = arguments.fake_world_size
         if None not in (fake, world_size) and fake != world_size and given.keys() & {"nnodes", "nproc-per-node"}:
-            reason = (
-                f"--nnodes and --nproc-per-node make {world_size} ranks; remove these options, or --fake-world-size"
-            )
+            made = f"--nnodes and --nproc-per-node make {counted(world_size or 0, 'rank')}"
+            reason = f"{made}; remove these options, or --fake-world-size"
             raise UserError(f"error: --fake-world-size {fake}: {reason}")
         dry_run(arguments)
     loaded = load_to_train(arguments, world_size, more_rules=(_global_batch_is_set,) if world_size is None else ())

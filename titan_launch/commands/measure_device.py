@@ -93,13 +93,13 @@ def _summary(measured: Measured) -> list[str]:
     num_bytes, seconds = measured.memory[-1]
     lines.append(f"memory: {num_bytes / seconds / 1e9:.3g} GB/s")
     host = {
-        "an FSDP2 unit": measured.unit_seconds,
-        "a parameter": measured.parameter_seconds,
-        "an operation": measured.operation_seconds,
-        "a collective of tensor parallelism": measured.exchange_seconds,
-        "a microbatch in a pipeline stage": measured.stage_seconds,
+        "FSDP2 unit": measured.unit_seconds,
+        "parameter": measured.parameter_seconds,
+        "operation": measured.operation_seconds,
+        "collective of tensor parallelism": measured.exchange_seconds,
+        "microbatch in a pipeline stage": measured.stage_seconds,
     }
-    lines += [f"host, {what}: {seconds * 1e6:,.0f} us" for what, seconds in host.items()]
+    lines += [f"host time per {what}: {seconds * 1e6:,.0f} us" for what, seconds in host.items()]
     for collective in measured.collectives:
         place = ", across nodes" if collective.crossings else ""
         (_, base_seconds), *_, (num_bytes, seconds) = collective.points

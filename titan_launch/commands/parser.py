@@ -151,8 +151,8 @@ def add_source(parser: Parser) -> None:
 
 
 def load(arguments: Namespace, world_size: int | None, more_rules: Sequence[Rule] = ()) -> LoadedJob:
-    """Return the checked job. With a world size, also check that the parallelism degrees match this number of ranks.
-    The global batch must then be divisible among the ranks. After this call, Python refuses imports from the folders of
+    """Return the checked job. With a world size, also check that the parallelism degrees match this number of ranks,
+    and that the global batch can be divided among them. After this call, Python refuses imports from the folders of
     runs, checkpoints and weights that the job names (see `refuse_imports_from`).
 
     `more_rules`: further rules to check. Raises UserError with all problems.

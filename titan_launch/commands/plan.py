@@ -26,7 +26,7 @@ from titan_launch.core.files import refuse_weights_folder
 from titan_launch.core.patches import environment
 from titan_launch.core.phantom import is_phantom
 from titan_launch.core.process import run_and_exit
-from titan_launch.core.terminal import one_line, say, say_data
+from titan_launch.core.terminal import counted, one_line, say, say_data
 from titan_launch.core.torch_release import planned_release
 from titan_launch.plan.advice import Advice, advise, smallest_sufficient
 from titan_launch.plan.auto_mode import Resolution, check_limit, largest_batch, recommend, remedies, resolve
@@ -63,7 +63,7 @@ KEY_OPTIONS = (
     ("--intra-bandwidth", "planner.intra_node_gb_per_s", "GB/S", _BANDWIDTH.format("to devices of its host")),
     ("--inter-bandwidth", "planner.inter_node_gb_per_s", "GB/S", _BANDWIDTH.format("to devices of other hosts")),
     ("--gpus-per-node", "planner.gpus_per_node", "N", f"devices per host (default: {PlannerConfig().gpus_per_node})"),
-    ("--expert-load", "planner.expert_load", "X", "tokens of the busiest rank's experts / mean (default: 1)"),
+    ("--expert-load", "planner.expert_load", "X", "tokens of the busiest rank, divided by the mean (default: 1)"),
     ("--speeds", "planner.speeds", "FILE", "speeds that measure-device measured (default: the data sheet of --device)"),
     ("--mfu", "planner.mfu", "X", "fraction of the peak FLOP/s that a step reaches, instead of speeds of operations"),
 )
@@ -200,7 +200,7 @@ def print_plan(config: JobConfig, world_size: int, locate_key: unit_table.KeyLoc
     elif arguments.measure:
         planned = replace(planned, trial=_measure(planned))
     if arguments.plot is not None:
-        title = f"{config.job.name}: {unit_table.model_name(config)} on {world_size} ranks"
+        title = f"{config.job.name}: {unit_table.model_name(config)} on {counted(world_size, 'rank')}"
         plot_comparison(planned.comparison, planned.hardware, title, arguments.plot, *_best(planned))
         say(one_line(f"picture: {arguments.plot}"), file=sys.stderr)
     if arguments.json:
@@ -431,7 +431,7 @@ def _advice(planned: _Planned) -> list[str]:
     found = [advice for advice in planned.advice if advice.fits] or planned.advice
     row = planned.resolution.row
     aim = "save a fifth or more" if row.verdict in (None, "fits") else "suffice"
-    title = f"Changes that {aim}, the cheapest first:" if found[0].fits else f"No change is planned to {aim}:"
+    title = f"Changes that {aim}, the cheapest first:" if found[0].fits else f"None of these changes would {aim}:"
     return ["", title, *(f"  {line}" for advice in found for line in advice.text())]
 
 

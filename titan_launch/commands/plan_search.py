@@ -35,7 +35,7 @@ def run_search(arguments: Namespace) -> NoReturn:
     if out is not None:
         check_new(out, "plan")
         if not Path(out).parent.is_dir():
-            raise UserError(f"error: --out {one_line(out)}: its folder does not exist; name an existing one")
+            raise UserError(f"error: --out {one_line(out)}: its folder does not exist; name an existing folder")
     loaded = load(arguments, world_size=None)
     base = None if out is None else load_job(arguments.config).config
     check_weights(loaded)
@@ -61,7 +61,7 @@ def run_search(arguments: Namespace) -> NoReturn:
             is_file = Path(arguments.config).is_file()
             extended = os.path.relpath(arguments.config, Path(out).parent) if is_file else arguments.config
             write_new(out, overlay(base, best, extended))
-            say(one_line(f"wrote {out}, for {fitting[-1]} ranks"), file=sys.stderr)
+            say(one_line(f"wrote {out}, for {counted(fitting[-1], 'rank')}"), file=sys.stderr)
 
     run_and_exit(search, loaded.provenance.describe)
 

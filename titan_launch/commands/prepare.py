@@ -18,7 +18,7 @@ from titan_launch.config.sections.data import DATA_KINDS, CorpusData
 from titan_launch.config.sections.tokenizer import BYTES_VOCABULARY, TokenizerConfig
 from titan_launch.core.errors import RunError, Stopped, UserError, config_error
 from titan_launch.core.process import INTERRUPTED, run_and_exit, usable_cores
-from titan_launch.core.terminal import CLEAR_LINE, one_line, say, say_escaped
+from titan_launch.core.terminal import CLEAR_LINE, counted, one_line, say, say_escaped
 from titan_launch.recipes.facts import DataFolder, UnknownDataError, look_at_data
 from titan_launch.recipes.writing import Row
 
@@ -197,9 +197,9 @@ def _write(corpus: Corpus, digests: Sequence[str], folder: Path, num_workers: in
 
     parts = corpus.parts()
     progress = Progress(len(parts), sum(part.num_bytes for part in parts))
-    size = f"{len(corpus.files):,} files, {progress.total_bytes / 1e6:,.1f} MB"
+    size = f"{counted(len(corpus.files), 'file')}, {progress.total_bytes / 1e6:,.1f} MB"
     left_out = corpus.left_out and f"; not read: {corpus.left_out}"
-    say(f"{folder}: {size}, in parts: {len(parts):,}{left_out}", flush=True)
+    say(f"{folder}: {size}, {counted(len(parts), 'part')}{left_out}", flush=True)
     advice = "run the same command again to continue: finished parts are kept"
     try:
         header = prepare(corpus, folder, num_workers, progress.advance, digests)
@@ -220,7 +220,7 @@ def _write(corpus: Corpus, digests: Sequence[str], folder: Path, num_workers: in
 
 def _summary(header: Header) -> str:
     skipped = ", ".join(f"skipped {number:,} {reason}" for reason, number in header.skipped.items())
-    size = f"{header.num_documents:,} documents, {header.num_tokens:,} tokens ({header.dtype})"
+    size = f"{counted(header.num_documents, 'document')}, {counted(header.num_tokens, 'token')} ({header.dtype})"
     return size + (f"; {skipped}, first: {header.first_skipped}" if skipped else "")
 
 
@@ -235,7 +235,8 @@ def _verify(out: Path) -> None:
             header = verify_token_files(folder)
         except TokenFilesError as error:
             raise UserError(f"{folder} {error}") from None
-        say(f"{folder}: verified {header.num_tokens:,} tokens of {header.num_documents:,} documents")
+        documents = counted(header.num_documents, "document")
+        say(f"{folder}: verified {counted(header.num_tokens, 'token')} of {documents}")
 
 
 class Progress:

@@ -31,7 +31,7 @@ def run(arguments: Namespace) -> int:
     if arguments.json:
         say_data(to_json(rows))
     elif not rows:
-        say(one_line(f"{folder}: no run"))
+        say(one_line(f"{folder}: no runs found"))
     else:
         head = ("run", "state", "step", "loss", "speed", "s/step")
         say("\n".join(aligned([head, *map(_cells, rows)])))

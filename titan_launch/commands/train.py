@@ -39,8 +39,8 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 def add_dry_run(parser: Parser) -> None:
     group = parser.add_argument_group("dry run")
     text = (
-        "build and run one training step as one rank of N, on the CPU and without values; print what the rank holds, "
-        f"and write nothing (at most {MOST_FAKE_RANKS} ranks)"
+        "build the model and run one training step as one rank of N, on the CPU and without values; print what the "
+        f"rank holds, and write nothing (at most {MOST_FAKE_RANKS} ranks)"
     )
     group.add_argument("--fake-world-size", type=at_least(1), metavar="N", help=text)
     group.add_argument("--fake-rank", type=at_least(0), metavar="R", help="rank of the dry run (default: 0)")

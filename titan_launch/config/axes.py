@@ -1,4 +1,4 @@
-"""The axes of parallelism: one row for each, over which code for all axes loops. This module does not import torch."""
+"""The axes of parallelism, as tables over which other code loops. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ class Axis:
     """One way to divide a model, its batch or its sequences over ranks."""
 
     name: str
-    """Name of the axis, such as `tensor`: in recorded steps, and as the name of its degree in `plan.layout.Layout`."""
+    """Name of the axis, such as `tensor`, in recorded steps. `plan.layout.Layout` stores the degree under the same
+    name."""
 
     short: str
     """Name in the DeviceMesh, such as `tp`. Reports print the name in capitals."""
@@ -33,7 +34,7 @@ class Axis:
     """True if the ranks along the axis are among those over which FSDP2 shards a parameter."""
 
     divides_parameters: bool = False
-    """True if each rank along the axis has parameters of its own, which FSDP2 then shards."""
+    """True if the ranks along the axis have different parameters, even before FSDP2 shards them."""
 
     delays_computation: bool = False
     """True if the computation waits for each collective along the axis."""
@@ -87,4 +88,4 @@ MODEL_AXES = (TENSOR, CONTEXT, PIPELINE, EXPERT)
 """The axes of model parallelism, in the order of reports."""
 
 AXES = {axis.name: axis for axis in (*GRID, EXPERT)}
-"""All axes by name, those of `GRID` first."""
+"""All axes by name: the axes of `GRID`, then `EXPERT`."""

@@ -10,7 +10,7 @@ from titan_launch.core.terminal import counted
 
 @dataclass(frozen=True)
 class ImageFormat:
-    """Shape of images and number of their classes, in a data source or as a model expects them."""
+    """Shape and number of classes of the images in a data source, or of the images that a model takes."""
 
     channels: int
     height: int | None
@@ -32,7 +32,7 @@ def misfits(held: ImageFormat, taken: ImageFormat) -> Iterator[str]:
     channels_argument, size_argument, classes_argument = taken.arguments
     if held.width is not None and held.width <= 4 < held.channels == held.height:
         shape = f"(N, {held.channels}, {held.height}, {held.width})"
-        yield f"holds images of shape {shape}, probably channels last; save images.transpose(0, 3, 1, 2)"
+        yield f"holds images of shape {shape}, probably with channels last; save images.transpose(0, 3, 1, 2)"
         return
     if held.channels != taken.channels:
         reason = f"holds images with {counted(held.channels, 'channel')}, but the model takes {taken.channels}"
@@ -41,7 +41,7 @@ def misfits(held: ImageFormat, taken: ImageFormat) -> Iterator[str]:
     if taken.height is None:
         pass
     elif held.height != held.width:
-        yield f"holds images of {pixels}, but the model takes square ones; set the keys resize and crop"
+        yield f"holds images of {pixels}, but the model takes square images; set the keys resize and crop"
     elif held.height != taken.height:
         reason = f"holds images of {pixels}, but the model takes {taken.height} x {taken.width}"
         yield f"{reason}; set model.args.{size_argument} = {held.height}, or the keys resize and crop"

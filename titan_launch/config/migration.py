@@ -1,8 +1,8 @@
-"""Conversion of TorchTitan v0.2 job files. Most remedies for keys that cannot be converted are those of
+"""Conversion of TorchTitan v0.2 job files. For keys that cannot be converted, most remedies come from
 `TORCHTITAN_KEYS`.
 
-The converted job trains like the old one where that is possible. So a key that the old file does not set gets
-TorchTitan's default, if the default here is different.
+As far as possible, the converted job trains like the old job. So if a default of TorchTitan is different here, and the
+old file does not set the key, the new file sets TorchTitan's default.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ _COSMETIC = (
     "checkpoint.enable_first_step_checkpoint",
     "checkpoint.enable_ft_dataloader_checkpoints",
 )
-"""Keys of TorchTitan that are not converted and do not change the training, besides those whose remedy begins with "not
-needed"."""
+"""Keys of TorchTitan that are not converted and do not change the training. (Keys whose remedy begins with "not needed"
+are not listed, but treated in the same way.)"""
 
 
 def _llama4(**sizes: Any) -> tuple[str, str | None, dict[str, Any]]:
@@ -386,7 +386,8 @@ def _dataset(job: Migration, section: str, table: str) -> None:
 
 
 def _data_parallel_ranks(job: Migration) -> int | None:
-    """Return the number of data-parallel ranks; None if it depends on an unknown world size."""
+    """Return the number of data-parallel ranks; None if this number depends on the world size, and the world size is
+    unknown."""
     factors = [axis for axis in MODEL_AXES if axis.is_factor]
     shard = _value(job.old, "parallelism.data_parallel_shard_degree", -1)
     if shard > 0:
@@ -398,8 +399,8 @@ def _data_parallel_ranks(job: Migration) -> int | None:
 
 
 def _batch(job: Migration) -> None:
-    """Convert the batch size and the number of steps. TorchTitan divides `local_batch_size` into the microbatches of a
-    pipeline. Here, it is the size of a microbatch."""
+    """Convert the batch size and the number of steps. In TorchTitan, `local_batch_size` is divided into the
+    microbatches of a pipeline. Here, `local_batch_size` is the size of one microbatch."""
     local, total = job.value("training.local_batch_size"), job.value("training.global_batch_size")
     job.keep("training.seq_len", "training.steps")
     pipeline, microbatch = "parallelism.pipeline_parallel_degree", "parallelism.pipeline_parallel_microbatch_size"
@@ -429,8 +430,8 @@ def _optimizer(job: Migration) -> None:
 
 
 def _schedule(job: Migration) -> None:
-    """Convert the learning rate schedule. TorchTitan has one schedule. If `decay_ratio` is not set, its decay begins
-    right after warm-up."""
+    """Convert the learning rate schedule. TorchTitan has only one schedule: warm-up, a plateau, and a decay. If
+    `decay_ratio` is not set, the decay begins right after warm-up."""
     warmup, kind = job.value("lr_scheduler.warmup_steps"), job.value("lr_scheduler.decay_type")
     ratio, steps = job.value("lr_scheduler.decay_ratio"), job.value("training.steps")
     total = job.value("lr_scheduler.total_steps")
@@ -505,7 +506,7 @@ def _switches(job: Migration) -> None:
             if _value(job.old, f"{section}.{name}"):
                 job.drop(f"{section}.{name}", TORCHTITAN_KEYS[section])
         for key, _ in job.rest(section):
-            job.ignore(key, f"a setting of [{section}], which has no counterpart")
+            job.ignore(key, f"a setting of [{section}], which has no counterpart here")
 
 
 def _blocks(job: Migration) -> None:
@@ -547,7 +548,8 @@ def _checkpoint(job: Migration) -> None:
     if excluded := job.value("checkpoint.exclude_from_loading"):
         names = {"optimizer": "optimizer", "dataloader": "data", "train_state": "step", "lr_scheduler": "step"}
         parts = sorted({names[part] for part in excluded if part in names})
-        job.drop("checkpoint.exclude_from_loading", f"set it to {json.dumps(parts)} if you set checkpoint.load")
+        remedy = f"set it to {json.dumps(parts)} if you set checkpoint.load" if parts else "no such part is loaded here"
+        job.drop("checkpoint.exclude_from_loading", remedy)
 
 
 def _validation(job: Migration) -> None:
@@ -581,7 +583,7 @@ def _profiling(job: Migration) -> None:
         first = max(1, freq - active + 1)
         job.put("profiling.start_step", first, "one profile; TorchTitan makes more")
         job.put("profiling.num_steps", freq - first + 1)
-        reason = f'step {freq} is profiled once, by rank 0; "profiling.ranks" names more ranks'
+        reason = f'rank 0 makes one profile, which ends with step {freq}; "profiling.ranks" names more ranks'
         job.drop("profiling.profile_freq", reason)
     if is_on and has_memory:
         job.put("profiling.memory", True)
@@ -608,4 +610,4 @@ def _others(job: Migration) -> None:
         elif key in _KEYS:
             job.put(key, value)
         else:
-            job.drop(key, "not a key of TorchTitan v0.2 that is known here; look for it in the reference")
+            job.drop(key, "unknown key of TorchTitan; look for a similar key in docs/reference/job_file.md")

@@ -24,8 +24,8 @@ BLOCK = 256
 
 
 def names_in_8_bits(name: str) -> tuple[str, str]:
-    """Return the names of the codes and the scales of a state tensor in 8 bits. Neither is `name`, so that a checkpoint
-    with 8-bit codes is not read as one with float values."""
+    """Return the names under which the codes and the scales of the 8-bit state tensor `name` are stored. Both names
+    differ from `name`, so that 8-bit codes in a checkpoint are not read as float values."""
     return f"{name}_codes", f"{name}_scales"
 
 
@@ -81,8 +81,8 @@ class ShardSize(NamedTuple):
         return 4 * self.num_elements if DTYPE_BYTES[self.state_dtype(config)] < 4 else 0
 
     def decoding(self, config: OptimizerConfig) -> int:
-        """Return the bytes of the temporary tensors while a state tensor in 8 bits is copied to float32: int32 indices,
-        and later the scale of each element. The copy itself is not included. Return 0 for another dtype."""
+        """Return the bytes of the temporary tensors while a state tensor in 8 bits is copied to float32, without the
+        copy itself: an int32 index for each element, and later a float32 scale. Return 0 for any other dtype."""
         return 4 * self._padded if self.state_dtype(config) == "int8" else 0
 
     def encoding(self, config: OptimizerConfig) -> int:
@@ -119,15 +119,14 @@ class GroupSizes(NamedTuple):
 
 
 Temporaries = Callable[[Sequence[GroupSizes], "OptimizerConfig", int], int]
-"""A function of (groups, config, ranks). It returns the peak memory of the temporary tensors of an update in bytes: the
-maximum over the lines of code that allocate. `ranks`: number of ranks over which the state of a parameter is sharded,
-by FSDP2 and over the replicas together."""
+"""A function of (groups, config, ranks). It returns the peak memory, in bytes, of the temporary tensors of an update.
+`ranks`: number of ranks over which the state of a parameter is sharded, by FSDP2 and over the replicas together."""
 
 
 @dataclass(frozen=True)
 class PyTorchUpdate:
-    """PyTorch's implementation of an algorithm. It requires that a parameter and its state have the same dtype, and
-    supports neither stochastic rounding nor master weights."""
+    """PyTorch's implementation of an algorithm. A parameter and its state must have the same dtype. Stochastic rounding
+    and master weights are not supported."""
 
     update: str
     """Import string of the function `update(group, config, found_inf)`, which updates one `ShardGroup`."""
@@ -135,19 +134,19 @@ class PyTorchUpdate:
     temporaries: Temporaries
 
     counts_on_host: bool = False
-    """True if PyTorch keeps the optimizer's step counts on the CPU, except in its fused implementation, which keeps
-    them on the device."""
+    """True if PyTorch keeps the optimizer's step counts on the CPU. (The fused implementation always keeps them on the
+    device.)"""
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """One algorithm. Its update computes in float32. It supports moments and parameters of any dtype, and master
-    weights."""
+    """An algorithm of the optimizer. Its update computes in float32, and supports moments and parameters of any dtype,
+    and master weights."""
 
     update: str
     """Import string of the function `update(groups, config, applied)`, which updates all `ShardGroup`s of the
-    algorithm. `applied` is 1, or 0 for a skipped step, whose gradients are 0 too. (Importing the function would import
-    torch.)"""
+    algorithm. `applied` is 1, or 0 for a skipped step, whose gradients are 0 too. (This is an import string, because
+    importing the function would import torch.)"""
 
     state: Callable[[OptimizerConfig], tuple[str, ...]]
     """Returns the names of the state tensors, without the step count and the master weight. Each tensor has the shape
@@ -157,7 +156,7 @@ class Algorithm:
     """Peak memory of `update`."""
 
     settings: tuple[str, ...] = ()
-    """Keys and tables of `[optimizer]` that only some algorithms read, including this one."""
+    """Keys and tables of `[optimizer]` that this algorithm reads, and that not all algorithms read."""
 
     weight_decay: float = 0.1
     """Default of `optimizer.weight_decay`."""
@@ -174,8 +173,8 @@ class Algorithm:
     """Returns the number by which the learning rate is multiplied for this algorithm."""
 
     pytorch: PyTorchUpdate | None = None
-    """PyTorch's implementation, which is used if it supports the job's dtypes, rounding and master weights. None: there
-    is none."""
+    """PyTorch's implementation. It is used if it supports the job's dtypes, rounding and master weights. None:
+    PyTorch's implementation is not used."""
 
 
 def has_master(config: OptimizerConfig, *storage_dtypes: str) -> bool:
@@ -212,8 +211,8 @@ def _in_batches(of_batch: Callable[[Sequence[ShardSize], OptimizerConfig], int])
 
 
 def _decoding(shards: Sequence[ShardSize], config: OptimizerConfig) -> int:
-    """Return the peak memory in bytes, including the copies, while one state tensor of each parameter that is updated
-    at the same time (see `batches`) is copied to float32."""
+    """Return the peak memory in bytes while one state tensor per parameter of a batch (see `batches`) is copied to
+    float32. It includes the copies."""
     copies, peak = 0, 0
     for part in alike(shards, _row_width):
         copies += sum(shard.state_copy(config) for shard in part)
@@ -222,13 +221,14 @@ def _decoding(shards: Sequence[ShardSize], config: OptimizerConfig) -> int:
 
 
 def _encoding(shards: Sequence[ShardSize], config: OptimizerConfig) -> int:
-    """Return the peak bytes (see `ShardSize.encoding`) while one state tensor per parameter of a batch is stored."""
+    """Return the peak memory in bytes (see `ShardSize.encoding`) while one state tensor per parameter of a batch is
+    stored."""
     key = _row_width if config.state_dtype == "int8" else _inner_axes
     return max(sum(shard.encoding(config) for shard in part) for part in alike(shards, key))
 
 
 def _draw(shards: Sequence[ShardSize], config: OptimizerConfig) -> int:
-    """Return the peak bytes (see `ShardSize.draw`) while tensors of a batch are rounded stochastically."""
+    """Return the peak memory in bytes (see `ShardSize.draw`) while tensors of a batch are rounded stochastically."""
     return max(sum(shard.draw(config) for shard in part) for part in alike(shards, _inner_axes))
 
 
@@ -308,8 +308,8 @@ def _pytorch_sgd(groups: Sequence[GroupSizes], config: OptimizerConfig, ranks: i
 
 
 _MUON_LIMIT = 1 << 24
-"""Largest number of elements that Muon processes at once, unless one parameter has more. With this many elements, a
-kernel on a GPU runs longer than its launch takes."""
+"""Largest number of elements that Muon processes at once. A parameter with more elements is processed alone. With 2^24
+elements, a kernel on a GPU runs longer than its launch takes."""
 
 
 def muon_parts(shards: Sequence[T], num_elements: Callable[[T], int]) -> list[list[T]]:

@@ -44,8 +44,8 @@ def expand_paths(path: str | tuple[str, ...], suffixes: tuple[str, ...] = ("",))
 
 
 def files_left_out(path: str | tuple[str, ...], suffixes: tuple[str, ...]) -> Counter[str]:
-    """Count the files in the folders of `path` that are not read, because they have none of the `suffixes`. Return the
-    counts by the suffix that the files have."""
+    """Return the number of files in the folders of `path` that are not read, by suffix. Files are not read if their
+    suffix is not in `suffixes`."""
     folders = [entry for entry in ((path,) if isinstance(path, str) else path) if os.path.isdir(entry)]
     if "" in suffixes:
         return Counter()
@@ -73,8 +73,8 @@ def describe_ends(ends: Counter[str]) -> str:
 
 
 def glob_of_sort(path: str, end: str) -> str:
-    """Return a glob for the files with the suffix `end`, as a TOML string: `"FOLDER/**/*.txt"` if `path` is a folder,
-    and `"*.txt"` if it is a glob that also matches other files."""
+    """Return a glob for the files with the suffix `end`, as a TOML string: `"FOLDER/**/*.txt"` if `path` is a folder.
+    If `path` is a glob that also matches other files, return `"*.txt"`."""
     return toml_string(os.path.join(path, "**", f"*{end}") if os.path.isdir(path) else f"*{end}")
 
 
@@ -106,7 +106,7 @@ def _found(entry: str, suffixes: tuple[str, ...] = ("",)) -> list[tuple[str, Pat
 
 
 def _folder_of(entry: str) -> Path:
-    """Return an entry that is a folder, or the folder in which a glob searches."""
+    """Return the entry itself if it is a folder, else the folder in which its glob searches."""
     folder = Path(entry)
     while not os.path.isdir(folder):
         folder = folder.parent
@@ -153,7 +153,7 @@ def _files_below(root: Path, without: str = "") -> Iterator[tuple[str, Path]]:
 def _names_like(pattern: str) -> Iterator[str]:
     """Yield the paths that match a glob. `**` stands for a folder and all folders below it.
 
-    Python's `glob` is not used: it follows each link to a folder, and does not end if two links lead upwards.
+    Python's `glob` is not used: it follows every link to a folder, so it would not end if two links lead upwards.
     """
     *parts, last = pattern.split(os.sep)
     folders = [os.sep if pattern.startswith(os.sep) else ""]
@@ -226,8 +226,8 @@ def class_folders(path: str) -> list[str]:
 
 
 def tar_shards(path: str) -> list[Path]:
-    """Return the files that a path with globs and braces names. The order is that of the expanded braces, and by name
-    within a glob.
+    """Return the files that a path with globs and braces names, in the order of the expanded braces. The files of one
+    glob are sorted by name.
 
     Raises FileNotFoundError(entry) for the first entry that matches no file, LinkError, and ValueError for more than
     MOST_SHARDS files.

@@ -146,12 +146,12 @@ _BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusi
 
 
 def _foreign_keys() -> Iterator[str]:
-    """Yield the tables of keys of other tools. After TorchTitan's table, there is one for each section of the job
-    file, and one for the keys that no key of the job file replaces."""
+    """Yield the tables of keys of other tools. After TorchTitan's table, there is one table for each section of the job
+    file. The last table has the keys that no key of the job file replaces."""
     yield "## TorchTitan\n"
     yield from _remedy_table(TORCHTITAN_KEYS)
     yield "## TRL, Transformers' Trainer, Axolotl, LLaMA-Factory, torchtune, Lightning\n"
-    yield "The headings are sections of titan_launch's job file. The error for a key is the same in every section.\n"
+    yield "The headings are sections of titan_launch's job file. A key gets the same remedy in every section.\n"
     by_section: dict[str, list[str]] = {section: [] for section in [*JobConfig.model_fields, ""]}
     for key in COMMON_NAMES:
         found = re.search(r'"(\w+)\.\w', _remedy(key))
@@ -177,7 +177,7 @@ def _remedy_table(keys: Iterable[str]) -> Iterator[str]:
     for key in keys:
         by_remedy.setdefault(_remedy(key), []).append(key)
     yield from _table(
-        ["key there", "here"],
+        ["key of the other tool", "in titan_launch"],
         (
             [_code(*group), re.sub(_QUOTED, lambda match: _code(match[3] or f"{match[1]} = {match[2]}"), remedy)]
             for remedy, group in by_remedy.items()
@@ -262,7 +262,8 @@ def _section(heading: str, path: str, section: type[Section]) -> Iterator[str]:
 
 
 def _tagged_table(heading: str, kinds: Kinds) -> Iterator[str]:
-    """Describe a table that has a `kind`: the keys that all kinds but `mixture` share, then the other keys of each."""
+    """Yield the description of a table that has a `kind`: the keys that all kinds except `mixture` share, then the
+    other keys of each kind."""
     single = {kind: section for kind, section in kinds.variants.items() if section is not MixtureData}
     own = Kinds(single).keys_of_some()
     fields = {kind: _fields(section) for kind, section in kinds.variants.items()}

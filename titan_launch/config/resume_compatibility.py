@@ -59,9 +59,9 @@ ROLES: Mapping[str, Role | Mapping[str, Role]] = {
 """The role of all keys of a section, or of single keys. A key that is not listed has the role `experiment`.
 
 `training.steps` and `training.epochs` are `operation`, because a larger value only extends the run, and moves a decay
-at the end of the schedule. `data.path` and `model.weights` are `operation`, because the files may be moved. A resumed
-run instead compares the content of the files with that at the time of the checkpoint. `model.path` is `operation`,
-because `model.args` contains the content of the `config.json` at this path.
+at the end of the schedule. `data.path` and `model.weights` are `operation`, because the files may be moved. Instead of
+the paths, a resumed run compares the content of the files with the content at the time of the checkpoint. `model.path`
+is `operation`, because `model.args` contains the content of the `config.json` at this path.
 """
 
 

@@ -45,10 +45,10 @@ def built_once(kind: str, identity: Any, build: Callable[[Path], object], task: 
 
     `kind`: name of the subfolder for entries of this kind. `identity`: a value that JSON can represent. Several
     processes may call this function at once: one builds, and the others wait. The folder gets its final name when it is
-    complete and on disk. If an earlier call was interrupted, `build` gets the folder with the files that the
-    interrupted call wrote. A folder is built again if its files no longer have the content that `build` wrote. `task`:
-    the work of `build` in words, such as "preparing tokens". If the folder does not exist, `task` and the folder are
-    logged. An empty `task` logs nothing.
+    complete and on disk. If an earlier call was interrupted, `build` gets the folder with the files that the earlier
+    call wrote. A folder is built again if its files no longer have the content that `build` wrote. `task`: the work of
+    `build` in words, such as "preparing tokens". If the folder does not exist, `task` and the folder are logged. An
+    empty `task` logs nothing.
 
     Raises UserError if the cache cannot be written or `build` raises OSError. Passes on other errors of `build`.
     """
@@ -56,7 +56,7 @@ def built_once(kind: str, identity: Any, build: Callable[[Path], object], task: 
     folder = cache_folder() / kind / digest
     if _is_folder(folder) and _has_known_state(folder):
         return folder
-    refuse_weights_folder(folder.parent)  # the entry is not checked: it may hold weights itself
+    refuse_weights_folder(folder.parent)  # only the parent is checked, because the entry itself may hold weights
     if task and not folder.is_dir():
         _log.info("%s, into %s", task, folder)
     try:
@@ -81,7 +81,7 @@ def built_once(kind: str, identity: Any, build: Callable[[Path], object], task: 
         if _is_folder(folder) and _has_known_content(folder):
             return folder  # the cache is read-only for this process, but has the entry
         reason = f"{error.filename or folder.parent}: {error.strerror}"
-        remedy = f"set the environment variable {CACHE_VARIABLE} to a folder on a disk with enough space"
+        remedy = f"set the environment variable {CACHE_VARIABLE} to a writable folder on a disk with enough space"
         raise UserError(f"the cache of prepared data cannot be written ({reason}); {remedy}") from None
     return folder
 
@@ -91,7 +91,7 @@ _LOCK_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CL
 
 
 def _is_folder(path: Path) -> bool:
-    """Return True for a folder, and False for a link to one."""
+    """Return True for a folder, and False for a link to a folder."""
     return path.is_dir() and not path.is_symlink()
 
 

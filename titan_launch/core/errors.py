@@ -58,7 +58,7 @@ class Problem:
     reason: str
     value: Any = UNSET
     also: tuple[KeyPath, ...] = ()
-    """Other keys on which the problem depends. If one of them is wrong too, this problem may be a consequence."""
+    """Other keys on which the problem depends. If one of these keys is wrong too, this problem may be a consequence."""
 
     said_once: str = ""
     """Last part of `reason`, such as a list of allowed keys. If several problems of a message have the same last part,
@@ -105,7 +105,7 @@ def leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
 
 _ESCAPED = re.compile("[\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Characters that `json.dumps` leaves as they are: control characters, line separators, changes of the direction of
+"""Characters that `json.dumps` does not escape: some control characters, line separators, changes of the direction of
 text, and halves of surrogate pairs."""
 
 
@@ -149,7 +149,7 @@ def did_you_mean(word: str, candidates: Iterable[str]) -> str:
 
 
 def listed(names: Sequence[str], most: int = 3) -> str:
-    """Return the first `most` names, and the number of the others: "a, b, c and 2 more". Control characters in names
+    """Return the first `most` names, and the number of further names: "a, b, c and 2 more". Control characters in names
     are escaped, and long names are cut."""
     shown = ", ".join(short_name(name) for name in names[:most])
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

@@ -70,8 +70,8 @@ def file_state(path: Path) -> list[int]:
     """Return four numbers: the size of a file in bytes, its mtime and its ctime in nanoseconds, and its inode number.
     Raises OSError.
 
-    If a path has the same state at two times, the file was not written to in between. The mtime alone does not ensure
-    this: programs can set the mtime, but not the ctime.
+    If a path has the same state at two times, the file was not written to in between. The mtime alone does not show
+    this, because programs can set the mtime, but not the ctime.
     """
     found = path.stat()
     return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
@@ -129,8 +129,8 @@ def _is_regular(descriptor: int) -> bool:
 
 
 def read_regular(path: Path, most_bytes: int | None = None) -> bytes:
-    """Return the content of a regular file. Raises OSError if it cannot be read, is not a regular file, or has more
-    than `most_bytes` bytes."""
+    """Return the content of a regular file. Raises OSError if the file cannot be read, is not regular, or has more than
+    `most_bytes` bytes."""
     with open_regular(path) as file:
         if most_bytes is None:
             return file.read()
@@ -151,8 +151,8 @@ def chunks_of(path: Path) -> Iterator[bytes]:
 
 
 def file_inside(folder: Path, name: str) -> Path:
-    """Return the path `folder / name`. Somebody else may have made the folder, so a link that leads out of it raises
-    OSError (see `leads_out`)."""
+    """Return the path `folder / name`. Raises OSError for a link that leads out of the folder (see `leads_out`),
+    because somebody else may have made the folder."""
     if leads_out(folder / name, folder):
         reason = "a link to a file outside of the folder, which is not followed; replace the link by a copy of the file"
         raise OSError(errno.EPERM, reason, str(folder / name))
@@ -178,7 +178,8 @@ def leads_out(path: Path, folder: Path) -> bool:
 
 
 def weights_folder_around(path: Path) -> Path | None:
-    """Return the innermost folder with weights (`*.safetensors`) among `path` and the folders above it, or None.
+    """Return the innermost folder with weights (`*.safetensors`) among `path` and the folders above it; None if there
+    is none.
 
     Nothing is written into such a folder, because other programs and runs read it.
     """
@@ -194,7 +195,7 @@ def _has_weights(folder: Path) -> bool:
 
 
 def refuse_weights_folder(path: Path) -> None:
-    """Raise UserError if `path` is a folder with weights, or is inside of one."""
+    """Raise UserError if `path` is a folder with weights, or is inside of such a folder."""
     found = weights_folder_around(path)
     if found is not None:
         raise UserError(

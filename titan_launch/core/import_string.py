@@ -76,8 +76,8 @@ def refuse_imports_from(folders: Iterable[Path], parent: Path) -> None:
 
 
 class _RefusingFinder(importlib.abc.MetaPathFinder):
-    """A meta path finder that raises RefusedImportError for modules in refused folders. It leaves all other modules to
-    the finders after it."""
+    """A meta path finder that raises RefusedImportError for modules in refused folders. The finders after it find all
+    other modules."""
 
     def __init__(self, folders: Iterable[str], parent: str):
         self._working_directory = os.path.join(os.path.realpath(os.getcwd()), "")

@@ -30,8 +30,7 @@ from titan_launch.core.signals import ignore_stop_signals, signal_name, stop_wit
 from titan_launch.core.terminal import one_line
 
 SECONDS = 2.0
-"""Largest number of seconds of CPU time that a call may take in addition to the time for its input (see
-_REGAINED_SECONDS)."""
+"""Seconds of CPU time that a call may take in addition to the time for its input (see _REGAINED_SECONDS)."""
 
 SECONDS_PER_BYTE = 10 / MIB
 """Default of `Limits.seconds_per_byte`. Slow tokenizers take a tenth of this time."""
@@ -41,8 +40,8 @@ MEMORY = 512 * MIB
 
 _REGAINED_SECONDS = 0.1
 """Seconds that each call adds to the spare time of its object. The spare time is the CPU time that the calls of an
-object may take in addition to the time for their input. It begins with SECONDS, and never exceeds SECONDS. Without this
-rule, a file could make each of a million calls take 2 s."""
+object may take in addition to the time for their input. The spare time begins with SECONDS, and never exceeds SECONDS.
+Without this rule, a file could make each of a million calls take 2 s."""
 
 _REQUEST, _ANSWER = struct.Struct("<QdQQ"), struct.Struct("<Qd")
 """Headers of requests and answers. The header of a request contains its length, and the limits of CPU seconds, of
@@ -55,7 +54,7 @@ _LONGEST_MESSAGE = 300
 
 class CallError(Exception):
     """Error for a call that failed or was stopped. The message is the object's own message, or a clause that can follow
-    the name of the object's file: `needs more than 2 s of CPU time for 12 bytes of input`."""
+    the name of the object's file: `needs more than 2 s of CPU time (input: 12 bytes)`."""
 
     def __init__(self, reason: str, is_stopped: bool):
         """`is_stopped`: False if the object itself raised an error."""
@@ -170,7 +169,7 @@ class _Helper:
         if kind == "error":
             raise value
         if kind == "stopped":
-            raise CallError(f"{value} for {size:,} bytes of input", is_stopped=True)
+            raise CallError(f"{value} (input: {size:,} bytes)", is_stopped=True)
         if kind == "failed":
             raise CallError(value, is_stopped=False)
         return value, seconds - spent
@@ -283,7 +282,7 @@ class _Memory:
             return
         soft = self._hard
         if further is not None:
-            present = int(os.pread(self._state, 256, 0).split()[5]) * self._page  # what RLIMIT_DATA counts
+            present = int(os.pread(self._state, 256, 0).split()[5]) * self._page  # RLIMIT_DATA counts these pages
             soft = present + further if self._hard < 0 else min(present + further, self._hard)
         self._resource.setrlimit(self._resource.RLIMIT_DATA, (soft, self._hard))
 
@@ -333,7 +332,7 @@ def _message(error: BaseException) -> str:
     name = "" if type(error) is Exception else f"{type(error).__name__}: "
     try:
         return one_line(f"{name}{str(error)[:_LONGEST_MESSAGE]}")
-    except Exception:  # an error whose text cannot be made
+    except Exception:  # `str(error)` can fail
         return name
 
 

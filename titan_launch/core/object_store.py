@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from titan_launch.core.files import is_name_inside, open_regular, remove, sync_file
 from titan_launch.core.packages import is_installed, not_installed
-from titan_launch.core.terminal import one_line, say, short_name, shortened
+from titan_launch.core.terminal import counted, one_line, say, short_name, shortened
 
 Value = TypeVar("Value")
 
@@ -178,7 +178,7 @@ def in_parallel(action: Callable[[str], object], names: Iterable[str]) -> None:
 
 
 def _tried(request: Callable[[], Value]) -> Value:
-    """Return the result of a request. A request that fails is repeated up to twice, unless its error is final."""
+    """Return the result of a request. A request that fails is repeated up to twice, except if its error is final."""
     for pause in (*_WAITS_S, None):
         try:
             return request()
@@ -221,10 +221,10 @@ _URLS: dict[str, str] = {}
 def local_copy(url: str) -> Path:
     """Return the path of a copy of an object, or of a folder with all objects below a URL, in the cache of this host.
 
-    The objects are listed once per process. They are transferred if the cache has no copy of objects with these names,
-    sizes and ETags. One process of the host transfers them, and the others wait. A transfer that was interrupted goes
-    on with the objects that are missing. Slashes at the end of the URL have no effect. Raises StoreError, and UserError
-    if the cache cannot be written.
+    The objects are listed once per process, and are transferred if the cache has no copy of objects with these names,
+    sizes and ETags. One process of the host transfers the objects, and the other processes wait. A transfer that was
+    interrupted goes on with the objects that are missing. Slashes at the end of the URL have no effect. Raises
+    StoreError, and UserError if the cache cannot be written.
     """
     from titan_launch.core.cache import built_once  # not needed to load a job without URLs
 
@@ -251,7 +251,8 @@ def local_copy(url: str) -> Path:
 
     def build(folder: Path) -> None:
         size = sum(found.size for found in objects.values())
-        say(f"copying {url} ({len(objects):,} objects, {size / 1e6:,.1f} MB) to {folder}", file=sys.stderr, flush=True)
+        number = counted(len(objects), "object")
+        say(f"copying {url} ({number}, {size / 1e6:,.1f} MB) to {folder}", file=sys.stderr, flush=True)
         partial = folder / "partial"
 
         def transfer(name: str) -> None:
@@ -295,4 +296,5 @@ def _transfer(store: ObjectStore, name: str, expected: StoredObject, target: Pat
             partial.rename(target)
             return
         before = digest
-    raise StoreError(f"{name or 'the object'} arrived damaged: {size:,} of {expected.size:,} bytes, or a wrong digest")
+    found = f"{size:,} of {expected.size:,} bytes, or a wrong digest"
+    raise StoreError(f"{name or 'the object'} arrived damaged three times: {found}; check the network and the object")

@@ -31,10 +31,10 @@ class StepResult:
     loss_sum: Tensor
     """This rank's part of the step's loss, without the z-loss. The sum of the parts of all ranks is the mean loss over
     all items. (Items are the valid targets or, for some losses, pairs or answers.) The ranks of a tensor-parallel group
-    compute the same loss, so the part of each rank is this loss divided by the tensor-parallel degree."""
+    compute the same loss. So the part of each rank is this loss divided by the tensor-parallel degree."""
 
     parts: Mapping[str, Tensor]
-    """This rank's part of the mean of each further metric of the loss (`Loss.tags`), by tag."""
+    """The further metrics of the loss (`Loss.tags`), by tag: for each metric, this rank's part of the mean."""
 
     items_local: Tensor
     """Number of this rank's items, divided by the tensor-parallel degree; 0 if this rank computes no loss."""
@@ -69,10 +69,10 @@ class Observer:
         """Stop watching a step, after its update."""
 
     def abandon_step(self, error: BaseException) -> None:
-        """Stop watching a step that an error has ended. Called in place of `after_step`, also if the error came before
-        `before_step`."""
+        """Stop watching a step that an error has ended. This method is called in place of `after_step`, also if the
+        error came before `before_step`."""
 
     def take_metrics(self) -> Mapping[str, float | Tensor]:
         """Return this rank's metrics for a report, by tag, and reset them. Called after the last step that the report
-        covers. All ranks return the same tags. Collective."""
+        covers. This method is collective: all ranks call it, and return the same tags."""
         return {}

@@ -1,4 +1,4 @@
-"""Optional packages, and the commands that install them. This module imports none of them."""
+"""Optional packages, and the commands that install them. This module does not import these packages."""
 
 from __future__ import annotations
 

@@ -57,8 +57,8 @@ def loggers_silenced(*names: str, below: int = logging.CRITICAL) -> Iterator[Non
 
 
 def torchao_import_silenced() -> AbstractContextManager[None]:
-    """Return a context manager that drops the warnings that torchao logs when it is imported. They are about kernels
-    that training does not use.
+    """Return a context manager that drops the warnings that torchao logs when it is imported. The warnings are about
+    kernels that training does not use.
 
     If torchao is installed, `transformers` imports it together with a model's class.
     """

@@ -11,7 +11,7 @@ from typing import Any
 from titan_launch.core.errors import RunError
 
 VARIABLE = "PHANTOM_DEVICE"
-"""Environment variable that describes the phantom GPU. It is set before a process with a phantom GPU starts."""
+"""Environment variable that describes the phantom GPU. The variable must be set before the process starts."""
 
 MARK = "phantom: "
 """Beginning of each line that a run on a phantom GPU prints or logs."""
@@ -29,7 +29,7 @@ TEXT = "This run had a phantom GPU, which computes no values. Its losses, weight
 
 
 def is_phantom() -> bool:
-    """Return True if the GPUs of this process are phantoms."""
+    """Return True if this process runs on phantom GPUs."""
     return VARIABLE in os.environ
 
 

@@ -25,7 +25,7 @@ EXITED_DIRECTLY = "Python code called os._exit, or native code called exit"
 """Reason that messages give for the end of a rank that printed no error and did not call `exit_immediately`."""
 
 _RUNNING = "running"
-"""Name of a file that exists in `rank_folder()` while the rank runs. It contains the path of multiprocessing's
+"""Name of a file that exists in `rank_folder()` while the rank runs. The file contains the path of multiprocessing's
 temporary folder."""
 
 
@@ -222,7 +222,8 @@ UNEXPECTED = "the run failed"
 
 
 def wrong_path(error: OSError) -> str | None:
-    """Return the message for a path that is too long, forbidden, below a file, or a loop of links; None for others."""
+    """Return the message for an error about a path that is too long, forbidden, below a file, or a loop of links; None
+    for any other error."""
     if error.errno not in (errno.EACCES, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR) or error.filename is None:
         return None
     return f"error: {shortened(str(error.filename), 300)}: {error.strerror}; name another path, or correct it"
@@ -265,8 +266,8 @@ def claim_announcement(environment: Mapping[str, str]) -> bool:
 
 
 def is_announced() -> bool:
-    """Return True if this rank or another one of this host, or `launch`, has printed a failure; False in a process that
-    torchrun did not start."""
+    """Return True if any rank of this host, or `launch`, has printed a failure. Return False in a process that torchrun
+    did not start."""
     path = _announcement_mark(os.environ)
     return path is not None and os.path.exists(path)
 

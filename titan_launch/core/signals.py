@@ -93,7 +93,7 @@ def signals_blocked() -> Iterator[None]:
 
 
 def ignore_stop_signals() -> None:
-    """Ignore STOP_SIGNALS and RESTART_SIGNAL in this helper process. Its parent ends it.
+    """Ignore STOP_SIGNALS and RESTART_SIGNAL in this helper process, which its parent ends.
 
     Schedulers, terminals and torchrun signal a whole process group, so helper processes get the signals too.
     """

@@ -30,15 +30,15 @@ def is_tested_release() -> bool:
 
 
 def planned_release() -> str:
-    """Return the release whose FSDP2 the planner simulates, such as `2.13`: the installed release, or NEWEST_TESTED if
-    the installed release is newer."""
+    """Return the release of PyTorch whose FSDP2 the planner simulates, such as `2.13`: the installed release, or
+    NEWEST_TESTED if the installed release is newer."""
     return ".".join(map(str, min(torch_release(), NEWEST_TESTED)))
 
 
 CAN_SHARE_UNITS = torch_release() >= (2, 13)
-"""True if one `fully_shard` call casts the inputs and outputs of each of its modules. Before torch 2.13 FSDP2 cast only
-the inputs of the first module that ran, and the outputs of the last. If one module did not run, FSDP2 miscounted the
-modules that had run."""
+"""True if one `fully_shard` call casts the inputs and outputs of each of its modules. Before torch 2.13, FSDP2 cast
+only the inputs of the first module that ran, and the outputs of the last module. If a module did not run, FSDP2 counted
+the modules wrongly."""
 
 MIXES_DTYPES_IN_UNIT = torch_release() >= (2, 15)
 """True if the parameters of one FSDP2 unit may have several compute dtypes (`param_dtype_override_fn`)."""

@@ -25,8 +25,8 @@ _OPERATIONS = {
     _aten._scaled_dot_product_flash_attention_for_cpu.default: 3,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: 5,
 }
-"""The replaced operations, with the number of first arguments that must be bfloat16. If one of them is not, PyTorch's
-kernel runs, which refuses different dtypes."""
+"""The replaced operations, with the number of leading arguments that must be bfloat16. If one of these arguments has
+another dtype, PyTorch's kernel runs, which refuses mixed dtypes."""
 
 _FLOAT32_RESULT = {_aten._scaled_dot_product_flash_attention_for_cpu.default: 1}
 """Index of the result that is float32 also for bfloat16 inputs: the log-sum-exp of attention."""

@@ -18,22 +18,22 @@ class Replacement:
     only one registration of a kernel at a time, so all contexts of a group share it."""
 
     def __init__(self, kernels: Callable[[], Mapping[torch._ops.OpOverload, Kernel]]):
-        """`kernels`: returns the new kernel of each operation. It is called when a context is opened and no other is
-        open, so it can look up the kernels that are replaced (`torch.library.get_kernel`)."""
+        """`kernels`: function that returns the new kernel of each operation. The function is called when a context is
+        opened and no other is open, so it can look up the kernels that are replaced (`torch.library.get_kernel`)."""
         self._kernels = kernels
         self._library: torch.library.Library | None = None
         self._num_open = 0
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Replace the kernels until the `with` block ends. PyTorch's own kernels, if the new ones call them, then run
-        while Python's GIL is held."""
+        """Replace the kernels until the `with` block ends. If a new kernel calls PyTorch's own kernel, the latter runs
+        with Python's GIL held."""
         if self._library is None:
             kernels, library = self._kernels(), torch.library.Library("aten", "IMPL")
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
-                for operation, kernel in kernels.items():
-                    library.impl(operation, kernel, "CPU", with_keyset=True, allow_override=True)  # of another group
+                for operation, kernel in kernels.items():  # override: another group may have replaced the same kernel
+                    library.impl(operation, kernel, "CPU", with_keyset=True, allow_override=True)
             self._library = library
         self._num_open += 1
         try:

@@ -24,7 +24,7 @@ from titan_launch.core.errors import KeyPath, config_error
 from titan_launch.core.files import file_state, open_regular
 from titan_launch.core.fingerprint import fingerprint_of_files
 from titan_launch.core.json_files import read_json
-from titan_launch.core.terminal import one_line
+from titan_launch.core.terminal import counted, one_line
 from titan_launch.data.images.arrays import map_npy
 from titan_launch.data.token_files import (
     CHUNK,
@@ -84,7 +84,7 @@ class _File:
     """The `.idx` file of Megatron-LM; None for other formats."""
 
     is_signed: bool = False
-    """True if the file has signed integers. A negative one is read as a large one."""
+    """True if the file has signed integers. A negative integer is then read as a large unsigned integer."""
 
     def map(self) -> Tokens:
         dtype = np.dtype(self.dtype).newbyteorder("<")
@@ -92,8 +92,8 @@ class _File:
 
 
 def open_foreign_tokens(config: TokensData, tokenizer: Tokenizer, key: KeyPath) -> TokenStream:
-    """Map the token files of another program into memory. Its header is the one that token files with this content
-    would have.
+    """Map the token files of another program into memory. The result has a header like that of token files, but
+    without digests of the shards.
 
     `config.path` names a file, the files `.bin` and `.idx` without their suffixes, or a glob. `key`: path of the
     section.
@@ -159,8 +159,8 @@ def _recognized(path: Path, config: TokensData, key: KeyPath) -> _File:
         _check_flat(path)
         if config.dtype is None:
             reason = (
-                f'must be "uint16" or "uint32": {path.name} has no header that gives it. (A file of Megatron-LM needs '
-                f"its {index.name} beside it. For files of titan-launch prepare, name their folder.)"
+                f'must be "uint16" or "uint32": {path.name} has no header that gives the dtype. (A file of Megatron-LM '
+                f"needs its {index.name} beside it. For files of titan-launch prepare, name their folder.)"
             )
             raise config_error((*key, "dtype"), reason)
         file = _whole_file(path, config.dtype)
@@ -173,7 +173,7 @@ def _recognized(path: Path, config: TokensData, key: KeyPath) -> _File:
 
 
 def _whole_file(path: Path, dtype: str, start: int = 0, index: Path | None = None) -> _File:
-    """Return a file whose tokens begin at byte `start` and end with the file. `dtype`: that of the file. Raises
+    """Return a file whose tokens begin at byte `start` and end with the file. `dtype`: dtype of the tokens. Raises
     TokenFilesError if the size does not fit the dtype."""
     size = np.dtype(dtype).itemsize
     num_tokens, rest = divmod(path.stat().st_size - start, size)
@@ -214,7 +214,9 @@ def _numpy_file(path: Path) -> _File | None:
             raise TokenFilesError(f"is damaged: {found}; write it again") from None
     if array.ndim != 1 or array.dtype.kind not in "iu" or array.dtype.newbyteorder("<") != array.dtype:
         found = f"{one_line(str(array.dtype)):.80} of the shape {array.shape!s:.80}"
-        raise TokenFilesError(f"cannot be read: {path.name} has {found}; save little-endian integers of one dimension")
+        raise TokenFilesError(
+            f"cannot be read: {path.name} has {found}; save a one-dimensional array of little-endian integers"
+        )
     return _whole_file(path, array.dtype.name, start)
 
 
@@ -224,16 +226,20 @@ def _check_flat(path: Path) -> None:
         start = file.read(max(map(len, _SIGNATURES)))
     for signature, name in _SIGNATURES.items():
         if start.startswith(signature):
-            raise TokenFilesError(f"cannot be read: {path.name} is a {name} file, not flat numbers; convert it")
+            found = f"{path.name} is a {name} file, not flat numbers"
+            raise TokenFilesError(f"cannot be read: {found}; convert it to uint16 or uint32 numbers")
 
 
 def _megatron_file(path: Path, index: Path) -> _File:
     header = np.fromfile(index, _MEGATRON_HEADER, 1)
     if not len(header) or bytes(header["magic"][0]) != _MEGATRON_MAGIC or header["version"][0] != 1:
-        raise TokenFilesError(f"cannot be read: {index.name} is not an index of Megatron-LM in version 1")
+        raise TokenFilesError(
+            f"cannot be read: {index.name} is not an index of Megatron-LM in version 1; write it again"
+        )
     dtype = _MEGATRON_DTYPES.get(int(header["dtype"][0]))
     if dtype is None:
-        raise TokenFilesError(f"cannot be read: {index.name} says that the data are not token ids of 1 to 8 bytes")
+        known = ", ".join(_MEGATRON_DTYPES.values())
+        raise TokenFilesError(f"cannot be read: {index.name} has none of the dtypes {known}; write both files again")
     return _whole_file(path, dtype, index=index)
 
 
@@ -245,7 +251,7 @@ def _scanned(files: Sequence[_File], end_of_document: int | None) -> tuple[Path,
     states = [[str(path.resolve()), *file_state(path)] for path in paths]
     identity = [_VERSION, end_of_document, [file.dtype for file in files], states, sample]
     size = sum(file.path.stat().st_size for file in files)
-    task = f"{'reading token files:':26} {len(files):,} files, {size / 1e6:,.1f} MB"
+    task = f"{'reading token files:':26} {counted(len(files), 'file')}, {size / 1e6:,.1f} MB"
     return built_once("foreign_tokens", identity, lambda folder: _scan(files, end_of_document, folder), task), identity
 
 

@@ -272,7 +272,7 @@ def _read_indices(source: SampleSource, indices: Sequence[int]) -> Sample:
 
 
 _SENT_BY_VALUE = 1 << 20
-"""Largest batch in bytes that a worker sends through its pipe. A larger one is sent in shared memory."""
+"""Largest batch in bytes that a worker sends through its pipe. A larger batch is sent in shared memory."""
 
 
 class _Packed:

@@ -6,9 +6,9 @@ every pair of every document is in exactly one sample, and no pair crosses the b
 token has no pair, and is in no sample.
 
 The pieces are assigned to samples by best-fit decreasing, as in Ding et al., "Fewer Truncations Improve Language
-Modeling" (arXiv:2404.10830): in the order of falling length, each piece goes to the sample with the least free space
-that suffices. The result depends only on the lengths of the documents, on `seq_len`, and on whether the documents are
-pairs of answers.
+Modeling" (arXiv:2404.10830): in the order of decreasing length, each piece goes to the sample with the least free
+space that suffices. The result depends only on the lengths of the documents, on `seq_len`, and on whether the documents
+are pairs of answers.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def best_fit_decreasing(lengths: npt.NDArray[np.int32], capacity: int) -> npt.ND
     them, it still has the least free space that suffices. So the time grows with the number of different lengths.
     """
     counts = np.bincount(lengths, minlength=capacity + 1)
-    bin_of = np.empty(len(lengths), np.int32)  # the bin of each item, in the order of falling length
+    bin_of = np.empty(len(lengths), np.int32)  # the bin of each item, in the order of decreasing length
     open_bins: list[list[npt.NDArray[np.int32]]] = [[] for _ in range(capacity)]  # by free space
     has_bins = 0  # bit f is set if open_bins[f] is not empty
     num_bins = placed = 0
@@ -182,6 +182,6 @@ def best_fit_decreasing(lengths: npt.NDArray[np.int32], capacity: int) -> npt.ND
 
 
 def _by_falling_length(lengths: npt.NDArray[np.int32], capacity: int) -> Indices:
-    """Return the indices of the items in the order of falling length. Items of equal length keep their order."""
+    """Return the indices of the items in the order of decreasing length. Items of equal length keep their order."""
     keys = capacity - lengths  # sorted as uint16 if possible: NumPy uses a radix sort, 5 times as fast as for int32
     return np.argsort(keys.astype(np.uint16) if capacity < 1 << 16 else keys, kind="stable")

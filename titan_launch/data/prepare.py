@@ -26,6 +26,7 @@ from titan_launch.core.fingerprint import content_digest, fingerprint_of_files
 from titan_launch.core.json_files import parse_record, read_json
 from titan_launch.core.process import usable_cores
 from titan_launch.core.signals import signals_blocked, stop_with_parent
+from titan_launch.core.terminal import counted
 from titan_launch.data.corpora.interface import Corpus, Document, File, Part, Skipped, in_split
 from titan_launch.data.token_files import (
     HEADER,
@@ -154,7 +155,7 @@ def cached_token_files(corpus: Corpus) -> Path:
     digests = _cached_digests(corpus)
     size = sum(file.size for file in corpus.files)
     num_workers = usable_cores() if size > _LARGE_CORPUS else 1
-    task = f"{'tokenizing:':26} {len(corpus.files):,} files, {size / 1e6:,.1f} MB"
+    task = f"{'tokenizing:':26} {counted(len(corpus.files), 'file')}, {size / 1e6:,.1f} MB"
     identity = [VERSION, corpus.tokenizer.digest, _source(corpus, digests)]
 
     def build(folder: Path) -> None:

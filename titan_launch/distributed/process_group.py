@@ -133,7 +133,7 @@ def choose_device(choice: str, local_rank: int) -> torch.device:
         raise config_error(
             ("job", "device"),
             f"this host has too few GPUs ({available}): a process here needs GPU {local_rank} (counted from 0); "
-            'start at most one process per GPU, or set "cpu"',
+            'start at most one process per GPU, or set job.device = "cpu"',
             choice,
         )
     return torch.device("cuda", local_rank)

@@ -547,8 +547,8 @@ def _implementation(backend: str) -> str:
 
 
 def _recorder_of(name: str) -> tuple[str, ...]:
-    """Return the last argument of PyTorch's dump functions: the name of the implementation, or nothing for gloo. The
-    dump functions have this argument from torch 2.15 on."""
+    """Return the last argument of PyTorch's dump functions: the name of the implementation; an empty tuple for gloo.
+    The dump functions have this argument from torch 2.15 on."""
     return () if name == "gloo" else (name,)
 
 
@@ -597,7 +597,7 @@ def pending_result(tensor: Tensor) -> Tensor:
 
 def detached(tensor: Tensor) -> Tensor:
     """Return an alias of `tensor` outside of the autograd graph, for use in a dispatch mode. In a dispatch mode, the
-    result of `tensor.detach()` would have a version counter of its own. The alias shares that of `tensor`, so autograd
-    notices operations in place."""
+    result of `tensor.detach()` would have a version counter of its own. The alias shares the version counter of
+    `tensor`, so autograd notices in-place operations."""
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return tensor.detach()

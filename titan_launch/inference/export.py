@@ -117,8 +117,9 @@ def export(run: Path, out: Path, options: ExportOptions) -> str:
     statistics = sum(name.endswith(".running_var") for name in source.entries)
     if statistics and (options.average or options.soup):  # see `torch.optim.swa_utils.update_bn`
         notes.append(
-            f"the running statistics of {statistics} BatchNorm layers are means, not those of the averaged weights; "
-            "a short run from this folder with optimizer.lr = 1e-30 computes them anew"
+            f"the running statistics of {counted(statistics, 'BatchNorm layer')} are means of the models' statistics, "
+            "which do not suit the averaged weights exactly; a short run from this folder with optimizer.lr = 1e-30 "
+            "computes new statistics"
         )
     with new_folder(out) as folder:
         num_tensors, num_bytes = write(source, folder, options)
@@ -126,9 +127,8 @@ def export(run: Path, out: Path, options: ExportOptions) -> str:
             notes += _write_chat_format(source, folder)
         library = "peft" if options.is_adapter else "titan_launch" if options.is_plain else "transformers"
         _write_card(folder, saved, run, library)
-    return f"wrote {num_tensors} tensors ({num_bytes / 1e6:,.1f} MB) of {source.description} to {out}" + "".join(
-        f"\nnote: {note}" for note in notes
-    )
+    written = f"wrote {counted(num_tensors, 'tensor')} ({num_bytes / 1e6:,.1f} MB) of {source.description} to {out}"
+    return written + "".join(f"\nnote: {note}" for note in notes)
 
 
 def _source(run: Path, options: ExportOptions) -> tuple[SavedModel, SavedModel]:
@@ -230,7 +230,7 @@ def _write_chat_format(source: SavedModel, folder: Path) -> Iterator[str]:
         return
     (folder / TEMPLATE_FILE).write_text(template.renderer.text, encoding="utf-8")
     if dict(template_section(source.job).changed("template_args", "date")):
-        yield "the chat template in the folder has no data.template_args and no data.date; pass them when it is applied"
+        yield "the chat template in the folder has no data.template_args and no data.date; pass them to the template"
     generation = read_json(folder / GENERATION_FILE)
     known: Any = generation.get("eos_token_id")
     known = [] if known is None else known if isinstance(known, list) else [known]
@@ -320,7 +320,8 @@ def _published(module: Any, source: SavedModel) -> tuple[list[Entry], Callable[[
         own_names[tuple(place.tensors)].append(own_name)
     group_of = {name: names for names in own_names for name in names}
     if lost := [name for name in in_files if name not in group_of]:
-        raise WeightsError(f"{type(module).__name__} of the installed transformers does not read {listed(lost)} again")
+        reason = f"would not read {listed(lost)} from the exported files"
+        raise WeightsError(f"{type(module).__name__} of the installed transformers {reason}")
     converted: dict[str, Tensor] = {}
 
     def read(entry: Entry) -> Tensor:
@@ -374,7 +375,7 @@ def _card_lines(source: SavedModel, origin: Path, library: str) -> Iterator[str]
         yield _card_row("base", f"`{source.base}`")
     yield _card_row("model", f"`{source.job.model.name}`, {source.num_parameters:,} elements in all tensors")
     if manifest is not None:
-        yield _card_row("steps", f"{manifest.step:,} on {manifest.world_size} ranks")
+        yield _card_row("steps", f"{manifest.step:,} on {counted(manifest.world_size, 'rank')}")
         checkpoint = checkpoint_folder(origin) / checkpoint_name(manifest.step)
         samples = int(read_tensor(checkpoint, read_index(checkpoint)["progress.samples_seen"]))
         if source.job.data.unit != "images":

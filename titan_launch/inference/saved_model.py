@@ -161,7 +161,7 @@ def _base_folder(job: JobConfig, recorded: Base | None, given: Path | None) -> P
         return local_copy(url)
     except StoreError as error:
         shown = "the URL of model.weights" if has_credentials(url) else url
-        needed = f"the checkpoint omits {recorded.omitted} parameters that are never trained; their values are in"
+        needed = f"the checkpoint omits parameters that are never trained ({recorded.omitted}); their values are in"
         raise WeightsError(f"{needed} {shown}: {error}; or name a local copy with --base") from None
 
 
@@ -173,7 +173,7 @@ def _with_base(saved: SavedModel) -> SavedModel:
     if base is None or not base.omitted:
         return saved
     needed = (
-        f"{saved.description} omits {base.omitted} parameters that are never trained; their values are in "
+        f"{saved.description} omits parameters that are never trained ({base.omitted}); their values are in "
         f"{base.folder}, with the fingerprint {base.fingerprint.digest}; name this folder with --base"
     )
     if saved.base is None:

@@ -25,10 +25,10 @@ _SECONDS_AFTER_A_FAILURE = 30  # the same timeout as torchrun's own
 class ElasticAgent(LocalElasticAgent):
     """The agent that starts and monitors the ranks of this host.
 
-    After a signal, torchrun's own agent stops monitoring, kills its ranks after 30 s, and does not report how they
+    After a signal, torchrun's own agent stops monitoring, kills its ranks after 30 s, and does not report how the ranks
     ended. This agent continues to monitor its ranks, and `launch.torchrun` forwards the signal to the ranks. If all
-    ranks then save and end with status 0, the run has succeeded. This agent does not restart the ranks after a signal,
-    or if one of them ended with the status BAD_INPUT, because they would fail again.
+    ranks then save and end with status 0, the run has succeeded. After a signal, this agent does not restart the ranks.
+    It also does not restart them if a rank ended with the status BAD_INPUT, because the ranks would fail again.
     """
 
     def __init__(
@@ -56,8 +56,8 @@ class ElasticAgent(LocalElasticAgent):
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         """End the ranks, before a restart or at the end of the run.
 
-        If a new host joined, the ranks get the time of `--shutdown-timeout` to save. If a rank has failed, they get
-        only 30 s: the other ranks cannot save, and on GPUs they may not notice the signal.
+        If a new host joined, the ranks get the time of `--shutdown-timeout` to save. If a rank has failed, the other
+        ranks get only 30 s: they cannot save, and on GPUs they may not notice the signal.
         """
         if self._pcontext is not None:
             seconds = _SECONDS_AFTER_A_FAILURE if self._has_failed else self._stopping.timeout_s

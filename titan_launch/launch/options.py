@@ -18,9 +18,9 @@ SHUTDOWN_TIMEOUT_S = 600
 LAUNCH_OPTIONS = {
     "nproc-per-node": (
         "N",
-        f"ranks on this host (default: auto, one per GPU, or {PROCESSES_WITHOUT_GPU} without a GPU)",
+        f"number of ranks on this host (default: auto, one per GPU, or {PROCESSES_WITHOUT_GPU} without a GPU)",
     ),
-    "nnodes": ("N", "hosts, or min:max if hosts may join and leave (default: 1)"),
+    "nnodes": ("N", "number of hosts, or min:max if hosts may join and leave (default: 1)"),
     "node-rank": ("N", "number of this host, from 0, for the static rendezvous (default: 0)"),
     "rdzv-backend": ("NAME", "rendezvous of several hosts: c10d or static (default: static)"),
     "rdzv-endpoint": ("HOST:PORT", "host and port of the rendezvous; the same value on every host"),
@@ -31,7 +31,7 @@ LAUNCH_OPTIONS = {
     "local-addr": ("HOST", "address of this host (default: looked up)"),
     "log-dir": ("FOLDER", "folder for the ranks' logs (default: a temporary folder)"),
     "local-ranks-filter": ("R,R,...", "ranks of this host whose output is shown (default: all)"),
-    "max-restarts": ("N", "restarts of all ranks after a failure (default: 0)"),
+    "max-restarts": ("N", "maximum number of restarts after failures (default: 0)"),
     "shutdown-timeout": ("SECONDS", f"time for ranks to save and end after a signal (default: {SHUTDOWN_TIMEOUT_S})"),
 }
 """The options of `launch`: (metavar, help text) by name. All but `shutdown-timeout` are passed to torchrun."""
@@ -132,7 +132,7 @@ def find_gpus() -> list[tuple[str, float]]:
 
 
 def _visible_gpus() -> list[str] | None:
-    """Return the GPUs in `CUDA_VISIBLE_DEVICES`; None if it is not set."""
+    """Return the GPUs in `CUDA_VISIBLE_DEVICES`; None if the variable is not set."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return None

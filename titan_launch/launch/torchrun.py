@@ -3,9 +3,9 @@
 After a failure, the torchrun command prints a 40-line banner and ends with exit status 1. This module prints only the
 error of the worker that failed first, and returns the exit status of that worker.
 
-After a signal, the torchrun command ends within 30 seconds with a traceback and status 1. After SIGUSR1, it even ends
-at once and leaves its workers running. This module forwards the signal to the workers, waits until they have saved a
-checkpoint, and returns their exit status.
+After a signal, the torchrun command ends within 30 seconds with a traceback and status 1. After SIGUSR1, the command
+ends at once and leaves its workers running. This module forwards the signal to the workers, waits until they have saved
+a checkpoint, and returns their exit status.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ def launch(processes: Processes, worker_args: Sequence[str], run_folder: Path) -
     """Run the training processes (workers), wait for them, and return an exit status. Raise UserError for invalid
     options.
 
-    After success the status is 0. If a worker has failed, it is the status of the first failed worker. If workers were
-    killed because they did not end in time, the status is 128 + SIGKILL. If the port of the rendezvous is in use, the
-    status is 2. If torchrun itself fails in another way, the status is 1, or 128 + the number of a signal.
+    After success, the status is 0. If a worker has failed, the status is the exit status of the worker that failed
+    first. If workers were killed because they did not end in time, the status is 128 + SIGKILL. If the port of the
+    rendezvous is in use, the status is 2. If torchrun itself fails in another way, the status is 1, or 128 + the number
+    of a signal.
 
     `run_folder`: folder to which the workers write their flight records.
     """
@@ -108,7 +109,7 @@ def _run_torchrun(processes: Processes, worker_args: Sequence[str], run_folder: 
 
 
 class Stopping:
-    """A forwarder of signals to the workers of this host. It kills workers that do not end in time."""
+    """The object that forwards signals to the workers of this host, and kills workers that do not end in time."""
 
     def __init__(self, timeout_s: int, rank_folders: str):
         self.rank_folders = rank_folders
@@ -130,7 +131,8 @@ class Stopping:
         self._lock = threading.Lock()  # a signal may arrive while workers are started
 
     def started(self, workers: Sequence[subprocess.Popen[bytes]]) -> None:
-        """Register the processes of a new start of the workers. If a signal has arrived already, forward it to them."""
+        """Register the processes of a new start of the workers. If a signal has arrived already, forward it to these
+        workers."""
         with self._lock:
             self.last_start = time.time()
             self._workers = workers
@@ -173,9 +175,9 @@ def _report_failure(failures: Mapping[int, ProcessFailure], run_folder: Path, st
     """Return the exit status of the rank that failed first. If that rank printed no error, print one for it.
 
     If a signal killed a rank, that rank counts as the first, and the status is 128 + the number of the signal.
-    Otherwise, a rank that called `os._exit` (EXITED_DIRECTLY) counts as the first. In both cases the other ranks failed
-    later, in their next collective. Ranks that SIGTERM killed do not count, because torchrun sends SIGTERM to the
-    other ranks after a failure.
+    Otherwise, a rank that called `os._exit` (EXITED_DIRECTLY) counts as the first. In these two cases, the other ranks
+    failed later, in their next collective. Ranks that SIGTERM killed do not count, because torchrun sends SIGTERM to
+    the other ranks after a failure.
     """
     exit_codes = {rank: failure.exitcode for rank, failure in failures.items()}
     killed = {rank: -code for rank, code in exit_codes.items() if code < 0 and -code != signal.SIGTERM}

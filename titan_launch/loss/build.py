@@ -29,7 +29,8 @@ _log = logging.getLogger(__name__)
 
 
 def losses_of_next_tokens(config: JobConfig) -> tuple[str, ...]:
-    """Return the tags of those losses that are the cross-entropy of next tokens, whose exponential is a perplexity."""
+    """Return the tags of the losses that are the cross-entropy of the next tokens. The exponential of such a loss is a
+    perplexity."""
     if config.data.unit != "tokens" or config.model.loss is not None or labels_taken(config.model) is not None:
         return ()
     in_training = config.loss.name == "cross_entropy" and config.loss.label_smoothing == 0
@@ -48,9 +49,10 @@ def build_loss(
     """Return the loss of a job: the loss that the model computes (`model.loss`), or the loss that `loss.name` names.
 
     `num_classes`: number of classes of the data. `has_values`: False if the forward is traced with FakeTensors, whose
-    values cannot be checked. `frozen`: the teacher or reference model, unless the reference is the trained model with
-    its adapters disabled. With `loss.chunks`, this function changes the output layer in place: the layer then returns
-    the loss. Raises ConfigError if the function that `loss.name` names cannot be imported or called (`import_loss`).
+    values cannot be checked. `frozen`: the teacher or reference model. None if the loss has none, or if the reference
+    is the trained model with its adapters disabled. With `loss.chunks`, this function changes the output layer in
+    place: the layer then returns the loss. Raises ConfigError if the function that `loss.name` names cannot be imported
+    or called (`import_loss`).
     """
     if config.model.loss is not None:
         return ModelLoss(config.model.loss, config.data.unit, has_values)

@@ -6,8 +6,8 @@ chunk a second time. The softmax follows from these logits and the log-sum-exp.
 
 The chunks divide classes, not tokens, for three reasons. First, a chunk's part of the weight gradient is one matrix
 product, which is written once, in the dtype of the weight. So nothing is accumulated in bf16, and this gradient,
-usually the largest of the model, needs no fp32 copy. Second, only the gradient of the input is a sum over chunks; that
-tensor is small, so the sum is in fp32. Third, tensor parallelism also divides classes, over ranks. So the number of
+usually the largest of the model, needs no fp32 copy. Second, only the gradient of the input is a sum over chunks. This
+gradient is small, so the sum is in fp32. Third, tensor parallelism also divides classes, over ranks. So the number of
 all-reduces does not depend on the number of chunks.
 """
 
@@ -55,8 +55,8 @@ class Classes:
     def chunks(self, number: int) -> Iterator[tuple[int, int]]:
         """Yield (first, end) of each chunk, counted from this rank's first class. `end` is not part of the chunk.
 
-        There are at most `number` chunks. Their sizes, except the last one, are multiples of 8, for which GPUs have
-        fast matrix products.
+        There are at most `number` chunks. The size of each chunk, except for the last, is a multiple of 8, because GPUs
+        have fast matrix products for such sizes.
         """
         size = -(-self.count // (8 * number)) * 8
         for first in range(0, self.count, size):
@@ -72,7 +72,7 @@ class Classes:
 
 @dataclass(frozen=True)
 class _Running:
-    """Statistics of the logits of n targets, over the classes of the chunks so far. Each is fp32 (n, 1)."""
+    """Statistics of the logits of n targets, over the classes of the chunks so far. Each statistic is fp32 (n, 1)."""
 
     largest: Tensor
     """The largest logit so far, or of all classes if all logits are given."""

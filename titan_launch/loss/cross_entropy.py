@@ -74,7 +74,7 @@ class CrossEntropy(Loss):
 
     def select(self, outputs: Any, targets: Tensor) -> Tensor:
         """Return the logits in a model's outputs or, if the output layer computes the loss, its sums. Raise ConfigError
-        if there are neither."""
+        if the outputs have neither."""
         fits = (lambda tensor, _: tensor.shape == (2,)) if self._has_head else are_logits
         return select_logits(outputs, targets, fits)
 

@@ -38,8 +38,9 @@ class DistillationLoss(CrossEntropy):
             self._logits = self._teacher(inputs, targets, documents)
 
     def sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the three sums of `distillation_sums`. With gradients disabled, return those of `CrossEntropy.sums`.
-        Raises ConfigError if the logits do not fit the targets, or if the teacher has a different number of classes."""
+        """Return the three sums of `distillation_sums`. With gradients disabled, return the two sums of
+        `CrossEntropy.sums`. Raises ConfigError if the logits do not fit the targets, or if the teacher has a different
+        number of classes."""
         if not torch.is_grad_enabled():
             return super().sums(outputs, targets)
         self._check(outputs.shape, targets)

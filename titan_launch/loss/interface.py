@@ -2,8 +2,8 @@
 
 The items of a loss are the terms of its sum: the valid targets, pairs of answers, or answers. A loss returns sums over
 the items of a microbatch, and never divides. The step divides these sums by the number of items in all its microbatches
-on all ranks (`means_of_step`). That number is known before the first backward. So the gradient is that of one large
-batch, even if microbatches or ranks have different numbers of items.
+on all ranks (`means_of_step`). That number is known before the first backward. So the gradient equals the gradient of
+one large batch, even if microbatches or ranks have different numbers of items.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from titan_launch.data.sources import Batch
 from titan_launch.loss.outputs import LogitsCheck, logits_contract, select_logits
 
 Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
-"""A function that compiles a function of tensors, or returns it unchanged."""
+"""A function that takes a function of tensors, and returns it compiled or unchanged."""
 
 Z_LOSS = "train/z_loss"
 """Name of the metric of the z-loss. The z-loss is part of the loss that is trained, but not of the metric
@@ -63,7 +63,7 @@ class Loss:
         self._check = check
 
     def counts(self, targets: Tensor, documents: Tensor | None) -> Tensor:
-        """Return two numbers: the items of a microbatch, by which the sums are divided, and its valid targets. They are
+        """Return the number of items of a microbatch, by which the sums are divided, and the number of valid targets:
         int64 (2), on the device of the targets. `documents`: as in `data.sources.interface.Batch`."""
         return count_valid(targets).expand(2)
 

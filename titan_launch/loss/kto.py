@@ -58,8 +58,9 @@ def answers_in(targets: Tensor, documents: Tensor | None) -> Answers:
 
 
 def _extreme(places: Tensor, is_taken: Tensor, documents: Tensor, kind: str) -> Tensor:
-    """Return for each document the first (`kind` amin) or last (amax) of its positions where `is_taken` is True: int64
-    (batch, documents). Without such a position, amin gives the last position of the sample, and amax gives 0."""
+    """Return the first position (`kind` = "amin") or the last position ("amax") of each document where `is_taken` is
+    True: int64 (batch, documents). Without such a position, "amin" gives the last position of the sample, and "amax"
+    gives 0."""
     other = places.shape[1] - 1 if kind == "amin" else 0
     found = places.new_full((len(places), num_documents(places.shape[1])), other)
     return found.scatter_reduce(1, documents.long(), places.where(is_taken, other), kind)
@@ -112,10 +113,10 @@ def mismatched(inputs: Tensor, answers: Answers) -> Batch:
 class KTOLoss(Loss):
     """The loss of Ethayarajh et al. (arXiv:2402.01306, section 4), summed over answers, which are the items.
 
-    The log-ratio of an answer is its log-probability in the trained model minus that in the reference model. The
-    baseline is `beta` times the mean log-ratio of the mismatched answers of all ranks and microbatches, but at least 0.
-    It has no gradient. Samples with a single answer have no mismatched answer. In validation the baseline is 0, so that
-    the result does not depend on the batches.
+    The log-ratio of an answer is its log-probability in the trained model minus its log-probability in the reference
+    model. The baseline is `beta` times the mean log-ratio of the mismatched answers of all ranks and microbatches, but
+    at least 0. The baseline has no gradient. Samples with a single answer have no mismatched answer. In validation the
+    baseline is 0, so that the result does not depend on the batches.
     """
 
     num_sums = 4

@@ -82,10 +82,10 @@ class ModelLoss(Loss):
 
     @torch.no_grad()
     def _check_shift(self, loss: Tensor, logits: Tensor | None, targets: Tensor) -> None:
-        """Raise ConfigError if the model shifts the targets by one token, because they are shifted already.
+        """Raise ConfigError if the model shifts the targets by one token. The targets that it gets are already shifted.
 
         The check compares the loss with two cross-entropies: for the targets, and for the targets shifted once more. If
-        both are equal, the next forward checks again; usually they differ in the first step. The host waits for the
+        both are equal, the next forward checks again. Usually, they differ in the first step. The host waits for the
         device. Without logits there is no check.
         """
         if logits is None:

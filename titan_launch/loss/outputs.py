@@ -33,7 +33,7 @@ def logits_contract(unit: SampleUnit) -> str:
     """Return the end of an error message: what a forward gets, and that it must return logits."""
     return (
         f"; forward(inputs) gets one tensor, {INPUTS[unit]}, and must return the logits, a tensor {_LOGITS[unit]}; "
-        'the launcher computes the loss, or uses that of forward(inputs, labels) with model.loss = "mean" or "sum"'
+        'the launcher computes the loss, or, with model.loss = "mean" or "sum", forward(inputs, labels) returns it'
     )
 
 
@@ -45,9 +45,10 @@ def are_logits(tensor: Tensor, targets: Tensor) -> bool:
 def find_logits(outputs: Any, targets: Tensor, fits: Callable[[Tensor, Tensor], bool] = are_logits) -> Tensor | None:
     """Return the logits in a model's outputs; None if there are none.
 
-    Outputs that are one tensor are the logits, unless the tensor is a scalar. Otherwise the logits are the attribute or
-    entry `logits` of the outputs. Without such an entry, the logits are the first floating-point tensor in a tuple or
-    list for which `fits(tensor, targets)` is True: by default, a tensor of the shape (*targets.shape, classes).
+    If the outputs are a single tensor, this tensor is the logits; a scalar is never the logits. For other outputs, the
+    logits are their attribute or entry `logits`. Without such an entry, the logits are the first floating-point tensor
+    in a tuple or list for which `fits(tensor, targets)` is True: by default, a tensor of the shape (*targets.shape,
+    classes).
     """
     if isinstance(outputs, Tensor):
         return outputs if outputs.ndim else None
@@ -60,13 +61,13 @@ def find_logits(outputs: Any, targets: Tensor, fits: Callable[[Tensor, Tensor], 
 
 def entry(outputs: Any, name: str) -> Any:
     """Return the entry `name` of outputs that are a mapping, or the attribute `name` of other outputs. Return None if
-    it does not exist."""
+    there is no such entry or attribute."""
     return outputs.get(name) if isinstance(outputs, Mapping) else getattr(outputs, name, None)
 
 
 def select_logits(outputs: Any, targets: Tensor, fits: Callable[[Tensor, Tensor], bool] = are_logits) -> Tensor:
-    """Return the logits in a model's outputs (see `find_logits`). Outputs that are one tensor are returned, even if the
-    tensor is a scalar. Raise ConfigError if there are no logits."""
+    """Return the logits in a model's outputs (see `find_logits`). If the outputs are a single tensor, return this
+    tensor, even if it is a scalar. Raise ConfigError if there are no logits."""
     logits = outputs if isinstance(outputs, Tensor) else find_logits(outputs, targets, fits)
     if logits is None:
         contract = logits_contract("tokens" if targets.ndim > 1 else "images")

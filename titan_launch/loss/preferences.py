@@ -38,8 +38,8 @@ def dpo(log_ratios: Tensor, settings: DPOConfig) -> PairTerms:
 
 
 def ipo(log_ratios: Tensor, settings: IPOConfig) -> PairTerms:
-    """Return the terms of identity preference optimization (Azar et al., arXiv:2310.12036, equation 17). The paper's
-    log-ratios are sums over tokens; these are means, so that the best margin does not depend on the length of an
+    """Return the terms of identity preference optimization (Azar et al., arXiv:2310.12036, equation 17). In the paper,
+    log-ratios are sums over tokens. Here, they are means, so that the best margin does not depend on the length of an
     answer."""
     chosen, rejected = log_ratios.unbind(-1)
     losses = (chosen - rejected - 1 / (2 * settings.beta)).square()
@@ -74,10 +74,10 @@ class PairLoss(NamedTuple):
 
     terms: Callable[[Tensor, Any], PairTerms]
     """Function of the numbers that `of_answer` returns, in pairs (`_in_pairs`), and of the settings of the loss. With a
-    reference model, the numbers are those of the trained model minus those of the reference model."""
+    reference model, each number is the number of the trained model minus the number of the reference model."""
 
     of_answer: Callable[[Tensor, Tensor, Tensor], Tensor]
-    """Function of logits, targets and documents. It returns one number for each document, an answer with its prompt:
+    """Function of logits, targets and documents. It returns one number for each document (an answer with its prompt):
     fp32 (batch, `num_documents`)."""
 
 
@@ -93,14 +93,15 @@ def total_log_prob(logits: Tensor, targets: Tensor, documents: Tensor) -> Tensor
 
 
 def mean_log_prob(logits: Tensor, targets: Tensor, documents: Tensor) -> Tensor:
-    """Return the mean of the log-probabilities of each document's valid targets. See `total_log_prob`."""
+    """Return the mean of the log-probabilities of each document's valid targets. The shapes are as in
+    `total_log_prob`."""
     num_targets = _by_document(_are_valid(targets), documents)
     return total_log_prob(logits, targets, documents) / num_targets.clamp(min=1)
 
 
 def score(scores: Tensor, targets: Tensor, documents: Tensor) -> Tensor:
-    """Return the score at the only valid target of each document. `scores`: (batch, tokens, 1). See
-    `total_log_prob`."""
+    """Return the score at the only valid target of each document: fp32 (batch, `num_documents`). `scores`: (batch,
+    tokens, 1). The other arguments are as in `total_log_prob`."""
     return _by_document(scores.float().squeeze(-1) * _are_valid(targets), documents)
 
 
@@ -121,7 +122,7 @@ def _by_document(values: Tensor, documents: Tensor) -> Tensor:
 
 def num_documents(tokens: int) -> int:
     """Return the size of the axis of documents for samples of `tokens` tokens. A sample has at most `tokens` + 1
-    documents: every token may be one, and padding is another. The size is even, because documents form pairs."""
+    documents: one for each token, and one for padding. The size is even, because documents form pairs."""
     return 2 * (tokens // 2 + 1)
 
 
@@ -184,7 +185,7 @@ class PreferenceLoss(Loss):
         self._check(outputs.shape, targets)
         if self._row.of_answer is score and outputs.shape[-1] != 1:
             found = f"returns {outputs.shape[-1]} numbers for each token"
-            raise forward_error(f'{found}, but loss.name = "reward" reads one; give its last layer one output')
+            raise forward_error(f'{found}, but loss.name = "reward" reads one; give the model\'s last layer one output')
         assert self._prepared is not None, "call prepare before sums"
         (documents, reference), self._prepared = self._prepared, None
         numbers = self._of_answer(outputs, targets, documents)

@@ -39,9 +39,9 @@ def import_loss(config: LossConfig) -> Callable[[Tensor, Tensor], Tensor] | None
 class FunctionLoss(Loss):
     """A loss that the user writes: `function(logits, targets)` returns the sum of the loss over the items, a scalar.
 
-    `logits`: fp32 (*targets.shape, classes). `targets`: int64, with -100 at ignored positions. The items are the valid
-    targets, unless the function has an attribute `count`. Then `function.count(targets)` returns the number of items in
-    a microbatch, a whole number.
+    `logits`: fp32 (*targets.shape, classes). `targets`: int64, with -100 at ignored positions. If the function has an
+    attribute `count`, `function.count(targets)` returns the number of items in a microbatch, a whole number. Otherwise,
+    the items are the valid targets.
     """
 
     num_sums = 1

@@ -212,8 +212,8 @@ def _products(
 ) -> tuple[tuple[tuple[float, ...], ...], ...]:
     """Return the FLOP/s of matrix products, indexed by rows, inner size and columns.
 
-    Each value comes from the mean time of the three products of a linear layer in forward and backward. One has no
-    transposed factor, one has a transposed right factor, and one has a transposed left factor.
+    Each value comes from the mean time of three products, as in forward and backward of a linear layer: `x @ y`,
+    `x @ y.T` and `x.T @ y`.
     """
     numel = max(sizes[-1] ** 2, _OLD_BYTES // dtype.itemsize)
     left, right = (torch.randn(numel, dtype=dtype, device=watch.device) for _ in range(2))
@@ -231,8 +231,8 @@ def _products(
 
 
 def _in_turn(numbers: Tensor, elements: int) -> Iterator[Tensor]:
-    """Return an endless iterator over parts of `numbers` that have `elements` elements each. It repeats at most
-    `_MOST_OLD` parts."""
+    """Return an endless iterator over parts of `numbers` that have `elements` elements each. The iterator cycles
+    through at most `_MOST_OLD` parts."""
     count = min(_MOST_OLD, numbers.numel() // elements)
     return cycle(numbers[: count * elements].split(elements))
 
@@ -337,8 +337,8 @@ def _exchange_seconds(watch: _Stopwatch) -> float:
     """Return the seconds that the host takes for DTensor in one collective of tensor parallelism.
 
     Pairs of small linear layers run forward and backward with tensor parallelism: an all-gather before and a
-    reduce-scatter after each pair. The time of the same layers without tensor parallelism, and that of the collectives
-    without DTensor, is subtracted.
+    reduce-scatter after each pair. Two times are subtracted: that of the same layers without tensor parallelism, and
+    that of the collectives without DTensor.
     """
     mesh = init_device_mesh(watch.device.type, (dist.get_world_size(),))
     ranks, width = mesh.size(), 8

@@ -53,8 +53,8 @@ _PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.at
 """Matrix products that call cuBLAS on CUDA. `addmm` is missing, because it calls cuBLASLt."""
 
 OP_DEVICE = torch.ops.prim.device.default
-"""Operation that returns the device of a fake tensor. More than half of the operations of a traced step are this one. A
-dispatch mode returns the device without calling it, so that it takes no time in other modes."""
+"""Operation that returns the device of a fake tensor. More than half of the operations of a traced step are of this
+kind. The dispatch modes of a trace return the device without a call of the operation, to save time."""
 
 
 class LiveMemory(TorchDispatchMode):
@@ -248,8 +248,9 @@ def _watch_fsdp(memory: LiveMemory, stack: ExitStack) -> None:
 
 @contextmanager
 def unsharded_gradients_watched(on_gradient: Callable[[Any, nn.Parameter], None]) -> Iterator[None]:
-    """Until the `with` block ends, call `on_gradient` when autograd has added to the gradient of an unsharded
-    parameter. Its arguments are FSDP2's object for the parameter (FSDPParam), and the unsharded parameter."""
+    """Until the `with` block ends, call `on_gradient(fsdp_param, parameter)` when autograd has added to the gradient of
+    an unsharded parameter. `fsdp_param`: FSDP2's object for the parameter (FSDPParam). `parameter`: the unsharded
+    parameter."""
     watched: dict[int, Tensor] = {}  # keeps the parameters alive, so that ids stay unique
     with ExitStack() as stack:
 

@@ -50,7 +50,8 @@ class Meter(Observer):
 
         `unit`: unit of the throughput. The meter counts targets; each token and each image has one target.
 
-        `flops_per_step_per_device`: FLOPs including those of ignored positions. If None, no TFLOP/s are reported.
+        `flops_per_step_per_device`: FLOPs of a step on one device, including positions with an ignored target. If None,
+        no TFLOP/s are reported.
         `peak_flops`: peak of one device in FLOP/s. If None, no MFU is reported. `timeline`: the timeline to which the
         step reports when each of its parts begins.
         """

@@ -84,7 +84,7 @@ TAGS = [
     Tag(
         "preference/reward_chosen",
         "With a loss of pairs: mean reward of the chosen answers of the step. The reward of `dpo` is `loss.dpo.beta` "
-        "times the log-ratio; docs/how_to/losses.md has those of the other losses.",
+        "times the log-ratio; docs/how_to/losses.md has the rewards of the other losses.",
         combine="sum",
         chart=("Learning", "rewards of answers"),
     ),
@@ -126,7 +126,7 @@ TAGS = [
     ),
     Tag(
         "train/loss_max",
-        "Mean loss, in the reported step, of the rank with the largest one. Infinite if a rank's loss is not finite.",
+        "Largest mean loss of a rank in the reported step. Infinite if a rank's loss is not finite.",
         combine="max",
         chart=("Learning", "loss"),
     ),
@@ -139,7 +139,7 @@ TAGS = [
     Tag("train/lr", "Learning rate of the reported step.", chart=("Learning", "learning rate"), console="lr {:9.3e}"),
     Tag(
         "train/lr/<group>",
-        "Learning rate of a group of `[[optimizer.param_groups]]`, if groups have different ones.",
+        "Learning rate of a group of `[[optimizer.param_groups]]`, if the groups have different learning rates.",
         chart=("Learning", "learning rate"),
     ),
     Tag(
@@ -165,7 +165,7 @@ TAGS = [
     Tag(
         "activations/rms/<module>",
         "With `metrics.modules`: root mean square of a module's outputs in the reported step. For each precision "
-        "rule, one more value covers the outputs of all its modules.",
+        "rule, one more value covers the outputs of all modules of the rule.",
         chart=("Precision", "root mean square of outputs"),
     ),
     Tag(
@@ -261,7 +261,7 @@ TAGS = [
     Tag(
         "time/data_s",
         "Seconds per step that training waits for data. This metric and the next five are the parts of `time/step_s`, "
-        "and add up to it. On CUDA they are times of the stream that computes, so data that arrives in time counts 0.",
+        "and add up to it. On CUDA, they are times of the compute stream, so data that arrives in time counts 0.",
         chart=("Speed", "where the time of a step goes (s)"),
     ),
     Tag(

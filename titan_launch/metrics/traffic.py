@@ -89,7 +89,7 @@ def communication_counted(model: nn.Module, timeline: Timeline) -> Iterator[None
     """Count the time of FSDP2's communication as the part `communication` of `timeline` until the `with` block ends.
 
     On a CPU, this is the time in which the units of a wrapped model communicate, or wait for a collective. On CUDA, it
-    is the time in which the computing stream waits for a collective, or copies to and from its buffers. A unit with a
+    is the time in which the compute stream waits for a collective, or copies to and from its buffers. A unit with a
     single rank in its mesh does not communicate.
 
     Each such wait or communication also sets `timeline.last_unit` to the path of the unit, even with a single rank.

@@ -47,8 +47,8 @@ set all arguments that have no default."""
 
 
 def named_flavor(name: str, flavor: str | None) -> str:
-    """Return the flavor to show with a model's name, or "" if there is nothing to show: for None, for the flavor
-    `none`, and for a model without flavors. (`config.json` in a run folder has a flavor even for such a model.)"""
+    """Return the flavor to show with a model's name. Return "" for the flavors None and `none`, and for a model without
+    flavors. (`config.json` in a run folder has a flavor even for a model without flavors.)"""
     return "" if flavor in (None, ALL_IN_ARGS) or name not in ARCHITECTURES else str(flavor)
 
 
@@ -105,7 +105,8 @@ def unit_taken(model: ModelConfig) -> SampleUnit | None:
 
 
 def vocabulary_taken(model: ModelConfig) -> int | None:
-    """Return the number of rows of a model's embedding of tokens; None if it is not known before the model is built."""
+    """Return the number of rows of a model's token embedding; None if the number is unknown until the model is
+    built."""
     size = model.args.get("vocab_size") if model.name == HUGGINGFACE else None
     return size if isinstance(size, int) else getattr(known_args(model), "vocab_size", None)
 

@@ -48,8 +48,9 @@ class TwinNeeds:
     twin_seq_len: int
 
     def rows(self, own: int, small: int) -> int:
-        """Return a parameter's number of rows in the twin, if it has `own` rows in the job's model. The result is `own`
-        if `own <= small`, else `small`, or 1 or 2 rows less if the job shards the parameter unevenly."""
+        """Return the number of rows in the twin of a parameter that has `own` rows in the job's model: `own` if it is
+        at most `small`, else `small`. If the job shards such a larger parameter unevenly, return `small` minus 1 or,
+        with tensor parallelism, minus 2."""
         uneven = small - (2 if self.is_tensor_parallel else 1)
         return own if own <= small else small if own % self.shards == 0 else uneven
 
@@ -85,7 +86,7 @@ class ModelArgs(ArgsTable):
 
     def effective(self) -> dict[str, Any]:
         """Return the arguments that have an effect. A subclass replaces unset arguments by the values that the model
-        uses. Two models with equal effective arguments compute the same."""
+        uses. Two models with equal effective arguments compute the same results."""
         table = self.model_dump(mode="json")
         for name in {name for name, _ in self.unused()}:
             *tables, last = name.split(".")

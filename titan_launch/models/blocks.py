@@ -80,7 +80,7 @@ def _is_composite(module: nn.Module) -> bool:
 
 
 def _repeated(module: nn.Module, paths: Iterator[str]) -> tuple[str, ...]:
-    """Return the paths whose module has the same class as the module at another of the paths."""
+    """Return the paths of the modules whose class occurs at more than one of `paths`."""
     classes = {path: type(module.get_submodule(path)) for path in paths}
     counts = Counter(classes.values())
     return tuple(path for path, cls in classes.items() if counts[cls] > 1)
@@ -146,7 +146,7 @@ def find_pipeline_order(module: nn.Module, patterns: Sequence[str]) -> tuple[str
 
 
 def _paths(module: nn.Module) -> tuple[list[str], list[str]]:
-    """Return the paths of all submodules, in two lists: those with a forward, and the containers without one."""
+    """Return the paths of all submodules, in two lists: modules with a forward, and containers without one."""
     runnable: list[str] = []
     containers: list[str] = []
     for path, child in module.named_modules():
@@ -204,8 +204,8 @@ def cut(model: nn.Module, stages: Sequence[Collection[str]], others: Collection[
 
 def _view(module: nn.Module, kept: Collection[str], pipeline_order: Collection[str], path: str = "") -> nn.Module:
     """Return a copy of a module tree, in which pass-through modules replace the modules of `pipeline_order` that are
-    not in `kept`. A module in `kept`, or without modules of `pipeline_order`, is not copied. `path`: the module's path
-    in the model."""
+    not in `kept`. A module that is in `kept`, or that contains no module of `pipeline_order`, is not copied. `path`:
+    the module's path in the model."""
     if path in pipeline_order:
         return module if path in kept else PassThrough()
     if not any(other.startswith(f"{path}.") or not path for other in pipeline_order):

@@ -55,7 +55,7 @@ def take_inventory(
     first_path: dict[int, str] = {}
     first_owner: dict[int, str] = {}
     saved = model.state_dict().keys()
-    stacked = (Experts, StackedLoRA)  # the first axis of their parameters counts the experts
+    stacked = (Experts, StackedLoRA)  # the first axis of their parameters is the expert
     modules = tuple(
         ModuleInfo(
             path=path,
@@ -154,8 +154,8 @@ class BuiltModel:
 
 
 def _blocks_of(config: ModelConfig, module: nn.Module) -> Blocks:
-    """Return the blocks that `model.blocks` names. If that key is unset, return the blocks that the model declares (a
-    model of this package), or the result of `choose_blocks` (a user's own model)."""
+    """Return the blocks that `model.blocks` names. If that key is unset, a model of this package declares its blocks,
+    and `choose_blocks` finds the blocks of a user's own model."""
     if config.blocks is not None:
         return Blocks(find_blocks(module, config.blocks), "by model.blocks")
     if config.is_of_package:
@@ -224,7 +224,7 @@ def _rows_that(exists: Callable[[str], bool], table: Mapping[str, T] | None) -> 
 def recorded_model(config_file: str | Path) -> nn.Module:
     """Build the model of a finished run in plain PyTorch, from the `config.json` in the run's folder.
 
-    The module is not sharded, and is on the default device. Its values are not those of the run: load a checkpoint into
+    The module is not sharded, and is on the default device. It does not have the trained values: load a checkpoint into
     the module. If the run had a `model.weights` folder and its checkpoints omit frozen parameters, the module gets the
     values of that folder. Raises ConfigError if the folder does not fit the model or cannot be copied from its URL, and
     WeightsError if `config_file` cannot be read.
@@ -297,13 +297,13 @@ def _check_declarations(module: nn.Module) -> None:
     pipeline_order = getattr(module, "pipeline_order", ())
     problems = []
     if not isinstance(pipeline_order, (tuple, list)) or not all(isinstance(pattern, str) for pattern in pipeline_order):
-        problems.append(f"pipeline_order must be a tuple of globs; it is {pipeline_order!r}")
+        problems.append(f"pipeline_order must be a tuple of globs, but is {pipeline_order!r}")
     for name, kind in (("tensor_parallel", str), ("context_parallel", int)):
         declared = getattr(module, name, None)
         is_table = isinstance(declared, Mapping) and all(
             isinstance(key, str) and isinstance(value, kind) for key, value in declared.items()
         )
         if declared is not None and not is_table:
-            problems.append(f"{name} must be a dict from globs to {kind.__name__}; it is {declared!r}")
+            problems.append(f"{name} must be a dict from globs to {kind.__name__}, but is {declared!r}")
     if problems:
         raise ConfigError(Problem(("model", "name"), f"the model's attribute {reason}") for reason in problems)

@@ -28,8 +28,8 @@ _DTYPE = torch.int32
 
 
 def positions_in(documents: Tensor) -> Tensor:
-    """Return the position of each token in its document, from 0: int32 (batch, tokens). `documents`: a number for each
-    token (batch, tokens). A document begins where the number changes."""
+    """Return the position of each token in its document, counted from 0: int32 (batch, tokens). `documents`: the number
+    of each token's document (batch, tokens). A document begins where the number changes."""
     index = torch.arange(documents.shape[1], dtype=_DTYPE, device=documents.device)
     starts = index[1:].where(documents[:, 1:] != documents[:, :-1], 0).cummax(-1).values
     return index - F.pad(starts, (1, 0))
@@ -60,7 +60,8 @@ def separate_by_positions(model: Any) -> None:
 
     model.separates_by_positions = True
     # The original function compares the values of the positions, so every forward would wait for the device. In a
-    # trace, on fake tensors, the function would assume documents, and attention would use another kernel than in a run.
+    # trace, on fake tensors, the original function would assume several documents. Attention would then use another
+    # kernel than in a run.
     masking_utils.find_packed_sequence_indices = _documents_at
 
 
@@ -73,7 +74,7 @@ def check_documents(model: nn.Module, seq_len: int, key: KeyPath, value: str) ->
     """Raise ConfigError for a model on the meta device whose forward does not separate documents.
 
     A model of `transformers` is checked by a forward. Any other model must have a forward with the argument
-    `documents`. `key`, `value`: the key of the job that asks for separate documents, and its value.
+    `documents`. `key`: the key of the job that asks for separate documents. `value`: the value of this key.
     """
     name = type(model).__name__
     if _takes_positions(model):
@@ -83,13 +84,13 @@ def check_documents(model: nn.Module, seq_len: int, key: KeyPath, value: str) ->
         is_taken = "documents" in inspect.signature(model.forward).parameters
         problem = None if is_taken else f"needs forward(inputs, documents=None), but {name}.forward takes no documents"
     if problem is not None:
-        remedy = 'set "concat"' if key[-1] == "packing" else "use a different model or other data"
+        remedy = 'set packing = "concat"' if key[-1] == "packing" else "use a different model or other data"
         raise config_error(key, f"{problem}; {remedy}", value, also=(("model", "name"),))
 
 
 def _obstacle_in_transformers(model: Any, seq_len: int) -> str | None:
-    """Return the reason why a model does not separate documents by `position_ids`; None if it does. A forward on the
-    meta device shows whether all masks and learned positions are made from these positions."""
+    """Return the reason why a model does not separate documents by `position_ids`; None if the model does. A forward on
+    the meta device shows whether all masks and learned positions are made from `position_ids`."""
     from transformers import masking_utils
 
     others = {*(getattr(model.config, "layer_types", None) or ())} - {"full_attention", "sliding_attention"}

@@ -48,8 +48,8 @@ class HostBuild:
 
 
 def build_on_meta(config: ModelConfig, factory: Callable[..., Any]) -> nn.Module:
-    """Build the module of a factory with the attribute `meta_device = True`, on the meta device. Later
-    `call_reset_parameters` fills it.
+    """Build a factory's module on the meta device. `call_reset_parameters` fills the module later. The factory must
+    have the attribute `meta_device = True`.
 
     Raise ConfigError if the factory fails, or if `reset_parameters` cannot fill the module.
     """
@@ -104,8 +104,11 @@ def build_on_host(config: ModelConfig, factory: Callable[..., Any], host: HostBu
 def build_without_values(
     config: ModelConfig, factory: Callable[..., Any], host: HostBuild
 ) -> tuple[nn.Module, HostValues]:
-    """Build a factory's module on the meta device, for a rank that gets the values from another rank. While the factory
-    runs, `torch.load` loads tensors to the meta device. Raise ConfigError if the factory fails."""
+    """Build a factory's module on the meta device, for a rank that gets the values from another rank.
+
+    Return the module, in training mode, and its tensors on the meta device. While the factory runs, `torch.load` loads
+    tensors to the meta device. Raise ConfigError if the factory fails.
+    """
 
     def load_without_values(*args: Any, **kwargs: Any) -> Any:
         return load(*args, **{**kwargs, "map_location": "meta"})
@@ -192,7 +195,7 @@ def scalars_as_vectors(module: nn.Module) -> None:
 
 @cache
 def _with_scalars(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
-    """Return a subclass of `cls` with the same name, in which reading one of the parameters `names` gives a scalar."""
+    """Return a subclass of `cls` with the same name, whose attributes `names` return these parameters as scalars."""
 
     def scalar(name: str) -> property:
         def read(module: nn.Module) -> Tensor | None:

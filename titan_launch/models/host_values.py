@@ -58,8 +58,8 @@ class HostValues:
         """Yield (full name, this rank's part) of each tensor in `boxes`. Collective over the ranks that share the
         values.
 
-        `boxes`: this rank's part of each tensor, by full name. The rank with the values drops each tensor as soon as
-        all ranks have their parts. A tensor that no rank asks for is dropped, too.
+        `boxes`: offsets and lengths of this rank's part of each tensor, by full name. The rank with the values drops
+        each tensor as soon as all ranks have their parts, and also each tensor that no rank asks for.
         """
         if self.owner is not None:
             dist.send_object_list([dict(boxes)], self.owner)
@@ -115,8 +115,8 @@ def num_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def describe_tensors(module: nn.Module) -> dict[str, str]:
-    """Return a text for each tensor of a module, by full name: its dtype, its shape, whether it is trained, and the
-    tensor that it is tied to, if any."""
+    """Return a description of each tensor of a module, by full name: the dtype, the shape, whether the tensor is
+    trained, and the tensor that it is tied to, if any."""
     first: dict[Tensor, str] = {}
     described = {}
     for path, owner in module.named_modules():
@@ -133,8 +133,8 @@ def attributes_digest(module: nn.Module) -> str:
     """Return a digest of the classes and attributes of a module and of all its submodules. Parameters, buffers and the
     attributes that every `nn.Module` has do not count.
 
-    Numbers, texts, plain tensors, and containers or dataclasses of these count by value. Other attributes count by
-    their class.
+    Numbers, strings and plain tensors count by value. So do containers and dataclasses of these values. Other
+    attributes count by their class.
     """
     of_all = vars(nn.Module()).keys()
     own = [(path, child, vars(child).keys() - of_all) for path, child in module.named_modules()]
@@ -144,7 +144,8 @@ def attributes_digest(module: nn.Module) -> str:
 
 
 def _plain(value: Any, depth: int = 4) -> Any:
-    """Return an object as a text or a nested list of texts. Containers nested deeper than `depth` count by class."""
+    """Return an object as a string or a nested list of strings. Below `depth` levels of containers, return the class
+    name of a container in place of its content."""
     if isinstance(value, Tensor):
         return f"{value.dtype} {tuple(value.shape)} on meta" if value.is_meta else _digest(value.detach())
     if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
@@ -160,7 +161,7 @@ def _plain(value: Any, depth: int = 4) -> Any:
 
 
 def digest_of(value: Any) -> str:
-    """Return a digest of lists, dicts and texts."""
+    """Return a hexadecimal digest of nested lists, dicts and strings."""
     return hashlib.blake2b(json.dumps(value).encode(), digest_size=16).hexdigest()
 
 

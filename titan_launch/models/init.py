@@ -44,11 +44,11 @@ def allocate(model: nn.Module, device: torch.device, parameters_on_host: bool = 
 def initialize(model: nn.Module, initializer: Initializer | HostValues, seed: int, device: torch.device) -> None:
     """Fill the tensors of an allocated model, sharded or not, in place. Collective if `initializer` is a HostValues.
 
-    Adapters (`models.lora`) are always filled by their own `reset_parameters`, whatever `initializer` is.
+    Adapters (`models.lora`) are always filled by their own `reset_parameters`, not by `initializer`.
 
     An Initializer computes on `device` even if the parameters are on the host, so offloading does not change the
     values. A shared tensor is filled once, as a tensor of its first owner in `named_modules`. Children are filled
-    before parents. The extra memory is that of the largest single module, unsharded and in fp32.
+    before parents. The extra memory is at most the size of the largest single module, unsharded and in fp32.
     """
     if isinstance(initializer, HostValues):
         _copy_values(model, initializer)
@@ -87,8 +87,8 @@ def load_weights(model: nn.Module, weights: Weights, names: Collection[str] | No
 
 @torch.no_grad()
 def differing_weights(model: nn.Module, weights: Weights, names: Collection[str]) -> list[str]:
-    """Return those of `names` whose values differ between the model and `weights`. Only this rank's part of each tensor
-    is compared, in the dtype of the model."""
+    """Return the names, among `names`, of the tensors whose values differ between the model and `weights`. Only this
+    rank's part of each tensor is compared, in the dtype of the model."""
     parts = _own_parts(model, weights, names)
     return [name for name, own, part in parts if not torch.equal(own, part.to(own))]
 
@@ -131,7 +131,7 @@ def _owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, dict[str, Tensor
 
 def _unsharded_twin(module: nn.Module, device: torch.device) -> nn.Module:
     """Return a copy of `module` with its original class, and with unsharded, uninitialised tensors. The copy shares its
-    other attributes with `module`. The copy has no children, because those of `module` are sharded."""
+    other attributes with `module`. It has no children, because the children of `module` are sharded."""
     classes: Iterator[type[nn.Module]] = (cls for cls in type(module).__mro__ if issubclass(cls, nn.Module))
     cls = next(cls for cls in classes if not issubclass(cls, FSDPModule))  # `fully_shard` replaces the class
     twin = cls.__new__(cls)
@@ -143,7 +143,7 @@ def _unsharded_twin(module: nn.Module, device: torch.device) -> nn.Module:
     twin.__dict__["_buffers"] = {
         name: None if b is None else _uninitialised(b, device) for name, b in module._buffers.items()
     }
-    if not isinstance(module, nn.MultiheadAttention):  # its reset sets its child's bias to 0, sharded or not
+    if not isinstance(module, nn.MultiheadAttention):  # its reset method sets its child's bias to 0
         twin.__dict__["_modules"] = {}
     return twin
 

@@ -15,19 +15,19 @@ from titan_launch.plan.types import full_name
 
 
 class Initializer(Protocol):
-    """A function that fills the parameters and buffers of one module, without those of its children."""
+    """A function that fills the parameters and buffers that a module owns itself, not the tensors of its children."""
 
     def __call__(self, module: nn.Module, path: str) -> None:
         """Fill every parameter and buffer of `module`, whose path in the model is `path`.
 
-        The tensors are plain, not sharded. Floating tensors have a dtype of at least 32 bits and are NaN; others are 0.
-        The module has no children, unless it is an `nn.MultiheadAttention`. The caller has seeded torch's default
-        generators and disabled gradients.
+        The tensors are plain, not sharded. Floating-point tensors have a dtype of at least 32 bits and are filled with
+        NaN. Other tensors are filled with 0. The module has no children, except for an `nn.MultiheadAttention`. The
+        caller has seeded torch's default generators and disabled gradients.
         """
 
 
 def own_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters and buffers of a module by name, without those of its children."""
+    """Return the parameters and buffers that a module owns itself, by name. The tensors of its children are omitted."""
     both = {**module._parameters, **module._buffers}
     return {name: tensor for name, tensor in both.items() if tensor is not None}
 
@@ -89,7 +89,7 @@ def call_reset_parameters(module: nn.Module, path: str) -> None:
     before = {name: (tensor, tensor._version) for name, tensor in own_tensors(module).items()}
     where = f"reset_parameters of {type(module).__name__} ({path or 'the model itself'})"
     reset = _reset_method(module)
-    assert reset is not None, "check_reset_parameters comes first"
+    assert reset is not None, "check_reset_parameters must run before"
     try:
         reset()
     except Exception as error:
@@ -113,7 +113,7 @@ def _is_filled(tensor: Tensor, before: Tensor, version: int) -> bool:
 
 
 def check_reset_parameters(model: nn.Module) -> None:
-    """Raise ConfigError on `model.name` if values would be lost on the meta device. These are the tensors of a module
+    """Raise ConfigError on `model.name` if tensors would lose their values on the meta device: tensors of a module
     without `reset_parameters`, and tensors that are plain attributes."""
     problems = [*_without_reset_parameters(model), *_lost_tensors(model)]
     if problems:
@@ -128,8 +128,8 @@ def _lost_tensors(model: nn.Module) -> Iterator[Problem]:
             yield Problem(
                 ("model", "name"),
                 f"{where} holds the tensor {name} as a plain attribute; the factory declares meta_device = True, so "
-                f'its values are lost: use register_buffer("{name}", ...) and fill it in reset_parameters, or remove '
-                "meta_device",
+                f'the values of {name} are lost: use register_buffer("{name}", ...) and fill the buffer in '
+                "reset_parameters, or remove meta_device",
             )
 
 

@@ -1,11 +1,11 @@
 """Low-rank adapters (LoRA, arXiv:2106.09685) of linear layers, embeddings and experts.
 
 A target is a layer that gets an adapter. The target keeps its path and the names of its parameters, and gets a child,
-`lora`. The target computes W x + scale * B A x, and the child returns the second term. The child has a forward of its
-own, so that it can be an FSDP2 unit with its own dtypes.
+`lora`. The target computes W x + scale * B A x, and the child returns the second term. The child has its own forward,
+so that it can be an FSDP2 unit with its own dtypes.
 
-The sum is formed where `nn.Linear` or `nn.Embedding` computes W x. Some targets change this product, such as an output
-layer with a soft cap. The change then applies to the sum.
+The sum is formed where `nn.Linear` or `nn.Embedding` computes W x. Some targets change this product: an output layer
+with a soft cap, for example. The change then applies to the sum.
 """
 
 from __future__ import annotations
@@ -80,13 +80,13 @@ class EmbeddingLoRA(LoRA):
 
 class StackedLoRA(LoRA):
     """The adapter of one stacked weight of experts: `a` is (experts, rank, in), and `b` is (experts, out, rank). The
-    rows of its input are sorted by expert. Its forward gets as `product` a function that multiplies each row by the
-    matrix of the row's expert."""
+    rows of its input are sorted by expert. The argument `product` of its forward is a function that multiplies each row
+    by the matrix of the row's expert."""
 
 
 def delta(a: Tensor, b: Tensor, scale: float, is_embedding: bool = False) -> Tensor:
-    """Return the product that an adapter adds to the weight of its target, in fp32. It has the shape of the weight. `a`
-    and `b`: the parameters, not sharded."""
+    """Return the product that an adapter adds to the weight of its target: fp32, in the shape of the weight. `a` and
+    `b`: the parameters of the adapter, not sharded."""
     product = b.float() @ a.float() * scale
     return product.mT if is_embedding else product
 
@@ -159,7 +159,7 @@ def add_adapters(
 
 def attach(module: nn.Module, adapter: LoRA, product: type[nn.Module]) -> None:
     """Make an adapter a child of its target, `module`, and let the target add the adapter's result to W x. `product`:
-    the class whose forward computes W x, which is the target's class or one of its base classes."""
+    the class whose forward computes W x: the target's class or one of its base classes."""
     cls: Any = type(module)
     of: Any = product
     module.__class__ = _adapted(cls, of)
@@ -230,8 +230,8 @@ def _named(entry: str, modules: Mapping[str, nn.Module], blocks: Sequence[str]) 
 
 
 def _why_ambiguous(entry: str, modules: Mapping[str, nn.Module]) -> str | None:
-    """Return the reason why an entry is ambiguous; None if it is not. An entry is ambiguous if it names a single weight
-    of experts, because all weights of experts get adapters together."""
+    """Return the reason why an entry of `lora.targets` is ambiguous; None if it is not. An entry is ambiguous if it
+    names a single weight of experts, because all weights of experts get adapters together."""
     if any(matches(entry, path) for path in modules):
         return None
     stacked = [path for path, module in modules.items() if isinstance(module, Experts)]
@@ -258,14 +258,14 @@ def _why_nothing(entry: str, matched: Sequence[str], modules: Mapping[str, nn.Mo
 
 
 def _refusal(model: nn.Module, path: str, module: nn.Module, owners: Mapping[int, Sequence[str]]) -> str | None:
-    """Return the reason why a target cannot have an adapter; None if it can. `owners`: paths of the modules that own
-    each parameter, by its id."""
+    """Return the reason why a target cannot have an adapter; None if it can. `owners`: for the `id` of each parameter,
+    the paths of the modules that own the parameter."""
     what = f"matches {path} ({type(module).__name__}),"
     if isinstance(model.get_submodule(parent(path)), nn.MultiheadAttention):
         return f"{what} whose weight nn.MultiheadAttention reads without a call of the layer; name other modules"
     forward = None if isinstance(module, Experts) else _own_forward(module)
     if forward is not None:
-        return f"{what} whose forward ({forward}) does not call super().forward; such a layer cannot have an adapter"
+        return f"{what} whose forward ({forward}) does not call super().forward, as adapters need; name other modules"
     own = [other for weight in _weights(module) for other in owners[id(weight)]]
     sharers = [other for other in dict.fromkeys(own) if model.get_submodule(other) is not module]
     if sharers:
@@ -305,8 +305,8 @@ def _weights(module: nn.Module) -> list[nn.Parameter]:
 
 
 def _own_forward(module: nn.Module) -> str | None:
-    """Return the name of the forward that computes W x in a target, if that is neither `nn.Linear.forward` nor
-    `nn.Embedding.forward`; else None."""
+    """Return the name of the forward that computes W x in a target. Return None if this is `nn.Linear.forward` or
+    `nn.Embedding.forward`."""
     if "forward" in vars(module):
         return "an attribute of the module"
     for cls in type(module).__mro__:

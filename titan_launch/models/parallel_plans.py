@@ -30,7 +30,7 @@ _NAME: KeyPath = ("model", "name")
 
 
 class Division(NamedTuple):
-    """The modules to which a style of tensor parallelism applies, and the part of them that it shards."""
+    """The class of modules to which a style of tensor parallelism applies, and the dimension that the style shards."""
 
     cls: type[nn.Module] = nn.Module
     """The class that a module must have."""
@@ -40,7 +40,7 @@ class Division(NamedTuple):
     dimension of `w1`. For `by_head`, it is the dimension of every parameter."""
 
     what: str = ""
-    """The entries along this dimension, in words."""
+    """The entries along this dimension, in words for error messages."""
 
 
 DIVISIONS: dict[str, Division] = {
@@ -55,7 +55,7 @@ DIVISIONS: dict[str, Division] = {
     "shared_colwise": Division(nn.Linear, 0, "output features"),
     "shared_rowwise": Division(nn.Linear, 1, "input features"),
 }
-"""The division of modules by each style."""
+"""For each style: the modules to which it applies, and the dimension that it shards."""
 
 _ABOUT_SHAPES = re.compile(r"\b(shapes?|sizes?|dimensions?)\b")
 
@@ -175,8 +175,8 @@ def _misfits(path: str, module: nn.Module, style: TensorStyle, degree: int) -> I
 
 
 def _unassigned(model: nn.Module, found: Mapping[str, TensorStyle]) -> Iterator[Problem]:
-    """Yield a problem if modules with parameters have no style, or have `input` or `mixture`, the styles for modules
-    without parameters of their own. The reduction of the parameters' gradients would be undefined."""
+    """Yield a problem if modules with parameters have no style, or a style for modules without parameters of their own
+    (`input`, `mixture`). It would be undefined how the gradients of these parameters are reduced."""
     owners = [
         path
         for path, module in model.named_modules()
@@ -232,7 +232,7 @@ Buffer = tuple[nn.Module, str, int]
 
 def buffers_along_sequence(model: nn.Module, axes: Mapping[str, int]) -> dict[str, Buffer]:
     """Return the buffers that a glob of `axes` matches, by full name. Buffers of a shared module appear once, by the
-    module's first path."""
+    module's first path. `axes`: the token axis of buffers, by glob of full names."""
     found = {}
     for path, module in model.named_modules():
         for name, buffer in module._buffers.items():

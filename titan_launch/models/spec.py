@@ -1,4 +1,4 @@
-"""`ModelSpec`, which describes a model of this package: construction, initial values, and how it can be divided."""
+"""`ModelSpec`, which describes a model of this package: its construction, initial values and division over ranks."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ features) between layers. With sequence parallelism each rank has a part of the 
 
     style       part of the module on each rank                     input -> output
     embedding   1/T of the rows of an nn.Embedding                  token ids -> stream
-    positions   all parameters; buffers and inputs beside the stream are cut to its tokens          stream -> stream
+    positions   all parameters; other inputs and buffers are cut to this rank's tokens              stream -> stream
     sequence    all parameters of a module that works per token     stream -> stream
     input       nothing; gathers the module's first input           stream -> all tokens and features
     colwise     1/T of the output features of an nn.Linear          all features -> 1/T of the features (of the heads)
     latent      all parameters of a module                          all tokens and features -> whole latents
     heads       all parameters of a module that works per head      1/T of the heads -> the same
-                (of an AllHeadsRMSNorm, those of 1/T of the heads)
+                (of an AllHeadsRMSNorm: the parameters of 1/T of the heads)
     by_head     1/T of the rows of all parameters, by whole heads   1/T of the heads, or latents -> 1/T of the heads
     rowwise     1/T of the input features of an nn.Linear           1/T of the features -> stream, summed over ranks
     head        1/T of the output features of an nn.Linear          stream -> 1/T of the classes
@@ -48,10 +48,10 @@ features) between layers. With sequence parallelism each rank has a part of the 
     shared_colwise    as colwise, within a mixture                  all tokens and features -> 1/T of the features
     shared_rowwise    as rowwise, within a mixture                  1/T of the features -> partial sums
 
-Latents are vectors that every rank computes whole. From them, each rank computes only its own heads, so it has only its
-own heads' part of a latent's gradient. These parts are not summed. Instead, the gradients of the parameters of `latent`
-and `heads` modules are summed over ranks. A module between `latent` and `by_head`, such as the norm of latents, has the
-style `heads`.
+Latents are vectors that every rank computes whole. From the latents, each rank computes only its own heads. So its
+gradient of a latent covers only these heads. Such gradients are not summed over ranks. Instead, the gradients of the
+parameters of `latent` and `heads` modules are summed over ranks. A module between `latent` and `by_head`, such as the
+norm of latents, has the style `heads`.
 """
 
 
@@ -83,7 +83,7 @@ class AttentionHeads:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """The construction of a model, its initial values, and how it can be divided.
+    """The construction of a model, its initial values and its division over ranks.
 
     Below, `args` is an object with the model's arguments, of the class in `Architecture.args`
     (`titan_launch.models.architectures`). A glob may match nothing, because some modules exist only with certain
@@ -113,7 +113,7 @@ class ModelSpec:
     pipeline_order: tuple[str, ...] = ()
     """Globs of the modules that pipeline parallelism may put on different stages, in the order of their forwards. Each
     module takes one tensor, the output of the module before it. All parameters are in these modules, and the model's
-    forward only calls them. Empty: pipeline parallelism is not supported."""
+    forward does nothing but call these modules in order. Empty: pipeline parallelism is not supported."""
 
     context_parallel: Mapping[str, int] | None = None
     """The token axis of each buffer with one row per position, by glob of full names. These buffers are divided like

@@ -4,7 +4,7 @@ The method is that of arXiv:2110.02861 (Dettmers et al., 2021): an element is it
 value of a table with 255 or 256 entries, which lie closer together near zero ("dynamic" quantization). This module
 differs in three ways. The blocks lie within rows (the last dim), so FSDP2 shards the scales like the parameter, and any
 number of ranks can load them. AdamW's second moment is stored as its square root, whose values in a block span half as
-many orders of magnitude. A root above 0 is not rounded to 0, unless its whole block is stored as zeros (see
+many orders of magnitude. A root above 0 is rounded to 0 only if its whole block is stored as zeros (see
 `_SMALLEST_SCALE`). The value 1 is in both tables, so the largest magnitude of a block is stored exactly. If unchanged
 values are stored again, every bit stays the same. So a skipped step changes nothing.
 

@@ -19,9 +19,9 @@ from titan_launch.optim.shards import in_float32
 
 
 def update_weight(config: EMAConfig, step: int) -> float:
-    """Return the weight w with which a step changes the average to (1 - w) x average + w x parameters: 0 if the step is
-    between updates, and 1 (a copy) for updates up to `ema.start_step`. The weight depends only on the step, so a resume
-    needs no state."""
+    """Return the weight w of a step: the new average is (1 - w) x average + w x parameters. w is 0 for a step between
+    updates, and 1 (a copy) for updates up to `ema.start_step`. w depends only on the step, so a resume needs no
+    state."""
     assert config.decay is not None
     if step % config.every_steps:
         return 0.0
@@ -115,12 +115,13 @@ class WeightEMA(Observer):
             local_tensor(average).copy_(value.local if isinstance(value, Shard) else local_tensor(value))
 
     def _source(self, parameter: nn.Parameter) -> Tensor:
-        """Return this rank's values of a parameter: those of its master if there is one."""
+        """Return this rank's values of a parameter: the values of its float32 master if there is one."""
         master = self._optimizer.state.get(parameter, {}).get("master")
         return self._own(parameter) if master is None else local_tensor(master)
 
     def _own(self, parameter: nn.Parameter) -> Tensor:
-        """Return this rank's shard of a parameter, or its chunk of the shard. The average has the same shape."""
+        """Return this rank's shard of a parameter. If the optimizer is sharded over replicas, return this replica's
+        chunk of the shard. The average has the same shape."""
         local = local_tensor(parameter).detach()
         return local if self._replicas is None else self._replicas.of(parameter, local)
 

@@ -57,9 +57,11 @@ def group_parameters(
 def check_param_groups(model: nn.Module, config: OptimizerConfig, head: Collection[str] = ()) -> None:
     """Raise ConfigError if `[optimizer]` does not fit the whole model.
 
-    Four problems are possible: (1) an entry of `[[optimizer.param_groups]]` applies to no parameter; (2) an entry gives
-    an algorithm for matrices (Muon) to a parameter that is not a matrix; `optimizer.name` is an algorithm for matrices,
-    and (3) the model has no matrix for it, or (4) the output layer is unknown.
+    Four problems are possible. Muon is an algorithm for matrices.
+    - An entry of `[[optimizer.param_groups]]` applies to no parameter.
+    - An entry gives an algorithm for matrices to a parameter that is not a matrix.
+    - `optimizer.name` is an algorithm for matrices, and the model has no matrix that the algorithm can update.
+    - `optimizer.name` is an algorithm for matrices, and the output layer is unknown.
     """
     paths = trainable_paths(model)
     decisions = {parameter: first_match(config.param_groups, names) for parameter, names in paths.items()}

@@ -26,8 +26,8 @@ class MatrixGather:
     shape: (matrices, rows, columns). Every rank along FSDP2's mesh axis sends its shards of the i-th stack to the i-th
     rank in one all-to-all. A second all-to-all returns the shards of the results. If tensor parallelism also shards the
     matrices, its ranks all-gather each stack between the two all-to-alls, and all of them compute with the full
-    matrices. All replicas repeat the same work, unless the optimizer is sharded over replicas. In that case a shard is
-    a replica's chunk, and the stacks of a batch are distributed over the ranks of all replicas.
+    matrices. If the optimizer is not sharded over replicas, all replicas repeat the same work. Otherwise a shard is a
+    replica's chunk, and the stacks of a batch are distributed over the ranks of all replicas.
     """
 
     mesh: DeviceMesh | None
@@ -49,7 +49,7 @@ class MatrixGather:
         return 1 if self.mesh is None or self._axis is None else self.mesh.size(self._axis) * self.replicas
 
     def gather(self, shards: Tensor, shapes: Sequence[torch.Size]) -> Tensor | None:
-        """Return the full stack that this rank computes, gathered from the shards of all ranks. Collective.
+        """Return the full stack whose update this rank computes, gathered from the shards of all ranks. Collective.
 
         `shards`: this rank's shards of all matrices of the batch, joined in one flat bfloat16 tensor. `shapes`: shapes
         of the full stacks. Of the ranks that share the matrices, the i-th gets the i-th stack, on the mesh's device. If

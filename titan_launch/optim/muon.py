@@ -106,8 +106,8 @@ def _parts(matrices: Sequence[Matrix]) -> list[list[Matrix]]:
 
 
 def _directions(matrices: Sequence[Matrix], config: MuonConfig, applied: Tensor) -> Tensor:
-    """Update the momenta in the state with this step's gradients. Return the directions of the updates in bfloat16: a
-    flat tensor of all shards, one after another."""
+    """Update the momentum buffers in the state with this step's gradients. Return the directions of the updates in
+    bfloat16: a flat tensor of all shards, one after another."""
     shapes = [matrix.shard.gradient.shape for matrix in matrices]
     device = matrices[0].shard.gradient.device
     flat = torch.empty(sum(shape.numel() for shape in shapes), dtype=torch.bfloat16, device=device)
@@ -118,7 +118,7 @@ def _directions(matrices: Sequence[Matrix], config: MuonConfig, applied: Tensor)
 
 
 def _direct(shards: Sequence[LocalShard], targets: Sequence[Tensor], config: MuonConfig, applied: Tensor) -> None:
-    """Update the momenta of some shards, and store the directions of their updates in `targets`."""
+    """Update the momentum buffers of some shards, and store the directions of their updates in `targets`."""
     gradients, momenta = in_float32([shard.gradient for shard in shards]), moments(shards, "momentum_buffer")
     torch._foreach_lerp_(momenta, gradients, [((1 - config.momentum) * applied).float()] * len(shards))
     directions = torch._foreach_lerp(gradients, momenta, config.momentum) if config.nesterov else momenta

@@ -206,7 +206,7 @@ def replicas_of(optimizer: Optimizer) -> ReplicaShards | None:
 
 
 def step_unless(optimizer: Optimizer, nonfinite: Tensor) -> None:
-    """Call `optimizer.step()` unless `nonfinite` (a scalar on the device, 0 or 1) is 1.
+    """Call `optimizer.step()`, or skip the step if `nonfinite` (a scalar on the device, 0 or 1) is 1.
 
     A skipped step changes neither parameters nor optimizer state, not even step counts. `MixedOptimizer` and PyTorch's
     fused implementation read `nonfinite` on the device, from the attributes that `torch.amp.GradScaler` sets on an

@@ -77,8 +77,8 @@ class _Place(NamedTuple):
     """Number of elements of the first replica's chunk, which is the largest chunk."""
 
     def pairs(self, buffer: Tensor, shard: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield pairs of views with equal shapes: one of a buffer (replicas, row), and one of a local shard. The first
-        pair is for all chunks of full size. A second pair is for a smaller chunk, if there is one."""
+        """Yield pairs of views with equal shapes: (view of `buffer`, view of `shard`). `buffer`: (replicas, row). The
+        first pair is for all chunks of full size. A second pair is for a smaller chunk, if there is one."""
         flat = shard.view(-1)
         if not len(flat):
             return

@@ -93,7 +93,8 @@ def _checkpoint(block: nn.Module, selects_ops: bool) -> None:
 
 
 class _Forward:
-    """Context of the first or second forward. In the second forward, modules update copies of their buffers.
+    """Context manager around the first or the second forward. In the second forward, modules update copies of their
+    buffers.
 
     So each microbatch counts only once in running statistics and in the load of experts, although the forward runs
     twice. The buffers cannot be overwritten and restored as in `RunningStatistics`, because autograd may have saved the
@@ -181,8 +182,8 @@ def _saved_result(func: Any, inputs: Sequence[Any], result: Any) -> _Recall:
     """Return a function that returns the result of an operation in the second forward.
 
     `inputs`: the inputs of a compiled graph; empty for other operations. The result of a graph contains the tensors
-    that it saves for backward. Tensors among them that are inputs of the graph are not saved here, because the second
-    forward computes them again before it reaches the graph.
+    that the graph saves for backward. If such a tensor is an input of the graph, it is not saved here: the second
+    forward computes the input again before it reaches the graph.
     """
     if func is _aten.topk.default:
         # Save only the indices: the values follow from the indices, and models may change the values in place.
@@ -211,7 +212,7 @@ def _largest(indices: Tensor, x: Tensor, k: int, dim: int = -1, *options: Any, *
 def _saved(value: Any, is_complete: bool = True) -> Callable[[], Any]:
     """Return a function that returns `value`, a tensor or a number that an operation has returned.
 
-    `is_complete`: False for the result of a collective that may still run. It cannot be offloaded yet.
+    `is_complete`: False for the result of a collective that may still run. Such a result is not offloaded.
     """
     if not isinstance(value, Tensor):
         return lambda: value

@@ -1,4 +1,4 @@
-"""Activation offloading: the tensors that a block's forward saves for backward wait in host memory.
+"""Activation offloading: the tensors that a block's forward saves are kept in host memory until backward.
 
 The unit of offloading is the storage, not the tensor: a storage is copied once even if several operations save views of
 it, and backward gets the same views (dtype, shape, strides). So offloading changes no bit of the results.
@@ -74,8 +74,8 @@ class CudaCopies(HostCopies):
     """Copies between the device and page-locked host memory, in a stream of their own.
 
     Every copy waits for all kernels that are queued in the compute stream when the copy starts. Among them are the
-    kernels that write the source, and the kernels that last used the memory of the target. Host memory of the arena is
-    used again only by later copies in this stream.
+    kernels that write the source, and the kernels that last used the memory of the target. Host memory of the
+    `ActivationArena` is used again only by later copies in this stream.
     """
 
     device_type = "cuda"
@@ -89,11 +89,13 @@ class CudaCopies(HostCopies):
         self._arena.fit()
 
     def to_host(self, flat: Tensor) -> Tensor:
-        """Start a copy to the host. The source must live until the compute stream has waited for the copy."""
+        """Start a copy to the host, and return the copy. The source must live until the compute stream has waited for
+        the copy."""
         return self._copy(self._arena.place(flat.nbytes), flat)
 
     def to_device(self, flat: Tensor) -> Tensor:
-        """Start a copy to device memory, which must live until the compute stream has waited for the copy."""
+        """Start a copy to the device, and return the copy. The copy must live until the compute stream has waited for
+        it."""
         return self._copy(torch.empty(flat.shape, dtype=flat.dtype, device="cuda"), flat)
 
     def _copy(self, target: Tensor, source: Tensor) -> Tensor:
@@ -209,10 +211,10 @@ class _Group:
 
     def __init__(self, before: _Group | None):
         self.before = before
-        """The group of the block that ran before this one. None for the first block, and as soon as backward has begun
-        to load the group before."""
+        """The group of the block that ran before this one. None for the first block, and after backward has started to
+        copy that group to the device."""
         self.by_storage: dict[tuple[int, int], _Saved] = {}
-        """Storages by address and version, during the forward. An operation in place begins a new version."""
+        """Storages by address and version, during the forward. An in-place operation begins a new version."""
         self.storages: list[weakref.ref[_Saved]] = []
 
 
@@ -227,10 +229,10 @@ class _Offloader:
         self._last: tuple[int, _Group] | None = None
         """Index and group of the block that ran last."""
         self._leaving: tuple[Any, _Group, list[_Saved]] | None = None
-        """The group whose copies to the host may be incomplete, with their event."""
+        """An event, the group whose copies to the host may be incomplete until this event, and their storages."""
         self._arriving: tuple[Any, _Group, list[Tensor]] | None = None
-        """The group whose copies to the device may be incomplete, with their event. The tensors live until the compute
-        stream has waited, even if backward does not need them."""
+        """An event, the group whose copies to the device may be incomplete until this event, and the copies. The copies
+        live until the compute stream has waited, even if backward does not need them."""
 
     def offloaded(self, index: int, block: nn.Module, compute: Callable[..., Any]) -> Callable[..., Any]:
         """Return the forward `compute` of a block, with offloading. `index`: the position of the block."""
@@ -297,7 +299,10 @@ class _Offloader:
         if before is not None:
             self._load(before)
         if saved.is_stale:
-            raise RuntimeError("an operation changed a tensor in place that another operation saved for backward")
+            raise RuntimeError(
+                "an in-place operation changed a tensor that another operation saved for backward; use an operation "
+                "that returns a new tensor"
+            )
         assert saved.device is not None
         return saved.device.view(dtype).as_strided(size, stride, offset)
 
@@ -340,7 +345,7 @@ _hooks: ContextVar[tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | Non
 
 def saved_for_backward(tensor: Tensor, may_be_offloaded: bool) -> Callable[[], Tensor]:
     """Return a function that returns `tensor` in backward. If the forward of an offloaded block is running and
-    `may_be_offloaded` is True, the tensor waits in host memory until then.
+    `may_be_offloaded` is True, the tensor is kept in host memory until then.
 
     This function is for tensors that are kept for backward, but not by autograd. The returned function raises
     RuntimeError if an operation has changed the tensor in place.
@@ -354,5 +359,8 @@ def saved_for_backward(tensor: Tensor, may_be_offloaded: bool) -> Callable[[], T
 
 def _unchanged(tensor: Tensor, version: int) -> Tensor:
     if tensor._version != version:
-        raise RuntimeError("an operation changed a tensor in place that selective activation checkpointing saved")
+        raise RuntimeError(
+            "an in-place operation changed a tensor that selective activation checkpointing saved; use an operation "
+            'that returns a new tensor, or set activation_checkpoint.mode = "full"'
+        )
     return tensor

@@ -256,7 +256,7 @@ class CompileTime:
 
 @contextmanager
 def compile_time() -> Iterator[CompileTime]:
-    """Measure all compilation until the `with` block ends, including that of backward graphs in the first backward."""
+    """Measure all compilation until the `with` block ends. Backward graphs are compiled in the first backward."""
     from torch._dynamo.callback import callback_handler
 
     counted = CompileTime()

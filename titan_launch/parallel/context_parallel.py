@@ -161,7 +161,8 @@ this number of tokens. PyTorch's ring attention does not expect this padding (to
 
 
 def _check_num_tokens(seq_len: int, degree: int, num_parts: int) -> None:
-    """Raise ConfigError if attention in fp32 cannot run on parts of a sequence. `num_parts`: parts of each rank."""
+    """Raise ConfigError if attention in fp32 cannot run on parts of a sequence. `num_parts`: number of parts that each
+    rank has."""
     whole, length = degree * num_parts * _ALIGNMENT, seq_len // (degree * num_parts)
     if length % _ALIGNMENT:
         reason = (

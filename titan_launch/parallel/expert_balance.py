@@ -41,8 +41,8 @@ def prepare_experts(model: nn.Module, plan: ModelPlan, mesh: Mesh, device: str) 
 
     The losses of all ranks and microbatches of a step add up to means over the step's samples. Ranks with the same
     tokens compute the same losses, and the router's gradients are summed over these ranks. So the scale is divided by
-    their number. With context parallelism, each rank computes its tokens' part. `device`: type of the device that will
-    run the model.
+    their number. With context parallelism, each rank computes the part of these losses that its own tokens
+    contribute. `device`: type of the device that will run the model.
     """
     layers, layout, context = _layers(model), mesh.layout, mesh.along(CONTEXT)
     for layer in layers.values():
@@ -64,7 +64,7 @@ def prepare_experts(model: nn.Module, plan: ModelPlan, mesh: Mesh, device: str) 
 
 
 def _warn_of_slow_products(layers: Mapping[str, MixtureOfExperts], plan: ModelPlan) -> None:
-    """Log a warning if the widths of experts on this rank, or the ranks of adapters, prevent grouped products on
+    """Log a warning if the widths of experts on this rank, or the LoRA ranks of adapters, prevent grouped products on
     GPUs."""
     slow: dict[str, tuple[int, int]] = {}
     odd: list[str] = []
@@ -91,8 +91,8 @@ def _warn_of_slow_products(layers: Mapping[str, MixtureOfExperts], plan: ModelPl
     if odd:
         warn(
             _log,
-            "products of adapters: grouped products in bfloat16 require ranks that are multiples of 8. The adapters of "
-            "the experts of %s are computed one after another, which is slower. Change lora.rank",
+            "products of adapters: grouped products in bfloat16 require a LoRA rank that is a multiple of 8. The "
+            "adapters of the experts of %s are computed one after another, which is slower. Change lora.rank",
             listed(odd),
         )
 

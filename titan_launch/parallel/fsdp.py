@@ -74,8 +74,8 @@ def apply_fsdp(model: nn.Module, plan: ModelPlan, mesh: Mesh, offloads: bool = F
             _sum_gradients(_fsdp_module(model, unit.modules[0]))
         if not unit.unshard_in_backward:
             _fsdp_module(model, unit.modules[0]).set_unshard_in_backward(False)
-        # `left`: the casts that hooks of this package make in place of FSDP2. If a unit has several modules, and one of
-        # these does not run, FSDP2 casts wrong outputs: the model's, or those of the unit whose forward activation
+        # `left`: the casts that hooks of this package make in place of FSDP2. If one of several modules of a unit does
+        # not run, FSDP2 casts the outputs of the wrong module: of the model, or of the unit whose forward activation
         # checkpointing repeats.
         left = replace(
             unit.policy,
@@ -129,7 +129,8 @@ def _fsdp_module(model: nn.Module, path: str) -> FSDPModule:
 
 
 def _placement_of_experts(modules: Sequence[nn.Module], shards: int) -> Callable[[nn.Parameter], Shard | None] | None:
-    """Return a function that chooses the dim along which FSDP2 shards a parameter; None for modules without experts."""
+    """Return a function that returns the `Shard` by which FSDP2 divides a parameter of experts; for other parameters it
+    returns None (FSDP2 shards along dim 0). Return None for modules without experts."""
     inner = (module for outer in modules for module in outer.modules() if isinstance(module, (Experts, StackedLoRA)))
     stacked = {parameter for module in inner for parameter in module.parameters()}
     if not stacked:
@@ -198,7 +199,7 @@ class Unfreezing:
         """Freeze or unfreeze parameters between two steps. Return the number of parameters that were unfrozen.
 
         `num_steps`: number of steps that the model has trained. If the run has returned to an earlier checkpoint,
-        parameters may be frozen again. Their optimizer state stays: it is that of the checkpoint.
+        parameters may be frozen again. They keep the optimizer state that the checkpoint has.
         """
         changed = [(p, num_steps >= step) for p, step in self._parameters if p.requires_grad != (num_steps >= step)]
         for parameter, is_trained in changed:

@@ -56,8 +56,9 @@ class _Synchronized(_BatchNorm):
     group_name: str
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalize (N, C, ...); the output has the same shape and dtype. In training, the statistics are those of all
-        ranks, in fp32, or in fp64 for an fp64 input. Collective in training. In evaluation, PyTorch's forward runs."""
+        """Normalize an input of shape (N, C, ...). The output has the same shape and dtype. In training, the statistics
+        cover the batches of all ranks, in fp32 (fp64 for an fp64 input). Collective in training. In evaluation,
+        PyTorch's forward runs."""
         if not self.training:
             return super().forward(input)
         self._check_input_dim(input)

@@ -32,8 +32,8 @@ _LIBRARIES = ("libtorch", "libc10", "libcaffe2")
 def build() -> Path:
     """Return the folder with `libcuda.so.1`, the library to preload. Compile the library if it is not in the cache.
 
-    Raises UserError if torch for CUDA 13, CUDA's headers, gcc or nm is missing. Also raises it if the compilation
-    fails, or if the cache cannot be written.
+    Raises UserError if torch for CUDA 13, CUDA's headers, gcc or nm is missing. Also raises UserError if the
+    compilation fails, or if the cache cannot be written.
     """
     torch = _torch_folder()
     files = (*sorted(_SOURCES.rglob("*.*")), Path(__file__), torch / "version.py")

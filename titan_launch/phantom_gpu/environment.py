@@ -87,8 +87,8 @@ def phantom_gpus(
 
     `memory_gib`: memory of each GPU; None: that of the device. `hides_gpu`: use phantom GPUs even if this host has a
     GPU. The processes exchange small messages in a folder, which is removed at the end of the block. Raises UserError
-    if `device` is unknown, or if the phantom GPU cannot be built. Also raises it if the host has a GPU that is not
-    hidden, or too little memory.
+    if `device` is unknown, or if the phantom GPU cannot be built. Also raises UserError if the host has a GPU that
+    is not hidden, or too little memory.
     """
     if _DRIVER.exists() and not hides_gpu:
         raise UserError("error: this host has a GPU; --hide-gpu hides it and uses phantom GPUs instead")

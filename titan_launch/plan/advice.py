@@ -1,4 +1,5 @@
-"""Changes of a job that reduce its memory, with the predicted saving and the cost of each change. No torch."""
+"""Changes of a job that reduce its memory, with the predicted saving and the cost of each change. This module does not
+import torch."""
 
 from __future__ import annotations
 
@@ -59,8 +60,8 @@ def advise(config: JobConfig, layout: Layout, limit_bytes: float, predict: Predi
     into `limit_bytes` come first. No mode of `config` may be `auto`. If no single change suffices, the first entry
     combines several changes, and `Advice.fits` tells whether the combination suffices.
 
-    The time that a change costs is not predicted, so the kinds of changes have a fixed order: first the kinds that
-    usually cost the least time, last the kinds that change the results of the training.
+    The time that a change costs is not predicted, so the kinds of changes have a fixed order. Kinds that usually cost
+    the least time come first. Kinds that change the results of the training come last.
     """
     config = with_global_batch_size(config, layout)
     needed = predict(config, layout)
@@ -76,8 +77,8 @@ def advise(config: JobConfig, layout: Layout, limit_bytes: float, predict: Predi
 
 
 def smallest_sufficient(config: JobConfig, layout: Layout, limit_bytes: float, predict: Predict) -> int | None:
-    """Return the smallest number of ranks on which the job fits into `limit_bytes`; None if none suffices. Only 2, 4,
-    8, ... 128 times the job's own number of ranks are tried. The added ranks shard the parameters."""
+    """Return the smallest number of ranks on which the job fits into `limit_bytes`; None if no tried number suffices.
+    Only 2, 4, 8, ... 128 times the job's own number of ranks are tried. The added ranks shard the parameters."""
     config = with_values(config, {("parallelism", "data_parallel_shard_degree"): -1})
     for doublings in range(1, 8):
         world_size = layout.world_size * 2**doublings
@@ -157,7 +158,10 @@ def _changes(config: JobConfig, layout: Layout, limit_bytes: float, predict: Pre
         kept = {("training", key): value for key, value in batches.items() if value is not None}
         yield (_Change(kept, "more and smaller microbatches; the same global batch"),)
     stronger = {"none": ("selective", "full"), "selective": ("full",), "memory_budget": ("full",)}
-    costs = {"selective": "some operations of forward run twice", "full": "forward runs twice, about a third more time"}
+    costs = {
+        "selective": "some operations of forward run twice",
+        "full": "forward runs twice, which takes about a third more time",
+    }
     if modes := stronger.get(checkpointing.mode, ()):
         yield tuple(_Change({("activation_checkpoint", "mode"): mode}, costs[mode]) for mode in modes)
     if config.job.device != "cpu" and not config.training.enable_cpu_offload:

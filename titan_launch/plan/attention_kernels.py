@@ -1,5 +1,5 @@
 """PyTorch's kernels of plain causal attention on CUDA: their order on a device, and the shapes that each kernel
-supports. No torch.
+supports. This module does not import torch.
 
 Runs and plans use `priority`. In a run, PyTorch itself checks which shapes a kernel supports (`train.kernel_choice`). A
 plan has no device, so `takes` repeats PyTorch's checks (torch 2.15: `sdp_utils.cpp`).
@@ -22,8 +22,8 @@ _WIDE_CUDNN = ((192, 128), (256, 256))
 
 
 def priority(capability: tuple[int, int]) -> tuple[str, ...]:
-    """Return the attention backends for a GPU of this compute capability, the fastest first. A backend whose results
-    may be wrong is not the first one. The names are those of `kernels.attention`."""
+    """Return the attention backends for a GPU of this compute capability, in order of preference. cuDNN is not the
+    first one on GPUs after Hopper, where its results may be wrong. The names are those of `kernels.attention`."""
     # On later GPUs, cuDNN's results are wrong if there are fewer than 8 key/value heads (pytorch issue 193893).
     if capability[0] == _HOPPER:
         return "cudnn", "flash", "efficient", "math"

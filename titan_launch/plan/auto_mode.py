@@ -1,8 +1,10 @@
-"""The modes and the microbatch size that `auto` resolves to, and the modes that a plan recommends. No torch.
+"""The modes and the microbatch size that `auto` resolves to, and the modes that a plan recommends. This module does not
+import torch.
 
 A choice is a gradient accumulation mode with an activation checkpointing mode. The candidates are the choices with the
-verdict `fits`. If `activation_checkpoint.mode` is `auto`, only those with the shortest predicted step remain (or with
-the fewest FLOPs, if times are unknown). Of these, the one with the least link traffic is taken.
+verdict `fits`. If `activation_checkpoint.mode` is `auto`, only the candidates with the shortest predicted step remain
+(or with the fewest FLOPs, if times are unknown). Of the remaining candidates, the planner takes the one with the least
+link traffic.
 
 `training.local_batch_size = "auto"` resolves to the largest microbatch size that fits. The global batch and its
 gradient stay the same: with larger microbatches, a step has fewer microbatches.
@@ -15,6 +17,7 @@ from dataclasses import dataclass
 
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import ConfigError, Problem, config_error
+from titan_launch.core.terminal import counted
 from titan_launch.plan.hardware import GIB, NO_LIMIT, Hardware
 from titan_launch.plan.job import is_auto, with_choice, with_local_batch_size
 from titan_launch.plan.layout import Layout, plan_layout
@@ -41,7 +44,7 @@ def resolve(comparison: Comparison, hardware: Hardware) -> Resolution:
     """Return the choice that the job sets; for a job with `auto`, the best of the choices that `auto` may take.
 
     Raises ConfigError if no choice is possible. For a job with `auto`, also raises ConfigError if no memory limit is
-    known, or if no choice fits. The second error contains the table of all compared choices, and remedies.
+    known, or if no choice fits. If no choice fits, the error contains the table of all compared choices, and remedies.
     """
     config = comparison.config
     own = [row for row in comparison.rows if row.is_own]
@@ -87,21 +90,22 @@ def _best(config: JobConfig, candidates: Sequence[Row], hardware: Hardware, by_t
     )
     interval = row.time.interval
     seconds = f" (~{interval[0]:.3g} to {interval[1]:.3g} s)" if by_time and interval is not None else ""
-    criterion = f"{shortest}{seconds}, then the least link traffic," if by_time else "the least link traffic"
+    criterion = f"{shortest}{seconds}" if by_time else "the least link traffic"
     reason = (
         f"{row.choice.label}, because it has {criterion} among the {len(fitting)} of {len(candidates)} choices of "
         f"modes that fit into {hardware.memory_gib:.4g} GiB with the margin"
     )
+    reason += " (link traffic decides between equal choices)" if by_time else ""
     overlapping = sum(other.time.ties_with(row.time) for other in fitting if other is not row)
     if interval is not None and overlapping:
-        reason += f"; the predicted step times of {overlapping} other choices overlap with this one"
+        reason += f"; {counted(overlapping, 'other choice')} may be as fast, because the predicted step times overlap"
     return Resolution(with_choice(config, row.choice), row, reason)
 
 
 def _durations(rows: Sequence[Row]) -> tuple[dict[str, float], str]:
     """Return a number for each choice, by its label, and a description of the smallest number. A smaller number means a
-    shorter step. The numbers are expected seconds if these are known for all choices. Otherwise they are FLOPs; if
-    FLOPs are unknown, too, they are the entries of `_COST`."""
+    shorter step. The numbers are expected seconds if the expected seconds of all choices are known. Otherwise, the
+    numbers are FLOPs. If FLOPs are unknown too, the numbers are the entries of `_COST`."""
     times = {row.choice.label: row.time.expected for row in rows if row.time.expected is not None}
     if len(times) == len(rows):
         return times, "the shortest predicted step"
@@ -123,7 +127,7 @@ def _problem_of_auto(config: JobConfig, reason: str) -> Problem:
 def _why_nothing_fits(comparison: Comparison, own: Sequence[Row], hardware: Hardware) -> str:
     smallest = min(own, key=lambda row: row.reserved_bytes)
     return (
-        f"none of {len(own)} choices of modes fits into {format_limit(hardware)}; the smallest "
+        f"none of {counted(len(own), 'choice')} of modes fits into {format_limit(hardware)}; the smallest "
         f"({smallest.choice.label}) needs about {smallest.reserved_bytes / GIB:.4g} GiB; "
         f"{'; '.join(remedies(comparison, own))}\n{format_comparison(comparison)}"
     )
@@ -133,10 +137,10 @@ def remedies(comparison: Comparison, own: Sequence[Row]) -> Iterator[str]:
     """Yield remedies for the case that none of the rows `own` fits."""
     others = [row.choice.label for row in comparison.rows if row.verdict == "fits"]
     if others:
-        yield f"these choices fit: {'; '.join(others)}"
+        yield f"these choices fit, but the job does not allow them: {'; '.join(others)}"
     tight = [row.choice.label for row in own if row.verdict == "tight"]
     if tight:
-        yield f"these choices are tight (they may run out of memory), but the job may set them: {'; '.join(tight)}"
+        yield f"these choices are tight (may run out of memory), but you can set them in the job: {'; '.join(tight)}"
     yield (
         f"{'or try' if others or tight else 'try'} a smaller training.local_batch_size or training.seq_len, a larger "
         "loss.chunks, more ranks to shard over, or devices with more memory"

@@ -1,8 +1,9 @@
-"""The collectives of a rank in one step: their number, their bytes and the links that they use. No torch.
+"""The collectives of a rank in one step: their number, their bytes and the links that they use. This module does not
+import torch.
 
-The traffic of a step is counted in its replay (`plan.memory`). It consists of the collectives of FSDP2 units, and those
-of tensor, context, pipeline and expert parallelism. The small collectives of BatchNorm statistics, target counts,
-gradient clipping and metrics are not counted.
+The traffic of a step is counted in its replay (`plan.memory`). It consists of the collectives of FSDP2 units, and of
+tensor, context, pipeline and expert parallelism. The small collectives of BatchNorm statistics, target counts, gradient
+clipping and metrics are not counted.
 
 `collectives_of_unit` derives the number of a unit's collectives without a replay. That number is exact if the unit runs
 in every forward, and if its parameters get gradients.
@@ -126,7 +127,7 @@ def _on_line(a: Any, b: Any, factor: float) -> Any:
 
 
 def traffic_of_microbatches(seen: Sequence[Traffic], num_microbatches: int) -> Traffic:
-    """Return the traffic of a whole step. `seen`: the traffic of each of the first microbatches, then that of
+    """Return the traffic of a whole step. `seen`: the traffic of each of the first microbatches, then the traffic of
     the last microbatch. Each microbatch in between has the traffic `seen[-2]`."""
     total = sum(seen, start=Traffic())
     unseen = num_microbatches - len(seen)
@@ -134,11 +135,11 @@ def traffic_of_microbatches(seen: Sequence[Traffic], num_microbatches: int) -> T
 
 
 def collectives_of_unit(unit: Unit, layout: Layout) -> Collectives:
-    """Return the collectives of an FSDP2 unit in one forward and backward.
+    """Return the numbers of collectives of an FSDP2 unit in one forward and backward.
 
-    FSDP2 all-gathers the parameters before forward. It all-gathers them again before backward if forward resharded them
-    and backward reads them. If the unit is trained, FSDP2 reduce-scatters the gradients, and all-reduces their shards
-    between replicas (HSDP). With one shard, there are neither all-gathers nor reduce-scatters.
+    FSDP2 all-gathers the parameters before forward. If forward reshards the parameters and backward reads them, FSDP2
+    all-gathers them again before backward. If the unit is trained, FSDP2 reduce-scatters the gradients, and all-reduces
+    their shards between replicas (HSDP). With one shard, there are neither all-gathers nor reduce-scatters.
     """
     if not unit.num_parameters:
         return Collectives()
@@ -182,12 +183,12 @@ def scaled_to_step(seen: Traffic, num_seen: int, layout: Layout, accumulation: G
 
 
 def collectives_of_microbatch(units: Iterable[Unit], layout: Layout) -> Collectives:
-    """Return the collectives of all units in one forward and backward."""
+    """Return the numbers of collectives of all units in one forward and backward."""
     return sum((collectives_of_unit(unit, layout) for unit in units), start=Collectives())
 
 
 def collectives_of_step(units: Iterable[Unit], layout: Layout, accumulation: GradientAccumulationConfig) -> Collectives:
-    """Return the collectives of all units in a step of `layout.num_microbatches` microbatches.
+    """Return the numbers of collectives of all units in a step of `layout.num_microbatches` microbatches.
 
     `accumulation`: the mode, which decides how often gradients are reduced and parameters all-gathered. If the
     optimizer is sharded over replicas, each trained unit has one more reduce-scatter and one more all-gather per step.
@@ -201,7 +202,7 @@ def collectives_of_step(units: Iterable[Unit], layout: Layout, accumulation: Gra
 
 def exchanged_units(plan: ModelPlan, layout: Layout) -> dict[Unit, ExchangedUnit]:
     """Return the units whose gradients and parameters a sharded optimizer exchanges between the replicas, with the
-    sizes of the exchange. Return an empty dict if the optimizer is not sharded."""
+    sizes of the exchange. Return an empty dict if the optimizer is not sharded over replicas."""
     found: dict[Unit, ExchangedUnit] = {}
     if layout.optimizer_replicas == 1:
         return found
@@ -226,8 +227,9 @@ def traffic_of_replicas(units: Iterable[ExchangedUnit], replicas: int) -> Traffi
 
 
 def padded_numel(parameter: TensorInfo, unit: Unit, layout: Layout) -> int:
-    """Return the number of elements of a parameter's `Unit.part`, including padding: FSDP2 pads the first dim to a
-    multiple of the number of shards. FSDP2 does not pad some parameters of experts (see `sharded_dim`)."""
+    """Return the number of elements of a parameter after expert parallelism (`Unit.part`), including padding: FSDP2
+    pads the first dim to a multiple of the number of shards. FSDP2 does not pad some parameters of experts (see
+    `sharded_dim`)."""
     return prod(shard_shape(parameter, unit, layout)) * layout.shards_of(unit)
 
 
@@ -295,12 +297,12 @@ def link_traffic_of_step(traffic: Traffic, layout: Layout, gpus_per_node: int) -
 
 @dataclass(frozen=True)
 class Ring:
-    """A group of ranks, as a ring or for all-to-alls."""
+    """A group of ranks that communicate in a ring, or by all-to-alls."""
 
     size: int
     crossings: int
-    """For a ring: number of hops that lead to another node. For all-to-alls, in which a rank sends equal parts to all
-    other ranks: number of receiving ranks on other nodes, for the sending rank with the most of these."""
+    """For a ring: number of hops that lead to another node. For all-to-alls: the largest number of ranks on other nodes
+    to which a rank sends. (In an all-to-all, a rank sends equal parts to all other ranks.)"""
 
     is_all_to_all: bool = False
 
@@ -333,7 +335,7 @@ class Rings(NamedTuple):
         return self.shards, self.expert_shards, self.replicas, *self.along.values()
 
     def shards_of(self, unit: Unit) -> Ring:
-        """Return the ranks over which FSDP2 shards the parameters of a unit."""
+        """Return the group of ranks over which FSDP2 shards the parameters of a unit."""
         return self.expert_shards if unit.is_divided else self.shards
 
 
@@ -379,6 +381,6 @@ def _groups(world_size: int, stride: int, size: int) -> Iterator[range]:
 
 
 def ring_crossings(nodes: Sequence[int]) -> int:
-    """Return the number of hops between nodes in a ring of ranks. The ring closes with a hop from the last rank to the
-    first."""
+    """Return the number of hops between nodes in a ring of ranks. `nodes`: the node of each rank. The ring closes with
+    a hop from the last rank to the first."""
     return sum(here != there for here, there in zip(nodes, [*nodes[1:], nodes[0]], strict=True))

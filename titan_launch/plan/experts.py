@@ -1,8 +1,9 @@
-"""The rows that experts compute, and their exchange between ranks (expert parallelism). No torch.
+"""The rows that experts compute, and their exchange between ranks (expert parallelism). This module does not import
+torch.
 
 A row is the hidden vector of a token for one of its experts. In a run, the router decides how many rows each expert
-gets. A plan assumes that the planned rank sends equal numbers of rows to all ranks, and that this rank receives
-`planner.expert_load` times the mean over the ranks.
+gets. A plan assumes that the planned rank sends equal numbers of rows to all ranks. It also assumes that this rank
+receives `planner.expert_load` times the mean over the ranks.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ def check_experts(inventory: Inventory, degree: int) -> None:
     if degree == 1:
         return
     modules = [module for module in inventory.modules if module.has_experts]
-    misfits = (misfit_of_experts(degree, m.parameters[0].shape[0], m.path) for m in modules)
+    counts = ((f"the number of experts in {m.path}", m.parameters[0].shape[0]) for m in modules)
+    misfits = (misfit_of_experts(degree, count, noun) for noun, count in counts)
     reason = next(filter(None, misfits), None) if modules else NO_EXPERTS
     if reason is not None:
         raise config_error(EXPERT.key, reason, degree, also=(("model", "name"), ("model", "args")))
@@ -75,8 +77,8 @@ def received_rows(num_rows: int, ranks: int, expert_load: float) -> int:
 
 
 def active_parameters(config: JobConfig, plan: ModelPlan) -> int:
-    """Return the number of parameter elements that compute a token: all except those of the experts that the router
-    does not choose. (In a user's own model, all elements count. The adapters of experts count in any model.)"""
+    """Return the number of parameter elements that compute a token: all elements, without those of the experts that the
+    router does not choose. (In a user's own model, all elements count. The adapters of experts count in any model.)"""
     args, total = known_args(config.model), plan.inventory.num_parameters
     top_k = None if args is None else args.experts_per_token()
     if top_k is None:

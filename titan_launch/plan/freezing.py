@@ -1,4 +1,4 @@
-"""Frozen parameters: the step from which each parameter of a model is trained. No torch."""
+"""Frozen parameters: the step from which each parameter of a model is trained. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -64,14 +64,16 @@ class Freezing:
 
     def _nothing_trained(self) -> Problem:
         training = self.training
-        reason = "leaves no parameter to train in the first step; freeze fewer parameters"
+        reason = "leaves no parameter to train in the first step"
         also: tuple[KeyPath, ...] = (("training", "unfreeze"),)
         if training.trainable is not None:
-            return Problem(("training", "trainable"), reason, training.trainable, also)
+            remedy = "name more parameters, or name fewer parameters in training.unfreeze"
+            return Problem(("training", "trainable"), f"{reason}; {remedy}", training.trainable, also)
         if training.frozen:
-            return Problem(("training", "frozen"), reason, training.frozen, also)
+            remedy = "name fewer parameters, here or in training.unfreeze"
+            return Problem(("training", "frozen"), f"{reason}; {remedy}", training.frozen, also)
         if training.unfreeze:
-            return Problem(("training", "unfreeze"), reason)
+            return Problem(("training", "unfreeze"), f"{reason}; name fewer parameters")
         reason = "all parameters of the model have requires_grad = False; name parameters in training.trainable"
         return Problem(("model", "name"), reason)
 

@@ -1,4 +1,5 @@
-"""The hardware that a plan assumes: memory, speeds and links of a device; and a table of accelerators. No torch."""
+"""The hardware that a plan assumes: memory, speeds and links of a device; and a table of accelerators. This module does
+not import torch."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from pathlib import Path
 
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import ConfigError, Problem, config_error, did_you_mean
+from titan_launch.core.terminal import counted
 from titan_launch.plan.speeds import (
     DataSheetSpeeds,
     Kernels,
@@ -37,7 +39,8 @@ def format_memory(num_bytes: float) -> str:
 
 _OVERHEAD_GIB, _FRAGMENTATION = 2.0, 0.15
 """Defaults of `planner.overhead_gib` and `planner.fragmentation` on a GPU. The overhead is a guess. The fragmentation
-is enough for PyTorch's allocator in the shipped jobs (`benchmarks/phantom_memory.py` runs it without a GPU)."""
+is enough for PyTorch's allocator in the shipped jobs (`benchmarks/phantom_memory.py` runs the allocator without a
+GPU)."""
 
 _WORKSPACE_MIB, _SMALL_WORKSPACE_MIB = 32.0, 8.125
 """Workspace of cuBLAS in a matrix product, in MiB: on Hopper and later GPUs, and on earlier GPUs (PyTorch's
@@ -80,7 +83,7 @@ class Hardware:
     """Workspace of cuBLAS in a matrix product; 0 on a CPU."""
 
     margin_gib: float
-    """Memory in GiB below the limit that stays free if the verdict is `fits`."""
+    """Memory that must stay free below the limit for the verdict `fits`, in GiB."""
 
     peak_tflops: float | None
     mfu: float | None
@@ -241,7 +244,7 @@ _ATTENTION = {(8, 0): (1.13, 0.97), (8, 6): (1.8, 1.2), (8, 9): (1.8, 1.2)}
 The numbers are for heads of width 128. All pairs of tokens count, though causal attention computes only half of the
 pairs, so a number may exceed 1. Sources: A100 in SimuMax's table for (8, 0); RTX 4090 with flash attention in tvm's
 table for (8, 6) and (8, 9). Source of the default in `_speeds`: cuDNN on H100, in the charts of FlashAttention-3. The
-default for backward is that of attention without a mask.
+default for backward is the number for attention without a mask.
 """
 
 _IN_A_STEP = 0.8
@@ -254,7 +257,10 @@ def planned_device_exists(config: JobConfig) -> Iterator[Problem]:
     """Yield a problem if `planner.device` is not in the device table."""
     name, names = config.planner.device, [device.name for device in DEVICES]
     if name is not None and name not in names:
-        remedy = "for another device, set planner.memory_gib, both bandwidths and metrics.peak_tflops_per_device"
+        remedy = (
+            "for another device, remove this key and set planner.memory_gib, planner.intra_node_gb_per_s, "
+            "planner.inter_node_gb_per_s and metrics.peak_tflops_per_device"
+        )
         reason = f"unknown device; known devices: {', '.join(names)}; {remedy}{_variants(name, names)}"
         yield Problem(("planner", "device"), reason, name)
 
@@ -282,7 +288,7 @@ def _memory(
         machine, limit = machine_memory_gib(), process_memory_gib()
         if limit is not None and limit < machine / ranks_on_machine:
             return limit, f"the limit of this process (ulimit): {limit:.1f} GiB"
-        return machine / ranks_on_machine, f"this machine: {machine:.1f} GiB / {ranks_on_machine} ranks"
+        return machine / ranks_on_machine, f"this machine: {machine:.1f} GiB / {counted(ranks_on_machine, 'rank')}"
     return None, "unknown"
 
 
@@ -304,8 +310,8 @@ _CGROUPS = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
     ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
 )
-"""Pairs of files: memory limit and memory usage of a container, in bytes. The first pair is that of cgroup version 2,
-and the second one is that of version 1."""
+"""Pairs of files: memory limit and memory usage of a container, in bytes. The first pair belongs to cgroup version 2,
+and the second pair to version 1."""
 
 
 def machine_memory_gib() -> float:

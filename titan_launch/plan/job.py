@@ -1,4 +1,5 @@
-"""The plan of a job: its FSDP2 units, and the choices of modes (`Choice`) that a plan compares. No torch."""
+"""The plan of a job: its FSDP2 units, and the choices of modes (`Choice`) that a plan compares. This module does not
+import torch."""
 
 from __future__ import annotations
 
@@ -68,12 +69,12 @@ def is_auto(config: JobConfig) -> bool:
 
 
 def is_auto_batch(config: JobConfig) -> bool:
-    """Return True if the microbatch size of a job is still to be chosen."""
+    """Return True if `training.local_batch_size` of a job is `auto`."""
     return config.training.local_batch_size == "auto"
 
 
 def with_local_batch_size(config: JobConfig, size: int | Literal["auto"]) -> JobConfig:
-    """Return the job with `size` samples per microbatch. `"auto"`: the size is still to be chosen."""
+    """Return the job with `size` samples per microbatch. `"auto"`: the planner chooses the size later."""
     return with_values(config, {("training", "local_batch_size"): size})
 
 
@@ -94,8 +95,8 @@ def with_unsharded_parameters(config: JobConfig, layout: Layout) -> JobConfig:
 
 
 def plan_units(config: JobConfig, inventory: Inventory, keep_params_unsharded: bool) -> ModelPlan:
-    """Return the plan of a job without its activation checkpointing. Of gradient accumulation, only
-    `keep_params_unsharded` changes the units. Raises ConfigError as `plan_job` does."""
+    """Return the plan of a job without its activation checkpointing. `keep_params_unsharded` is the only setting of
+    gradient accumulation that changes the units. Raises ConfigError as `plan_job` does."""
     accumulation = GradientAccumulationConfig(keep_params_unsharded=keep_params_unsharded)
     return plan_job(with_choice(config, Choice(accumulation, ActivationCheckpointConfig())), inventory)
 
@@ -142,8 +143,8 @@ def possible_choices(
     config: JobConfig, layout: Layout, inventory: Inventory, only_own: bool = False
 ) -> tuple[list[Choice], list[str]]:
     """Return the choices that the job allows, and notes with the reasons why modes are not compared. Of several choices
-    with the same effect in this layout, only one is returned, without a note about the others. `only_own`: True for
-    only the choices that the job sets or `auto` may take.
+    with the same effect in this layout, only one is returned, without a note about the others. `only_own`: True to
+    return only the choices that the job sets or `auto` may take.
 
     Raises ConfigError if the model does not support the job's activation checkpointing, or cannot be compiled with it.
     """

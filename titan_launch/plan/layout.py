@@ -1,4 +1,5 @@
-"""The layout of a run: the grid of ranks, and the division of the batch over the ranks. No torch."""
+"""The layout of a run: the grid of ranks, and the division of the batch over the ranks. This module does not import
+torch."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from titan_launch.config.rules.parallelism import misfit_of_expert_ranks, misfit
 from titan_launch.config.sections.parallelism import ParallelismConfig
 from titan_launch.config.sections.training import TrainingConfig
 from titan_launch.core.errors import KeyPath, config_error, nearest_multiples
+from titan_launch.core.terminal import counted
 from titan_launch.plan.types import Unit
 
 _DEGREES: tuple[KeyPath, ...] = tuple(axis.key for axis in GRID)
@@ -61,7 +63,7 @@ class Layout:
         return degree
 
     def stride(self, axis: Axis) -> int:
-        """Return the difference between the numbers of two neighbouring ranks along an axis."""
+        """Return the difference between the rank numbers of two neighbours along an axis."""
         inner = GRID[GRID.index(axis if axis.is_factor else CONTEXT) + 1 :]
         return prod(map(self.degree, inner))
 
@@ -100,7 +102,7 @@ class Layout:
         """Return True if FSDP2 ignores the parameters of a unit. Modules then compute with the stored parameters.
         `offloads`: True with CPU offload.
 
-        With one shard, FSDP2 ignores the frozen parameters that are stored in their compute dtype, because it would
+        With one shard, FSDP2 ignores the frozen parameters that are stored in their compute dtype, because FSDP2 would
         hold an unsharded copy beside them. With several shards or CPU offload, FSDP2 ignores no parameters.
         """
         is_stored_as_computed = unit.storage_dtype == unit.compute_dtype
@@ -113,7 +115,7 @@ class Layout:
 
     @property
     def token_copies(self) -> int:
-        """Number of ranks that compute the same loss: those of a pipeline stage that work on the same tokens."""
+        """Number of ranks of a pipeline stage that work on the same tokens, and so compute the same loss."""
         return self.tensor
 
     @property
@@ -215,8 +217,8 @@ def _shard_degree(parallelism: ParallelismConfig, world_size: int) -> int:
         above_one = " and ".join(f"{axis.key[1]} ({degree})" for axis, degree in others.items() if degree > 1)
         raise config_error(
             SHARD.key,
-            f"with {above_one or 'all other degrees at 1'} makes {shard * product} ranks, but this run "
-            f"has {world_size}; start {shard * product} processes, or set -1 to use all remaining ranks",
+            f"with {above_one or 'all other degrees at 1'} makes {counted(shard * product, 'rank')}, but this run "
+            f"has {world_size}; start {counted(shard * product, 'rank')}, or set -1 to use all remaining ranks",
             shard,
             also=tuple(axis.key for axis in others),
         )

@@ -1,5 +1,5 @@
 """The modules of a model that are checkpointed, compiled or converted to float8, and the module that computes the loss.
-No torch.
+This module does not import torch.
 
 A hook of FSDP2 cannot be part of a compiled graph, because it runs collectives and changes parameters. So the largest
 modules without an FSDP2 unit inside are compiled: the blocks, unless a precision rule makes a unit inside a block. A
@@ -41,8 +41,9 @@ def checkpointed_modules(inventory: Inventory, config: ActivationCheckpointConfi
     """Return the paths of the modules with activation checkpointing; an empty tuple for modes that checkpoint no
     modules. Of nested modules, only the outer ones are returned.
 
-    Raises ConfigError for every glob that matches nothing, for a mode that works on blocks if the model has none, and
-    for a `selective_ac_option` above the number of modules. Raises ValueError for the mode `auto`.
+    Raises ConfigError for every glob that matches nothing, and for a `selective_ac_option` above the number of modules.
+    Also raises ConfigError if the mode works on blocks, and the model has no blocks. Raises ValueError for the mode
+    `auto`.
     """
     if config.mode == "auto":
         raise ValueError("activation_checkpoint.mode is still `auto`: resolve `auto` first (plan.auto_mode)")
@@ -86,8 +87,8 @@ def compiled_modules(
     """Return the paths of the compiled modules, each once; an empty tuple if the model is not compiled. `checkpointed`:
     result of `checkpointed_modules`.
 
-    Raises ConfigError if the model has no blocks, if nothing of a block can be compiled, or if `selective_ac_option` is
-    `"op"` and a checkpointed module contains a compiled one.
+    Raises ConfigError if the model has no blocks, or if nothing of a block can be compiled. Also raises ConfigError if
+    `selective_ac_option` is `"op"` and a checkpointed module contains a compiled module.
     """
     if not config.compile.enable or "model" not in config.compile.components:
         return ()
@@ -115,8 +116,8 @@ def _check_seen_by_selection(compiled: Sequence[str], checkpointed: Collection[s
     if hidden:
         globs = ", ".join(f'"{pattern}"' for pattern in alike(hidden))
         reason = (
-            f'"op" saves the results of single operations and cannot see those of {hidden[0]}, which is compiled into '
-            f"a graph; set activation_checkpoint.modules = [{globs}], or change activation_checkpoint.mode"
+            f'"op" saves the results of single operations and cannot see the operations of {hidden[0]}, because it is '
+            f"a compiled graph; set activation_checkpoint.modules = [{globs}], or change activation_checkpoint.mode"
         )
         also = (_ENABLE, _CHECKPOINTED_MODULES)
         raise config_error(("activation_checkpoint", "selective_ac_option"), reason, "op", also=also)
@@ -124,16 +125,16 @@ def _check_seen_by_selection(compiled: Sequence[str], checkpointed: Collection[s
 
 def checkpoints_compiled(config: JobConfig) -> bool:
     """Return True if activation checkpointing is around the compiled graphs, so that backward runs whole graphs again.
-    Return False if it is compiled into the graphs."""
+    Return False if activation checkpointing is compiled into the graphs."""
     # With tensor parallelism, a graph with a checkpoint inside would have to save a DeviceMesh. But with
     # `selective_ac_option = "op"`, the checkpoint must be inside, because it selects operations of the graph.
     return config.parallelism.degree(TENSOR) > 1 and selection(config.activation_checkpoint) != "op"
 
 
 def _compilable(inventory: Inventory, boundaries: Collection[str]) -> dict[str, list[str]]:
-    """Return the modules to compile in each outer block: the block itself, or else the largest modules in it that have
-    a forward and can be inside of a graph as a whole. Single layers are not compiled. `boundaries`: modules with hooks
-    of FSDP2 or activation checkpointing, which must run outside of a graph."""
+    """Return the modules to compile in each outer block: the block itself, or else the largest modules inside the block
+    that can be compiled as a whole. Modules without a forward and single layers are not compiled. `boundaries`: modules
+    with hooks of FSDP2 or activation checkpointing, which must run outside of a graph."""
     found: dict[str, list[str]] = {block: [] for block in outermost(inventory.blocks)}
     around = {parent(module.path) for module in inventory.modules}
     # The number of rows of an expert is known only in a step, so experts cannot be inside of a graph either.
@@ -225,8 +226,8 @@ def describe_float8(config: Float8Config, plan: ModelPlan) -> str:
 
 
 def check_shards(config: Float8Config, plan: ModelPlan, layout: Layout) -> None:
-    """Raise ConfigError if `float8.all_gather` is set and a converted layer cannot be sharded evenly. FSDP2 pads such a
-    parameter, but it does not pad torchao's 8-bit copy."""
+    """Raise ConfigError if `float8.all_gather` is set and a converted layer cannot be sharded evenly. FSDP2 would pad
+    the parameter, but not torchao's 8-bit copy of the parameter."""
     shards = layout.parameter_shards
     if not config.all_gather:
         return
@@ -248,7 +249,8 @@ def _in_other_dtypes(layers: list[ModuleInfo], plan: ModelPlan, config: Float8Co
             by_unit.setdefault(plan.unit_of[module.path].reason, []).append(module.path)
     for reason, paths in by_unit.items():
         dtype = plan.unit_of[paths[0]].compute_dtype
-        text = f"names {listed(paths)}, computed in {dtype} ({reason}); name bfloat16 layers, or change [precision]"
+        text = f"names {listed(paths)}, which compute in {dtype} ({reason}); "
+        text += "name layers that compute in bfloat16, or change [precision]"
         yield Problem(_FLOAT8_MODULES, text, config.modules, also=(("precision",),))
 
 
@@ -258,7 +260,7 @@ def _misshapen(layers: list[ModuleInfo], config: Float8Config) -> Iterator[Probl
         if rows % _MULTIPLE or columns % _MULTIPLE:
             text = (
                 f"{module.path} has {columns} inputs and {rows} outputs, and the kernels support only multiples of "
-                f"{_MULTIPLE}; name only layers with such sizes"
+                f"{_MULTIPLE}; name only layers whose sizes are such multiples"
             )
             yield Problem(_FLOAT8_MODULES, text, config.modules)
             return  # one problem is enough
@@ -270,10 +272,11 @@ def loss_head(config: JobConfig, plan: ModelPlan) -> str | None:
 
 
 def _why_logits(plan: ModelPlan) -> str | None:
-    """Return the reason why no output layer can compute the loss; None if an output layer can compute it."""
+    """Return the reason why the model returns logits although `loss.chunks` is above 1; None if an output layer can
+    compute the loss."""
     path = plan.inventory.output_layer
     if path is None:
-        return "the logits are not known to be the unchanged output of an nn.Linear"
+        return "the model has no known output layer (an nn.Linear that returns the logits)"
     if path in plan.float8:
         return f"{path} computes in float8"
     if full_name(path, ADAPTER) in plan.inventory.by_path:
@@ -286,10 +289,11 @@ def _why_logits(plan: ModelPlan) -> str | None:
 
 
 def describe_loss(config: JobConfig, plan: ModelPlan) -> str | None:
-    """Return a log line: the module that computes the loss in chunks, or a reason why none does. None for one chunk."""
+    """Return a log line: the module that computes the loss in chunks, or the reason why no module does. Return None for
+    one chunk."""
     chunks = config.loss.chunks
     if chunks == 1:
         return None
     if plan.loss_head is not None:
-        return f"computed by {plan.loss_head} in {chunks} chunks of classes; logits exist for one chunk at a time"
-    return f"computed in {chunks} chunks, but logits exist for all classes at a time, because {_why_logits(plan)}"
+        return f"computed by {plan.loss_head} in {chunks} chunks of classes; logits exist for only one chunk at a time"
+    return f"computed in {chunks} chunks, but the logits of all classes exist at once, because {_why_logits(plan)}"

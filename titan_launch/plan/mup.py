@@ -1,9 +1,9 @@
 """Maximal update parametrization (muP): how initial values, learning rate and weight decay of a parameter depend on the
-width of the model. No torch.
+width of the model. This module does not import torch.
 
 The scales are those of table 3 of Tensor Programs V (Yang et al., arXiv:2203.03466) for Adam, relative to a model of
 the base width. With these scales, the activations and their updates in a step have the same size at every width. So the
-best learning rate of a narrow model is also the best one of a wide model.
+best learning rate of a narrow model is also the best learning rate of a wide model.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Scale(NamedTuple):
     """Factor of the learning rate."""
 
     weight_decay: float = 1.0
-    """Factor of the weight decay. With it, learning rate x weight decay is the same at every width (Wang and Aitchison,
-    arXiv:2405.13698)."""
+    """Factor of the weight decay. With this factor, learning rate x weight decay is the same at every width (Wang and
+    Aitchison, arXiv:2405.13698)."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class WidthScales:
     """Width of the model / base width. 1: no parameter is scaled."""
 
     def of(self, path: str) -> Scale:
-        """Return the scale of a parameter."""
+        """Return the scales of a parameter. `path`: full name of the parameter."""
         kind = next((kind for kind, globs in KINDS.items() if any(matches(glob, path) for glob in globs)), "vector")
         of_kind = {
             "hidden": Scale(kind, self.ratio**-0.5, 1 / self.ratio, self.ratio),

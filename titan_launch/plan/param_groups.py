@@ -1,4 +1,5 @@
-"""Optimizer groups: the parameters that are updated together, with their algorithm and weight decay. No torch."""
+"""Optimizer groups: the parameters that are updated together, with their algorithm and weight decay. This module does
+not import torch."""
 
 from __future__ import annotations
 
@@ -72,7 +73,7 @@ def settings_of(
 
 
 def group_name(index: int | None, settings: GroupSettings, scale: Scale) -> str:
-    """Return the name of a group: `default, weight decay 0.1`, or `default, Muon, weight decay 0.1`."""
+    """Return the name of an optimizer group: `default, weight decay 0.1`, or `default, Muon, weight decay 0.1`."""
     first = "default" if index is None else f"param_groups.{index}"
     algorithm = "" if settings.algorithm == "AdamW" else f", {settings.algorithm}"
     width = "" if scale.lr == 1 else f", learning rate x {scale.lr:g}"

@@ -1,4 +1,5 @@
-"""Pipeline parallelism: the stages of a model, their ranks, and the part of the plan that each stage gets. No torch."""
+"""Pipeline parallelism: the stages of a model, their ranks, and the part of the plan that each stage gets. This module
+does not import torch."""
 
 from __future__ import annotations
 
@@ -86,7 +87,7 @@ def _given_starts(inventory: Inventory, parallelism: ParallelismConfig) -> tuple
     points, order = parallelism.pipeline_parallel_split_points, inventory.pipeline_order
     reason = "is not a module of the model's pipeline_order"
     unknown = [
-        Problem((*_SPLIT, index), f"{reason}{did_you_mean(point, order)}", point)
+        Problem((*_SPLIT, index), reason + (did_you_mean(point, order) or f" ({listed(order, most=8)})"), point)
         for index, point in enumerate(points)
         if point not in order
     ]
@@ -95,10 +96,10 @@ def _given_starts(inventory: Inventory, parallelism: ParallelismConfig) -> tuple
     starts = tuple(map(order.index, points))
     for index, (before, start) in enumerate(pairwise((0, *starts))):
         if start <= before:
-            reason = "already begins the first stage, so it cannot be a split point"
+            reason = "already begins the first stage, so it cannot be a split point; name a later module"
             if index:
-                reason = f"does not come after {points[index - 1]}"
-            reason += "; list the split points in the order of the model's pipeline_order, each once"
+                reason = f"does not come after {points[index - 1]}; list the split points in the order of the model's "
+                reason += "pipeline_order, each once"
             raise config_error((*_SPLIT, index), f"{reason} ({listed(order, most=8)})", points[index])
     return starts
 
@@ -107,7 +108,7 @@ def _balanced_starts(inventory: Inventory, parallelism: ParallelismConfig) -> tu
     """Return the indices in the pipeline order at which the second and later stages begin, so that the stages are as
     equal as possible.
 
-    Each stage has at least one layer (see `_layers`). A module that is no layer belongs to the stage of the layer
+    Each stage has at least one layer (see `_layers`). A module that is not a layer belongs to the stage of the layer
     before it, or to the first stage. Raises ConfigError if there are fewer layers than stages.
     """
     wanted, layers = parallelism.num_stages, _layers(inventory)
@@ -116,7 +117,7 @@ def _balanced_starts(inventory: Inventory, parallelism: ParallelismConfig) -> tu
         otherwise = "a smaller pipeline_parallel_stages_per_rank" if asks_for_more else "pipeline_parallel_split_points"
         raise config_error(
             PIPELINE.key,
-            f"{too_few_layers(parallelism, len(layers))}, or {otherwise}",
+            f"{too_few_layers(parallelism, len(layers))}, or set {otherwise}",
             parallelism.pipeline_parallel_degree,
             also=(_PER_RANK, ("model", "args", "n_layers")),
         )
@@ -130,7 +131,7 @@ def _balanced_starts(inventory: Inventory, parallelism: ParallelismConfig) -> tu
 
 def _layers(inventory: Inventory) -> list[int]:
     """Return the indices of the layers in the pipeline order. Layers are the modules that are blocks, contain blocks or
-    lie in blocks. In a model without blocks, they are the modules with parameters."""
+    lie in blocks. In a model without blocks, layers are the modules with parameters."""
     inside, around = set(inventory.blocks), {path for block in inventory.blocks for path in outward(block)}
     blocks = [i for i, path in enumerate(inventory.pipeline_order) if path in around or enclosing(path, inside)]
     elements = _elements(inventory, min_axes=0)
@@ -177,8 +178,8 @@ def _check_parameters(inventory: Inventory, stages: Sequence[Stage], degree: int
 def balance(costs: Sequence[int], num_parts: int) -> tuple[int, ...]:
     """Divide a sequence into `num_parts` non-empty parts. Return the indices at which the second and later parts begin.
 
-    The cost of a part is the sum of the `costs` of its entries. The largest cost of a part is as small as
-    possible. Of the divisions for which this holds, the one with the smallest sum of squared costs is returned.
+    The cost of a part is the sum of the `costs` of its entries. The largest cost of a part is as small as possible. Of
+    several such divisions, the division with the smallest sum of squared costs is returned.
     """
     ends, count = (0, *accumulate(costs)), len(costs)
 
@@ -211,7 +212,7 @@ def stage_part(plan: ModelPlan, stage: Stage) -> ModelPlan:
     """Return the part of a model's plan for one stage: its modules, units and buffers.
 
     A unit with modules of several stages has a part on each of these stages. The root unit of the second and later
-    stages does not cast its inputs, because these are activations within the undivided model.
+    stages does not cast its inputs, because these are activations from inside the model.
     """
     part = without_modules(
         plan, {path for other in plan.stages if other.index != stage.index for path in other.modules}

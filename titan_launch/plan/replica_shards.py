@@ -1,4 +1,5 @@
-"""The optimizer sharded over the replicas of a model (HSDP): sizes of the data that replicas exchange. No torch.
+"""The optimizer sharded over the replicas of a model (HSDP): sizes of the data that replicas exchange. This module does
+not import torch.
 
 FSDP2 gives each rank a local shard of every parameter. With R replicas, R ranks have the same local shard. The shard is
 divided into R chunks, and each of these ranks updates one chunk. The replicas exchange gradients before the update and
@@ -17,8 +18,7 @@ from titan_launch.plan.types import Unit
 
 
 def chunk_numel(shape: Sequence[int], replicas: int) -> int:
-    """Return the number of elements of the first chunk of a local shard, which is the largest. `shape`: shape of the
-    shard.
+    """Return the number of elements of the largest chunk of a local shard: the first one. `shape`: shape of the shard.
 
     As in FSDP2, the chunks have equal numbers of rows (of the first dim), except the last ones, which may be smaller or
     empty. If dim 0 of a shard has fewer experts than there are replicas, some replicas would get no chunk. So each

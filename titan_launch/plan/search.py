@@ -1,4 +1,5 @@
-"""The search for the layouts and modes with the shortest predicted step: `plan --search`. No torch.
+"""The search for the layouts and modes with the shortest predicted step: `plan --search`. This module does not import
+torch.
 
 The jobs to try are grouped into families. Jobs of one family have the same degrees of tensor, context, pipeline and
 expert parallelism, and the same pipeline schedule. Within a family, the search tries activation checkpointing modes,
@@ -71,8 +72,8 @@ _CHECKPOINTING, _ACCUMULATION, _UNSHARDED = _MODES
 _STAGES: Key = ("parallelism", "pipeline_parallel_stages_per_rank")
 _SPLIT: Key = ("parallelism", "pipeline_parallel_split_points")
 _SCHEDULES = ("1F1B", "Interleaved1F1B")
-"""The schedules to try, besides that of the job. Zero-bubble schedules are omitted: their bubble counts as 0, the best
-case, so they would often come first."""
+"""The schedules to try, besides the schedule of the job. Zero-bubble schedules are omitted: their bubble counts as 0,
+the best case, so they would often come first."""
 
 _OF_RECORDED = 0.97
 """Lower bound of the fraction of the computation time that grows in proportion to the microbatch size. The remaining
@@ -82,7 +83,7 @@ _LEAST_TOKENS = 4096
 """Smallest number of tokens of a sequence per context-parallel rank. (The degree in the job is always tried.)"""
 
 SHOWN = 5
-"""Largest number of jobs in the result, one for each `Kind`."""
+"""Largest number of jobs in the result. Each job has a different `Kind`."""
 
 NEAR = 0.05
 """The search skips jobs whose step takes longer than the best step by more than this fraction. The result may have
@@ -134,7 +135,7 @@ class Result:
     """Number of families that were searched without a ConfigError."""
 
     families: int
-    """Number of families that passed the checks before the search (`Search._problem`)."""
+    """Number of families that are possible. Those not tried do not fit, or are not faster."""
 
     refused: Mapping[str, int]
     """Reasons why families are not possible, each with the number of such families."""
@@ -147,7 +148,7 @@ _Degrees = tuple[int, ...]
 @dataclass(frozen=True)
 class _Probe:
     """Bounds for all jobs with the same degrees of tensor, context and expert parallelism, and the same activation
-    checkpointing. They come from the prediction for one of these jobs without a pipeline, the planned job."""
+    checkpointing. The bounds come from a prediction for one of these jobs, without a pipeline: the planned job."""
 
     exposed: float
     """Lower bound of the seconds during which computation waits for communication in a step."""
@@ -211,7 +212,8 @@ class Search:
             reason = (
                 "a search needs the memory and the speed of the device; set planner.device (plan: --device). For a "
                 "device that is not in the table, set planner.memory_gib and planner.speeds, or set "
-                "planner.memory_gib, both bandwidths of [planner] and metrics.peak_tflops_per_device"
+                "planner.memory_gib, planner.intra_node_gb_per_s, planner.inter_node_gb_per_s and "
+                "metrics.peak_tflops_per_device"
             )
             raise config_error(("planner", "device"), reason, config.planner.device)
         if config.training.global_batch_size is None:
@@ -234,12 +236,12 @@ class Search:
 
     def run(self) -> Result:
         """Return the best jobs. Unless `training.enable_cpu_offload` is held, CPU offload is tried only on GPUs, and
-        only if nothing fits without it. Raises ConfigError if the FLOPs of the model cannot be counted."""
+        only if no layout fits without CPU offload. Raises ConfigError if the FLOPs of the model cannot be counted."""
         if not self._is_free(_OFFLOAD):
             return self._run(self._config)
         result = self._run(with_values(self._config, {_OFFLOAD: False}))
         if not result.best and result.families and self._hardware.kernels == "cuda":
-            self._say("nothing fits without training.enable_cpu_offload; searching with it")
+            self._say("no layout fits without CPU offload; searching with training.enable_cpu_offload = true")
             result = self._run(with_values(self._config, {_OFFLOAD: True}))
         return result
 
@@ -253,7 +255,7 @@ class Search:
                 refused[problem] += 1
         self._probes = {}  # probes without CPU offload are not valid with it
         self._count_flops()
-        waiting, found, tried = families, dict[Kind, Found](), 0
+        waiting, found, tried, possible = families, dict[Kind, Found](), 0, len(families)
         while waiting:
             limit, bounds = self._limit(found), {id(family): self._bound_of_family(family) for family in waiting}
             waiting = [family for family in waiting if bounds[id(family)] < limit]
@@ -271,12 +273,13 @@ class Search:
                     tried += 1
                 else:
                     refused[problem] += 1
+                    possible -= 1
             waiting = waiting[len(tasks) :]
             best = min((job.seconds for job in found.values()), default=None)
             shown = "nothing fits yet" if best is None else f"best {best:.3g} s"
             self._say(f"searched {tried} of {tried + len(waiting)} layouts: {shown}")
         ranked = sorted(found.values(), key=lambda job: (_rounded(job.seconds), _complexity(job.config.parallelism)))
-        return Result(tuple(ranked[:SHOWN]), tried, len(families), refused)
+        return Result(tuple(ranked[:SHOWN]), tried, possible, refused)
 
     def _limit(self, found: Mapping[Kind, Found]) -> float:
         """Return the step time in seconds that a job must stay below to be a result; infinity if `found` is empty."""
@@ -481,8 +484,9 @@ class Search:
     # Jobs
 
     def _of_family(self, family: JobConfig, limit: float) -> tuple[Found | None, str | None]:
-        """Return a pair: the best of the family's jobs that fit and whose step takes less than `limit` seconds, or
-        None; and the reason why the family is not possible, or None."""
+        """Return a pair: a job and a reason. The job is the fastest job of the family that fits and whose step takes
+        less than `limit` seconds; None if there is no such job. The reason says why the family is not possible; None if
+        it is possible."""
         best: Found | None = None
         sizes = self._sizes(family)
         too_large = set[tuple[ActivationCheckpointConfig, int, int]]()
@@ -535,9 +539,9 @@ class Search:
                     return
 
     def _with_replicas(self, without: Sequence[Found], limit: float) -> Iterator[Found]:
-        """Yield variants of the jobs `without` that fit: variants have two or more replicas, and an optimizer that is
-        or is not sharded over the replicas. Yield nothing if the number of replicas is held. A variant is planned only
-        if its step may be faster than `limit`, than the jobs `without` and than the yielded jobs."""
+        """Yield the variants, of the jobs `without`, that fit into memory. A variant has two or more replicas, and an
+        optimizer that is or is not sharded over them. Yield nothing if the number of replicas is held. A variant is
+        planned only if its step may be faster than `limit`, than the jobs `without` and than the yielded jobs."""
         if not self._is_free(_REPLICAS):
             return
         best = min([limit, *(job.seconds for job in without)])
@@ -593,8 +597,8 @@ def _with_known_time(choices: Iterable[Choice]) -> list[Choice]:
 
 
 def _rounded(seconds: float) -> int:
-    """Return a number by which step times are sorted. Usually, it is the same for times that differ by less than
-    `_SAME`."""
+    """Return a number by which step times are sorted. Usually, the number is the same for times that differ by less
+    than the fraction `_SAME`."""
     return round(math.log(seconds) / _SAME) if seconds > 0 else 0
 
 

@@ -1,4 +1,4 @@
-"""Speeds of a device: seconds of a model's operations, and of collectives. No torch.
+"""Speeds of a device: seconds of a model's operations, and of collectives. This module does not import torch.
 
 `titan-launch measure-device` measures the speeds of a machine. Without measurements, the speeds are those of the data
 sheet, multiplied by the share that large operations reach. A matrix product then takes the time of its FLOPs or the
@@ -38,7 +38,7 @@ Points = tuple[tuple[float, float], ...]
 
 
 class Work(NamedTuple):
-    """A number of operations of the same kind and sizes, such as matrix products. Collectives are not included."""
+    """Several operations of the same kind and sizes, such as matrix products. Collectives are not included."""
 
     kind: Literal["product", "convolution", "attention", "attention_backward", "memory"]
 
@@ -102,11 +102,11 @@ class Measured:
     versions: Mapping[str, str]
     created: str
     sizes: tuple[int, ...]
-    """Numbers of rows, inner sizes and numbers of columns of the measured matrix products, in all combinations."""
+    """Sizes of the measured matrix products: rows, inner size and columns each take all of these values."""
 
     products: Mapping[str, tuple[tuple[tuple[float, ...], ...], ...]]
-    """FLOP/s of products by dtype. `products["float32"][i][j][k]`: the rate for `sizes[i]` rows, inner size `sizes[j]`
-    and `sizes[k]` columns."""
+    """FLOP/s of matrix products by dtype. `products["float32"][i][j][k]`: the rate for `sizes[i]` rows, inner size
+    `sizes[j]` and `sizes[k]` columns."""
 
     attention: tuple[MeasuredAttention, ...]
 
@@ -160,7 +160,7 @@ def read_measured(path: str) -> Measured:
     try:
         measured = parse_as(TypeAdapter(Measured), read_regular(Path(path), most_bytes=1 << 22))
     except (OSError, JsonError) as error:
-        reason = f"cannot be read ({reason_of(error)}); titan-launch measure-device writes such a file"
+        reason = f"cannot be read ({reason_of(error)}); create the file with titan-launch measure-device"
         raise config_error(("planner", "speeds"), reason, path) from None
     if problem := _problem(measured):
         raise config_error(("planner", "speeds"), f"{problem}; measure the device again", path)
@@ -220,8 +220,9 @@ the protocol Simple (src/graph/tuning.cc)."""
 
 
 def link_of(kind: str, gb_per_s: float | None) -> Link:
-    """Return the link `within` or `across` nodes. `gb_per_s`: bandwidth by the data sheet or the job. None:
-    unknown. An unknown bandwidth counts as infinite, and `Speeds.knows` returns False if the link was not measured."""
+    """Return the link of a kind: `within` a node or `across` nodes. `gb_per_s`: bandwidth by the data sheet or the job.
+    None: unknown. An unknown bandwidth counts as infinite, and `Speeds.knows` returns False if the link was not
+    measured."""
     share, base, hop = _LINKS[kind]
     return Link(math.inf if gb_per_s is None else 1e9 * gb_per_s * share, base, hop)
 
@@ -259,8 +260,8 @@ class Speeds(ABC):
         return self._of_flops(work, float(computed * work.sizes[0]))
 
     def least_seconds(self, work: Work) -> float:
-        """Return a lower bound of the seconds of all `work.times` operations. It holds even if larger microbatches make
-        the operations more efficient."""
+        """Return a lower bound of the seconds of all `work.times` operations. The bound holds even if larger
+        microbatches make the operations more efficient."""
         if work.kind == "product":
             return work.times * 2 * math.prod(work.sizes) / self._best_rate(work.dtype)
         if work.kind == "memory":
@@ -328,7 +329,7 @@ class Speeds(ABC):
         return base + max(seconds)
 
     def least_collective_seconds(self, kinds: Sequence[CollectiveKind], ring: Ring, sent_bytes: float) -> float:
-        """Return a lower bound of the seconds of one collective, averaged over `kinds`. It holds even if larger
+        """Return a lower bound of the seconds of one collective, averaged over `kinds`. The bound holds even if larger
         messages make collectives more efficient. `sent_bytes`: bytes that a rank sends in the collective."""
         return sent_bytes * sum(self._least_per_byte(kind, ring) for kind in kinds) / len(kinds)
 
@@ -347,13 +348,13 @@ class Speeds(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class DataSheetSpeeds(Speeds):
-    """Speeds of a data sheet, multiplied by the share of them that large operations reach (0.85 for memory)."""
+    """Speeds of a data sheet, each multiplied by the fraction that large operations reach (0.85 for memory)."""
 
     flops_per_s: Mapping[str, float]
-    """FLOP/s of large products by dtype."""
+    """FLOP/s of large matrix products by dtype."""
 
     shares: Mapping[str, float]
-    """FLOP/s of each other kind of work, divided by the FLOP/s of large products."""
+    """FLOP/s of each other kind of work, divided by the FLOP/s of large matrix products."""
 
     memory_bytes_per_s: float
     """Bandwidth that large elementwise operations reach, in bytes per second."""

@@ -1,4 +1,5 @@
-"""Time of a step, predicted from FLOPs and link traffic, or from the times of a replay (`Seconds`). No torch."""
+"""Time of a step, predicted from FLOPs and link traffic, or from the times of a replay (`Seconds`). This module does
+not import torch."""
 
 from __future__ import annotations
 
@@ -26,25 +27,26 @@ class StepTime:
     """Seconds of `compute` in which a rank waits for other pipeline stages."""
 
     exposed: float = 0.0
-    """Seconds of `communication` for which computation waits: that of tensor, context and expert parallelism."""
+    """Seconds of `communication` for which computation waits: the communication of tensor, context and expert
+    parallelism."""
 
     replayed: Seconds | None = None
     """The times of the replay from which the other fields follow, with the bubble in `total`, `compute` and `recorded`.
-    None: these fields follow from FLOPs and link traffic."""
+    None: the other fields follow from FLOPs and link traffic."""
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """Shortest and longest time of the step in seconds, with all or no communication overlapped by computation.
-        None if computation or communication is unknown."""
+        """Shortest and longest time of the step in seconds. In the shortest time, all communication overlaps with
+        computation; in the longest, none does. None if computation or communication is unknown."""
         if self.compute is None or self.communication is None:
             return None
         return max(self.compute, self.communication), self.compute + self.communication
 
     @property
     def expected(self) -> float | None:
-        """Expected time of the step in seconds: that of the replay, if there is one. Otherwise, only the communication
-        of FSDP2 and of the pipeline is assumed to overlap with computation. None if computation or communication is
-        unknown."""
+        """Expected time of the step in seconds. With a replay, this is the total time of the replay. Otherwise, only
+        the communication of FSDP2 and of the pipeline is assumed to overlap with computation. None if computation or
+        communication is unknown."""
         if self.replayed is not None:
             return self.replayed.total
         if self.compute is None or self.communication is None:
@@ -69,7 +71,8 @@ class StepTime:
         return replace(self, communication=self.exposed).expected
 
     def ties_with(self, other: StepTime) -> bool:
-        """Return True if either of two steps may be the shorter one: their intervals overlap or are unknown."""
+        """Return True if either of the two steps may be the shorter one: the intervals overlap, or an interval is
+        unknown."""
         if self.interval is None or other.interval is None:
             return True
         (low, high), (other_low, other_high) = self.interval, other.interval
@@ -83,7 +86,7 @@ def estimate_step_time(
     bubble_share: float = 0.0,
     exposed: LinkTraffic | None = None,
 ) -> StepTime:
-    """Return the time of a step: computation at the share `hardware.mfu` of the peak FLOP/s, and communication at full
+    """Return the time of a step: computation at `hardware.mfu` times the peak FLOP/s, and communication at full
     bandwidth. `bubble_share`: see the function `bubble_share`. `exposed`: the part of `link_traffic` for which
     computation waits."""
     compute = None
@@ -112,7 +115,8 @@ def bubble_share(parallelism: ParallelismConfig, layout: Layout) -> float:
     """Return the time that a rank waits while a pipeline fills and empties, divided by the compute time of the rank.
 
     The result is (p - 1) / (v m) for p ranks with v equal stages and m microbatches (arXiv:2104.04473). Zero-bubble
-    schedules compute weight gradients while a rank would wait. Their result is 0, the best case (arXiv:2401.10241).
+    schedules compute weight gradients while a rank would wait. For these schedules, the result is 0, the best case
+    (arXiv:2401.10241).
     """
     if parallelism.splits_backward:
         return 0.0
@@ -136,7 +140,7 @@ class Flops:
     """The FLOPs of forward and backward of one sample (`train.flops`)."""
 
     per_sample: int
-    """All FLOPs, including `of_experts`."""
+    """FLOPs of the whole model, including `of_experts`."""
 
     of_experts: int = 0
     """FLOPs in the routed experts."""

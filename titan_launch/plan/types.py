@@ -1,5 +1,5 @@
-"""The tables that planner and trainer share: the modules of a model, and its FSDP2 units. No torch.
-A precision rule is **in place** if its modules stay in the FSDP2 units around them (`ModelPlan.in_place`)."""
+"""The tables that planner and trainer share: the modules of a model, and its FSDP2 units. This module does not import
+torch. A precision rule is **in place** if its modules stay in the FSDP2 units around them (`ModelPlan.in_place`)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ class TensorInfo:
     parameter that is not shared."""
 
     is_stacked: bool = False
-    """True for a parameter of `Experts` or of their adapters: dim 0 has one entry for each expert of the layer."""
+    """True for a parameter of an `Experts` module or of its adapters: dim 0 has one entry for each expert of the
+    layer."""
 
     is_saved: bool = True
     """False for a buffer that is not in the state dict (`persistent=False`)."""
@@ -52,10 +53,10 @@ EXPERTS = "titan_launch.models.decoder.mixture_of_experts.Experts"
 """Full name of the class of modules whose parameters are stacked: dim 0 has one entry for each expert."""
 
 LORA = "titan_launch.models.lora.LoRA"
-"""Full name of the class of adapters, which is also the base class of the adapters of embeddings and of experts."""
+"""Full name of the adapter class. The adapter classes for embeddings and for experts are derived from it."""
 
 STACKED_LORA = "titan_launch.models.lora.StackedLoRA"
-"""Full name of the class of the adapters of experts."""
+"""Full name of the adapter class for experts."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ class ModuleInfo:
 
     @property
     def has_experts(self) -> bool:
-        """True if the module is the `Experts` of a layer."""
+        """True if the module is of the class `Experts`: it holds all experts of a layer."""
         return EXPERTS in self.classes
 
     @property
@@ -117,7 +118,7 @@ class Inventory:
     """Paths of the modules that run first. Only their own forward reads their weights; backward does not."""
 
     pipeline_order: tuple[str, ...] = ()
-    """Paths of the modules that run in sequence, each on the output of the module before. Together, these modules
+    """Paths of the modules that run in sequence, each on the output of the previous module. Together, these modules
     contain all parameters. Empty: the order is unknown."""
 
     output_layer: str | None = None
@@ -145,10 +146,10 @@ class Inventory:
 def sharded_dim(shape: Sequence[int], shards: int, is_stacked: bool) -> int:
     """Return the dim along which FSDP2 shards a parameter: 0, or 1 for some parameters of experts.
 
-    `shape`: shape of the part of the parameter that expert and tensor parallelism leave to a rank. `is_stacked`:
-    `TensorInfo.is_stacked`. FSDP2 pads dim 0 to a multiple of the number of shards. So 8 experts over 64 shards would
-    take the memory of 64 experts. If the number of shards divides the size of dim 1, but not the number of experts, dim
-    1 is sharded instead, and nothing is padded.
+    `shape`: shape of a rank's part of the parameter after expert and tensor parallelism, before FSDP2 shards this part.
+    `is_stacked`: `TensorInfo.is_stacked`. FSDP2 pads dim 0 to a multiple of the number of shards. So 8 experts over 64
+    shards would take the memory of 64 experts. If the number of shards divides the size of dim 1, but not the number of
+    experts, dim 1 is sharded instead, and nothing is padded.
     """
     return int(is_stacked and shape[0] % shards != 0 and shape[1] % shards == 0)
 
@@ -172,20 +173,21 @@ def outward(path: str) -> Iterator[str]:
 
 
 def enclosing(path: str, modules: Collection[str]) -> str:
-    """Return the innermost of `modules` that contains `path` or equals it; empty if there is none."""
+    """Return the innermost of `modules` that is `path` or contains `path`; an empty string if there is none."""
     while path and path not in modules:
         path = parent(path)
     return path
 
 
 def outermost(paths: Sequence[str]) -> tuple[str, ...]:
-    """Return those of `paths` that do not lie inside another of `paths`, in order."""
+    """Return the entries of `paths` that do not lie inside another entry, in order."""
     among = set(paths)
     return tuple(path for path in paths if not enclosing(parent(path), among))
 
 
 def full_name(path: str, name: str) -> str:
-    """Return the path of a parameter, buffer or child of a module."""
+    """Return the full name of a parameter, buffer or child of the module `path`: `path.name`, or `name` for the
+    root."""
     return f"{path}.{name}" if path else name
 
 
@@ -238,19 +240,19 @@ class Unit:
     """Number of elements of the unit's parameters before sharding, including parameters of rules in place."""
 
     is_trained: bool = True
-    """True if any of the unit's parameters takes a gradient. Parameters of rules in place (`ModelPlan.in_place`) do not
-    count here."""
+    """True if any parameter of the unit is trained. Parameters of rules in place (`ModelPlan.in_place`) do not count
+    here."""
 
     gradient_dtype: str | None = None
-    """Dtype of the unit's sharded gradients: the storage dtype of its parameters that take a gradient, including
-    parameters of rules in place. FSDP2 requires one dtype for all of them. None: the unit reduces no gradients."""
+    """Dtype of the unit's sharded gradients: the storage dtype of its trained parameters, including those of rules in
+    place. FSDP2 requires one dtype for all of them. None: the unit reduces no gradients."""
 
     unshard_in_backward: bool = True
     """True if backward all-gathers the parameters again after a reshard. False: backward does not read them."""
 
     expert_parallel: int = 1
     """Number of ranks over which expert parallelism has divided the parameters, before FSDP2 shards each part over
-    `Layout.shards_of` ranks. If this number is above 1, the unit has only `Experts` of one layer, or their adapters."""
+    `Layout.shards_of` ranks. If this number is above 1, the unit has only `Experts` modules or their adapters."""
 
     own_because: str = ""
     """Reason, in words, why the unit's modules do not stay in the units around them (`precision.placement`). Empty for
@@ -262,8 +264,8 @@ class Unit:
         return self.expert_parallel > 1
 
     def part(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of the part of a parameter that expert parallelism leaves to this rank, before FSDP2 shards
-        the part. `shape`: shape of the whole parameter."""
+        """Return the shape of this rank's part of a parameter after expert parallelism, before FSDP2 shards the part.
+        `shape`: shape of the whole parameter."""
         return (shape[0] // self.expert_parallel, *shape[1:]) if shape else ()
 
     def whole(self, shape: Sequence[int]) -> tuple[int, ...]:
@@ -318,12 +320,12 @@ class ModelPlan:
     """Units in wrapping order: inner units before outer ones, the root last."""
 
     buffer_dtypes: Mapping[str, str]
-    """Dtypes of all floating buffers by full name: from the model, or from `[precision]`."""
+    """Dtype of each floating-point buffer, by full name of the buffer: as in the model, or as `[precision]` sets it."""
 
     in_place: tuple[Unit, ...] = ()
     """An entry for each precision rule whose modules stay in the units around them, and for trained modules that stay
     in frozen units (`precision.placement`). The entries are not FSDP2 units: the units around the modules all-gather
-    and reduce the parameters, each parameter in its own compute dtype."""
+    these parameters, each in its own compute dtype, and reduce their gradients."""
 
     checkpointed: tuple[str, ...] = ()
     """Paths of the modules with activation checkpointing."""
@@ -341,8 +343,8 @@ class ModelPlan:
     """Path of the output layer that computes the loss in chunks (`loss.chunks`); None if the model returns logits."""
 
     def returns_loss(self, path: str) -> bool:
-        """Return True if a module is the loss head or contains it. Such a module returns the sums of the loss in place
-        of logits. Policies do not cast these sums, which are fp32."""
+        """Return True if a module is the loss head or contains it. Such a module returns sums of the loss in fp32
+        instead of logits. No policy casts these sums."""
         return self.loss_head is not None and is_within(self.loss_head, path)
 
     def gathered_dtypes(self) -> list[str]:
@@ -386,8 +388,8 @@ class ModelPlan:
         return {path: boundary.policy for boundary in self.boundaries for path in boundary.modules}
 
     def casts_inputs(self, unit: Unit) -> bool:
-        """Return `cast_forward_inputs` of the policy that FSDP2 gets for a unit. It is False if a rule in place covers
-        one of the unit's modules. Then hooks cast the inputs of each module instead."""
+        """Return `cast_forward_inputs` of the policy that FSDP2 gets for a unit. The result is False if a rule in place
+        covers one of the unit's modules. Then hooks cast the inputs of each module."""
         return unit.policy.cast_forward_inputs and all(self.unit_of[path] is unit for path in unit.modules)
 
 
@@ -435,8 +437,8 @@ def _by_module(inventory: Inventory, units: Sequence[Unit]) -> dict[str, Unit]:
 
 
 def unit_by_module(inventory: Inventory, units: Sequence[Unit]) -> dict[str, int]:
-    """Return, by the path of each module, the index of the unit that the module's own parameters belong to: the unit
-    that lists the module, or else the nearest enclosing module. One of `units` must list the root."""
+    """Return the index of the unit to which the own parameters of each module belong, by path of the module. This is
+    the unit that lists the module; if no unit lists it, the unit of its parent. One of `units` must list the root."""
     members = {path: index for index, unit in enumerate(units) for path in unit.modules}
     owners: dict[str, int] = {}
     for module in inventory.modules:  # parents come first
@@ -471,7 +473,7 @@ def with_parameters(
 
 
 def modules_by_unit(inventory: Inventory, units: Sequence[Unit]) -> list[list[ModuleInfo]]:
-    """Return the modules whose own parameters belong to each unit, in the order of the units."""
+    """Return a list for each unit, in the order of the units: the modules whose own parameters belong to the unit."""
     owners = unit_by_module(inventory, units)
     modules: list[list[ModuleInfo]] = [[] for _ in units]
     for module in inventory.modules:
@@ -480,7 +482,8 @@ def modules_by_unit(inventory: Inventory, units: Sequence[Unit]) -> list[list[Mo
 
 
 def parameters_by_unit(inventory: Inventory, units: Sequence[Unit]) -> list[list[TensorInfo]]:
-    """Return the parameters of each unit, in the order of the units. Tied parameters count once."""
+    """Return a list for each unit, in the order of the units: the parameters of the unit. Tied parameters count
+    once."""
     return [
         [parameter for module in modules for parameter in module.parameters if parameter.tied_to is None]
         for modules in modules_by_unit(inventory, units)

@@ -41,7 +41,7 @@ class Finding:
 
     @property
     def differs(self) -> bool:
-        """True if dtypes are planned, and a different dtype was observed."""
+        """True if dtypes are planned, and a dtype that is not planned was observed."""
         return bool(self.planned) and any(dtype not in self.planned for dtype in self.observed)
 
     @property
@@ -68,7 +68,7 @@ class Audited:
     dtype is missing."""
 
     num_forwards: int | None = None
-    """Number of forwards of a module, including those of activation checkpointing."""
+    """Number of forwards of a module, including the second forwards of activation checkpointing; None for a unit."""
 
 
 @dataclass(frozen=True)
@@ -135,10 +135,10 @@ def _gradient_dtypes(unit: Unit) -> tuple[str, ...]:
     """Return the dtypes that the gradients of unsharded parameters may have when autograd passes them to hooks.
 
     Before torch 2.15, autograd converts gradients to the compute dtype. From torch 2.15 on, FSDP2 chooses the dtype
-    (`_set_unsharded_grad_dtypes` in its source). A reduce dtype that is not larger than the compute dtype is the dtype
-    of all gradients. With a larger reduce dtype, a gradient has the dtype of its backward operation. Two kinds of
-    gradients may have the reduce dtype instead: the first gradient of a step with deferred reduction, and the gradient
-    of a parameter that tensor parallelism replicates.
+    (`_set_unsharded_grad_dtypes` in its source). If the reduce dtype is not larger than the compute dtype, all
+    gradients have the reduce dtype. With a larger reduce dtype, a gradient has the dtype of its backward operation. Two
+    kinds of gradients may have the reduce dtype instead: the first gradient of a step with deferred reduction, and the
+    gradient of a parameter that tensor parallelism replicates.
     """
     compute, reduce = unit.compute_dtype, unit.reduce_dtype
     if not ACCUMULATES_IN_GRAD:

@@ -50,6 +50,7 @@ class Failure:
     def __init__(self, error: Exception, model: nn.Module, plan: ModelPlan, precision: PrecisionConfig):
         self.text = re.split(r"\. |\n", str(error))[0].rstrip(".")
         """The first sentence of PyTorch's message."""
+
         self.plan, self.model = plan, model
         self._rules, self.error = precision.rules, error
 
@@ -103,8 +104,8 @@ class Failure:
         return pattern if len(classes) == 1 else path
 
     def casting_rule(self, path: str, *dtypes: str) -> tuple[KeyPath, object, str]:
-        """Return the key to change, the present value of the key (UNSET if there is none), and a remedy. After the
-        change, FSDP2 casts the inputs of the module at `path` to one of `dtypes`, in which the module computes."""
+        """Return the key to change, the present value of the key (UNSET if there is none), and a remedy. With the
+        remedy, FSDP2 casts the inputs of the module at `path` to one of `dtypes`, and the module computes in it."""
         unit, choice = self.plan.unit_of[path], " or ".join(f'"{dtype}"' for dtype in dtypes)
         rule, new = self.rule(unit), f'with match = "{self.glob(path)}" and param_dtype = {choice} (inputs are cast)'
         if rule is None or unit.key is None:
@@ -127,7 +128,7 @@ def clash(failure: Failure) -> Problem | None:
     is_leaf = len(failure.inside(path)) == 1
     if is_leaf and info.parameters and failure.buffers_in_another_dtype(info):
         return _output_dtype(failure, path) or _beside_buffers(failure, path)
-    # PyTorch's own layers do not cast. So their inputs had the wrong dtype, and a rule with either dtype casts inputs.
+    # PyTorch's own layers do not cast, so their inputs had the wrong dtype. A rule with either dtype casts the inputs.
     dtypes = ("bfloat16", "float32") if is_leaf and info.classes[0].startswith("torch.nn.") else ("float32",)
     reason = (
         f"an operation in {failure.describe(path)} has inputs of two dtypes ({failure.line}); cast them to one dtype"
@@ -136,11 +137,11 @@ def clash(failure: Failure) -> Problem | None:
 
 
 def _output_dtype(failure: Failure, consumer: str) -> Problem | None:
-    """Explain a precision rule whose `output_dtype` differs from the compute dtype of the module `consumer`; None if
-    there is no such rule.
+    """Explain a precision rule whose `output_dtype` differs from the compute dtype of the module `consumer`. Return
+    None if there is no such rule.
 
-    Of several such rules, the rule of the module nearest to `consumer` is named. The model's last module does not
-    count, because its output goes to the loss.
+    If there are several such rules, the rule of the module nearest to `consumer` is named. The model's last module does
+    not count, because its output goes to the loss.
     """
     computes_in = failure.plan.unit_of[consumer].compute_dtype
     sources = [
@@ -153,7 +154,7 @@ def _output_dtype(failure: Failure, consumer: str) -> Problem | None:
     if not sources:
         return None
 
-    # The nearest module is that with the longest common path.
+    # The nearest module has the longest common path with the consumer.
     folders = [(commonpath([path.replace(".", "/") for path in (source[0], consumer)]), source) for source in sources]
     _, unit, dtype = max(folders, key=lambda pair: len(pair[0]))[1]
     reason = f"the consumer of this output, {failure.describe(consumer)}, computes in {computes_in}; remove this key"
@@ -173,7 +174,8 @@ def _beside_buffers(failure: Failure, path: str) -> Problem:
 
 def batch_norm_clash(failure: Failure) -> Problem | None:
     """Explain a dtype error of CUDA's BatchNorm kernels. Backward raises this error, so the module that failed is
-    unknown. The first BatchNorm whose buffers and parameters have different dtypes is named; None if there is none."""
+    unknown. The first BatchNorm whose buffers and parameters have different dtypes is named. Return None if there is
+    none."""
     modules = failure.plan.inventory.modules
     found = [m.path for m in modules if "running_mean" in failure.buffers_in_another_dtype(m)]
     return _beside_buffers(failure, found[0]) if found else None
@@ -193,8 +195,8 @@ def no_kernel(failure: Failure) -> Problem | None:
 
 def _with_casting_rule(failure: Failure, path: str, reason: str, dtypes: Sequence[str]) -> Problem:
     """Return the problem of an operation in the module at `path`. Add a second remedy to `reason`: a precision rule for
-    this module or, if it contains no parameters, for the nearest module around it that does. Without such a module, add
-    nothing."""
+    this module or, if it contains no parameters, for the nearest module around it with parameters. If there is no such
+    module, add nothing."""
     while path and not any(module.parameters for module in failure.inside(path)):
         path = parent(path)
     if not path:

@@ -23,7 +23,7 @@ AUTOCAST = "autocast"
 
 
 def buffer(name: str) -> str:
-    """Return the key of a buffer's dtypes in `Seen.dtypes`."""
+    """Return the key in `Seen.dtypes` for the buffer with this name."""
     return f"buffer {name}"
 
 
@@ -35,7 +35,7 @@ class Seen:
     """Observed dtypes by kind of tensor: `inputs`, `all-gather`, ..."""
 
     num_forwards: int = 0
-    """Number of forwards of a module, including those of activation checkpointing. 0 for a unit."""
+    """Number of forwards of a module, including the second forwards of activation checkpointing. 0 for a unit."""
 
     returns_view: bool = False
     """True if an output of a module was a view that requires a gradient. False for a unit."""
@@ -79,7 +79,7 @@ def look_at_storage(model: nn.Module, observed: Observations) -> None:
     for path, seen in observed.modules.items():
         module = model.get_submodule(path)
         for parameter in module.parameters(recurse=False):
-            if isinstance(parameter, DTensor) or not parameter.requires_grad:  # FSDP2 ignores some frozen ones
+            if isinstance(parameter, DTensor) or not parameter.requires_grad:  # FSDP2 ignores some frozen parameters
                 seen.note(STORED_PARAMETERS, parameter)
                 seen.note(STORED_GRADIENTS, parameter.grad)
         _note_buffers(module, seen)

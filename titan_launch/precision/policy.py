@@ -23,9 +23,9 @@ def mixed_precision_policy(
     policy: Policy, in_place: Mapping[nn.Parameter, torch.dtype] | None = None
 ) -> MixedPrecisionPolicy:
     """Return a planned policy as FSDP2's `MixedPrecisionPolicy`. If `param_dtype` is None, FSDP2 casts neither
-    parameters nor inputs. With any dtype, even float32, FSDP2 casts both; inputs only with `cast_forward_inputs`.
+    parameters nor inputs. With any dtype, even float32, FSDP2 casts parameters and, with `cast_forward_inputs`, inputs.
 
-    `in_place`: compute dtypes of the parameters of `ModelPlan.in_place`. Only torch 2.15 and newer support them.
+    `in_place`: compute dtypes of the parameters of `ModelPlan.in_place`. This argument requires torch 2.15 or newer.
     """
     own_dtypes: dict[str, Any] = {"param_dtype_override_fn": in_place.get} if in_place else {}
     return MixedPrecisionPolicy(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from titan_launch.config.sections.parallelism import CompileConfig
 from titan_launch.core.errors import RunError, listed
+from titan_launch.core.terminal import counted
 from titan_launch.plan.proof.cases import Case, runs_with_parts
 from titan_launch.plan.proof.certificate import Finding
 from titan_launch.prove.results import LOSS, OUTPUT, Departure, Difference, exceeding
@@ -33,7 +34,7 @@ def explain(proof: Proof, case: Case, results: Sequence[Difference]) -> Finding:
         candidates = runs_with_parts(case, number)
         chosen = "one" if number == 1 else "two"
         every = f"the {len(case.parts)} axes and modes of the failed run"
-        proof.say(f"looking for the cause: {len(candidates)} runs, each with {chosen} of {every}")
+        proof.say(f"looking for the cause: {counted(len(candidates), 'run')}, each with {chosen} of {every}")
         found = [(one, _compared(proof, one)) for one in candidates]
         failing = [(one, of_one) for one, of_one in found if exceeding(of_one, tolerances)]
         if failing:
@@ -99,7 +100,8 @@ def _module(
     if kind == "average":
         return "[ema]", f"the average of {name} departs; its updates do not"
     updates = [result.name for result in of_step if result.name.startswith("update ")]
-    return "the optimizer", f"the update of {len(updates)} parameters departs, first {name}; their gradients do not"
+    number = counted(len(updates), "parameter")
+    return "the optimizer", f"the update of {number} departs, first {name}; their gradients do not"
 
 
 def owner(name: str) -> str:

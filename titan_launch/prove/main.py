@@ -111,7 +111,7 @@ class Proof:
         if free < needed:
             raise UserError(
                 f"{processes} processes need about {needed:.1f} GiB of memory, and {free:.1f} GiB are free; free "
-                "memory, or use a machine with more"
+                "memory, or use a machine with more memory"
             )
         if self.twin.second is not None:  # the loss of the twin reads its second model from this folder
             model = self.twin.second.model_dump(mode="json")

@@ -97,7 +97,7 @@ def _check_size(config: JobConfig) -> None:
     needed, free = number * _BYTES / GIB, free_memory_gib()
     if needed > free:
         reason = (
-            f"has {number:,} parameters, so a proof needs about {needed:.0f} GiB of memory, and {free:.1f} are free"
+            f"has {number:,} parameters, so a proof needs about {needed:.0f} GiB of memory, and {free:.1f} GiB are free"
         )
         advice = "name smaller arguments of the model in the table [prove.args]"
         raise config_error(("model", "name"), f"{reason}; {advice}", config.model.name)
@@ -106,8 +106,8 @@ def _check_size(config: JobConfig) -> None:
 def measure_case(job: dict[str, Any], file: str, begins_apart: bool = False) -> list[Difference]:
     """Train a twin on this rank, and compare its steps with those in `file`. Collective.
 
-    `begins_apart`: as in `train_twin`. Where a model has kinks (ReLU, the choice of experts), a rounding can change a
-    gradient much.
+    `begins_apart`: as in `train_twin`. Where a model has kinks (ReLU, the choice of experts), a rounding error can
+    change a gradient a lot.
     """
     return compare(train_twin(job, begins_apart=begins_apart)[0], _loaded(file))
 

@@ -74,7 +74,7 @@ def look_at_model(path: str) -> ModelFolder:
 
 @dataclass(frozen=True)
 class DataFolder:
-    """The facts about data at a path."""
+    """The facts about the data at a path, from which the tables `[data]` and `[validation.data]` are written."""
 
     path: str
     kind: str
@@ -90,8 +90,8 @@ class DataFolder:
     """Keys of `[data]` only."""
 
     validation: str | None = None
-    """Path of separate validation data; None if there is none. (With None, `is_split` tells whether a split of `path`
-    is used.)"""
+    """Path of separate validation data; None if there is none. In that case, `is_split` tells whether a split of `path`
+    is used."""
 
     is_split: bool = True
     """True if a split of `path` is held out for validation."""
@@ -117,7 +117,7 @@ class UnknownDataError(Exception):
 def look_at_data(path: str, kinds: Sequence[str] = ()) -> DataFolder:
     """Return the facts about the data at a path, from the names and the content of its files.
 
-    `kinds`: the preferred kinds, the best one first. If the first lines suit several kinds, the kind that is first in
+    `kinds`: the preferred kinds, the best kind first. If the first lines suit several kinds, the kind that is first in
     `kinds` is used. Raises UnknownDataError if the data is missing, cannot be read, or has no clear kind.
     """
     try:
@@ -146,7 +146,7 @@ def _facts_about(path: str, kinds: Sequence[str]) -> DataFolder:
     try:
         files = [file for _, file in paths.expand_paths(path)]
     except FileNotFoundError:
-        raise UnknownDataError("no such file or folder, or no files in it") from None
+        raise UnknownDataError("no such file or folder, or no files in it; correct the path") from None
     return _by_suffix(path, files, kinds)
 
 
@@ -228,7 +228,8 @@ def _size_of(image: Path) -> int:
 
 
 def _image_files(path: str, description: str, size: int = _SHORT_SIDE) -> DataFolder:
-    """Return the facts about images in files, which a job resizes and crops. `size`: shorter side of one in pixels."""
+    """Return the facts about images in files, which a job resizes and crops. `size`: shorter side of an image in
+    pixels."""
     side = min(size, _SHORT_SIDE)
     resize = 256 if side == _SHORT_SIDE else side
     imagenet = (Row("mean", [0.485, 0.456, 0.406], "of ImageNet"), Row("std", [0.229, 0.224, 0.225]))
@@ -313,9 +314,9 @@ _KINDS_OF_LINES = {
 
 
 def _lines(path: str, kinds: Sequence[str]) -> DataFolder:
-    """Return the facts about JSON lines: chats, pairs of answers, or text in a field. Raises UnknownDataError if the
-    first lines suit several kinds and none of these is in `kinds`, if a line is not an object, or if no key has
-    text."""
+    """Return the facts about JSON lines: chats, pairs of answers, or text in a field. Raises UnknownDataError if a line
+    is not an object, or if no key has text. Also raises this error if the first lines suit several kinds, and none of
+    these kinds is in `kinds`."""
     records = _records(path)
     first, number = next(records), 1
     found = _kinds_of_line(first)
@@ -389,7 +390,7 @@ def _records(path: str) -> Iterator[dict[str, Any]]:
     except ConfigError as error:
         raise UnknownDataError(error.problems[0].reason) from None
     if is_empty:
-        raise UnknownDataError("its files have no lines")
+        raise UnknownDataError("its files have no lines; name other files")
 
 
 def _column(texts: list[str], names: list[str]) -> Row:
@@ -403,5 +404,5 @@ def _text_of(texts: list[str], what: str, names: list[str]) -> str:
     if not texts:
         found = one_line(listed(names, most=8))
         nested = '; a key of an inner object needs data.field, such as "meta.text"' if what == "key" else ""
-        raise UnknownDataError(f"no {what} has text; there are: {found:.500}{nested}")
+        raise UnknownDataError(f"no {what} has text; the {what}s are: {found:.500}{nested}")
     return "text" if "text" in texts else texts[0]

@@ -26,7 +26,7 @@ MODEL, CHATS, PAIRS = "MODEL_FOLDER", "CHATS.jsonl", "PAIRS.jsonl"
 
 @dataclass(frozen=True)
 class Recipe:
-    """A kind of training, with the values that are usual for it. The default values are those of fine-tuning."""
+    """A kind of training, with its usual values. The defaults of the fields are the values of fine-tuning."""
 
     title: str
     about: str
@@ -43,8 +43,8 @@ class Recipe:
     of samples per step. (Each rank has at least one sample, so a step may exceed these limits.)"""
 
     steps: int
-    """Usual number of steps. With `prefers_steps`, this is the value of the key `steps`. Without it, if the number of
-    samples is unknown, warm-up and intervals are computed from this number."""
+    """Usual number of steps. With `prefers_steps`, this is the value of the key `steps`. Without `prefers_steps`, and
+    if the number of samples is unknown, warm-up and intervals are computed from this number."""
 
     lr: float
     lr_comment: str
@@ -137,7 +137,7 @@ RECIPES: dict[str, Recipe] = {
     ),
     "dpo": Recipe(
         "DPO: direct preference optimization with adapters, on pairs of answers",
-        "Direct preference optimization. The reference is the model without its adapters, so it needs no memory.",
+        "Direct preference optimization. The reference is the model without its adapters, which needs no memory.",
         ("preferences",),
         PAIRS,
         tokens_per_step=2**16,
@@ -188,7 +188,7 @@ class Inputs:
     data: DataFolder | None
     ranks: int
     device: str | None
-    """Name in the device table of the device to plan for. None: the device of this machine."""
+    """The device to plan for, by its name in the device table. None: the device of this machine."""
 
     sizes: Sizes
 
@@ -233,7 +233,7 @@ def tables_of(name: str, inputs: Inputs) -> Iterator[Table]:
     elif "preferences" in recipe.kinds:
         yield Table("loss", [Row("name", "dpo")])
         reference = Row("reference", "base", "the model without its adapters; without [lora], name a folder")
-        yield Table("loss.dpo", [reference, Row("beta", 0.1, "larger values stay closer to the reference")])
+        yield Table("loss.dpo", [reference, Row("beta", 0.1, "larger values keep the model closer to the reference")])
     elif not is_images and model is not None and _size(model, "vocab_size") >= 100_000:
         yield Table("loss", [Row("chunks", 8, "logits exist for one eighth of the classes at a time")])
     frozen = Row("frozen_storage_dtype", "bfloat16", "the base, which is not trained; adapters are in float32")
@@ -291,7 +291,8 @@ def _batch_and_length(recipe: Recipe, inputs: Inputs) -> tuple[int, _Length]:
 def _text_model(recipe: Recipe, model: ModelFolder | None) -> Iterator[Table]:
     if model is None and not recipe.needs_model:
         names = ", ".join(ARCHITECTURES["llama3"].flavors)
-        yield Table("model", [Row("name", "llama3"), Row("flavor", "debug", f"{names}; `--model FOLDER`: its shape")])
+        flavor = Row("flavor", "debug", f"{names}; or the shape of `--model FOLDER`")
+        yield Table("model", [Row("name", "llama3"), flavor])
         yield Table("tokenizer", [Row("kind", "bytes", '"huggingface" with a path for a real vocabulary')])
         return
     path = MODEL if model is None else model.path
@@ -306,7 +307,7 @@ def _text_model(recipe: Recipe, model: ModelFolder | None) -> Iterator[Table]:
             rows.append(Row("exclude_from_weights", ["output.weight"], "a new output layer, from random values"))
         yield Table("model", rows)
         if recipe.is_reward:
-            yield Table("model.args", [Row("num_labels", 1, "one number")])
+            yield Table("model.args", [Row("num_labels", 1, "the reward")])
     elif model.name == HUGGINGFACE:
         name = Row("name", HUGGINGFACE, "the class of `transformers`")
         yield Table("model", [name, Row("path", path, "only its config.json is read")])
@@ -468,7 +469,7 @@ class _Samples:
 
 
 def _count_samples(data: DataFolder, keys: Mapping[str, Any], seq_len: int, has_tokenizer: bool) -> _Samples | None:
-    """Return the number of training samples of an epoch; None if it is unknown before the data is read.
+    """Return the number of training samples of an epoch; None if this number is unknown before the data is read.
 
     `keys`: the keys of `[data]`. `has_tokenizer`: False if each byte is a token.
     """

@@ -64,7 +64,7 @@ def planned_sizes(config: JobConfig, machine: Machine, recordings_of: Recordings
     try:
         for candidate in _candidates(config, machine, recordings_of):
             candidates.append(candidate)  # noqa: PERF402 - an error for a larger microbatch leaves the smaller ones
-    except ConfigError as error:  # such as that of a model that cannot be traced
+    except ConfigError as error:  # for example, the model cannot be traced
         if not candidates:
             reason, _, _ = error.problems[0].reason.partition("\n")
             return Sizes(
@@ -129,8 +129,8 @@ def _candidates(config: JobConfig, machine: Machine, recordings_of: RecordingsOf
 class _BySize:
     """A predictor of a job's memory, traffic and step time for any microbatch size.
 
-    It usually needs only two recordings, with microbatches of two and of four samples: traffic, times, and the memory
-    at each point of a step are linear functions of the microbatch size.
+    Usually, two recordings are enough, with microbatches of two and of four samples: traffic, times, and the memory at
+    each point of a step are linear functions of the microbatch size.
     """
 
     def __init__(self, config: JobConfig, layout: Layout, hardware: Hardware, recordings_of: RecordingsOf):

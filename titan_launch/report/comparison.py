@@ -220,6 +220,8 @@ class Comparison:
         first = line.values[0]
         return [
             f"{name} is slower than {self.reference} by more than {percent:g} %: {shown}"
+            if shown
+            else f"the speed of {name} or of {self.reference} is unknown"
             for name, value, shown in zip(self.others, line.values[1:], line.changes(), strict=True)
             if value is None or first is None or not value >= first * (1 - percent / 100)
         ]

@@ -207,7 +207,7 @@ def _speed(run: RecordedRun) -> str:
         return ""
     mfu = spread(run.steady("throughput/mfu_percent"))
     at = f", at a model FLOPs utilization of {mfu.median:.1f} %" if mfu else ""
-    half = f"; half of the reports are from {speed.low:,.0f} to {speed.high:,.0f}" if speed.count > 3 else ""
+    half = f"; half of the reported speeds are from {speed.low:,.0f} to {speed.high:,.0f}" if speed.count > 3 else ""
     return f"The median speed is {speed.median:,.0f} {speed_unit(tag)}, {step.median:.3g} s per step{at}{half}."
 
 
@@ -246,7 +246,7 @@ def _interruptions(run: RecordedRun) -> str:
 def _saved(run: RecordedRun) -> str:
     if not run.checkpoints:
         return "There is no checkpoint."
-    result = "" if run.best_step is None else f" The best is of step {run.best_step:,} and is the result."
+    result = "" if run.best_step is None else f" The best is of step {run.best_step:,}, and is the result of the run."
     return f"Checkpoints: {len(run.checkpoints):,}. The newest is of step {run.checkpoints[0].step:,}.{result}"
 
 

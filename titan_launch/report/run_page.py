@@ -93,7 +93,7 @@ _BARS = {
     PREDICTED: "tensors, predicted by the planner",
     MEASURED: "tensors, measured",
     _RESERVED: "reserved by the CUDA allocator, measured",
-    _HOST: "the process, measured",
+    _HOST: "host memory of the process, measured",
 }
 """Text of each bar of peak memory."""
 

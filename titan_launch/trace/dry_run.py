@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.parallelism import CompileConfig
+from titan_launch.core.terminal import counted
 from titan_launch.distributed.dtensor import local_tensor
 from titan_launch.optim.clip import clip_grad_norm
 from titan_launch.optim.groups import check_param_groups, check_stacks
@@ -74,11 +75,11 @@ def _describe_rank(model: AssembledModel, optimizer: Optimizer) -> Iterator[str]
     parameters = list(model.module.parameters())
     num_units = sum(len(part.units) for _, part in parts(model.module, plan))
     yield (
-        f"model: {plan.inventory.num_parameters:,} parameters; on this rank: {num_units} units, "
+        f"model: {plan.inventory.num_parameters:,} parameters; on this rank: {counted(num_units, 'unit')}, "
         f"{sum(local_tensor(p).numel() for p in parameters):,} elements of parameters, {_gib(parameters)}"
     )
     values = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
-    yield f"optimizer: {len(optimizer.param_groups)} parameter groups, {_gib(values)} of state"
+    yield f"optimizer: {counted(len(optimizer.param_groups), 'parameter group')}, {_gib(values)} of state"
 
 
 def _describe_step(traced: TracedStep, layout: Layout, hardware: Hardware) -> Iterator[str]:

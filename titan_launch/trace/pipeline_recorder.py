@@ -1,8 +1,8 @@
 """Recording of a pipeline's step. PyTorch's schedule runs with all microbatches, but stages run only a few of them.
 
 Microbatches of one kind (`_Kind`) allocate the same memory. So each stage runs only the first microbatch of each kind.
-For the others, a stand-in returns a tensor of the same shape. Memory that the schedule itself allocates and holds is
-recorded for all microbatches.
+For the other microbatches, a stand-in returns a tensor of the same shape. Memory that the schedule itself allocates and
+holds is recorded for all microbatches.
 """
 
 from __future__ import annotations
@@ -48,12 +48,13 @@ class _Call(NamedTuple):
 
 
 class _Kind(NamedTuple):
-    """A set of microbatches that allocate the same memory on a stage, described by what they have in common."""
+    """The properties that decide how much memory a microbatch allocates on a stage. Microbatches with equal properties
+    allocate the same memory."""
 
     stage: int
     actions: tuple[str, ...]
     """The actions of the microbatch. A zero-bubble schedule may split a backward into two actions: one for inputs, one
-    for weights. Empty if the schedule lists no actions; it then splits no backward."""
+    for weights. Empty if the schedule lists no actions. Such a schedule splits no backward."""
 
     adds: bool
     """True if a split backward adds to the gradients of an earlier microbatch, in place."""

@@ -67,7 +67,7 @@ def _trace_short(
 
     Return None if the model does not run without some of its blocks. Also return None if memory or traffic is not a
     linear function of depth. An example is a model whose blocks read the outputs of all earlier blocks. `checks_line`:
-    trace a third depth to find this out.
+    True to check this with a trace at a third depth.
     """
     with whole_traced_on_error():
         shorter = trace_without(shortcut.removed_from_shorter)

@@ -109,15 +109,15 @@ class RunBase:
         return Base(folder, self._fingerprint, len(names), num_bytes)
 
     def begin(self) -> None:
-        """Copy the weights into the model; collective. Each rank reads its own parts. Raises ConfigError, on all ranks
-        alike, if the folder cannot be read, or does not hold the model's tensors."""
+        """Copy the weights into the model; collective. Each rank reads only the parts that it holds. Raises
+        ConfigError, on all ranks alike, if the folder cannot be read, or does not hold the model's tensors."""
         self._copy(None)
         self._omit(frozenset())
 
     def change_since(self, base: Base) -> tuple[str, str]:
-        """Return a clause that says how the folder differs from `base`, the folder in a checkpoint's manifest, and the
-        digest of the folder that the lowest rank with a difference reads. Return empty texts if no rank finds a
-        difference, or if the folder cannot be read. Collective."""
+        """Return (clause, digest). The clause says how the folder differs from `base`, the folder in a checkpoint's
+        manifest. The digest is that of the folder on the lowest rank that finds a difference. Both are "" if no rank
+        finds a difference, or if the folder cannot be read. Collective."""
         own = self._fingerprint
         found = on_all_ranks(lambda: ("", "") if own is None else (base.fingerprint.changed_to(own), own.digest))
         return next((of_rank for of_rank in found if of_rank[0]), ("", ""))
@@ -125,8 +125,9 @@ class RunBase:
     def find(self, checkpoint: Path, base: Base, names: Collection[str]) -> Collection[str]:
         """Return the names in `names` for which the folder has values. See `checkpoint.state.BaseWeights`."""
         needed = (
-            f"{checkpoint} omits {base.omitted} parameters that are never trained; their values are in {base.folder}, "
-            f"with the fingerprint {base.fingerprint.digest}; set model.weights to the present path of this folder"
+            f"{checkpoint} omits parameters that are never trained ({base.omitted}); their values are in "
+            f"{base.folder}, with the fingerprint {base.fingerprint.digest}; set model.weights to the present path "
+            "of this folder"
         )
         if self._config.weights is None:
             raise config_error(_KEY, f"is required: {needed}")

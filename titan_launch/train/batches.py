@@ -88,7 +88,7 @@ class StreamBatches(SizedPart):
     def __init__(self, source: StreamSource, layout: Layout, dp_rank: int, part: SequencePart | None, workers: Workers):
         """`part`: this rank's part of the tokens of every sequence; None without context parallelism."""
         self._loader = StreamLoader(source, dp_rank, layout.data_parallel, layout.local_batch_size, workers)
-        self._division = f"{layout.data_parallel} data-parallel ranks with {workers.number} workers"
+        self._division = _division(layout.data_parallel, workers.number)
         self._key = f"{layout.data_parallel}x{workers.number}.{dp_rank}"
         self._part = part
         self._batches: Iterator[Batch] | None = None
@@ -110,7 +110,8 @@ class StreamBatches(SizedPart):
         try:
             text = json.dumps(self._loader.state_dict(), allow_nan=False)
         except (TypeError, ValueError) as error:
-            reason = "the state_dict of the stream must consist of dicts, lists, strings, finite numbers and None"
+            form = "dicts, lists, strings, finite numbers and None"
+            reason = f"data.kind names a stream whose state_dict must consist of {form}; change its state_dict"
             raise RunError(f"{reason}: {error}") from None
         return {self._key: torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)}
 
@@ -121,8 +122,8 @@ class StreamBatches(SizedPart):
             saved, _, workers = next(iter(shapes)).partition(".")[0].partition("x")
             raise config_error(
                 ("data", "kind"),
-                f"the checkpoint has the positions of a stream on {saved} data-parallel ranks with {workers} workers, "
-                f"which {self._division} cannot continue; resume with the same numbers, or load a step "
+                f"the checkpoint has the positions of a stream on {_division(saved, workers)}, and this run "
+                f"has {self._division}; resume with the numbers of the checkpoint, or load a step "
                 "(--checkpoint.load=1000) and begin the stream again with "
                 "--checkpoint.exclude_from_loading='[\"data\"]'",
             )
@@ -136,6 +137,11 @@ class StreamBatches(SizedPart):
             if not isinstance(saved, dict):
                 raise ValueError("the position in the stream is not a JSON object")
             self._loader.load_state_dict(saved)
+
+
+def _division(num_ranks: int | str, num_workers: int | str) -> str:
+    ranks, workers = ("s" * (str(number) != "1") for number in (num_ranks, num_workers))
+    return f"{num_ranks} data-parallel rank{ranks} with {num_workers} worker{workers} each"
 
 
 @dataclass(frozen=True)
@@ -292,7 +298,8 @@ def _check_answers(config: JobConfig, data: RunData) -> None:
         if getattr(source, flag, wanted) != wanted:
             key = tuple(int(part) if part.isdigit() else part for part in section.split("."))
             has, reads = ("has no", "needs") if wanted else ("has", "does not read")
-            reason = f'{has} {ANSWERS[kind]}, which loss.name = "{config.loss.name}" {reads}; use other data'
+            remedy = f'prepared with kind = "{kind}"' if wanted else "without them, or set another loss.name"
+            reason = f'{has} {ANSWERS[kind]}, which loss.name = "{config.loss.name}" {reads}; name token files {remedy}'
             raise config_error((*key, "path"), reason, also=(("loss", "name"),))
 
 
@@ -354,8 +361,8 @@ def build_validation_batches(
 def sample_format(config: JobConfig) -> tuple[tuple[int, ...], int]:
     """Return the shape of one input, `[seq_len]` or `[channels, height, width]`, and the number of classes.
 
-    The shape of images comes from the model's arguments. If these do not determine the shape, as for a user's own
-    model, one image of the data is read. Raises ConfigError if the data or the tokenizer cannot be read.
+    The shape of images comes from the model's arguments. If these arguments do not determine the shape, as for a
+    user's own model, one image of the data is read. Raises ConfigError if the data or the tokenizer cannot be read.
     """
     shape, taken = known_input_shape(config), images_taken(config.model)
     if config.data.unit == "tokens":

@@ -76,11 +76,11 @@ def build_run(config: JobConfig, ranks: Ranks, stack: ExitStack, process: Surrou
     """Build everything that training needs. Collective. Closing `stack` closes all parts of the run.
 
     First come the checks that need no memory: division of ranks, model, precision rules, data. Then memory is
-    allocated. Files are written last.
+    allocated. Only after that, the run folder is written.
     """
     process = process or Surroundings()
     watchdog = process.watchdog or Watchdog(config.comm, ranks)
-    certificate = on_rank_0(partial(find_certificate, config))  # found by the job as the user wrote it, with `auto`
+    certificate = on_rank_0(partial(find_certificate, config))  # of the job before `auto` is replaced
     job, built = resolve_job(config, ranks, this_attempt())
     config = job.config
     log_job(job, process.locate_key)
@@ -172,7 +172,7 @@ def build_run(config: JobConfig, ranks: Ranks, stack: ExitStack, process: Surrou
 
 
 def speed_up_on_cpu(config: JobConfig, model: AssembledModel, stack: ExitStack) -> None:
-    """Apply the CPU speedups to a wrapped model. Closing `stack` undoes those that `cpu_speedups` can undo."""
+    """Apply the CPU speedups to a wrapped model. Closing `stack` undoes the speedups that can be undone."""
     plan, layout, seq_len = model.plan, model.mesh.layout, config.training.seq_len
     dtypes = attention_dtypes(config.data, model.built, plan)
     product_dtypes = {plan.unit_of[module.path].compute_dtype for module in plan.inventory.modules}

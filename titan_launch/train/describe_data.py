@@ -71,7 +71,7 @@ def describe_data(config: JobConfig, layout: Layout, num_samples: int) -> dict[s
 
 
 def _sources(section: str, config: DataSource, source: SampleSource, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
-    """Yield the description of each source of a section of the job file, `data` or `validation.data`."""
+    """Yield a description of each source in `section` of the job file: `data` or `validation.data`."""
     sections = single_sections(config)
     for name, single in single_sources(source).items():
         yield {"section": section, "name": name, **_source(sections[name], single, tokenizer)}
@@ -153,11 +153,11 @@ def _contents(config: JobConfig, sample: Sample, tokenizer: Tokenizer) -> dict[s
 
 def decode_sample(sample: Sample, tokenizer: Tokenizer) -> list[dict[str, Any]]:
     """Return the documents of a sample of tokens, without its padding: for each, the number of its inputs (`tokens`),
-    and its `text` in passages. A passage is the text of consecutive tokens that all count as targets, or of which none
-    counts.
+    and its `text` in passages. A passage is the text of consecutive tokens. Either all of these tokens count as
+    targets, or none.
 
-    The last token of a document is never an input. It is omitted if the loss ignores it. The first token is never a
-    target, so it counts if the second token counts. A sample without document numbers is one document.
+    The last token of a document is never an input. If the loss ignores this token, it is omitted. The first token is
+    never a target. It belongs to the passage of the second token. A sample without document numbers is one document.
     """
     inputs, targets, *numbers = (column.tolist() for column in sample)
     number_of = numbers[0] if numbers else [0] * len(inputs)

@@ -82,9 +82,9 @@ class EarlyStopping:
     def load_state_dict(self, state: Values) -> None:
         """Load saved numbers. Collective. Raises ValueError for invalid numbers.
 
-        `state` is empty if the checkpoint was saved without `validation.patience`, or if its step is not loaded. The
-        numbers are those of another run if this run's folder has no checkpoints. In these cases, the number of
-        validations without an improvement is 0, and the lowest loss is that of the checkpoints in this run's folder up
+        `state` is empty if the checkpoint was saved without `validation.patience`, or if its step is not loaded.
+        `state` is from another run if this run's folder has no checkpoints. In these cases, the number of validations
+        without an improvement is 0. The lowest loss is then the lowest loss of the checkpoints in this run's folder, up
         to the current step.
         """
         saved = on_rank_0(lambda: validation_losses(self._folder))

@@ -80,8 +80,8 @@ def unknown_if_it_fails() -> Iterator[None]:
     except Exception as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
         message = (
-            "no TFLOP/s: the FLOPs cannot be counted, because the model does not run on the meta device (%s); a method "
-            "flops_per_sample(seq_len) can declare them"
+            "no TFLOP/s: the FLOPs cannot be counted, because the model does not run on the meta device (%s); to "
+            "declare the FLOPs, add a method flops_per_sample(seq_len) to the model"
         )
         _log.info(message, reason[-1])
 
@@ -101,7 +101,7 @@ def count_flops(
 
     If a model of this package has more than two blocks of one kind, not all of them run. The model first runs with one
     block of each kind. Then it runs once more for each kind, with a second block of this kind. The difference is the
-    FLOPs of this block. It is added for every further block of this kind.
+    FLOPs of this block. The difference is added for every further block of this kind.
 
     `built`: the job's model on the meta device, which is changed in place. `input_shape`: shape of one input. Kernels,
     parallelism and dtypes do not change the result.

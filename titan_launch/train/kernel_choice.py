@@ -1,5 +1,5 @@
-"""The choice of a run's CUDA kernels, made once before anything is allocated, and logged. On a CPU,
-`titan_launch.cpu.switch` chooses the attention kernel, unless `kernels.attention` names one."""
+"""The choice of a run's CUDA kernels, made once before anything is allocated, and logged. If
+`kernels.attention` is "auto" on a CPU, `titan_launch.cpu.switch` chooses the attention kernel."""
 
 from __future__ import annotations
 
@@ -165,8 +165,8 @@ def set_precision(kernels: KernelsConfig) -> None:
 
 
 def without_unsafe_cudnn(wanted: str, order: tuple[str, ...], version: int | None) -> tuple[str, ...]:
-    """Return `order` without cuDNN if this version of cuDNN must not compute attention, else `order`. For such a
-    version, raise ConfigError if `wanted` is "cudnn", and log the reason if `wanted` is "auto". `version`: result of
+    """Return `order` without cuDNN if `version` is older than `_SAFE_CUDNN`, else `order`. For an older version, raise
+    ConfigError if `wanted` is "cudnn", and log the reason if `wanted` is "auto". `version`: result of
     `torch.backends.cudnn.version()`; None without cuDNN."""
     if version is None or version >= _SAFE_CUDNN:
         return order
@@ -244,7 +244,7 @@ def _check_on(
         has_groups = query.shape[1] != key.shape[1]
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=has_groups)
 
-    # "math" accepts every call, and a call of it would allocate all scores.
+    # "math" is not tried, because it accepts every call, and a call would allocate all scores.
     return lambda name: None if name == "math" else refusal(BACKENDS[name], call)
 
 

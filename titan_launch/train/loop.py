@@ -118,8 +118,8 @@ def due_now(run: Run) -> Due:
 
 
 def is_saved(run: Run, due: Due) -> bool:
-    """Return True if a checkpoint of the run's last finished step must be saved: because it is due, or because early
-    stopping needs it after a validation. Call this function after `report`."""
+    """Return True if a checkpoint of the run's last finished step must be saved: if `due.save`, or if early stopping
+    needs a checkpoint after a validation. Call this function after `report`."""
     return due.save or (due.validate and run.early_stopping is not None and run.early_stopping.needs_checkpoint)
 
 
@@ -174,8 +174,8 @@ def nothing_to_do(run: Run) -> str:
 
 
 def looks_for_skipped_steps(run: Run, due: Due) -> bool:
-    """Return True if the host reads after this step which steps were skipped: on a CPU after every step, and on CUDA
-    only before a report, because reading waits for the device."""
+    """Return True if the host checks for skipped steps after this step: on a CPU after every step, and on CUDA only
+    before a report, because the check waits for the device."""
     return due.report or run.ranks.device.type == "cpu"
 
 
@@ -255,7 +255,7 @@ def unfreeze(run: Run) -> None:
     num_unfrozen = run.unfreezing.apply(run.progress.step)
     if num_unfrozen:
         run.output.clear_progress()
-        _log.info("step %d: %d more parameter tensors are trained from now on", run.progress.step + 1, num_unfrozen)
+        _log.info("step %d: more parameters are trained from now on (tensors: %d)", run.progress.step + 1, num_unfrozen)
 
 
 def end_warm_up(run: Run) -> None:
@@ -275,7 +275,7 @@ def report(run: Run, due: Due) -> dict[str, float]:
     """Write the metrics of the step, and of all steps since the last report, to all sinks. Return the metrics by tag.
     Collective.
 
-    First pool BatchNorm's running statistics if this is due, and validate if this is due. The host waits for the
+    First pool BatchNorm's running statistics if `due.pool`, and validate if `due.validate`. The host waits for the
     device. A metric that is not combined over ranks has this rank's value.
     """
     step = run.progress.step
@@ -307,7 +307,8 @@ def report(run: Run, due: Due) -> dict[str, float]:
 
 
 def learning_rates(run: Run, step: int) -> dict[str, float]:
-    """Return the learning rate of a step by tag, and those of the optimizer's groups if they differ."""
+    """Return the learning rate of a step, by tag. If the optimizer's groups have different rates, also return the rate
+    of each group."""
     lr = run.config.optimizer.lr * current_lr_factor(run, step)
     factors = {group["name"]: group["lr_factor"] for group in run.optimizer.param_groups}
     groups = {f"train/lr/{name}": lr * factor for name, factor in factors.items()}
@@ -321,7 +322,8 @@ def perplexities(run: Run, scalars: Mapping[str, float]) -> dict[str, float]:
 
 
 def values_of_run(run: Run) -> dict[str, float]:
-    """Return the metrics that `TAGS` defines as functions of the run, and those of each source of a mixture, by tag."""
+    """Return the metrics that `TAGS` defines as functions of the run, by tag. Add the metrics of each source of a
+    mixture."""
     found = {tag.name: tag.value(run) for tag in TAGS if tag.value is not None}
     values = {name: value for name, value in found.items() if value is not None}
     if isinstance(run.batches.order, MixtureOrder):

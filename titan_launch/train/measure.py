@@ -55,7 +55,7 @@ class MemoryCheck:
 
         A run on CPUs does not start this process, which would slow down the run. The memory of compiled, float8 and
         pipelined jobs is not predicted. (The plan of a pipeline predicts the highest peak of all ranks, and rank 0 may
-        have a lower one.) On an untested release of PyTorch, nothing is predicted.
+        have a lower peak.) On an untested release of PyTorch, nothing is predicted.
         """
         self._prediction: Prediction | None = None
         self._trace: TraceProcess | None = None
@@ -71,7 +71,7 @@ class MemoryCheck:
             "without compilation": config.compile.enable,
             "float8.enable, because the memory that torchao needs is not known; the command `plan` predicts the memory "
             "with bfloat16 instead of float8": config.float8.enable,
-            f"parallelism.pipeline_parallel_degree = {layout.pipeline}; the command `plan` predicts it": (
+            f"parallelism.pipeline_parallel_degree = {layout.pipeline}; the command `plan` predicts the memory": (
                 layout.pipeline > 1
             ),
         }

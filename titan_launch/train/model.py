@@ -46,7 +46,7 @@ _log = logging.getLogger(__name__)
 
 
 def build_job_model(config: JobConfig, host: HostBuild | None = None) -> BuiltModel:
-    """Build the model of a job on the meta device, with frozen parameters as `[training]` sets them. `host`: see
+    """Build the model of a job on the meta device, and freeze parameters as `[training]` says. `host`: see
     `build_model`. `requires_grad` is False only for parameters that are never trained. Raises ConfigError as
     `build_model` does, and for globs of `[training]` that match no parameter."""
     built = build_model(config.model, config.training.seq_len, host, config.lora)
@@ -67,8 +67,8 @@ def build_on_all_ranks(config: JobConfig, ranks: Ranks) -> BuiltModel:
     """Build a job's model on each rank; collective. A user's own factory may give the model initial values.
 
     One rank of each host calls the factory on the CPU and keeps the values. The other ranks call the factory on the
-    meta device. If the factory fails on the meta device, or makes another module there than on the CPU, these ranks
-    also call it on the CPU, one after another, and drop the values.
+    meta device. If the factory fails on the meta device, or makes a different module there than on the CPU, the
+    other ranks also call it on the CPU, one after another, and drop the values.
 
     Raises ConfigError, on all ranks alike, as `build_model` does, and if a factory makes different modules on two
     ranks.
@@ -99,12 +99,12 @@ def build_on_all_ranks(config: JobConfig, ranks: Ranks) -> BuiltModel:
         return made[ranks.rank]
 
     made = on_all_ranks(build_first)
-    queues: dict[int, list[int]] = {}  # the ranks of each host that need values to build the module
+    queues: dict[int, list[int]] = {}  # for each host: its ranks that must call the factory on the CPU
     for rank, identity in enumerate(made):
         if identity.digests != made[identity.owner].digests:
             queues.setdefault(identity.owner, []).append(rank)
     if queues:
-        message = "%s builds a different module on the meta device, so %d ranks call it on the CPU, one after another"
+        message = "%s fails or builds a different module on the meta device; ranks that call it on the CPU in turn: %d"
         _log.info(message, config.model.name, sum(map(len, queues.values())))
     for turn in zip_longest(*queues.values()):
         made = on_all_ranks(partial(build, on_meta=False) if ranks.rank in turn else keep)
@@ -285,8 +285,8 @@ def allocate_model(
     initial_values: bool = True,
     attention_device: torch.device | None = None,
 ) -> None:
-    """Allocate this rank's shards of the model and of `model.frozen` on `device`, and fill them unless
-    `initial_values` is False. With `training.enable_cpu_offload`, the shards of parameters are in host memory.
+    """Allocate this rank's shards of the model and of `model.frozen` on `device`. If `initial_values` is True, fill
+    them with initial values. With `training.enable_cpu_offload`, the shards of parameters are in host memory.
 
     With context parallelism, also cut the model's buffers that extend along the sequence to this rank's rows, and use
     ring attention until `stack` is closed. `attention_device`: device for which ring attention is chosen; by default

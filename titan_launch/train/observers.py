@@ -47,7 +47,7 @@ class Observers:
     # The measured memory includes the update of the average, as the planner's prediction does.
     measurements: StepMeasurements
 
-    # The audit watches the first step, and `measurements` watch a later one. So neither counts allocations of the
+    # The audit watches the first step, and `measurements` watch a later step. So neither counts allocations of the
     # other.
     audit: PrecisionAudit | None
 

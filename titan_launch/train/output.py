@@ -130,7 +130,7 @@ def settings_of(config: JobConfig) -> dict[str, int | float | str]:
 
 
 def _settings(section: Section, prefix: str = "") -> Iterator[tuple[str, int | float | str]]:
-    """Yield the keys and values of a section and of the sections in it. An unset key has the value "unset", because
+    """Yield the keys and values of a section and of its subsections. An unset key has the value "unset", because
     TensorBoard detects that runs differ in a key only if all runs have this key."""
     table = section.model_dump(mode="json", exclude_none=True)
     for name in type(section).model_fields:

@@ -32,7 +32,7 @@ from titan_launch.parallel.pipeline import LocalStage, Pipeline
 
 
 class ScheduledStage(PipelineStage):
-    """PyTorch's pipeline stage, changed so that FSDP2 works in it as it does without a pipeline."""
+    """A `PipelineStage` of PyTorch in which FSDP2 works as in a model without a pipeline."""
 
     def __init__(self, local: LocalStage, boundaries: tuple[Tensor, ...], step: PipelinedStep):
         """`boundaries`: a tensor for the input of each stage of the model, in order, and one for the output of the last
@@ -110,8 +110,8 @@ class ScheduledStage(PipelineStage):
 class HiddenModule(nn.Module):
     """A wrapper that hides FSDP2 from the schedule.
 
-    Without the wrapper, the schedule would control FSDP2 in every gradient accumulation mode. The schedule would
-    all-gather a whole stage at once, and reshard it and reduce its gradients only at the end of the step.
+    Without the wrapper, the schedule would control FSDP2 in every gradient accumulation mode. It would all-gather a
+    whole stage at once. It would reshard the stage and reduce its gradients only at the end of the step.
     """
 
     def __init__(self, module: nn.Module):
@@ -189,9 +189,9 @@ class PipelinedStep:
         return sum(sums, start=torch.zeros(loss.num_sums, device=self.device))
 
     def schedule_for(self, microbatches: list[Batch]) -> Any:
-        """Return PyTorch's schedule of a step with these microbatches, which does not scale gradients. Schedules are
-        reused, because each allocates receive buffers. Raises ConfigError if the schedule does not allow this number of
-        microbatches."""
+        """Return PyTorch's schedule for a step with these microbatches. The schedule does not scale gradients.
+        Schedules are reused, because each schedule allocates receive buffers. Raises ConfigError if the schedule does
+        not allow this number of microbatches."""
         number, inputs = len(microbatches), microbatches[0].inputs
         key = (number, inputs.shape)
         if key not in self._schedules:
@@ -202,7 +202,7 @@ class PipelinedStep:
             stages = [ScheduledStage(local, boundaries, self) for local in self.pipeline.local]
             kind = get_schedule_class(self._parallelism.pipeline_parallel_schedule)
             what: Any = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
-            loss = lambda outputs, targets: self.losses.compute(outputs, targets)  # noqa: E731 - of the current step
+            loss = lambda outputs, targets: self.losses.compute(outputs, targets)  # noqa: E731 - of this step
             self._schedules[key] = kind(what, number, loss_fn=loss, scale_grads=False), stages
         return self._schedules[key][0]
 

@@ -32,8 +32,8 @@ _log = logging.getLogger(__name__)
 
 
 def is_audited(config: JobConfig) -> bool:
-    """Return the value of `debug.audit_precision`. By default the audit is on for a user's own models and for models of
-    the flavor "debug"."""
+    """Return True if the job audits the first step: the value of `debug.audit_precision`. If this key is not set,
+    return True for a user's own model and for the flavor "debug"."""
     by_default = not config.model.is_of_package or config.model.flavor == "debug"
     wanted = config.debug.audit_precision
     return by_default if wanted is None else wanted

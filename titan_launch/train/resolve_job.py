@@ -1,5 +1,5 @@
-"""Decisions about a run, made before anything is allocated or written, equal on all ranks. They include the values that
-replace "auto": gradient accumulation mode, activation checkpointing mode, microbatch size."""
+"""Decisions about a run, which are made before anything is allocated or written, and are equal on all ranks. They
+include the values that replace "auto": gradient accumulation mode, activation checkpointing mode, microbatch size."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from titan_launch.config.rules.precision import ACCUMULATION_RULES
 from titan_launch.config.sections.parallelism import ActivationCheckpointConfig
 from titan_launch.config.sections.training import GradientAccumulationConfig
 from titan_launch.core.errors import ConfigError, RunError, UserError, config_error, format_key
+from titan_launch.core.terminal import counted
 from titan_launch.core.torch_release import is_tested_release
 from titan_launch.distributed.collectives import on_all_ranks, on_rank_0
 from titan_launch.distributed.process_group import Ranks
@@ -53,7 +54,7 @@ _log = logging.getLogger(__name__)
 class ResolvedJob:
     """The job after all decisions. It is equal on all ranks, except for the memory of the host in `hardware` (on CPUs).
 
-    Build and train with `config`. Use `requested` for the run folder, its checkpoints and comparisons with them,
+    Build and train with `config`. Use `requested` for everything that is written to the run folder or compared with it,
     because a later start may have another number of ranks.
     """
 
@@ -126,7 +127,7 @@ def _resolve_batch_size(config: JobConfig, hardware: Hardware, ranks: Ranks) -> 
     unchanged. Collective.
 
     Rank 0 chooses the largest microbatch that fits by the plan. Then each rank starts a trial of this microbatch:
-    three training steps in a process of its own. As long as a rank runs out of memory, all ranks try the next smaller
+    three training steps in a separate process. As long as a rank runs out of memory, all ranks try the next smaller
     microbatch. With expert parallelism there is no trial. Raises UserError on all ranks if no microbatch fits.
     """
     if not is_auto_batch(config):
@@ -136,15 +137,19 @@ def _resolve_batch_size(config: JobConfig, hardware: Hardware, ranks: Ranks) -> 
     size = on_rank_0(lambda: int(_planned(config, hardware, ranks.world_size)["local_batch_size"]))
     if config.parallelism.expert_parallel_degree > 1:
         reason = "with expert parallelism, a trial gets no tokens from other ranks"
-        _log.info("auto: microbatches of %d samples, without a trial: %s", size, reason)
+        _log.info("auto: microbatches of %s, without a trial: %s", counted(size, "sample"), reason)
         return with_local_batch_size(config, size)
     for tried in reversed([other for other in possible_batch_sizes(config, ranks.world_size) if other <= size]):
         resized = with_local_batch_size(config, tried)
         if all(on_all_ranks(partial(_is_enough, resized, hardware, ranks))):
-            _log.info("auto: microbatches of %d samples; a trial of three steps fitted into memory", tried)
+            _log.info("auto: microbatches of %s; a trial of three steps fitted into memory", counted(tried, "sample"))
             return resized
-        _log.warning("auto: microbatches of %d samples were planned to fit, but ran out of memory in a trial", tried)
-    reason = "with every microbatch size, a rank ran out of memory in a trial of three training steps"
+        message = "auto: microbatches of %s fit into memory by the plan, but a trial ran out of memory"
+        _log.warning(message, counted(tried, "sample"))
+    reason = (
+        "with every microbatch size, a rank ran out of memory in a trial of three training steps; try "
+        'activation_checkpoint.mode = "auto", a smaller training.seq_len, or more ranks to shard over'
+    )
     raise config_error(("training", "local_batch_size"), reason, "auto")
 
 
@@ -183,7 +188,7 @@ def _decide(config: JobConfig, layout: Layout, built: BuiltModel, hardware: Hard
     except ConfigError:
         raise
     except (UserError, RunError) as error:
-        raise UserError(f'{error}\nor set a mode instead of "auto"') from error
+        raise UserError(f'{error}\nto run without the planner, set modes instead of "auto"') from error
 
 
 def _recorded(config: JobConfig, attempt: Attempt) -> _Decision | None:
@@ -204,7 +209,7 @@ def _recorded(config: JobConfig, attempt: Attempt) -> _Decision | None:
             obstacle,
         )
         return None
-    return choice, f"{choice.label}, because the run began with it"
+    return choice, f"{choice.label}, because the run began with these modes"
 
 
 def _obstacles(config: JobConfig, choice: Choice) -> Iterator[str]:
@@ -231,5 +236,7 @@ def _least_memory(config: JobConfig, layout: Layout, inventory: Inventory) -> _D
     first gradient accumulation mode of `possible_choices`."""
     own, _ = possible_choices(config, layout, inventory, only_own=True)
     choice = next(choice for choice in own if choice.activation_checkpoint == own[-1].activation_checkpoint)
-    reason = "because it takes the least memory; on an untested release of PyTorch the planner cannot compare the modes"
+    reason = (
+        "because these modes need the least memory; on an untested release of PyTorch, the planner cannot compare modes"
+    )
     return choice, f"{choice.label}, {reason}"

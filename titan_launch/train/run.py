@@ -68,7 +68,7 @@ class Run:
     """Records the current activity of this rank, for hang detection."""
 
     refusals: Sequence[str]
-    """PyTorch's reasons for refusing calls of attention, as `use_kernels` collects them."""
+    """The list that `use_kernels` returned: PyTorch's reasons for refusing calls of attention so far."""
 
     @property
     def config(self) -> JobConfig:
@@ -80,8 +80,8 @@ _log = logging.getLogger(__name__)
 
 
 def build_meter(job: ResolvedJob, ranks: Ranks, timeline: Timeline, flops: int | None) -> Meter:
-    """Return the meter of this rank. `flops`: FLOPs of one sample; None if unknown. MFU is a fraction of
-    `metrics.peak_tflops_per_device`, or by default of the bfloat16 peak of a known GPU."""
+    """Return the meter of this rank. `flops`: FLOPs of one sample; None if unknown. The peak for MFU is
+    `metrics.peak_tflops_per_device` or, by default, the bfloat16 peak of a known GPU."""
     peak_tflops = job.config.metrics.peak_tflops_per_device
     if peak_tflops is None and ranks.device.type == "cuda":
         known = find_device(torch.cuda.get_device_name(ranks.device))
@@ -96,7 +96,7 @@ def build_meter(job: ResolvedJob, ranks: Ranks, timeline: Timeline, flops: int |
 
 
 def log_job(job: ResolvedJob, locate_key: KeyLocator) -> None:
-    """Log the job in about eight lines, and at level DEBUG the table of units."""
+    """Log a summary of the job in about eight lines. Log the unit table at level DEBUG."""
     for line in format_lines(summary_of_job(job.config, job.plan, job.layout)).split("\n"):
         _log.info("%s", line)
     for line in format_plan(job.config, job.plan, job.layout, locate_key).split("\n"):

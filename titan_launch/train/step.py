@@ -1,4 +1,4 @@
-"""One optimizer step, and validation. The items of a loss are the terms of its sum, such as the valid targets."""
+"""One optimizer step, and validation. A loss is a sum over items: for most losses, over the valid targets."""
 
 from __future__ import annotations
 
@@ -120,9 +120,9 @@ class TrainStep:
     def __call__(self, microbatches: list[Batch], observers: Iterable[Observer] = ()) -> StepResult:
         """Train on the microbatches of one step. Collective. The host does not wait for the device.
 
-        The gradient is exact for unequal microbatches and ranks, in every gradient accumulation mode. The step's items
-        are counted over all ranks before the first loss. Every microbatch's loss is a sum divided by that count, and
-        FSDP2 only sums gradients.
+        The gradient is exact even if microbatches or ranks have different numbers of items, in every gradient
+        accumulation mode. The step's items are counted over all ranks before the first loss. Every microbatch's loss is
+        a sum divided by that count, and FSDP2 only sums gradients.
 
         The method `before_update` of all `observers` is called when the gradients are complete, before clipping. After
         an error or an interrupt before the update, gradients and loads of experts are dropped, and running statistics
@@ -187,7 +187,8 @@ class TrainStep:
 
 class _Counts:
     """The numbers of items and of valid targets of a step (`Loss.counts`): this rank's, and the sums over all ranks.
-    An asynchronous all-reduce computes the sums. Without pipeline stages, it overlaps with the first forward."""
+    An asynchronous all-reduce computes the sums. Without pipeline stages, the all-reduce overlaps with the first
+    forward."""
 
     def __init__(
         self, loss: Loss, microbatches: Iterable[Batch], device: torch.device, group: dist.ProcessGroup | None
@@ -274,8 +275,8 @@ def validate(
 
 def _validation_means(sums: Tensor, suffix: str, accuracy_of_items: bool) -> dict[str, float]:
     """Return loss and accuracy by tag; NaN for a mean of no items. `sums`: the sum of the losses, and the numbers of
-    correct predictions, of items and of valid targets. `accuracy_of_items`: True if a prediction belongs to an item,
-    and False if it belongs to a valid target."""
+    correct predictions, of items and of valid targets. `accuracy_of_items`: True if the accuracy is a fraction of
+    the items, and False if it is a fraction of the valid targets."""
     loss_sum, correct, items, targets = sums.tolist()
     predictions = items if accuracy_of_items else targets
     mean = loss_sum / items if items else math.nan

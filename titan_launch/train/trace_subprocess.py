@@ -139,8 +139,8 @@ def with_hardware(config: JobConfig, hardware: Hardware) -> JobConfig:
 
 
 def _environment(device: torch.device | None) -> dict[str, str]:
-    """Return the environment variables of the planner's process: those of this process without the variables of a rank.
-    Only the GPU of a trial is visible. `device`: device of the trial; None without a trial."""
+    """Return the environment variables of the planner's process: those of this process, except the variables that
+    torchrun sets for a rank. Only the GPU of a trial is visible. `device`: device of the trial; None for no trial."""
     own = {name: value for name, value in os.environ.items() if not name.startswith(_RANK_VARIABLES)}
     own[AGENT_PID] = str(os.getpid())  # makes the planner end when this process ends
     if device is None:

@@ -391,7 +391,7 @@ def test_bad_templates_are_named(folders: dict[str, Path], tmp_path: Path, monke
     assert "a.jsonl, line 1 is not divided into turns by the template (the turn of message 2 is not " in found(changing)
     unset = (
         'data.template: must be "chatml" or a Jinja file, because {} has no chat template; or set tokenizer.path '
-        "(prepare: --tokenizer) to a folder that has one, such as that of a chat model"
+        "(prepare: --tokenizer) to a folder with a template, such as the folder of a chat model"
     )
     assert problem(path, ByteTokenizer(), lines) == unset.format('the tokenizer "bytes"')
     assert problem(path, load(folders["bytes"]), lines) == unset.format(folders["bytes"])

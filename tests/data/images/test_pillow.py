@@ -268,7 +268,7 @@ REMEDY = "; convert it to 8 bits per channel, or save arrays in an .npz file"
         (saved(Image.new("YCbCr", (2, 2)), "TIFF"), "has "),
         (saved(Image.new("LAB", (2, 2)), "TIFF"), "has CIE L*a*b* colors (mode LAB of Pillow)"),
         (tiff(bytes(30), (8, 8), t338=1), ("has gray that is multiplied by alpha", "is not a valid image")),
-        (saved(FRAMES[0], "GIF", save_all=True, append_images=FRAMES[1:]), "has several frames; save the frame"),
+        (saved(FRAMES[0], "GIF", save_all=True, append_images=FRAMES[1:]), "has several frames; save one frame"),
         (saved(FRAMES[0], "WEBP", save_all=True, append_images=FRAMES[1:]), "has several frames"),
         (saved(FRAMES[0], "PNG", save_all=True, append_images=FRAMES[1:]), "has several frames"),
         (saved(FRAMES[0], "TIFF", save_all=True, append_images=FRAMES[1:]), "has several frames"),

@@ -171,7 +171,8 @@ def test_images_have_the_classes_of_the_object_or_of_the_model() -> None:
     taken = ImageFormat(channels=1, height=8, width=8, num_classes=10)
     assert build("Images", taken, samples="images").num_classes == 10
     key = "data.kind: "
-    assert problem("Images", samples="images") == f"{key}returns images without the attribute num_classes; add it"
+    reason = "returns an object with images, but without the attribute num_classes; add it"
+    assert problem("Images", samples="images") == f"{key}{reason}"
     assert problem("Images", samples="images", images_taken=taken, args={"size": 9}) == (
         f"{key}holds images of 9 x 9 pixels, but the model takes 8 x 8; return images that fit the model, or change "
         "model.args"

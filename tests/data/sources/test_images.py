@@ -264,11 +264,11 @@ def test_images_that_do_not_fit_the_model_are_refused(tmp_path: Path) -> None:
     ]
     oblong = write(tmp_path / "b.npz", np.zeros((4, 8, 9), np.uint8), LABELS)
     assert problem(path=oblong, taken=ImageFormat(1, 8, 8, num_classes=4)) == (
-        "data.path: holds images of 8 x 9 pixels, but the model takes square ones; set the keys resize and crop"
+        "data.path: holds images of 8 x 9 pixels, but the model takes square images; set the keys resize and crop"
     )
     last = write(tmp_path / "c.npz", np.zeros((4, 8, 8, 3), np.uint8), LABELS)
     assert problem(path=last, taken=ImageFormat(3, 8, 8, num_classes=4)) == (
-        "data.path: holds images of shape (N, 8, 8, 3), probably channels last; save images.transpose(0, 3, 1, 2)"
+        "data.path: holds images of shape (N, 8, 8, 3), probably with channels last; save images.transpose(0, 3, 1, 2)"
     )
 
 

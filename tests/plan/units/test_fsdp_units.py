@@ -530,7 +530,7 @@ def test_expert_parallelism_needs_experts_that_divide() -> None:
     ):
         plan_model(inventory_of(), PrecisionConfig(), RESHARDING, UnitLimits(expert_parallel=2))
     config = JobConfig.model_validate({"model": {"name": "qwen3_moe"}})
-    with pytest.raises(ConfigError, match=r"must divide layers.0.moe.experts \(8\)"):
+    with pytest.raises(ConfigError, match=r"must divide the number of experts in layers.0.moe.experts \(8\)"):
         plan_model(inventory_of_experts(config), PrecisionConfig(), RESHARDING, UnitLimits(expert_parallel=3))
 
 
@@ -580,7 +580,11 @@ def test_a_rule_in_place_may_be_inside_of_another() -> None:
         ({"reshard_after_forward": True}, {}, "reshard_after_forward = true"),
         ({"reduce_dtype": "bfloat16"}, {}, "layers.0.norm1 reduces gradients in bfloat16, and layers.0 in float32"),
         ({"storage_dtype": "bfloat16"}, {}, "layers.0.norm1 is stored in bfloat16, and layers.0 in float32"),
-        ({}, {"storage_dtype": "bfloat16"}, "layers.0.norm1 computes in float32, neither its storage dtype nor"),
+        (
+            {},
+            {"storage_dtype": "bfloat16"},
+            "layers.0.norm1 computes in float32, which is neither its storage dtype nor",
+        ),
         ({}, {"placement": "own_unit"}, 'precision.placement = "own_unit"'),
     ],
 )

@@ -9,7 +9,7 @@ from titan_launch.config.axes import AXES
 from titan_launch.core.errors import KeyPath
 
 _LORA = 'use "lora.targets", "lora.rank" and "lora.alpha"'
-_NO_STAGE_LAYERS = 'use "parallelism.pipeline_parallel_split_points": the first module of every stage but the first'
+_NO_STAGE_LAYERS = 'use "parallelism.pipeline_parallel_split_points": the first modules of the second and later stages'
 _TOKENIZER = 'use "tokenizer.path" with "tokenizer.kind" = "huggingface"'
 _DATASET = 'use "data.path", with "data.kind" = "huggingface" for a data set of the Hugging Face Hub'
 _PROFILE = 'use "profiling.start_step", the first step of a profile, and "profiling.num_steps"'
@@ -21,9 +21,11 @@ _ACCUMULATION = (
 _BETAS = 'use "optimizer.beta1" and "optimizer.beta2"'
 _MODE = 'use "activation_checkpoint.mode"; "none" disables activation checkpointing'
 _NO_COMPILE_MODE = "not supported; inductor always runs in its default mode; remove this key"
-_NO_EARLY_STEP = "not supported, since clipping needs all gradients before the update"
+_NO_EARLY_STEP = "not supported, since clipping needs all gradients before the update; remove this key"
 _NO_ANOMALY = "anomaly detection is not supported; remove this key"
-_MODEL_ONLY = 'every checkpoint can be resumed; "titan-launch export" writes the model alone'
+_MODEL_ONLY = (
+    'not supported, since every checkpoint has the whole training state; "titan-launch export" writes the model alone'
+)
 _FOLDER = 'use "job.dump_folder"; checkpoints are in checkpoints/ of the run folder'
 
 TORCHTITAN_KEYS: dict[str, str] = {
@@ -109,7 +111,7 @@ TORCHTITAN_KEYS: dict[str, str] = {
     "quantize": "float8.enable",
 }
 """Remedies for TorchTitan's keys and sections that have another name in this job file, or that do not exist here. A key
-that has the same name in another section here needs no entry: the error for unknown keys finds it."""
+that has the same name in another section here needs no entry: `explain_unknown_key` finds this section."""
 
 _NAMES: dict[str, str] = {
     # The model.
@@ -132,7 +134,7 @@ _NAMES: dict[str, str] = {
     "lora.rank": "r lora_r lora_rank",
     "lora.alpha": "lora_alpha",
     "lora.dropout": "lora_dropout",
-    'use "lora.targets", which also takes the names of `transformers`': (
+    'use "lora.targets", which also accepts module names of `transformers`': (
         "lora_target_modules target_modules lora_target lora_attn_modules"
     ),
     'use "lora.targets" = ["all-linear"]': "lora_target_linear",
@@ -197,7 +199,7 @@ _NAMES: dict[str, str] = {
         '"kto" with "data.kind" = "unpaired_preferences"; for fine-tuning, use "data.kind" = "chat"'
     ): "rl stage pref_loss",
     "loss.label_smoothing": "label_smoothing_factor",
-    'use "loss.chunks" for a loss without the logits of a microbatch': "use_liger_kernel enable_liger_kernel",
+    'use "loss.chunks": logits then exist for a part of the classes at a time': "use_liger_kernel enable_liger_kernel",
     "NEFTune is not supported; remove this key": "neftune_noise_alpha",
     # Precision, compilation, memory.
     'use "precision.param_dtype" = "bfloat16"': "bf16 mixed_precision",
@@ -263,7 +265,7 @@ _NAMES: dict[str, str] = {
     "validation.min_improvement": "early_stopping_threshold",
     'use "validation.max_samples", in samples': "limit_val_batches",
 }
-"""Each remedy, with the names of its keys in tools other than TorchTitan, separated by spaces."""
+"""For each remedy, the keys of other tools (not of TorchTitan) that get this remedy, separated by spaces."""
 
 COMMON_NAMES: dict[str, str] = {
     **{name: remedy for remedy, names in _NAMES.items() for name in names.split()},
@@ -273,7 +275,7 @@ COMMON_NAMES: dict[str, str] = {
         for name, end in ((axis.short, ""), (axis.short, "_size"), (axis.short, "_degree"), (axis.setting, "_size"))
     },
 }
-"""Remedies for keys of tools other than TorchTitan, by the name of the key. A remedy applies in every section."""
+"""Remedies for keys of tools other than TorchTitan, by the name of the key without its section."""
 
 FOREIGN_KEYS: dict[str, str] = {
     **TORCHTITAN_KEYS,

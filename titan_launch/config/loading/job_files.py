@@ -19,7 +19,7 @@ from titan_launch.core.terminal import shortened
 
 
 class JobFile:
-    """One file of a job, as it was read: nothing in it is validated."""
+    """One file of a job, within the limits of `limits.py`. Its keys and values are not validated yet."""
 
     def __init__(self, path: str):
         self.path = path
@@ -103,7 +103,7 @@ class _Reader:
                 f"{place}: files extend each other: {' -> '.join([*self._chain, path])}; remove one of the extends keys"
             )
         elif len(self._done) == MOST_FILES:
-            raise UserError(f"error: {place}: the job has more than {MOST_FILES} files; write it with fewer")
+            raise UserError(f"error: {place}: the job has more than {MOST_FILES} files; merge some of them")
         elif identity not in self._done:
             self._done.add(identity)
             try:
@@ -157,8 +157,8 @@ def carried_configs() -> dict[str, Path]:
 
 
 def _named(path: str) -> str:
-    """Return the path of the job file in the package that a plain name stands for. Return any other path, and the path
-    of an existing file, unchanged. Raises _FileError for an unknown name."""
+    """Return the path of a job file in the package, if `path` is its name, such as `llama_bn`. Return any other path,
+    and the path of an existing file, unchanged. Raises _FileError for an unknown name."""
     if not _is_plain(path) or os.path.exists(path):
         return path
     known = carried_configs()

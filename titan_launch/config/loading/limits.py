@@ -1,5 +1,5 @@
-"""Limits of the size and content of a job file. They ensure that a job file from elsewhere can cause an error, but
-cannot use up memory or time."""
+"""Limits of the size and content of a job file. With these limits, a job file from somebody else can cause an error,
+but cannot use up memory or time."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ MOST_DEPTH = 32
 recursive."""
 
 MOST_ITEMS = 1_000
-"""Largest number of items in an array. It is limited because the items of some arrays, such as rules and globs, are
-compared with each other or with all modules."""
+"""Largest number of items in an array. The number is limited because the items of some arrays, such as rules and globs,
+are compared with each other or with all modules."""
 
 MOST_PATHS = 10_000
 """Largest number of items in the `path` of a data source."""
@@ -38,7 +38,7 @@ _INTEGERS = range(-(2**63), 2**63)
 def outside_of_limits(value: Any, key: KeyPath = ()) -> tuple[KeyPath, str] | None:
     """Return (key, reason) of a value that is outside of the limits; None if all values are within the limits.
 
-    The values are `value` and all values in its tables and arrays. If there are too many of them, the returned key is
+    The values are `value` and all values in its tables and arrays. If there are too many values, the returned key is
     (). `key`: path of `value`.
     """
     waiting, count = [(key, value)], 0
@@ -53,7 +53,7 @@ def outside_of_limits(value: Any, key: KeyPath = ()) -> tuple[KeyPath, str] | No
                 if len(name) > MOST_KEY_LENGTH or "\0" in name:
                     return (
                         key,
-                        f"has a key of {len(name):,} characters; a key has at most {MOST_KEY_LENGTH}, and no NUL",
+                        f"has a key of {len(name):,} characters; a key must have at most {MOST_KEY_LENGTH}, and no NUL",
                     )
                 waiting.append(((*key, name), item))
         elif isinstance(value, list):
@@ -67,7 +67,7 @@ def _why_outside(key: KeyPath, value: Any) -> str | None:
     if isinstance(value, str) and "\0" in value:
         return "has the character NUL, which no name or path can have; remove it"
     if isinstance(value, int) and value not in _INTEGERS:
-        return "must be a whole number of 64 bits"
+        return "must be a whole number from -2^63 to 2^63 - 1"
     if isinstance(value, list):
         most, remedy = (MOST_PATHS, "; use a glob") if key[-1:] == ("path",) else (MOST_ITEMS, "")
         return f"has {len(value):,} items; an array has at most {most:,}{remedy}" if len(value) > most else None

@@ -25,7 +25,7 @@ from titan_launch.core.object_store import with_urls
 
 @dataclass(frozen=True)
 class LoadedJob:
-    """A job that has passed every check."""
+    """A job that has passed the checks of `load_job`."""
 
     config: JobConfig
     """Configuration of the run."""
@@ -178,7 +178,7 @@ def _parse(table: dict[str, Any]) -> tuple[JobConfig, list[Problem]]:
     In the configuration, each wrong key has its default value, so that the rules can check the other keys. With more
     than `MOST_PROBLEMS` problems, all keys have their default values.
     """
-    # Missing sections are added as {}. Pydantic then builds one validator, that of JobConfig, not one per section.
+    # Missing sections are added as {}. Pydantic then builds only the validator of JobConfig.
     complete = _with_kinds({name: {} for name in JobConfig.model_fields} | table, ())
     try:
         return JobConfig.model_validate(complete), []
@@ -196,8 +196,8 @@ def _parse(table: dict[str, Any]) -> tuple[JobConfig, list[Problem]]:
 
 
 def _with_kinds(value: Any, key: KeyPath) -> Any:
-    """Return a copy of a value in which every table that needs a `kind` has one, by default the default kind. Without
-    `kind`, pydantic does not know which keys of the table are valid."""
+    """Return a copy of a value in which every table with several kinds has the key `kind`. A missing `kind` is set to
+    the default. Without `kind`, pydantic does not know which keys of the table are valid."""
     if isinstance(value, list):
         return [_with_kinds(item, (*key, index)) for index, item in enumerate(value)]
     if not isinstance(value, Mapping):

@@ -115,7 +115,9 @@ def parse_value(text: str) -> Any:
         table = tomli.loads(f"value = {text}")
     except tomli.TOMLDecodeError as error:
         if text.lstrip().startswith(("{", "[")):
-            raise ValueError(f"not valid TOML: {str(error).partition(' (at ')[0]}") from None
+            reason = str(error).partition(" (at ")[0]
+            hint = "; write strings in quotes" if reason == "Invalid value" else ""
+            raise ValueError(f"not valid TOML: {reason}{hint}") from None
         return text
     except RecursionError:
         raise ValueError("is nested too deeply") from None
@@ -125,7 +127,7 @@ def parse_value(text: str) -> Any:
 
 
 _ALTERNATIVES: Mapping[KeyPath, str] = {("training", "steps"): "epochs", ("training", "epochs"): "steps"}
-"""Keys of one table that exclude each other: each key, with the name of the key that it excludes."""
+"""Pairs of keys of one table, of which a job sets only one: the path of each key, and the name of the other key."""
 
 
 class Draft(Provenance):
@@ -203,7 +205,7 @@ class Draft(Provenance):
             self._put(container, name, [] if following.isdecimal() else {}, key, source)
         inside = container[name]
         if not isinstance(inside, (dict, list)):
-            reason = f"{format_key(key)} is {toml_value(inside)}, which contains no keys; set {format_key(key)} itself"
+            reason = f"{format_key(key)} is {toml_value(inside)}, not a table or an array; set {format_key(key)} itself"
             raise config_error((*key, following), reason)
         return inside
 

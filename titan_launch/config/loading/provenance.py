@@ -72,6 +72,8 @@ class Provenance:
         place, key = self.find(problem.key).text, shortened(format_key(problem.key), _MAX_KEY_LENGTH)
         if problem.value is UNSET:
             return f"{place}: {key}: {problem.reason}"
+        if problem.value is None:  # TOML has no null
+            return f"{place}: {key} (not set in the job): {problem.reason}"
         note = "" if self.is_given(problem.key) else " (default, not set in the job)"
         return f"{place}: {key} = {shortened(toml_value(with_urls(problem.value)))}{note}: {problem.reason}"
 

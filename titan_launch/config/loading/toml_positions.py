@@ -16,7 +16,7 @@ _DOT = re.compile(r"[ \t]*\.[ \t]*")
 _EQUALS = re.compile(r"[ \t]*=[ \t]*")
 _HEADER_OPEN, _HEADER_CLOSE = re.compile(r"\[\[?[ \t]*"), re.compile(r"[ \t]*\]\]?")
 _SCALAR = re.compile(r"[^,\]}#\n]+")
-# Three quotes come first, because two of them would match as an empty string. `(?!")`: a string may end with quotes.
+# Three quotes come first, because the first two would match as an empty string. `(?!")`: a string may end with quotes.
 _STRING = re.compile(r'''"""(?:\\.|[^\\])*?"""(?!")|\'\'\'.*?\'\'\'(?!')|"(?:\\.|[^"\\\n])*"|'[^'\n]*\'''', re.DOTALL)
 
 
@@ -175,7 +175,7 @@ def explain_toml_error(path: str, text: str, error: tomli.TOMLDecodeError) -> st
         repeated = repeated_key(text)
         if repeated is not None:
             key, first_line = repeated
-            return f"{path}:{line}: {format_key(key)}: set twice, first in line {first_line}; remove one of them"
+            return f"{path}:{line}: {format_key(key)}: is set twice, first in line {first_line}; remove one of the two"
     return f"{path}:{line}: not valid TOML: {what}{column}{_remedy(what, text, line)}"
 
 

@@ -46,9 +46,10 @@ def has_copies(table: Mapping[str, Any]) -> bool:
 
 def with_local_copies(table: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
     """Return (table, problems). In the returned table, the path of a local copy replaces each URL of `READ`. A URL that
-    cannot be copied, or that a run cannot write to, stays and has a problem. If a run cannot write to a URL, nothing is
-    copied. Raises UserError if the cache cannot be written, and ConfigError, without the value, for a URL with
-    credentials. Raises RunError if a store does not answer: after this error, `launch` may start the ranks again."""
+    cannot be copied stays in the table, and is reported as a problem. If a key of `WRITTEN` has a URL, this URL is
+    reported, and nothing is copied. Raises UserError if the cache cannot be written, and ConfigError, without the
+    value, for a URL with credentials. Raises RunError if a store does not answer: after this error, `launch` may start
+    the ranks again."""
     urls = list(_urls(table))
     for key, url in urls:
         if has_credentials(url):

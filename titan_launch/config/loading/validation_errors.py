@@ -40,8 +40,8 @@ def translate(error: ValidationError, section: type[Section], table: KeyPath = (
 
 
 def _in_no_member(one: Problem, other: Problem) -> Problem:
-    """Merge the problems of two members of a union into one: "must be a string or an array". The result has no remedy,
-    because the members' remedies contradict each other."""
+    """Merge the problems of one value for two members of a union: "must be a string or an array". The result has no
+    remedy, because the members' remedies contradict each other."""
     reasons = [problem.reason.partition(";")[0] for problem in (one, other)]
     return Problem(one.key, f"{reasons[0]} or {reasons[1].removeprefix('must be ')}", one.value)
 
@@ -211,7 +211,7 @@ def _tables_with(name: str) -> dict[str, KeyPath]:
 
 
 def _nearest_anywhere(name: str) -> KeyPath | None:
-    """Return the path of the key, among those of all tables, whose name is most similar to `name`. Return None if no
+    """Return the path of the key whose name is most similar to `name`, among the keys of all tables. Return None if no
     key is similar enough, or if several tables have the most similar key. Keys in arrays of tables are not searched,
     because they have no fixed path."""
     keys: dict[str, list[KeyPath]] = {}

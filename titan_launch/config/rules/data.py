@@ -68,8 +68,8 @@ def all_data_has_one_unit(config: JobConfig) -> Iterator[Problem]:
 
 
 def mixtures_are_complete(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem for a mixture without sources. Also report each source whose name cannot be part of a metric, or
-    is the name of an earlier source."""
+    """Report a problem for a mixture without sources. Also report a problem for each source whose name cannot be part
+    of a metric, or is the name of an earlier source."""
     for key, data in _tables(config):
         if not isinstance(data, MixtureData):
             continue
@@ -105,7 +105,7 @@ def mixture_weights_are_usable(config: JobConfig) -> Iterator[Problem]:
             total = sum(shares)
             too_small = [index for index, share in enumerate(shares) if 0 < share * _SMALLEST_SHARE < total]
             limit = f"1/{_SMALLEST_SHARE} of the sum of all weights"
-            reason = f"the weight from step {step} on is less than {limit}; set the weight 0 or a larger one"
+            reason = f"the weight from step {step} on is less than {limit}; set the weight to 0 or to a larger number"
             if shares and not total:
                 too_small, reason = [0], f"all sources have the weight 0 from step {step} on; set a larger weight"
             for index in too_small:
@@ -165,7 +165,7 @@ def text_is_no_records(config: JobConfig) -> Iterator[Problem]:
 
 
 _MOST_FILES = 10_000
-"""Largest number of files in a folder that a rule checks. It is limited because every rank of a run checks the
+"""Largest number of files in a folder that a rule checks. The number is limited because every rank of a run checks the
 rules."""
 
 
@@ -189,7 +189,7 @@ def streams_are_only_read_in_order(config: JobConfig) -> Iterator[Problem]:
         if data.streaming:
             yield from stream_problems(data, key)
             if data.packing != "concat":
-                reason = 'needs documents of known length; set packing = "concat", or remove streaming'
+                reason = 'is not supported for a stream; set packing = "concat", or remove streaming'
                 yield Problem((*key, "packing"), reason, data.packing, also=((*key, "streaming"),))
 
 
@@ -308,7 +308,8 @@ def _why_no_weight(source: MixtureEntry, is_training: bool) -> str | None:
 
 def keys_of_packed_documents(config: JobConfig) -> Iterator[tuple[KeyPath, str]]:
     """Yield (key, value) for each data source whose samples consist of documents that do not attend to each other. The
-    key is `packing`, `samples` for a factory, or `kind` if all data of this kind has such samples."""
+    key causes this form of samples: `packing`, or `samples` for a factory, or `kind` if all data of this kind has such
+    samples."""
     for source, data in sources_of(config):
         if separates_documents(data):
             keys = (name for name in ("packing", "samples") if name in type(data).model_fields)
@@ -317,8 +318,8 @@ def keys_of_packed_documents(config: JobConfig) -> Iterator[tuple[KeyPath, str]]
 
 
 def beyond_causal_attention(config: JobConfig) -> Iterator[tuple[str, tuple[KeyPath, ...]]]:
-    """Yield (setting, keys on which the setting depends) for settings that plain causal attention does not support.
-    These are at most one model argument, and the pairs of `keys_of_packed_documents`."""
+    """Yield (setting, keys on which the setting depends) for each setting that plain causal attention does not support:
+    at most one model argument, and the keys of `keys_of_packed_documents`."""
     args, seq_len = known_args(config.model), config.training.seq_len
     option = args.beyond_causal_attention(seq_len) if args is not None else None
     if option is not None:
@@ -345,8 +346,8 @@ def _why_no_file(entry: str, suffixes: tuple[str, ...]) -> str:
 
 
 def _vocabulary(config: JobConfig, source: KeyPath, data: DataSource) -> tuple[int, str, KeyPath]:
-    """Return (size, name, key): the vocabulary size of a data source, the table or tokenizer that sets this size, as a
-    noun for messages, and its key."""
+    """Return (size, owner, key) of the vocabulary of a data source. `owner`: noun in messages for the table or
+    tokenizer that sets the size. `key`: key of the owner."""
     own = data.own_vocabulary()
     if own is not None:
         return own, f"[{format_key(source)}]", (*source, "vocab_size")

@@ -35,7 +35,9 @@ def image_keys_have_an_effect(config: JobConfig) -> Iterator[Problem]:
     for source, data in sources_with(config, ImageData):
         reasons = {
             "augment": _why_not_augment(data, is_training=source[0] == "data"),
-            "padding": data.padding and "crop" not in data.augment and 'has no effect without "crop" in augment',
+            "padding": data.padding
+            and "crop" not in data.augment
+            and 'has no effect without "crop" in augment; add "crop", or remove padding',
             "label_field": data.label_field is not None
             and images_named(data.path) != "shards"
             and "is only for WebDataset shards, whose path ends in .tar; remove the key",

@@ -99,7 +99,7 @@ def answers_are_for_their_losses(config: JobConfig) -> Iterator[Problem]:
             known = [f'"{loss}"' for loss, kind in LOSSES.items() if kind.data_kind == data.kind]
             choice = "that name" if len(known) == 1 else "one of these names"
             used = f"which only loss.name = {' or '.join(known)} uses"
-            reason = f'has {ANSWERS[data.kind]}, {used}, not "{name}"; set {choice}'
+            reason = f'has {ANSWERS[data.kind]}, {used}, not "{name}"; set loss.name to {choice}'
             yield Problem((*source, "kind"), reason, data.kind, also=(_NAME,))
 
 
@@ -172,7 +172,7 @@ def second_model_fits(config: JobConfig) -> Iterator[Problem]:
         return
     theirs, own = vocabulary_taken(model), vocabulary_taken(config.model)
     if None not in (theirs, own) and theirs != own:
-        reason = f"has a vocabulary of {theirs} tokens, but the trained model has one of {own}; name another model"
+        reason = f"has a vocabulary of {theirs} tokens, but the trained model has {own} tokens; name another model"
         yield Problem(second.key, reason, second.folder, also=(("model", "name"), ("model", "args")))
     args, seq_len = known_args(model), config.training.seq_len
     longest = None if args is None else args.longest_sequence()

@@ -54,7 +54,7 @@ def huggingface_has_a_config(config: JobConfig) -> Iterator[Problem]:
         return
     if "model_type" not in model.args:
         if model.path is None:
-            reason = f'"{HUGGINGFACE}" needs model.path, the folder with the config.json of the class'
+            reason = "needs model.path, the folder with the config.json of the class"
             yield Problem(_NAME, reason, model.name, also=(key, _ARGS))
         else:
             reason = "its config.json has no model_type, which names the class's configuration; name another folder"
@@ -120,10 +120,10 @@ def factory_args_can_be_recorded(config: JobConfig) -> Iterator[Problem]:
 
 
 def weights_are_of_the_model(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem if the folder `model.weights` cannot be read or holds a different model. Also report each model
-    argument that differs from the folder's, except `num_labels` and a larger `vocab_size`. (A missing folder is not a
-    problem here, because a run that resumes may not need the folder. A new run reports a missing folder when it reads
-    the weights.)"""
+    """Report a problem if the folder `model.weights` cannot be read or holds a different model. Also report a problem
+    for each model argument that differs from the argument in the folder, except `num_labels` and a larger `vocab_size`.
+    (A missing folder is not a problem here, because a run that resumes may not need the folder. A new run reports a
+    missing folder when it reads the weights.)"""
     model, key = config.model, ("model", "weights")
     args = known_args(model)
     if model.weights is None or args is None or not os.path.exists(model.weights):

@@ -24,7 +24,7 @@ _KINDS = {
     "parquet": "pyarrow",
     "huggingface": "datasets",
 }
-"""The module that each kind of data needs. Other kinds need none, or one that depends on their files."""
+"""The module that each kind of data needs. Other kinds need no module, or a module that depends on their files."""
 
 _IMAGES = {"digits": "sklearn", "folder": "PIL", "shards": "PIL", "npz": None}
 """The module that each kind of image storage needs (see `images_named`); None: no module."""

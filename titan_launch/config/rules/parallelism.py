@@ -12,6 +12,7 @@ from titan_launch.config.rules.data import beyond_causal_attention
 from titan_launch.config.sections.parallelism import ONE_STAGE_SCHEDULES, ParallelismConfig
 from titan_launch.config.sections.training import GradientAccumulationConfig
 from titan_launch.core.errors import KeyPath, Problem, nearest_multiples
+from titan_launch.core.terminal import counted
 from titan_launch.core.torch_release import SPLITS_BACKWARD_OF_EXPERTS
 from titan_launch.models.architectures import ARCHITECTURES, known_args
 
@@ -22,8 +23,8 @@ _MODEL: tuple[KeyPath, ...] = (("model", "name"), ("model", "flavor"), ("model",
 
 
 def matrices_can_be_divided(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem if the tensor-parallel degree does not divide all sizes that tensor parallelism divides, such as
-    the numbers of heads and the vocabulary size (see `ModelArgs.tensor_parallel_sizes`)."""
+    """Report a problem if a size that tensor parallelism divides, such as the number of heads or the vocabulary size,
+    is not a multiple of the degree (see `ModelArgs.tensor_parallel_sizes`)."""
     degree, args = config.parallelism.tensor_parallel_degree, known_args(config.model)
     if degree == 1 or args is None:
         return
@@ -62,7 +63,7 @@ def ring_attention_is_causal(config: JobConfig) -> Iterator[Problem]:
 
 
 def only_sequences_are_divided(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem if the data consists of images and the job has context or sequence parallelism: both divide
+    """Report a problem if the data consists of images and the job has context or sequence parallelism, which divides
     sequences of tokens. (If a model of this package does not support the parallelism with any data,
     `models_can_be_divided` reports the problem.)"""
     if config.data.unit == "tokens":
@@ -145,8 +146,8 @@ NO_EXPERTS = "divides experts over ranks, but the model has no experts; set expe
 
 
 def misfit_of_experts(degree: int, num_experts: int, experts: str) -> str | None:
-    """Return the reason why `degree` does not divide `num_experts`; None if it does. `experts`: noun for these experts
-    in the reason."""
+    """Return the reason why `degree` does not suit `num_experts`; None if `degree` divides `num_experts`. `experts`:
+    noun for these experts in the reason."""
     if num_experts % degree == 0:
         return None
     remedy = f"set expert_parallel_degree to {_divisors(num_experts)}"
@@ -154,8 +155,8 @@ def misfit_of_experts(degree: int, num_experts: int, experts: str) -> str | None
 
 
 def misfit_of_expert_ranks(degree: int, shard: int, context: int) -> str | None:
-    """Return the reason why a degree does not divide the number of ranks over which FSDP2 shards parameters; None if it
-    divides the number. `shard`, `context`: the two degrees whose product is this number."""
+    """Return the reason why `degree` does not suit the number of ranks over which FSDP2 shards parameters; None if
+    `degree` divides this number. `shard`, `context`: the two degrees whose product is this number."""
     ranks = shard * context
     if ranks % degree == 0:
         return None
@@ -183,8 +184,8 @@ def _divisors(number: int) -> str:
 
 
 def _nearest_divisors(number: int, of: int) -> str:
-    """Return the nearest divisors of `of` below and above `number`, as text: `2 or 4`. If there is none above, return
-    only the one below."""
+    """Return the nearest divisors of `of` below and above `number`, as text: `2 or 4`. If no divisor is above, return
+    only the divisor below."""
     divisors = [each for each in range(1, of + 1) if of % each == 0]
     below, above = (each for each in divisors if each < number), (each for each in divisors if each > number)
     return " or ".join(map(str, (max(below), *list(above)[:1])))
@@ -200,8 +201,8 @@ def too_few_layers(parallelism: ParallelismConfig, layers: int) -> str:
     """Return the reason why `layers` layers are too few for the pipeline stages, with the remedy."""
     per_rank, wanted = parallelism.stages_per_rank, parallelism.num_stages
     times = f" ({per_rank} per rank)" if per_rank > 1 else ""
-    remedy = f"set pipeline_parallel_degree to at most {layers // per_rank}"
-    return f"makes {wanted} stages{times}, but the model has only {layers} layers; {remedy}"
+    remedy = f"set pipeline_parallel_degree to at most {max(1, layers // per_rank)}"
+    return f"makes {wanted} stages{times}, but the model has only {counted(layers, 'layer')}; {remedy}"
 
 
 def misfit_of_microbatches(
@@ -210,8 +211,8 @@ def misfit_of_microbatches(
     """Return the reason why the schedule does not support a number of microbatches per step, with the nearest valid
     global batch sizes. Return None if the schedule supports the number, and for a job without pipeline parallelism.
 
-    `samples_each`: samples per microbatch, over all ranks. If it is None (unknown), the reason names numbers of
-    microbatches in place of global batch sizes, or no number.
+    `samples_each`: samples per microbatch, over all ranks; None if this number is unknown. Then the reason names
+    numbers of microbatches in place of global batch sizes, or no number.
     """
     schedule, degree = parallelism.pipeline_parallel_schedule, parallelism.pipeline_parallel_degree
     if degree == 1:
@@ -260,7 +261,7 @@ def split_points_make_the_stages(config: JobConfig) -> Iterator[Problem]:
         reason = (
             f"divides the model into {len(points) + 1} stages instead of {stages} "
             f"({parallelism.pipeline_parallel_degree} ranks x {parallelism.stages_per_rank} per rank); "
-            f"name {stages - 1} modules, or none for an even division"
+            f"name {counted(stages - 1, 'module')}, or remove this key for an even division"
         )
         yield Problem(_SPLIT, reason, points, also=(PIPELINE.key, _PER_RANK, _SCHEDULE))
 

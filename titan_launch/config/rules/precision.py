@@ -23,8 +23,8 @@ def precision_rules_have_a_target(config: JobConfig) -> Iterator[Problem]:
 
 
 def precision_rules_can_be_reached(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem for each precision rule with the same `type` and `match` as an earlier rule. Such a rule never
-    applies, because the first matching rule applies."""
+    """Report a problem for each precision rule with the same `type` and `match` as an earlier rule. The later rule
+    never applies, because the first matching rule applies."""
     first: dict[tuple[str | None, str | tuple[str, ...] | None], int] = {}
     for index, rule in enumerate(config.precision.rules):
         earlier = first.setdefault(_target(rule), index)
@@ -53,8 +53,8 @@ def deferred_gradients_accumulate_in_float32(config: JobConfig) -> Iterator[Prob
 
 
 def deferred_all_reduces_exist(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem if the mode defers only the all-reduces between replicas, but FSDP2 runs none. This is so if the
-    model has only one replica, or if the optimizer is sharded over the replicas."""
+    """Report a problem if the mode defers only the all-reduces between replicas, but FSDP2 runs none. FSDP2 runs no
+    such all-reduce if the model has only one replica, or if the optimizer is sharded over the replicas."""
     degree = ("parallelism", "data_parallel_replicate_degree")
     mode = config.gradient_accumulation.mode
     if mode == "auto" or not config.gradient_accumulation.row.needs_all_reduces:

@@ -1,7 +1,7 @@
 """The rules that are rows of tables: `NO_EFFECT`, `CONTRADICTIONS` and `NEEDS_GPU`.
 
-To add such a rule, add a row. A rule that needs a loop, or that reports several problems for one condition, is a
-function in the file of its topic. In the tables, keys are written with dots.
+To add a rule of this form, add a row. A rule that needs a loop, or that reports several problems for one condition, is
+a function in the file of its topic. In the tables, keys are written with dots.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from titan_launch.core.errors import KeyPath, Problem
 
 
 class NoEffect(NamedTuple):
-    """Keys that have no effect if another key has a certain value. Each of these keys that is not at its default (see
-    `Section.changed`) is then a problem."""
+    """Keys that have no effect if another key has a certain value. A problem is then reported for each of these keys
+    that is not at its default (see `Section.changed`)."""
 
     other: str
     """The key on which the effect of `keys` depends."""
@@ -185,7 +185,7 @@ CONTRADICTIONS = (
         "training.unfreeze",
         lambda job: bool(job.training.unfreeze) and job.parallelism.pipeline_parallel_degree > 1,
         "is not supported with {parallelism.pipeline_parallel_degree}: PyTorch's stages agree in the first step on the "
-        "gradients that they exchange; train all from the start, or set pipeline_parallel_degree = 1",
+        "gradients that they exchange; train all parameters from the start, or set pipeline_parallel_degree = 1",
     ),
     Contradiction(
         "kernels.attention",
@@ -369,8 +369,7 @@ CONTRADICTIONS = (
     ),
     Contradiction(
         "checkpoint.exclude_from_loading",
-        # The run would save lower steps than the loaded one. The next resume would still take the loaded step as the
-        # newest.
+        # The run would save steps below the loaded step. The next resume would still load that step, as the newest.
         lambda job: "step" in job.checkpoint.exclude_from_loading and isinstance(job.checkpoint.load, int),
         'contains "step", so the run would start at step 0, but {checkpoint.load} is a later step in its folder; set a '
         'different job.name, and checkpoint.load = ".../checkpoints/step-N"',

@@ -31,7 +31,7 @@ def profile_is_in_the_run(config: JobConfig) -> Iterator[Problem]:
 
 def weights_are_never_written_to(config: JobConfig) -> Iterator[Problem]:
     """Report a problem if the run folder or the cache of compiled kernels is a folder with weights, or is inside of
-    one."""
+    such a folder."""
     folders: list[tuple[KeyPath, str, Path]] = [(("job", "dump_folder"), config.job.dump_folder, config.job.run_folder)]
     if config.compile.cache_folder is not None:
         folders.append((("compile", "cache_folder"), config.compile.cache_folder, Path(config.compile.cache_folder)))
@@ -84,7 +84,8 @@ def average_is_updated_in_the_run(config: JobConfig) -> Iterator[Problem]:
     ema, training = config.ema, config.training
     if ema.decay is None or training.steps is None:
         return
-    if ema.start_step + ema.every_steps > training.steps:
+    first_update = (ema.start_step // ema.every_steps + 1) * ema.every_steps  # as in optim.ema.update_weight
+    if first_update > training.steps:
         name = "every_steps" if ema.every_steps > training.steps else "start_step"
         length = f"{training.steps} steps ({format_key(training.length_key)})"
         reason = f"is so large that the average is never updated in the run of {length}; set a smaller number"
@@ -111,7 +112,9 @@ def width_is_scaled(config: JobConfig) -> Iterator[Problem]:
         reason = "muP has no rule for adapters; remove lora.targets, or this key"
         yield Problem(key, reason, base, also=(("lora", "targets"),))
     if others := sorted(config.optimizer.algorithms() - {"AdamW"}):
-        reason = f'muP has no rule for {others[0]}; set optimizer.name = "AdamW", also in parameter groups'
+        reason = (
+            f'muP has no rule for {others[0]}; set optimizer.name = "AdamW", and remove algorithm from parameter groups'
+        )
         yield Problem(key, reason, base, also=(_NAME, _GROUPS))
 
 

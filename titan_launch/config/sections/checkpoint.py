@@ -25,7 +25,7 @@ class CheckpointConfig(Section):
     """Saving and resuming."""
 
     enable: bool = False
-    """Save checkpoints during the run. A later run with the same `job.name` resumes from the newest one."""
+    """Save checkpoints during the run. A later run with the same `job.name` resumes from the newest checkpoint."""
 
     save_last: bool = True
     """Save a checkpoint at the last step, even with `enable = false`. The last step is `training.steps`, or the step at
@@ -42,11 +42,12 @@ class CheckpointConfig(Section):
     """Write checkpoints in a separate thread or process. `disabled`: training waits until the checkpoint is complete.
     `thread`: training waits only until the training state is copied to host memory; a thread writes the copy.
     `process`: as `thread`, but a separate process writes the copy. The two processes share only the memory of the copy.
-    One checkpoint is written at a time. At its end, the run waits until the last checkpoint is complete. With `enable =
+    One checkpoint is written at a time. The run does not end before the last checkpoint is complete. With `enable =
     false` this key has no effect."""
 
     keep_latest: Annotated[int, Field(ge=0)] = 10
-    """Number of newest checkpoints to keep. Older ones are deleted after a newer one is complete. 0 keeps all."""
+    """Number of newest checkpoints to keep. An older checkpoint is deleted after a newer checkpoint is complete. 0
+    keeps all checkpoints."""
 
     keep_every: Annotated[int, Field(ge=0)] = 0
     """Never delete checkpoints whose step is a multiple of this number. 0 disables this rule."""
@@ -58,8 +59,9 @@ class CheckpointConfig(Section):
 
     save_frozen: bool = False
     """Also save the parameters that are never trained and have the values of `model.weights`. False: checkpoints omit
-    these parameters, and record the path and the fingerprint of this folder. A run that resumes reads the parameters
-    from `model.weights`, and refuses a folder with another fingerprint. All other parameters are always saved."""
+    these parameters, and record the path and the fingerprint of the folder `model.weights`. A run that resumes reads
+    the parameters from `model.weights`, and refuses a folder with another fingerprint. All other parameters are always
+    saved."""
 
     load: int | str = "latest"
     """The checkpoint from which the run starts. `latest`: the newest checkpoint in the run folder that is complete and
@@ -67,30 +69,29 @@ class CheckpointConfig(Section):
     damaged, the run ends with an error. `none`: the run starts at step 0, and an earlier run in the folder is moved
     aside, not deleted. A number: the checkpoint of that step in the run folder; checkpoints of later steps are moved
     aside. A path: a checkpoint of another run (`.../checkpoints/step-100`), or the folder of another run, whose newest
-    checkpoint is loaded. With `enable = true`, ranks that `launch` or torchrun restarts resume from the latest
-    checkpoint of this run, if there is one, whatever this key says."""
+    checkpoint is loaded. Exception: if `enable = true` and this run already has a checkpoint, ranks that `launch` or
+    torchrun restarts always resume from the latest checkpoint of this run."""
 
     store: Annotated[str, AfterValidator(_store_url)] | None = None
     """URL of a folder in an object store, such as `s3://bucket/runs`. Each complete checkpoint is also copied to
     `STORE/NAME/step-N/`, where `NAME` is `job.name`. Training does not wait for a copy, but the end of the run does. If
-    a checkpoint is complete while an older one is being copied, the newest checkpoint is copied next. Older checkpoints
-    that still wait are not copied, unless `keep_every` or `keep_best` keeps them, or `keep_latest` is 0. Copies are
+    several checkpoints wait to be copied, the newest checkpoint is copied next. Of the older checkpoints that wait,
+    only those are copied that `keep_every` or `keep_best` keeps. With `keep_latest = 0`, all are copied. Copies are
     deleted by the same rules as checkpoints. With `load = "latest"`, a run resumes from the newest copy if the run
     folder has no newer undamaged checkpoint. `s3://` needs `pip install 'titan-launch[s3]'`, and `gs://` needs `pip
     install 'titan-launch[gs]'`."""
 
     initial_load_path: str | None = None
     """Path of a checkpoint from which a new run loads parameters and buffers. If the path is a run folder, its newest
-    checkpoint is loaded, or the best one if `validation.patience` has ended that run. Step, data position and optimizer
-    state start anew. If this run already has checkpoints, it resumes from its newest one instead."""
+    checkpoint is loaded, or its best checkpoint if `validation.patience` has ended that run. Step, data position and
+    optimizer state start anew. If this run already has checkpoints, it resumes from its newest checkpoint instead."""
 
     exclude_from_loading: Array[str] = ()
-    """Parts of a checkpoint that are not loaded; they start as in a new run. `optimizer`: the optimizer state. `ema`:
+    """Parts of a checkpoint that are not loaded, but start as in a new run. `optimizer`: the optimizer state. `ema`:
     the moving average of the weights, which then begins with the loaded parameters. `data`: the position in the data.
     `random`: the states of random number generators. `step`: the step and the schedule (only if `load` is a path). A
-    glob, such as `output.**`: the parameters and buffers that it matches. This key applies only with
-    `initial_load_path`, or if `load` is a number or a path. A run that resumes from its own latest checkpoint loads all
-    parts."""
+    glob, such as `output.**`: the matching parameters and buffers. This key applies only with `initial_load_path`, or
+    if `load` is a number or a path. A run that resumes from its own latest checkpoint loads all parts."""
 
     accept_changes: bool = False
     """Resume even if the experiment has changed since the checkpoint. The experiment consists of the configuration, and

@@ -43,7 +43,7 @@ class DataSource(Section):
     """Unit of the samples, in which the throughput is reported."""
 
     kind: str
-    """Kind of data source. It decides which other keys are valid."""
+    """Kind of data source. The kind decides which other keys are valid."""
 
     shuffle: bool = True
     """Shuffle the samples of each epoch. The order depends only on `training.seed` and the epoch. `false`: the order of
@@ -101,7 +101,8 @@ class CorpusData(TokenizedData):
 
     split: Literal["all", "train", "validation"] = "all"
     """Documents to use. `validation`: `validation_percent` of the documents, chosen by a hash of the names of files, or
-    of the texts of lines and rows. `train`: all others. Training and validation can therefore use the same `path`."""
+    of the texts of lines and rows. `train`: all other documents. Training and validation can therefore use the same
+    `path`."""
 
     validation_percent: Annotated[int, Field(ge=1, le=99)] = 5
     """Percentage of the documents that belong to the validation split."""
@@ -167,8 +168,8 @@ def date_text(text: str) -> str:
 
 
 class ChatData(LinesData):
-    """Chats in JSON lines, for fine-tuning: one chat per line, which is one document. A chat template turns each chat
-    into text, and the assistant's turns are the targets. A line has one of four forms: `messages` with `role` and
+    """Chats in JSON lines, for fine-tuning: one chat per line. Each chat is one document. A chat template turns each
+    chat into text, and the assistant's turns are the targets. A line has one of four forms: `messages` with `role` and
     `content`; `conversations` with `from` and `value`; `prompt` and `response` (or `completion`); `instruction`,
     `input` and `output`. This kind needs `pip install 'titan-launch[chat]'`."""
 
@@ -192,9 +193,9 @@ class ChatData(LinesData):
     3's templates. The default is the date that these templates write if `date_string` is not set."""
 
     train_on: Literal["assistant", "last", "all"] = "assistant"
-    """Targets. `assistant`: all turns of the assistant, each with the token that ends it. `last`: the last of these
-    turns. `all`: all tokens. With `assistant` and `last`, a turn whose message has `"weight": 0` or `"train": false` is
-    no target."""
+    """Targets. `assistant`: all turns of the assistant, each with the token that ends the turn. `last`: the last turn
+    of the assistant. `all`: all tokens. With `assistant` and `last`, a turn whose message has `"weight": 0` or
+    `"train": false` is no target."""
 
     truncation: Literal["skip", "stop", "right", "left"] = "skip"
     """Action for a chat with more than `training.seq_len` + 1 tokens. `skip`: the chat is not used, and the log reports
@@ -203,7 +204,7 @@ class ChatData(LinesData):
 
 
 class PreferenceData(ChatData):
-    """Pairs of answers in JSON lines, for `dpo` and the other losses of pairs: a chosen answer and a rejected one to
+    """Pairs of answers in JSON lines, for `dpo` and the other losses of pairs: a chosen answer and a rejected answer to
     the same prompt. A line has `chosen` and `rejected`. Either both are whole chats (arrays of messages), or both are
     only answers (texts, or arrays of messages). With only answers, the line also has `prompt`: the chat before the
     answer. A chat template turns each chat into text. This kind needs `pip install 'titan-launch[chat]'`.
@@ -229,8 +230,8 @@ class PreferenceData(ChatData):
 
 class UnpairedPreferenceData(ChatData):
     """Answers with a label in JSON lines, for `loss.name = "kto"`. A line is a chat in one of the forms of `kind =
-    "chat"`, with the key `label`: `true` for a desirable last answer, and `false` for an undesirable one. A chat
-    template turns each chat into text. This kind needs `pip install 'titan-launch[chat]'`."""
+    "chat"`, with the key `label`: `true` for a desirable last answer, and `false` for an undesirable last answer. A
+    chat template turns each chat into text. This kind needs `pip install 'titan-launch[chat]'`."""
 
     kind: Literal["unpaired_preferences"]  # type: ignore[assignment]
 
@@ -293,8 +294,8 @@ class HuggingFaceData(RecordsData):
     kind: Literal["huggingface"]
 
     path: str
-    """A folder that `save_to_disk` wrote, a folder of data files (Parquet, JSON lines, CSV, text), or the name of a
-    data set of the Hugging Face Hub, such as `roneneldan/TinyStories`. A data set of the Hub is downloaded."""
+    """A folder that `save_to_disk` wrote, or a folder of data files (Parquet, JSON lines, CSV, text). Or the name of a
+    data set of the Hugging Face Hub, such as `roneneldan/TinyStories`, which is downloaded."""
 
     column: str = "text"
     """Name of the column with the text."""
@@ -320,7 +321,7 @@ class TokensData(TokenizedData):
     """A folder of token files that `titan-launch prepare` wrote, or a file of another program, relative to the working
     directory. The files of other programs are: a `.bin` of Megatron-LM with its `.idx` beside it (the suffix may be
     omitted), a file of llm.c, an `.npy` file of NumPy, or a flat file of numbers as in nanoGPT. A glob of such files is
-    also possible. `[tokenizer]` must be the tokenizer that made the tokens."""
+    also possible. `[tokenizer]` must describe the tokenizer that made the tokens."""
 
     dtype: Literal["uint16", "uint32"] | None = None
     """Dtype of the numbers in a flat file. Files in all other formats contain their dtype."""
@@ -328,7 +329,7 @@ class TokensData(TokenizedData):
 
 class SyntheticData(DataSource):
     """Random token sequences with a structure that a model can learn. Each token is a fixed function of the previous
-    one, or noise."""
+    token, or noise."""
 
     kind: Literal["synthetic"]
 
@@ -373,7 +374,7 @@ class ImageData(DataSource):
 
     split: Literal["all", "train", "validation"] = "all"
     """Images to use. `validation`: `validation_percent` of the images, chosen by a hash of their names (in a folder) or
-    of their indices. `train`: all others. Training and validation can therefore use the same `path`."""
+    of their indices. `train`: all other images. Training and validation can therefore use the same `path`."""
 
     validation_percent: Annotated[int, Field(ge=1, le=99)] = 5
     """Percentage of the images that belong to the validation split."""
@@ -382,8 +383,8 @@ class ImageData(DataSource):
     """Length in pixels to which the shorter side of an image is scaled. The aspect ratio stays. Default: no scaling."""
 
     crop: Annotated[int, Field(ge=1)] | None = None
-    """Height and width of a sample in pixels. The sample is the center of an image after `resize`. In training, it is a
-    random part if `augment` has `crop` or `resized_crop`. Default: the whole image."""
+    """Height and width of a sample in pixels. The sample is the center of an image after `resize`. Exception: with
+    `crop` or `resized_crop` in `augment`, a training sample is a random part of the image. Default: the whole image."""
 
     augment: Array[Augmentation] = ()
     """Random changes of training images, which differ in every epoch. `flip`: mirror an image left to right, with a
@@ -407,7 +408,8 @@ class ImageData(DataSource):
 
     std: Positive | Array[Positive] = 0.5
     """Value by which the pixels are divided after the subtraction of `mean`: one number, or an array with one number
-    per channel. If `mean` and `std` are those of the data, the model's inputs have mean 0 and variance 1."""
+    per channel. If `mean` and `std` equal the mean and the standard deviation of the data, the model's inputs have mean
+    0 and variance 1."""
 
 
 Weight = Annotated[float, Field(ge=0)]
@@ -421,8 +423,9 @@ class FactoryData(DataSource):
     """Import string of the function or class. The working directory is importable."""
 
     samples: Literal["tokens", "documents", "images"] = "tokens"
-    """Form of the samples. `tokens`: pairs of `training.seq_len` tokens and their targets. `documents`: the same, with
-    the document number of each token as a third tensor. `images`: pairs of an image and its class."""
+    """Form of a sample. `tokens`: a pair of tensors, with `training.seq_len` tokens and with the target of each token.
+    `documents`: the same, and a third tensor with the document number of each token. `images`: a pair of an image and
+    its class."""
 
     args: Table = Field(default_factory=dict)
     """Keyword arguments of the function or class."""
@@ -437,8 +440,8 @@ def stream_problems(data: DataSource, key: KeyPath) -> Iterator[Problem]:
     """Yield a problem for each key that a stream does not support. `data`: the stream. `key`: path of its table."""
     if key != ("data",):
         reason = (
-            "is a stream, which can be neither validation data nor one of several sources; use data with an index "
-            "(see docs/how_to/data.md)"
+            "is a stream, which can be neither validation data nor one of several sources; use data that is not a "
+            "stream (see docs/how_to/data.md)"
         )
         yield Problem((*key, "kind"), reason, data.kind)
     if data.shuffle:
@@ -452,11 +455,11 @@ def stream_problems(data: DataSource, key: KeyPath) -> Iterator[Problem]:
 class MixtureEntry(DataSource):
     """A source of a mixture. It has the keys of its `kind` except `num_workers`, and the keys below."""
 
-    num_workers: ClassVar[int] = 0  # type: ignore[misc] # removes the key: only the mixture itself has it
+    num_workers: ClassVar[int] = 0  # type: ignore[misc] # removes the key: only the mixture itself has `num_workers`
 
     name: str = ""
     """Name of the source in metrics and log lines: letters, digits, `.`, `_` and `-`. Default: the last part of `path`,
-    with `_` in place of all other characters. If `path` is missing or an array: `kind`."""
+    with `_` in place of all other characters. Default if `path` is missing or an array: `kind`."""
 
     weight: Weight | Array[Array[Weight]] = 1.0
     """Share of the training samples that come from this source, relative to the weights of the other sources. An array
@@ -472,19 +475,19 @@ class MixtureEntry(DataSource):
         return [(int(step), Fraction(str(weight))) for step, weight in pairs]
 
     def effective_name(self) -> str:
-        """Return `name` or, if it is not set, its default."""
+        """Return `name`. If `name` is not set, return its default."""
         path = getattr(self, "path", None)
         last_part = os.path.basename(path.rstrip("/")) if isinstance(path, str) else ""
         return self.name or re.sub(r"[^\w.-]+", "_", last_part) or self.kind
 
 
 class MixtureData(DataSource):
-    """Several sources, mixed by weights. Each is a table `[[data.sources]]` (validation: `[[validation.data.sources]]`)
-    with a `shuffle` of its own. A table with `sources` has this kind by default."""
+    """Several sources, mixed by weights. Each source is a table `[[data.sources]]` (validation:
+    `[[validation.data.sources]]`) with a `shuffle` of its own. A table with `sources` has this kind by default."""
 
     kind: Literal["mixture"]
 
-    shuffle: ClassVar[bool] = True  # type: ignore[misc] # removes the key: every source has it
+    shuffle: ClassVar[bool] = True  # type: ignore[misc] # removes the key: every source has `shuffle`
 
     sources: Array[MixtureEntry]
     """The sources, whose samples must have the same shape."""
@@ -495,8 +498,8 @@ class MixtureData(DataSource):
         return self.sources[0].unit if self.sources else "tokens"
 
     def own_vocabulary(self) -> int | None:
-        """Return the largest vocabulary size of the sources; None if a source uses the tokenizer, whose vocabulary is
-        at least as large, or if there are no sources."""
+        """Return the largest vocabulary size of the sources; None if there are no sources, or if a source uses the
+        tokenizer, whose vocabulary is at least as large."""
         sizes = [source.own_vocabulary() for source in self.sources]
         return max(size for size in sizes if size is not None) if sizes and None not in sizes else None
 
@@ -547,14 +550,14 @@ def single_sources(data: DataSource) -> dict[str, DataSource]:
 
 
 _RECORDS = (".jsonl", ".ndjson", ".parquet")
-"""Suffixes of files that contain records. Reading such a file as text is a mistake. `.json` is not one of them, because
+"""Suffixes of files that contain records. Reading such a file as text is a mistake. `.json` is not in the list, because
 a `.json` file may be one document."""
 
 
 def misread_as_text(path: str, names: Iterable[str]) -> str | None:
-    """Return the reason why an entry of `path` must not be read as text; None if it may be. Files with records must not
-    be read as text, because the format of the records would become part of the text. `names`: names of the entry's
-    files, or of the first of them."""
+    """Return the reason why an entry of `path` must not be read as text; None if the entry may be read as text. Files
+    with records must not be read as text, because the format of the records would become part of the text. `names`:
+    names of the entry's files, or of the first of these files."""
     ends = count_ends(names)
     records = Counter({end: number for end, number in ends.items() if uncompressed(end) in _RECORDS})
     if not records:
@@ -582,9 +585,9 @@ def separates_documents(data: DataSource) -> bool:
 
 
 class ValidationConfig(Section):
-    """Loss and accuracy on data held out from training, with the model in evaluation mode. Both are means over the
-    targets of all ranks, with the same weight for each target. With a loss of pairs, they are means over the pairs, and
-    with `kto` over the answers."""
+    """Loss and accuracy on data held out from training, with the model in evaluation mode. Loss and accuracy are means
+    over the targets of all ranks, with the same weight for each target. With a loss of pairs, they are means over the
+    pairs. With `kto`, they are means over the answers."""
 
     freq: Annotated[int, Field(ge=0)] = 0
     """Steps between validations. 0 disables validation."""

@@ -23,10 +23,10 @@ class ReferenceConfig(Section):
     """The keys of the losses that have a reference model."""
 
     reference: str
-    """The reference model, which is not trained. With `[lora]`, `base` is the trained model without its adapters; it
+    """The reference model, which is not trained. With `[lora]`, `base` is the trained model without its adapters, which
     needs no additional memory for parameters. Any other value is a folder in the formats of `model.weights` with a
-    model of this package, usually the same folder as `model.weights`. The parameters of a model in a folder are sharded
-    like those of the trained model."""
+    model of this package, usually the same folder as `model.weights`. The parameters of a reference model in a folder
+    are sharded like the parameters of the trained model."""
 
     dtype: FloatDtype | None = None
     """Dtype of a reference model in a folder: of its parameters and of its computation. Default:
@@ -34,7 +34,8 @@ class ReferenceConfig(Section):
     as the trained model."""
 
     beta: Annotated[float, Field(gt=0)] = 0.1
-    """Strength of the reference model. A small value lets the trained model move further from it."""
+    """Strength of the reference model. With a small value, the trained model may move further from the reference
+    model."""
 
 
 class DPOConfig(ReferenceConfig):
@@ -43,24 +44,24 @@ class DPOConfig(ReferenceConfig):
     log-ratio is the log-probability of an answer in the trained model minus that in the reference model."""
 
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """Assumed probability that the two answers of a pair are swapped by mistake (conservative DPO). Validation does not
-    use it."""
+    """Assumed probability that the two answers of a pair are swapped by mistake (conservative DPO). Validation ignores
+    this key."""
 
 
 class IPOConfig(ReferenceConfig):
-    """Identity preference optimization (IPO, arXiv:2310.12036): the loss has its minimum at a finite distance from the
-    reference model, and the loss of DPO does not. The loss of a pair is (log-ratio of the chosen answer - log-ratio of
-    the rejected answer - 1 / (2 x `beta`))². A log-ratio is the mean over the tokens of an answer, as in TRL."""
+    """Identity preference optimization (IPO, arXiv:2310.12036): unlike the loss of DPO, this loss has its minimum at a
+    finite distance from the reference model. The loss of a pair is (log-ratio of the chosen answer - log-ratio of the
+    rejected answer - 1 / (2 x `beta`))². A log-ratio is the mean over the tokens of an answer, as in TRL."""
 
     beta: Annotated[float, Field(gt=0)] = 0.1
-    """Strength of the reference model, called τ in the paper. A small value lets the trained model move further from
-    it."""
+    """Strength of the reference model, called τ in the paper. With a small value, the trained model may move further
+    from the reference model."""
 
 
 class KTOConfig(ReferenceConfig):
     """Kahneman-Tversky optimization (KTO, arXiv:2402.01306): the model learns from single answers that are desirable or
-    undesirable. The loss of a desirable answer is `desirable_weight` x sigmoid(baseline - reward), and that of an
-    undesirable answer `undesirable_weight` x sigmoid(reward - baseline). The reward is `beta` x log-ratio, where the
+    undesirable. The loss of a desirable answer is `desirable_weight` x sigmoid(baseline - reward). The loss of an
+    undesirable answer is `undesirable_weight` x sigmoid(reward - baseline). The reward is `beta` x log-ratio, where the
     log-ratio is defined as for `dpo`. The baseline is the mean reward of mismatched answers in the step, but at least
     0; in validation, it is 0. A mismatched answer follows the prompt of a different chat in its sample. Each step runs
     both models once more for the mismatched answers."""
@@ -75,21 +76,21 @@ class KTOConfig(ReferenceConfig):
 
 class SimPOConfig(Section):
     """Simple preference optimization (SimPO, arXiv:2405.14734), without a reference model. The loss of a pair is -log
-    sigmoid(`beta` x (log-probability of the chosen answer - that of the rejected answer) - `gamma`). A log-probability
-    is the mean over the tokens of an answer."""
+    sigmoid(`beta` x (log-probability of the chosen answer - log-probability of the rejected answer) - `gamma`). A
+    log-probability is the mean over the tokens of an answer."""
 
     beta: Annotated[float, Field(gt=0)] = 2.0
     """Number by which the log-probabilities are multiplied."""
 
     gamma: Annotated[float, Field(ge=0)] = 1.0
-    """Margin by which the reward of the chosen answer, `beta` x log-probability, should exceed that of the rejected
-    answer."""
+    """Margin by which the reward of the chosen answer should exceed the reward of the rejected answer. The reward of an
+    answer is `beta` x log-probability."""
 
 
 class ORPOConfig(Section):
     """Odds-ratio preference optimization (ORPO, arXiv:2403.07691), without a reference model: fine-tuning and
     preferences in one run. The loss of a pair is c + `weight` x -log sigmoid(log-odds of the chosen answer - log-odds
-    of the rejected answer), where c is the mean cross-entropy of the chosen answer's tokens. The log-odds of an answer
+    of the rejected answer). Here, c is the mean cross-entropy of the chosen answer's tokens. The log-odds of an answer
     with the probability p are ln(p / (1 - p)), where ln p is the mean log-probability of its tokens."""
 
     weight: Annotated[float, Field(gt=0)] = 0.1
@@ -117,7 +118,7 @@ class DistillationConfig(Section):
 
 
 class LossConfig(Section):
-    """The training loss. It is summed in fp32. With `cross_entropy` and `distillation`, validation reports the
+    """The training loss, which is summed in fp32. With `cross_entropy` and `distillation`, validation reports the
     cross-entropy without label smoothing and z-loss, so that jobs can be compared. With any other loss, and with
     `model.loss`, validation reports the training loss (`kto`: with the baseline 0)."""
 
@@ -154,17 +155,17 @@ class LossConfig(Section):
     With more chunks, logits exist for one chunk at a time, in forward and in backward. The price is that backward
     computes the matrix product of the output layer a second time. Losses and gradients differ only by rounding. The
     output layer must be an `nn.Linear` without an adapter or float8, outside of checkpointed and compiled modules. The
-    model must return the output of this layer unchanged. Otherwise the model still returns logits, and only their fp32
-    copies exist for one chunk at a time; a log line reports this. For vocabularies of 100,000 and more, 8 to 32 are
-    good numbers."""
+    model must return the output of this layer unchanged. Otherwise the model still returns all logits, and only the
+    fp32 copies are made for one chunk at a time; a log line reports this. For vocabularies of 100,000 and more, 8 to 32
+    are good numbers."""
 
     z_loss: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the z-loss (PaLM, arXiv:2204.02311), which keeps logits from drifting. The z-loss is (ln Z)², where Z
     is the sum of exp(logit) over the classes. It is averaged over the targets like the cross-entropy. A usual weight is
-    1e-4. `train/loss` does not contain the z-loss; `train/z_loss` reports it."""
+    1e-4. `train/loss` does not contain the z-loss. `train/z_loss` reports the z-loss."""
 
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Fraction of the target's probability that is distributed evenly over all classes, as in
+    """Fraction of each target's probability that is distributed evenly over all classes, as in
     `torch.nn.CrossEntropyLoss`. `train/loss` is computed with label smoothing."""
 
     @property
@@ -187,8 +188,8 @@ class LossConfig(Section):
         return table() if own is None and self.kind.second_model is None else own
 
     def frozen_model(self) -> FrozenModelConfig | None:
-        """Return the second model of the loss; None if there is none, or if it is the trained model without its
-        adapters."""
+        """Return the second model of the loss; None if the loss has no second model, or if the second model is the
+        trained model without its adapters."""
         key, settings = self.kind.second_model, self.settings
         if key is None or not isinstance(settings, ReferenceConfig | DistillationConfig):
             return None
@@ -220,7 +221,7 @@ class LossKind:
 
     table: type[Section] | None = None
     """Class of the table with the settings of the loss, such as `[loss.dpo]`. A loss with a second model needs this
-    table. For other losses it may be omitted. None: the loss has no settings of its own."""
+    table. For other losses, the table may be omitted. None: the loss has no settings of its own."""
 
     data_kind: str | None = None
     """The only `data.kind` that the loss reads, besides token files and factories, which every loss may read. None: the
@@ -240,7 +241,7 @@ class LossKind:
         return self.data_kind == PAIRS
 
 
-_OPTION = 'is an option of the cross-entropy, and loss.name is "{}"; remove this key'
+_OPTION = 'applies only to the cross-entropy, but loss.name is "{}"; remove this key'
 _WHOLE = 'is not supported with loss.name = "{}", which reads the logits of all classes and of whole sequences; set '
 _SECOND = 'is not supported with loss.name = "{}", whose second model does not support this parallelism; set '
 
@@ -274,8 +275,8 @@ LOSSES: Mapping[str, LossKind] = {
     "reward": LossKind(data_kind=PAIRS, unsupported=_OF_PAIRS),
     "distillation": LossKind("teacher", DistillationConfig, unsupported=_WITH_SECOND_MODEL),
 }
-"""The losses of this package by name. `loss/build.py` creates the objects that compute them. `config/rules`
-and `LossConfig.kind` look losses up in this table. A test compares docs/how_to/losses.md with the table."""
+"""The losses of this package by name. `loss/build.py` creates the objects that compute the losses. `config/rules` and
+`LossConfig.kind` look losses up in this table. A test compares docs/how_to/losses.md with the table."""
 
 FUNCTION_LOSS = LossKind(unsupported=_OF_WHOLE_LOGITS)
 """The row of every loss that the user writes as a function."""

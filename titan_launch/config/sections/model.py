@@ -17,14 +17,14 @@ class ModelConfig(Section):
     """The module to train."""
 
     name: str = "llama3"
-    """The model: the name of one of this package (the reference lists them below `[model]`), or `huggingface` for a
-    class of the library `transformers`. `package.module:factory` is a callable of your own that returns an `nn.Module`.
-    With `weights`, this key may be omitted: the folder names its model."""
+    """The model: the name of a model of this package (the reference lists the names below `[model]`), or `huggingface`
+    for a class of the library `transformers`. `package.module:factory` is a callable of your own that returns an
+    `nn.Module`. With `weights`, this key may be omitted, because the folder contains the name of its model."""
 
     path: str | None = None
     """With `name = "huggingface"`: the folder with the `config.json` of the class, relative to the working directory;
-    default: `weights`. The keys of this file become `[model.args]`, and the `config.json` of the run records them. The
-    weights in this folder are read only if `weights` names the folder, too."""
+    default: `weights`. The keys of this file become `[model.args]`. The `config.json` of the run records these keys. To
+    read the weights in this folder, set `weights` to the same folder."""
 
     flavor: str = "debug"
     """Size of the model: a row of its size table (the reference shows the table after the model's arguments), or `none`
@@ -32,8 +32,8 @@ class ModelConfig(Section):
     omitted."""
 
     args: Table = Field(default_factory=dict)
-    """Arguments of the model. They override the values of the flavor. With a factory: its keyword arguments. With
-    `huggingface`: keys that override those of `config.json`."""
+    """Arguments of the model, which override the values of the flavor. With a factory: its keyword arguments. With
+    `huggingface`: keys that override the keys of `config.json`."""
 
     blocks: Array[str] | None = None
     """Globs of module paths. Each matching module becomes one FSDP2 unit (a `fully_shard` call). `*` matches within one
@@ -46,9 +46,10 @@ class ModelConfig(Section):
     weights: str | None = None
     """Folder with the initial values of the parameters: a Hugging Face folder (`config.json` and `*.safetensors`), or a
     folder that `titan-launch import` or `export --format plain` wrote. If `flavor` is not set, the folder also provides
-    `name` and `args`. An argument of the job that differs from the folder's is an error, with two exceptions. A larger
-    `vocab_size` adds rows of zeros. A different `num_labels` needs a new head (see `exclude_from_weights`). A run that
-    resumes reads only the parameters that its checkpoint omits (see `checkpoint.save_frozen`)."""
+    `name` and `args`. An argument of the job that differs from the argument in the folder is an error, with two
+    exceptions. A larger `vocab_size` adds rows of zeros. A different `num_labels` needs a new head (see
+    `exclude_from_weights`). A run that resumes reads only the parameters that its checkpoint omits (see
+    `checkpoint.save_frozen`)."""
 
     exclude_from_weights: Array[str] = ()
     """Globs of parameters that are not read from `weights` but keep the model's own initial values, such as `output.*`
@@ -75,7 +76,7 @@ class LoRARule(Section):
     """A different rank or scale for some of the adapters."""
 
     match: Array[str]
-    """Globs of modules that `lora.targets` matches. Of several rules that match a module, the first applies."""
+    """Globs of modules that `lora.targets` matches. If several rules match a module, the first rule applies."""
 
     rank: Annotated[int, Field(ge=1)] | None = None
     """Rank of these adapters. Unset: `lora.rank`."""
@@ -85,18 +86,18 @@ class LoRARule(Section):
 
 
 class LoRAConfig(Section):
-    """Low-rank adapters (LoRA, arXiv:2106.09685). All other parameters are frozen, unless `training.trainable` or
-    `training.unfreeze` names them. A module with an adapter multiplies by W + scale * B A instead of its weight W. A
-    has `rank` rows, and B has `rank` columns. At the start B A is 0, so the model computes the same as without
-    adapters."""
+    """Low-rank adapters (LoRA, arXiv:2106.09685). All other parameters are frozen, except those that
+    `training.trainable` or `training.unfreeze` names. A module with an adapter multiplies by W + scale * B A instead of
+    its weight W. A has `rank` rows, and B has `rank` columns. At the start, B A is 0, so the adapters do not change the
+    outputs of the model."""
 
     targets: Array[str] = ()
     """The modules that get adapters: linear layers, embeddings, and the experts of a mixture of experts. An entry is a
     glob of module paths, such as `["layers.*.attention.w*"]`: `*` matches within one segment, `**` crosses dots. An
     entry that matches no whole path counts as a name as in `peft`, such as `["q_proj", "v_proj"]`. Such a name matches
-    the ends of module paths: of the paths in this package, or of those in `transformers`. `["all-linear"]`: the linear
-    layers and the experts of the blocks, but no routers. `plan` and a run print the paths of the modules with adapters.
-    If an entry also matches other kinds of modules, these get no adapter. The adapter of a module is its child `lora`.
+    the ends of module paths: of the paths in this package, or of the paths in `transformers`. `["all-linear"]`: the
+    linear layers and the experts of the blocks, but no routers. `plan` and a run print the paths of the modules with
+    adapters. Other kinds of modules that an entry matches get no adapter. The adapter of a module is its child `lora`.
     Empty: no adapters."""
 
     rank: Annotated[int, Field(ge=1)] = 16
@@ -110,16 +111,18 @@ class LoRAConfig(Section):
     inputs are token ids, have no dropout."""
 
     rank_stabilized: bool = False
-    """Scale by `alpha / sqrt(rank)`, not `alpha / rank`, so that a large rank learns as fast (arXiv:2312.03732)."""
+    """Scale by `alpha / sqrt(rank)`, not `alpha / rank`, so that a large rank learns as fast as a small rank
+    (arXiv:2312.03732)."""
 
     rules: Array[LoRARule] = ()
     """Exceptions to `rank` and `alpha`."""
 
     adapter: str | None = None
     """Folder of `peft` with the initial values of the adapters: `adapter_config.json` and `adapter_model.safetensors`,
-    as `titan-launch export --adapter` and `peft` write them. Rank, scale and targets in the folder must equal those of
-    the job. The dropout in the folder must be 0, unless the job sets `lora.dropout`. A key of `adapter_config.json`
-    that this package does not understand is an error. A run that resumes does not read the folder."""
+    as `titan-launch export --adapter` and `peft` write them. Rank, scale and targets in the folder must equal the
+    settings of the job. If the job does not set `lora.dropout`, the dropout in the folder must be 0. A key of
+    `adapter_config.json` that this package does not understand is an error. A run that resumes does not read the
+    folder."""
 
     def of(self, path: str) -> LoRAConfig:
         """Return the settings for the adapter of the module at `path`: the first rule that matches the module overrides
@@ -130,7 +133,7 @@ class LoRAConfig(Section):
         return self.model_copy(update=self.rules[index].model_dump(include={"rank", "alpha"}, exclude_none=True))
 
     def rule_of(self, path: str) -> int | None:
-        """Return the index in `rules` of the first rule that matches a module; None if none does."""
+        """Return the index in `rules` of the first rule that matches a module; None if no rule matches."""
         found = (i for i, rule in enumerate(self.rules) if any(matches(glob, path) for glob in rule.match))
         return next(found, None)
 

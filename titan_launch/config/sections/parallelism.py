@@ -22,8 +22,8 @@ ONE_STAGE_SCHEDULES = ("1F1B", "GPipe")
 """Schedules that support exactly one stage per rank."""
 
 SPLIT_BACKWARD_SCHEDULES = ("InterleavedZeroBubble", "ZBVZeroBubble")
-"""Schedules that split backward: a rank first computes the gradients of activations. It computes the gradients of
-weights later, when it would otherwise wait."""
+"""Schedules that split backward: a rank first computes the gradients of activations. The rank computes the gradients of
+weights later, while it would otherwise wait."""
 
 
 class ParallelismConfig(Section):
@@ -31,12 +31,13 @@ class ParallelismConfig(Section):
     expert parallelism is not a factor of the product."""
 
     data_parallel_replicate_degree: Degree = 1
-    """Number of replicas of the model. If it is above 1, parameters are sharded only within a replica (HSDP)."""
+    """Number of replicas of the model. With more than one replica, parameters are sharded only within a replica
+    (HSDP)."""
 
     shard_optimizer_over_replicas: bool = False
     """Shard the optimizer over the replicas, too: its state, its update and the moving average of the weights. Once per
-    step the gradients are reduce-scattered over the replicas, each replica updates its part of the parameters, and the
-    replicas all-gather the result. The traffic equals that of the all-reduce between replicas in
+    step, the gradients are reduce-scattered over the replicas, each replica updates its part of the parameters, and the
+    replicas all-gather the result. The traffic equals the traffic of the all-reduce between replicas with
     `gradient_accumulation.mode = "deferred_all_reduce"`. With `data_parallel_shard_degree = 1` this is ZeRO-1."""
 
     data_parallel_shard_degree: Annotated[int, AfterValidator(_positive_or_rest)] = -1
@@ -68,13 +69,13 @@ class ParallelismConfig(Section):
     tokens of every sequence. Parameters are also sharded over these ranks."""
 
     context_parallel_load_balance: bool = True
-    """With context parallelism: give each rank one part from the front and one from the back of the sequence. Causal
-    attention then takes equally long on all ranks."""
+    """With context parallelism: give each rank one part from the front of the sequence, and one part from the back.
+    Causal attention then takes equally long on all ranks."""
 
     context_parallel_rotate_method: Literal["allgather", "alltoall"] = "allgather"
     """With context parallelism: collective that exchanges keys and values. `allgather`: one all-gather before
-    attention. `alltoall`: several all-to-alls pass the keys and values from rank to rank. During each of them, a rank
-    computes the attention over the keys and values that it already has. `alltoall` takes less memory."""
+    attention. `alltoall`: several all-to-alls pass the keys and values from rank to rank. During each all-to-all, a
+    rank computes the attention over the keys and values that it already has. `alltoall` takes less memory."""
 
     expert_parallel_degree: Degree = 1
     """Number of ranks that share the experts of every layer (expert parallelism). Each rank holds whole experts, and
@@ -109,7 +110,7 @@ class ParallelismConfig(Section):
 
     @property
     def splits_backward(self) -> bool:
-        """True for a pipeline whose schedule splits backward."""
+        """True if the job has a pipeline, and its schedule splits backward."""
         return self.pipeline_parallel_degree > 1 and self.pipeline_parallel_schedule in SPLIT_BACKWARD_SCHEDULES
 
     @property
@@ -131,10 +132,11 @@ class ActivationCheckpointConfig(Section):
     statistics stay the same, bit for bit."""
 
     mode: Literal["none", "full", "selective", "memory_budget", "auto"] = "none"
-    """The activations that are saved for backward. `none`: all of them; no activation checkpointing. `full`: only the
-    inputs of each block; costs one more forward per step. `selective`: see `selective_ac_option`. `memory_budget`: the
-    compiler chooses what it saves, within `memory_budget`. `auto`: the fastest of `none`, `selective` (with `"op"`) and
-    `full` whose predicted memory fits; see `gradient_accumulation.mode`."""
+    """The activations that are saved for backward. `none`: all activations; no activation checkpointing. `full`: only
+    the inputs of each block; costs one more forward of the blocks per microbatch. `selective`: see
+    `selective_ac_option`. `memory_budget`: the compiler chooses the activations, within the key `memory_budget`.
+    `auto`: of the modes `none`, `selective` (with `"op"`) and `full` whose predicted memory fits, the fastest mode; see
+    `gradient_accumulation.mode`."""
 
     selective_ac_option: Literal["op"] | Annotated[int, Field(ge=1)] = "op"
     """For `mode = "selective"`. `"op"`: each block saves its inputs and the results of costly operations (attention,
@@ -183,16 +185,18 @@ class CompileConfig(Section):
     enable: bool = False
     """Compile the components in `components`. Each block is one graph; equal blocks share one compiled graph. Two kinds
     of modules inside of a block cannot be part of a graph: experts, and FSDP2 units (which a precision rule can make).
-    In a block with such a module, the largest submodules without one are compiled. A graph break is an error."""
+    In a block with such a module, the largest submodules that contain no such module are compiled. A graph break is an
+    error."""
 
     backend: Literal["inductor", "aot_eager", "eager"] = "inductor"
-    """Compiler backend. `inductor`: Triton kernels on GPUs, C++ on CPUs (needs a C++ compiler). The other two are
-    for debugging: `aot_eager` runs the operations of the graph one by one, `eager` runs the traced operations of the
-    model."""
+    """Compiler backend. `inductor`: Triton kernels on GPUs, C++ on CPUs (needs a C++ compiler). The other two backends
+    are for debugging: `aot_eager` runs the operations of the graph one by one, and `eager` runs the traced operations
+    of the model."""
 
     components: Array[Component] = ("model",)
     """Components to compile: `model` (the blocks of the model) and `loss`. The compiled loss makes no fp32 copies of
-    the logits. With `loss.chunks`, the loss of each chunk is compiled, but not the output layer's products."""
+    the logits. With `loss.chunks`, the loss of each chunk is compiled, but the matrix products of the output layer are
+    not."""
 
     cache_folder: Annotated[str, Field(min_length=1)] | None = None
     """Folder in which inductor stores compiled kernels, and from which later starts load them. The folder should be on

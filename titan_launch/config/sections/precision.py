@@ -8,8 +8,8 @@ from titan_launch.config.sections.section import Array, FloatDtype, Section
 
 
 class PrecisionRule(Section):
-    """An exception to `[precision]` for the modules that match `type`, `match`, or both if both are set. The exception
-    also applies to modules inside of these modules, unless another rule matches them."""
+    """An exception to `[precision]` for the modules that match `type` and `match`; an unset key matches all modules.
+    The exception also applies to modules inside of these modules, except for modules that another rule matches."""
 
     type: str | None = None
     """Class name of the modules. Subclasses of the class match, too. Leading underscores are ignored: `BatchNorm`
@@ -26,8 +26,8 @@ class PrecisionRule(Section):
 
     param_dtype: FloatDtype | None = None
     """Dtype of the all-gathered parameters. Floating-point inputs of the modules are cast to this dtype. Unset: the
-    parameters keep their storage dtype, and the inputs are not cast. (`float32` differs from unset, because it casts
-    the inputs.)"""
+    parameters keep their storage dtype, and the inputs are not cast. (`float32` differs from unset, because the inputs
+    are then cast.)"""
 
     reduce_dtype: FloatDtype | None = None
     """Dtype in which gradients are reduced over the ranks. Unset: `precision.reduce_dtype`."""
@@ -42,7 +42,7 @@ class PrecisionRule(Section):
     buffer_dtype: FloatDtype | None = None
     """Dtype of the floating-point buffers of the module and of its submodules. Unset: `precision.buffer_dtype`. The
     running statistics of a BatchNorm get this dtype only if the rule matches the BatchNorm itself. The routers'
-    selection biases and counts of tokens per expert never get it."""
+    selection biases and counts of tokens per expert never get this dtype."""
 
     reshard_after_forward: bool | None = None
     """Reshard the parameters after forward, and all-gather them again for backward. Unset: the same as for the block
@@ -51,18 +51,18 @@ class PrecisionRule(Section):
 
     unit_per: Literal["model", "block", "module"] = "model"
     """Number of FSDP2 units for the matched modules: one for the model (the fewest collectives), one per block, or one
-    per module. With `model`, all matched modules must run inside of the model's forward, where each may run twice, or
-    only in some steps. If some of these modules run outside of the model's forward, use `block` or `module`. (A unit
-    that is larger than the largest block and has more than a million parameters is divided into one unit per block even
-    with `model`. Before torch 2.13 each module is a separate unit.)"""
+    per module. With `model`, all matched modules must run inside of the model's forward. A module may run twice, or
+    only in some steps. If some of these modules run outside of the model's forward, use `block` or `module`. (Even with
+    `model`, a unit that is larger than the largest block and has more than a million parameters is divided into one
+    unit per block. Before torch 2.13, each module is a separate unit.)"""
 
 
 class PrecisionConfig(Section):
     """Dtypes in which modules store their parameters, compute, and reduce their gradients."""
 
     storage_dtype: FloatDtype = "float32"
-    """Dtype of sharded parameters, of their gradients, and of the optimizer state (unless `optimizer.state_dtype` is
-    set)."""
+    """Dtype of sharded parameters, of their gradients, and of the optimizer state. `optimizer.state_dtype` can set
+    another dtype for the state."""
 
     frozen_storage_dtype: FloatDtype | None = None
     """Storage dtype of parameters that are never trained (see `training.frozen`). Such parameters get no updates that
@@ -78,16 +78,16 @@ class PrecisionConfig(Section):
     gradients of microbatches in this dtype."""
 
     buffer_dtype: FloatDtype | None = None
-    """Dtype of floating-point buffers. It does not apply to three kinds: running statistics of BatchNorm, and the
-    selection biases and token counts of routers. Unset: the dtype that the model gave them (FSDP2 casts no buffers)."""
+    """Dtype of floating-point buffers, except for the running statistics of BatchNorm, and for the selection biases and
+    token counts of routers. Unset: buffers keep the dtype that the model gave them (FSDP2 casts no buffers)."""
 
     placement: Literal["auto", "in_place", "own_unit"] = "auto"
     """FSDP2 units of the modules that rules match, and of trained modules in frozen blocks, such as adapters.
     `in_place`: the modules stay in the units of their blocks, so a rule adds no collective. A unit then has parameters
     of several dtypes, which needs torch 2.15. `own_unit`: the modules get units of their own. `auto`: in place, except
-    for rules that FSDP2 does not support in place. These are rules that set `unit_per` or `reshard_after_forward`, and
-    rules whose modules differ from their block, for example in storage dtype, in reduce dtype, or in the step at which
-    they are unfrozen. Before torch 2.15, `auto` is the same as `own_unit`."""
+    for rules that FSDP2 does not support in place. Such a rule sets `unit_per` or `reshard_after_forward`, or its
+    modules differ from their block, for example in storage dtype, in reduce dtype, or in the step at which they are
+    unfrozen. Before torch 2.15, `auto` is the same as `own_unit`."""
 
     rules: Array[PrecisionRule] = ()
     """Exceptions for modules, by class or by path. The first rule that matches a module applies. A rule that matches no
@@ -116,13 +116,13 @@ class BatchNormConfig(Section):
 
 class Float8Config(Section):
     """Float8 matrix products of linear layers, in forward and backward, by torchao (`pip install
-    'titan-launch[float8]'`). The operands of each product are scaled dynamically. Parameters keep their storage dtype.
-    They are all-gathered in `precision.param_dtype`, or in 8 bits with `all_gather`. The products require GPUs with FP8
+    'titan-launch[float8]'`). The operands of each product are scaled dynamically. Parameters keep their storage dtype,
+    and are all-gathered in `precision.param_dtype`, or in 8 bits with `all_gather`. The products require GPUs with FP8
     tensor cores: NVIDIA with compute capability 8.9 or later (H100, H200, B200, L40S)."""
 
     enable: bool = False
-    """Convert linear layers to 8 bits. This is faster only with `compile.enable`: without compilation each scaling is a
-    kernel of its own."""
+    """Convert linear layers to 8 bits. Steps are faster only with `compile.enable`, because without compilation each
+    scaling is a separate kernel."""
 
     recipe: Literal["rowwise", "rowwise_with_gw_hp", "tensorwise"] = "rowwise"
     """Granularity of the scales. `rowwise`: one scale per row; the most exact. `rowwise_with_gw_hp`: as `rowwise`, with
@@ -155,9 +155,9 @@ class KernelsConfig(Section):
     """Kernel of `F.scaled_dot_product_attention`. `auto` on a GPU: the first usable kernel in the order `cudnn`,
     `flash`, `efficient`, `math`. On GPUs other than Hopper, `flash` comes before `cudnn`. A model that may pass masks,
     such as a class of `transformers`, does not use `cudnn`. The log names the chosen kernel, and the reason why each
-    kernel earlier in this order cannot be used. `auto` on a CPU: PyTorch's choice, or, if it is faster, this package's
-    blocked kernel for causal attention in short sequences. Any other value: this kernel of PyTorch; if it cannot be
-    used, the run fails. `math` stores all attention scores."""
+    kernel earlier in this order cannot be used. `auto` on a CPU: PyTorch's choice. For causal attention in short
+    sequences, this package's blocked kernel is used if it is faster. Any other value: this kernel of PyTorch. If the
+    kernel cannot be used, the run fails. `math` stores all attention scores."""
 
     float32_precision: Literal["ieee", "tf32"] = "ieee"
     """Precision of matrix products and convolutions of float32 tensors on a GPU. `ieee`: full float32. `tf32`: the
@@ -167,4 +167,5 @@ class KernelsConfig(Section):
 
     bf16_reduced_precision_reduction: bool = True
     """cuBLAS may split the sum of a bfloat16 product into parts. Each part is summed in float32. True allows cuBLAS to
-    add the results of the parts in bfloat16, which is faster and PyTorch's default; False: in float32."""
+    add the results of the parts in bfloat16, which is faster and PyTorch's default. False: the results are added in
+    float32."""

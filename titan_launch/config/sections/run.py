@@ -69,8 +69,9 @@ class MetricsConfig(Section):
     modules: Array[str] = ()
     """Globs of modules to measure in every reported step. The metrics `learned/*` are norms of the modules' gradients,
     parameters and updates. The metrics `activations/*` are root mean square, overflow and underflow of the modules'
-    outputs. One more value of each covers all modules of a precision rule. A measured step needs memory for a float32
-    copy of the measured parameters. With `compile.enable`, outputs are not measured."""
+    outputs. For each precision rule, one more value of each `activations/*` metric covers all modules of the rule. A
+    measured step needs memory for a float32 copy of the measured parameters. With `compile.enable`, outputs are not
+    measured."""
 
     sinks: Annotated[Array[str], AfterValidator(_sinks)] = ()
     """Further destinations of the reports. `wandb`: Weights & Biases (`pip install 'titan-launch[wandb]'`); without a
@@ -114,7 +115,7 @@ class DebugConfig(Section):
 
     audit_precision: bool | None = None
     """Compare the dtypes of all inputs, parameters, gradients, buffers, outputs and collectives of the first step with
-    the plan. If one differs, the run ends before its first update; with a release of PyTorch that is not tested, a
+    the plan. If a dtype differs, the run ends before its first update. With a release of PyTorch that is not tested, a
     warning is logged instead. The result is in `precision_audit.json`. Later steps are not affected. Unset: true for
     the `debug` flavor and for a model of your own."""
 
@@ -132,15 +133,15 @@ class DebugConfig(Section):
     that were not skipped. Detection starts after half of this number of steps."""
 
     max_skips: Annotated[int, Field(ge=1)] = 10
-    """Number of consecutive skipped steps after which `on_repeated_skips` applies. On CUDA it applies at the next
-    report, and all steps until then are skipped."""
+    """Number of consecutive skipped steps after which `on_repeated_skips` applies. On CUDA, this action follows at the
+    next report, and all steps until then are skipped."""
 
     on_repeated_skips: Literal["stop", "rollback"] = "stop"
     """Action after `max_skips` consecutive skipped steps. `stop` ends the run. `rollback` loads the last checkpoint,
     and continues with the data after the skipped steps."""
 
     max_rollbacks: Annotated[int, Field(ge=1)] = 3
-    """Maximum number of rollbacks of a run. The run ends when it would have to roll back once more."""
+    """Maximum number of rollbacks of a run. If one more rollback is needed, the run ends."""
 
 
 class ProveConfig(Section):
@@ -148,9 +149,9 @@ class ProveConfig(Section):
     `certificate`."""
 
     args: Table = Field(default_factory=dict)
-    """Arguments of the twin's model, which replace those in `[model.args]` by smaller sizes. Needed for a model of your
-    own, and for a class of `transformers` whose sizes are not known. A model of this package does not need this
-    table."""
+    """Arguments of the twin's model, which replace the sizes in `[model.args]` by smaller sizes. A model of your own
+    needs this table, and so does a class of `transformers` whose sizes are not known. A model of this package does not
+    need this table."""
 
     vocab_size: Annotated[int, Field(ge=2)] | None = None
     """Number of different tokens of the twin's data. A number above 64 counts as 64. The twin's embedding must have at
@@ -162,8 +163,8 @@ class ProveConfig(Section):
 
 
 UNWATCHED_GROUPS = ("checkpoint",)
-"""Descriptions (`group_desc`) of process groups without `comm.timeout_seconds` and hang detection. Ranks may wait in
-these groups for a long time while another rank writes its part of a checkpoint."""
+"""Descriptions (`group_desc`) of the process groups that have neither `comm.timeout_seconds` nor hang detection. Ranks
+may wait in these groups for a long time while another rank writes its part of a checkpoint."""
 
 
 class CommConfig(Section):
@@ -174,9 +175,9 @@ class CommConfig(Section):
     load a checkpoint and warm up. A collective that takes longer ends the run."""
 
     timeout_seconds: Annotated[int, Field(ge=1)] = 600
-    """Timeout of collectives, in seconds. It applies after the first step of the process, to all process groups except
-    for the one that writes checkpoints. A collective that takes longer ends the run. While a rollback loads a
-    checkpoint, `init_timeout_seconds` applies instead."""
+    """Timeout of collectives, in seconds. This timeout applies after the first step of the process, to all process
+    groups except the group that writes checkpoints. A collective that takes longer ends the run. While a rollback loads
+    a checkpoint, `init_timeout_seconds` applies instead."""
 
     hang_seconds: Annotated[int, Field(ge=0)] | None = None
     """Seconds without progress after which a rank counts as hanging. Such a rank writes the stacks of its threads to
@@ -201,13 +202,13 @@ class CommConfig(Section):
 
 class PlannerConfig(Section):
     """Assumptions about the hardware, for predictions of memory and time. `plan`, `mode = "auto"` and the predicted
-    memory of a run use them. `plan` prints all of them."""
+    memory of a run use these assumptions. `plan` prints all of them."""
 
     device: str | None = None
     """Accelerator to plan for, by its name in the device table: `h100-80gb`, `a100-40gb`, ... (the error for an unknown
     name lists all names). The device sets memory, peak and bandwidths; the keys below override them. Default: in a run,
-    the GPU of the machine; in `plan`, none. Without a device, `plan` does not say whether the job fits, unless
-    `memory_gib` is set or the job is for CPUs."""
+    the GPU of the machine; in `plan`, none. Without a device, `plan` says whether the job fits only if `memory_gib` is
+    set or the job is for CPUs."""
 
     memory_gib: Positive | None = None
     """Memory limit of one device, in GiB, as torch reports it. Default: the memory of the device. On a CPU (`job.device
@@ -216,7 +217,8 @@ class PlannerConfig(Section):
 
     margin_gib: Annotated[float, Field(ge=0)] | None = None
     """Memory, in GiB, that must stay free below the limit. If a combination of modes leaves less memory free, `plan`
-    does not say that it fits, and `auto` does not choose it. Default: 5 % of the limit, and on a GPU at least 0.5."""
+    does not report it as `fits`, and `auto` does not choose it. Default: 5 % of the limit, and on a GPU at least
+    0.5."""
 
     intra_node_gb_per_s: Positive | None = None
     """Bandwidth of one GPU to other GPUs on its node, in GB/s (1e9 bytes, one direction). Default: the bandwidth of the

@@ -10,13 +10,13 @@ from pydantic_core import CoreSchema, core_schema
 
 
 class Section(BaseModel):
-    """A table of the job file. It is read-only, refuses unknown keys, and converts no types ("5" is not 5).
+    """A table of the job file. A section is read-only, refuses unknown keys, and converts no types ("5" is not 5).
 
     The string below a field is its reference documentation: `titan_launch.config.reference` writes it to
     `docs/reference/`. (Pydantic can read these strings itself, but does so at every import.)
 
-    Pydantic builds a validator on first use (`defer_build`). The validator of `JobConfig` covers its sections, so they
-    need no validators themselves.
+    Pydantic builds a validator on first use (`defer_build`). The validator of `JobConfig` covers all its sections, so
+    the sections need no validators of their own.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, defer_build=True)

@@ -86,7 +86,7 @@ def vocabulary_size(config: TokenizerConfig) -> int:
 
 def special_token(config: TokenizerConfig) -> str:
     """Return the name of the token that ends a document. Raises ConfigError if the tokenizer's file cannot be used, or
-    if it lacks this token or the token that `begin_of_document` names."""
+    if the file lacks this token or the token that `begin_of_document` names."""
     tokens = _tokens(config)
     for key in ("begin_of_document", "end_of_document"):
         name = getattr(config, key)
@@ -124,7 +124,7 @@ def _tokens(config: TokenizerConfig) -> dict[str, int]:
 @lru_cache(maxsize=4)
 def _parse(file: Path, state: tuple[int, ...]) -> dict[str, int]:
     """Return the id of each token by its name, as the package `tokenizers` numbers them. Raises OSError, and ValueError
-    if the content is not that of a `tokenizer.json`. `state`: state of the file, so that a changed file is parsed again
+    if the file is not a valid `tokenizer.json`. `state`: state of the file, so that a changed file is parsed again
     despite the cache."""
     from titan_launch.core.json_files import parse_json  # imported here: most job files do not need it
 
@@ -152,8 +152,8 @@ def _parse(file: Path, state: tuple[int, ...]) -> dict[str, int]:
 
 
 def _vocabulary(found: Any) -> dict[str, int]:
-    """Return the id of each token in "model.vocab". `found`: the value of this key. Raises ValueError if it is neither
-    an object with valid ids nor an array of pairs (token, score)."""
+    """Return the id of each token in "model.vocab". `found`: the value of this key. Raises ValueError if the value is
+    neither an object with valid ids nor an array of pairs (token, score)."""
     if isinstance(found, list):  # Unigram: [token, score] by id
         for index, pair in enumerate(found):
             if not (isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str)):

@@ -20,9 +20,9 @@ class Unfreeze(Section):
     """Glob for parameter names, as in `layers.*.attention.**`."""
 
     after_step: Annotated[int, Field(ge=1)]
-    """Number of steps at the start of a run in which these parameters are frozen. All later steps train them. Their
-    modules have FSDP2 units of their own. Memory is planned as if they were trained from the start. Their optimizer
-    state is created when they are first trained."""
+    """Number of steps at the start of a run in which these parameters are frozen. All later steps train these
+    parameters. Their modules have separate FSDP2 units. Memory is planned as if the parameters were trained from the
+    start. Their optimizer state is created in the first step that trains them."""
 
 
 class TrainingConfig(Section):
@@ -34,9 +34,10 @@ class TrainingConfig(Section):
     local_batch_size: Annotated[int, Field(ge=1)] | Literal["auto"] = 4
     """Samples (sequences or images) per microbatch on each data-parallel rank. `auto`: the largest number with which
     the predicted memory fits, and which divides the samples per step of a rank. Other keys with the value `auto`, such
-    as `activation_checkpoint.mode`, are chosen together with it. `auto` requires `global_batch_size`, so that the
-    number does not change the training. A run logs the number. Before training, the run tries three steps in a separate
-    process (not with expert parallelism). If these steps run out of memory, the run tries the next smaller number."""
+    as `activation_checkpoint.mode`, are chosen together with this number. `auto` requires `global_batch_size`, so that
+    the number does not change the training. A run logs the number. Before training, the run tries three steps in a
+    separate process (not with expert parallelism). If these steps run out of memory, the run tries the next smaller
+    number."""
 
     global_batch_size: Annotated[int, Field(ge=1)] | None = None
     """Samples per optimizer step, over all ranks and microbatches. The number of microbatches per step is
@@ -44,7 +45,7 @@ class TrainingConfig(Section):
     microbatch."""
 
     steps: Annotated[int, Field(ge=1)] | None = None
-    """Optimizer steps of the whole run, including those before a resume. Default: 100, unless `epochs` is set."""
+    """Optimizer steps of the whole run, including the steps before a resume. Default: 100, unless `epochs` is set."""
 
     epochs: Annotated[float, Field(gt=0, le=1e9)] | None = None
     """Epochs of the whole run, in place of `steps`: passes over the training data, such as 3 or 0.5. When a run has
@@ -61,7 +62,7 @@ class TrainingConfig(Section):
     """Globs of the parameters to train, such as `output.*` or `layers.3[01].**`: `*` matches within one segment of a
     parameter's name, `**` crosses dots. All other parameters are frozen: they have no gradients, no optimizer state and
     no reduce-scatter. Default: all parameters, except those that the model itself freezes (`requires_grad = False`).
-    With `[lora]`, the adapters are always trained, and by default only they."""
+    With `[lora]`, the adapters are always trained; by default, no other parameter is trained."""
 
     frozen: Array[str] = ()
     """Globs of the parameters to freeze. All other parameters are trained, except those that the model itself freezes.
@@ -69,8 +70,8 @@ class TrainingConfig(Section):
     dtype. `batchnorm.of_frozen` decides whether frozen BatchNorms update their running statistics."""
 
     unfreeze: Array[Unfreeze] = ()
-    """Parameters that are frozen for a number of steps and trained afterwards, whatever `trainable` and `frozen` say
-    about them. If several entries match a parameter, the smallest `after_step` applies."""
+    """Parameters that are frozen for a number of steps and trained afterwards. For these parameters, `trainable` and
+    `frozen` have no effect. If several entries match a parameter, the smallest `after_step` applies."""
 
     enable_cpu_offload: bool = False
     """Keep sharded parameters, their gradients and the optimizer state in host memory, and update the parameters there.
@@ -92,7 +93,8 @@ class TrainingConfig(Section):
 
     @property
     def total_steps(self) -> int:
-        """The number of steps. It is known in a job without `epochs`, and in any job after its data was opened."""
+        """The number of steps of the run. In a job with `epochs`, the number is known only after the data was
+        opened."""
         assert self.steps is not None, "the number of steps is unknown before the data is opened"
         return self.steps
 
@@ -104,7 +106,8 @@ class TrainingConfig(Section):
 
 @dataclass(frozen=True)
 class AccumulationMode:
-    """The collectives that a mode runs after every microbatch. All others run once, after the last microbatch."""
+    """The collectives that a mode runs after every microbatch. All other collectives of gradients run once, after the
+    last microbatch."""
 
     reduce_scatters_each: bool
     """Reduce-scatter after every microbatch. False: every rank sums unsharded gradients until the last microbatch."""
@@ -150,7 +153,7 @@ class GradientAccumulationConfig(Section):
     keep_params_unsharded: bool | None = None
     """All-gather the parameters once per step instead of up to twice per microbatch, and keep them unsharded (in
     `param_dtype`) until the last backward, like ZeRO-2. Default: false; with `mode = "auto"`, true if the memory
-    suffices. `loss.name = "kto"` does not support it."""
+    suffices. `loss.name = "kto"` does not support true."""
 
     @property
     def row(self) -> AccumulationMode:
@@ -179,7 +182,7 @@ class ParamGroup(Section):
     """Number by which the scheduled learning rate is multiplied for these parameters."""
 
     weight_decay: Annotated[float, Field(ge=0)] | None = None
-    """Weight decay of these parameters. Unset: the value that they have without this group."""
+    """Weight decay of these parameters. Unset: the weight decay that they have without this group."""
 
     algorithm: AlgorithmName | None = None
     """Algorithm that updates these parameters. Unset: the algorithm that they have without this group."""
@@ -222,7 +225,7 @@ class SGDConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """The optimizer. Embeddings, norms, biases and other vectors have no weight decay unless a parameter group sets
+    """The optimizer. Embeddings, norms, biases and other vectors have a weight decay only if a parameter group sets
     one."""
 
     name: AlgorithmName = "AdamW"
@@ -246,13 +249,13 @@ class OptimizerConfig(Section):
     weight_decay: Annotated[float, Field(ge=0)] | None = None
     """Weight decay of all parameters except for embeddings, norms, biases and other vectors. AdamW and Muon decouple it
     from the gradient; their default is 0.1. SGD adds `weight_decay` times the parameter to the gradient (L2
-    regularization, as `torch.optim.SGD`); its default is 0. A parameter group whose algorithm has the other kind of
-    weight decay, such as SGD in a job with AdamW, uses the default of its algorithm instead."""
+    regularization, as `torch.optim.SGD`); its default is 0. If the algorithm of a parameter group has the other kind of
+    weight decay, such as SGD in a job with AdamW, the group uses the default of its algorithm instead."""
 
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"
-    """PyTorch's implementation of AdamW and SGD. `fused` is the fastest on CPU and CUDA. With the other two, the host
-    waits for the device before every update, to find out whether the step is skipped. (With `state_dtype`, `rounding`
-    or `master_weights`, this package's own implementation is used, and the host does not wait.)"""
+    """PyTorch's implementation of AdamW and SGD. `fused` is the fastest on CPU and CUDA. With `foreach` and `for-loop`,
+    the host waits for the device before every update, to find out whether the step is skipped. (With `state_dtype`,
+    `rounding` or `master_weights`, this package's own implementation is used, and the host does not wait.)"""
 
     state_dtype: FloatDtype | Literal["int8"] | None = None
     """Dtype of the optimizer's moments (SGD: of the momentum). Unset: the storage dtype of each parameter. `int8`: 8
@@ -351,11 +354,11 @@ class MupConfig(Section):
 
 
 class EMAConfig(Section):
-    """An exponential moving average of the trained parameters. It does not change training. Models are often better
-    with the average than with the last parameters.
+    """An exponential moving average of the trained parameters. The average does not change training. A model is often
+    better with the average than with the last parameters.
 
     The average is in float32, sharded like the parameters: bfloat16 would round off the updates. BatchNorm's running
-    statistics are moving averages themselves. They are not averaged again.
+    statistics are not averaged, because they are moving averages already.
     """
 
     decay: Annotated[float, Field(gt=0, lt=1)] | None = None
@@ -374,6 +377,6 @@ class EMAConfig(Section):
 
     validate_with: Literal["both", "ema", "parameters"] = "both"
     """Weights to validate. `ema`: the average, with the metrics `validation/ema_loss` and `validation/ema_accuracy`.
-    `parameters`: the parameters, with `validation/loss` and `validation/accuracy`. `both` takes twice the time.
-    `checkpoint.keep_best` and `validation.patience` compare `validation/loss`, or `validation/ema_loss` with
-    `validate_with = "ema"`."""
+    `parameters`: the parameters, with `validation/loss` and `validation/accuracy`. `both`: one validation after the
+    other, which takes twice the time. `checkpoint.keep_best` and `validation.patience` compare `validation/loss`, or
+    `validation/ema_loss` with `validate_with = "ema"`."""

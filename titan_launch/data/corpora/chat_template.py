@@ -120,8 +120,8 @@ def load_template(
 
 
 def _of_folders(folders: Sequence[Path], key: KeyPath) -> str:
-    """Return the first template in the folders of tokenizers. A folder has it as a file, or in the settings of its
-    tokenizer: as a string, or in a list under the name `default`. Raises ConfigError on `key` if no folder has a
+    """Return the first template in the folders of tokenizers. The template is a file, or a setting of the tokenizer:
+    a string, or the entry `default` of a list. Raises ConfigError on `key` if no folder has a
     template."""
     for folder in folders:
         if os.path.lexists(folder / TEMPLATE_FILE):
@@ -133,7 +133,9 @@ def _of_folders(folders: Sequence[Path], key: KeyPath) -> str:
         if isinstance(found, str):
             return found
     where = str(folders[0]) if folders else 'the tokenizer "bytes"'
-    remedy = "or set tokenizer.path (prepare: --tokenizer) to a folder that has one, such as that of a chat model"
+    remedy = (
+        "or set tokenizer.path (prepare: --tokenizer) to a folder with a template, such as the folder of a chat model"
+    )
     raise config_error(key, f'must be "chatml" or a Jinja file, because {where} has no chat template; {remedy}')
 
 

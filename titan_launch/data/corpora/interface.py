@@ -60,7 +60,7 @@ class Document:
     belongs."""
 
     content: Any
-    """The input of `Corpus.encode`: UTF-8 bytes, unless the corpus has an `encode` of its own."""
+    """The input of `Corpus.encode`: by default UTF-8 bytes. A corpus with its own `encode` may use another type."""
 
     file: tuple[str, int]
     """(Name, size in bytes) of the document's file. For a data set of Hugging Face: the names of subset and split, and
@@ -112,7 +112,7 @@ class Corpus(ABC):
 
     @property
     def left_out(self) -> str:
-        """Text about the files in the folders of the corpus that are not read; "" if all files are read."""
+        """Text about unread files in the corpus's folders; "" if the corpus reads all files."""
         return ""
 
     @cached_property

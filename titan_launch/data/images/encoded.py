@@ -283,8 +283,8 @@ def _errors_on(path_key: KeyPath, path: str) -> Iterator[None]:
 
 
 def _why_unread(error: OSError, name: str = "") -> str:
-    """Return the reason, with a remedy, why a file or folder cannot be read. `name`: its name; by default the name in
-    `error`."""
+    """Return the reason, with a remedy, why a file or folder cannot be read. `name`: name of the file or folder;
+    by default the name in `error`."""
     found = one_line(name or str(error.filename))
     return f"{found} cannot be read: {error.strerror or error}; correct the permissions, or remove it"
 

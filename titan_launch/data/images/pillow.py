@@ -117,7 +117,9 @@ def _check(image: Image, content: bytes) -> None:
         raise _too_large(limit)
     scans = content.count(b"\xff\xda") if is_jpeg else 1
     if scans * pixels > _MOST_SCANS * MOST_PIXELS:
-        raise PixelFormatError(f"has {scans:,} scans of {pixels:,} pixels; save it again")
+        raise PixelFormatError(
+            f"has {scans:,} scans of {pixels:,} pixels, which is too slow; save it again as a JPEG of few scans"
+        )
     exif, in_text = image.info.get("exif", b""), image.info.get("Raw profile type exif", "")
     if max(len(exif), len(in_text) // 2) > _MOST_EXIF:
         raise PixelFormatError(f"has more than {_MOST_EXIF:,} bytes of EXIF; save it without them")
@@ -203,9 +205,10 @@ def decode(image: Image, channels: int) -> Tensor:
 
 
 def _problem(image: Image) -> str:
-    """Return the reason, with a remedy, why an image is refused; "" if it is not. The image must not be loaded yet."""
+    """Return the reason, with a remedy, why an image is refused; "" if it is accepted. The image must not be loaded
+    yet."""
     if image.format != "MPO" and getattr(image, "is_animated", False):  # the first picture of an MPO is used
-        return "has several frames; save the frame that its class describes"
+        return "has several frames; save one frame as a file without the others"
     raw, arguments = _raw_mode(image)
     if _is_gray_16(image):
         if "transparency" in image.info:

@@ -46,7 +46,7 @@ class Draw:
 
 
 def _resize_and_crop(image: Tensor, config: ImageData, draw: Draw | None) -> Tensor:
-    """Change the size of an image and its visible part: uint8 or float32 `[channels, height, width]`. If `draw` is
+    """Resize, crop and augment an image, uint8 or float32 `[channels, height, width]`, as `config` says. If `draw` is
     None, the image is not augmented."""
     crop, augment = config.crop, config.augment
     if config.resize is not None:
@@ -118,7 +118,7 @@ class Transform:
         """Return `(images - mean) / std` as float32. uint8 images are first divided by 255. `images`: the results of
         `changed`, `[..., channels, height, width]`.
 
-        Raises ConfigError if `mean` or `std` has neither one value, nor one value for each channel.
+        Raises ConfigError if the number of values of `mean` or `std` is neither 1 nor the number of channels.
         """
         for name, values in (("mean", self._mean), ("std", self._std)):
             if len(values) not in (1, images.shape[-3]):

@@ -145,7 +145,9 @@ class SampleCheck:
             taken = context.images_taken
             classes = num_classes or (None if taken is None else taken.num_classes)
             if classes is None:
-                raise config_error(key, "returns images without the attribute num_classes; add it", config.kind)
+                raise config_error(
+                    key, "returns an object with images, but without the attribute num_classes; add it", config.kind
+                )
             shape = tuple(first[0].shape) if isinstance(first, tuple) and isinstance(first[0], Tensor) else ()
             if len(shape) != 3:
                 wanted = "a pair of a float32 image [channels, height, width] and an int64 class"

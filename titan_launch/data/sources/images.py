@@ -34,8 +34,8 @@ class Images(Protocol):
     """Text for a log line, such as the number of skipped files."""
 
     def as_file(self, chosen: Indices) -> tuple[str, int]:
-        """Return (name, size in bytes) of one file that stands for the chosen images in a fingerprint. The name is, for
-        example, a digest of the images."""
+        """Return (name, size in bytes) under which a fingerprint lists the chosen images, as if they were one file. The
+        name is, for example, a digest of the images."""
 
     def hashes(self) -> npt.NDArray[np.uint32]:
         """Return a hash for each image, which decides to which split the image belongs."""
@@ -56,8 +56,8 @@ class ImageSource:
 
     def __init__(self, images: Images, chosen: Indices, transform: Transform, class_names: Sequence[str] = ()):
         """`chosen`: indices of the images of the split. The first of these images is read, to find the shape of
-        samples. `class_names`: names of the classes, for `details`; empty: the numbers of the classes. Raises UserError
-        if the first image cannot be read, and ConfigError if `mean` or `std` does not fit its channels."""
+        samples. `class_names`: names of the classes, for `details`; if empty, `details` numbers the classes. Raises
+        UserError if the first image cannot be read, and ConfigError if `mean` or `std` does not fit its channels."""
         self._class_names = class_names
         self.num_classes = int(images.labels.max()) + 1
         self._images, self._chosen, self._transform = images, chosen, transform

@@ -197,7 +197,7 @@ def build_tokens(config: TokensData, context: SourceContext) -> TokenSource | Pa
     if header.tokenizer != context.tokenizer.digest:
         digest = one_line(header.tokenizer)[:_SHOWN]
         reason = (
-            f"was prepared with another tokenizer (digest {digest}; that of [tokenizer] is "
+            f"was prepared with another tokenizer (digest {digest}; [tokenizer] has the digest "
             f"{context.tokenizer.digest}); set [tokenizer] as for titan-launch prepare, or prepare the text again"
         )
         raise config_error(key, reason, config.path, also=(("tokenizer",),))

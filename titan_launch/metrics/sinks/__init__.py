@@ -28,7 +28,8 @@ imported only if a job names the sink."""
 
 
 def import_sinks(config: MetricsConfig) -> dict[str, Callable[[SinkContext], Sink]]:
-    """Return the sink factories that `metrics.sinks` names, by name. Raises ConfigError if one cannot be imported."""
+    """Return the sink factories that `metrics.sinks` names, by name. Raises ConfigError if a factory cannot be
+    imported."""
     factories: dict[str, Callable[[SinkContext], Sink]] = {}
     for index, name in enumerate(config.sinks):
         key = ("metrics", "sinks", index)

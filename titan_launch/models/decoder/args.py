@@ -33,7 +33,7 @@ class DecoderArgs(ModelArgs):
     """Number of blocks."""
 
     n_heads: Parts
-    """Number of query heads. It must divide `dim`, unless `head_dim` or `latent_attention` is set."""
+    """Number of query heads. If neither `head_dim` nor `latent_attention` is set, this number must divide `dim`."""
 
     n_kv_heads: Parts
     """Number of key and value heads (grouped-query attention). It must divide `n_heads`."""
@@ -65,7 +65,8 @@ class DecoderArgs(ModelArgs):
     """Add 1 to the weights of the norms, and initialize these weights with 0 (Gemma). Only for `rmsnorm`."""
 
     pre_norms: bool = True
-    """Normalize the inputs of attention and of the feed-forward layer. OLMo 2 does not; it has `post_norms`."""
+    """Normalize the inputs of attention and of the feed-forward layer. In OLMo 2, this is false, and `post_norms` is
+    true."""
 
     post_norms: bool = False
     """Normalize the outputs of attention and of the feed-forward layer (Gemma, OLMo 2)."""
@@ -78,9 +79,9 @@ class DecoderArgs(ModelArgs):
     """Base of the rotary frequencies."""
 
     rope_scaling: RopeScaling | None = None
-    """Scaling of the rotary frequencies, except for layers with `local_rope_theta`. Keys that a job sets replace those
-    of the flavor. With another `kind`, the whole table replaces that of the flavor. Unset: no scaling, unless the
-    flavor has one."""
+    """Scaling of the rotary frequencies, except for layers with `local_rope_theta`. Keys that a job sets replace the
+    same keys of the flavor's table. If the job changes `kind`, its table replaces the whole table of the flavor. Unset:
+    the flavor's table; if it has none, there is no scaling."""
 
     local_rope_theta: Theta | None = None
     """Base of the rotary frequencies of layers with a sliding window (Gemma 3). Unset: `rope_theta`."""
@@ -101,8 +102,8 @@ class DecoderArgs(ModelArgs):
     """Normalize queries and keys before rotary embedding (Qwen 3, Gemma 3, OLMo 2)."""
 
     qk_norm_over: Literal["head", "all_heads"] = "head"
-    """Channels that `qk_norm` normalizes together. `head`: those of each head. `all_heads`: those of all heads of a
-    token, each with a weight of its own (OLMo 2). Only for `rmsnorm`."""
+    """Channels that `qk_norm` normalizes together. `head`: the channels of each head. `all_heads`: the channels of all
+    heads of a token, where each channel has its own weight (OLMo 2). Only for `rmsnorm`."""
 
     sliding_window: NumTokens | None = None
     """Number of tokens that a token attends to, itself included. Unset: all earlier tokens."""
@@ -136,8 +137,8 @@ class DecoderArgs(ModelArgs):
     """Gate the feed-forward layer: `w2(activation(w1 x) * w3 x)`. `false`: `w2(activation(w1 x))`, without `w3`."""
 
     experts: ExpertArgs | None = None
-    """Mixture of experts in place of the feed-forward layers. Keys that a job sets replace those of the flavor. Unset:
-    all layers are dense, unless the flavor has experts."""
+    """Mixture of experts in place of the feed-forward layers. Keys that a job sets replace the same keys of the
+    flavor's table. Unset: the flavor's experts; if it has none, all layers are dense."""
 
     tie_embeddings: bool = False
     """Share one weight between the embedding and the output layer."""
@@ -182,7 +183,7 @@ class DecoderArgs(ModelArgs):
 
     @property
     def kv_width(self) -> int:
-        """Width of all key heads together. Without `latent_attention`, it is also that of all value heads together."""
+        """Width of all key heads together. Without `latent_attention`, it is also the width of all value heads."""
         return self.n_kv_heads * self.head_width
 
     @property
@@ -191,14 +192,14 @@ class DecoderArgs(ModelArgs):
         return (self.max_positions or 0) if self.positions == "learned" else 0
 
     def window_of(self, layer: int) -> int | None:
-        """Return the sliding window of a layer, counted from 0. Return None if tokens attend to all earlier tokens in
-        this layer."""
+        """Return the sliding window of a layer in tokens; None if tokens attend to all earlier tokens in this layer.
+        `layer` counts from 0."""
         every, full = self.full_attention_every, self.full_attention_layers or ()
         is_full = layer + 1 in full or (every is not None and (layer + 1) % every == 0)
         return None if is_full else self.sliding_window
 
     def has_experts(self, layer: int) -> bool:
-        """Return True if a layer, counted from 0, has a mixture of experts in place of the feed-forward layer."""
+        """Return True if a layer has a mixture of experts in place of the feed-forward layer. `layer` counts from 0."""
         return self.experts is not None and layer >= self.experts.first_dense_layers
 
     @property
@@ -231,28 +232,30 @@ class DecoderArgs(ModelArgs):
             yield ("pre_norms", "post_norms"), reason
         if self.qk_norm_over == "all_heads" and (self.norm != "rmsnorm" or self.norm_unit_offset):
             reason = 'qk_norm_over = "all_heads" is for norm = "rmsnorm" with norm_unit_offset = false'
-            yield ("qk_norm_over", "norm", "norm_unit_offset"), f"{reason}; remove it"
+            yield ("qk_norm_over", "norm", "norm_unit_offset"), f"{reason}; remove qk_norm_over"
         if self.qk_norm and self.norm == "batchnorm":
-            reason = 'qk_norm normalizes the heads of one token, which norm = "batchnorm" cannot; set qk_norm = false'
+            reason = (
+                'qk_norm normalizes the heads of one token, which norm = "batchnorm" cannot do; set qk_norm = false'
+            )
             yield ("qk_norm", "norm"), reason
         if self.full_attention_every is not None and self.full_attention_layers is not None:
             reason = "full_attention_layers and full_attention_every both name the layers without a window; remove one"
             yield ("full_attention_layers", "full_attention_every"), reason
         if beyond := [layer for layer in self.full_attention_layers or () if layer > n_layers]:
-            yield ("full_attention_layers", "n_layers"), f"layer {beyond[0]} is beyond n_layers ({n_layers})"
+            yield ("full_attention_layers", "n_layers"), f"has layer {beyond[0]}, but n_layers is {n_layers}; remove it"
         for table, args in self._tables():
             for names, reason in args.problems():
                 yield tuple(f"{table}.{name}" for name in names), reason
         if self.experts is not None:
             if self.num_expert_layers == 0:
-                reason = f"leaves none of the {n_layers} layers with experts"
+                reason = f"leaves no layer with experts, because n_layers is {n_layers}; write {n_layers - 1} or less"
                 yield ("experts.first_dense_layers", "n_layers"), reason
             if not self.gated:
                 yield ("gated", "experts"), "experts must be gated; remove gated = false, or the table experts"
 
     def _problems_of_latent_attention(self) -> Iterator[tuple[tuple[str, ...], str]]:
         if self.n_kv_heads != self.n_heads:
-            reason = f"n_kv_heads ({self.n_kv_heads}) must be n_heads ({self.n_heads}) with latent_attention"
+            reason = f"n_kv_heads ({self.n_kv_heads}) must equal n_heads ({self.n_heads}) with latent_attention"
             yield ("n_kv_heads", "n_heads", "latent_attention"), f"{reason}, in which each head has keys of its own"
         for name, allowed, why in (
             ("positions", "rope", "which needs rotary embedding"),
@@ -318,8 +321,8 @@ class DecoderArgs(ModelArgs):
         return None
 
     def is_cut(self, layer: int, seq_len: int) -> bool:
-        """Return True if the sliding window of a layer, counted from 0, excludes earlier tokens in a sequence of
-        `seq_len` tokens."""
+        """Return True if the sliding window of a layer excludes earlier tokens in a sequence of `seq_len` tokens.
+        `layer` counts from 0."""
         window = self.window_of(layer)
         return window is not None and window < seq_len
 
@@ -345,7 +348,7 @@ class DecoderArgs(ModelArgs):
 
     def beyond_mup(self) -> Iterator[str]:
         if self.tied_by() is not None:
-            yield "a weight that embedding and output layer share; set model.args.tie_embeddings = false"
+            yield "a weight that the embedding and the output layer share; set model.args.tie_embeddings = false"
         if self.scale_embeddings:
             yield "embeddings that are multiplied by a function of the width"
         if self.latent_attention is not None:

@@ -57,7 +57,7 @@ class Documents:
     """The documents of the tokens in a microbatch. A token attends only to tokens of its own document.
 
     A decoder makes one object for each microbatch and passes the object to all layers. On CUDA, the object has a block
-    mask for each window, which all layers and the second forward of activation checkpointing share. The class is no
+    mask for each window, which all layers and the second forward of activation checkpointing share. The class is not a
     dataclass, because each FSDP2 unit copies the dataclasses among its inputs.
     """
 
@@ -112,8 +112,8 @@ def attend_with_logsumexp(
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, pads_values: bool = True) -> Tensor:
-    """Return plain causal attention, by a fused kernel if PyTorch has one for the device. `pads_values`: as in
-    `ScoreOptions`."""
+    """Return plain causal attention, (batch, heads, tokens, width of `v`), by a fused kernel if PyTorch has one for the
+    device. `pads_values`: as in `ScoreOptions`."""
     width, scale = v.shape[-1], q.shape[-1] ** -0.5 if scale is None else scale
     if pads_values:
         q, k, v = _of_equal_width(q, k, v)
@@ -223,7 +223,7 @@ def _explicit_attention(
     q: Tensor, k: Tensor, v: Tensor, options: ScoreOptions, documents: Documents | None
 ) -> Attended:
     """Return attention from explicit scores in fp32, for `_QUERIES` queries at a time. Keys before the window of the
-    first of these queries are skipped, and so are keys after the last query."""
+    first such query, and keys after the last such query, are skipped."""
     (num_heads, num_tokens, width), num_kv_heads, window = q.shape[1:], k.shape[1], options.window
     scale, first = width**-0.5 if options.scale is None else options.scale, k.shape[2] - num_tokens
     wide_q, wide_k, wide_v = (x.float() for x in (q, k, v))
@@ -256,7 +256,7 @@ def _flex_attention(
     documents: Documents | None,
     has_logsumexp: bool = False,
 ) -> Any:
-    """Return FlexAttention's result; with `has_logsumexp`, a pair with the logsumexp of the scores."""
+    """Return FlexAttention's result. With `has_logsumexp`, return the pair (result, logsumexp of the scores)."""
     num_tokens, window, is_compiling = q.shape[2], options.window, torch.compiler.is_compiling()
     if documents is not None:
         block_mask = documents.block_masks[window]

@@ -57,7 +57,7 @@ class Family:
     each with the reason."""
 
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Other names of keys, as in the class's `attribute_map`."""
+    """For each other name of a key: the key, as in the class's `attribute_map`."""
 
     pad_token: int | None = None
     """The class's default of `pad_token_id`."""
@@ -76,7 +76,8 @@ class Family:
 
     @property
     def known_keys(self) -> frozenset[str]:
-        """All keys of `config.json` that the table of this class or the tables of all classes contain."""
+        """All keys of `config.json` that are known for this class: in its own table, or in the tables for all
+        classes."""
         of_features = (key for feature in self.features for key in feature.keys)
         tables = (self.neutral, self.unused, self.aliases, NEUTRAL, WITHOUT_EFFECT, REFUSED)
         return frozenset((*of_features, *(key for table in tables for key in table)))

@@ -125,7 +125,8 @@ QUERY_SCALE = Feature(
 
 
 def _inverse_square(scale: float) -> float | int:
-    """Return `scale ** -2`. If it differs from a whole number only by rounding, return that int."""
+    """Return `scale ** -2`. If the result differs from a whole number only by rounding, return the whole number as an
+    int."""
     value = scale**-2
     return round(value) if abs(value - round(value)) < 1e-9 * value else value
 
@@ -208,7 +209,9 @@ def _write_scaling(args: DecoderArgs) -> dict[str, Any] | None:
 
 def _contradiction(config: Config) -> WeightsError:
     """Return the error for two tables of RoPE parameters that contradict each other."""
-    reason = "it differs from rope_parameters, of which transformers would ignore keys, such as rope_theta"
+    reason = (
+        "it differs from rope_parameters, and transformers would ignore keys of rope_parameters, such as rope_theta"
+    )
     return unsupported("rope_scaling", config["rope_scaling"], f"{reason}; put all parameters into rope_parameters")
 
 
@@ -379,12 +382,12 @@ WINDOWS_OF_QWEN3_MOE = Feature(
     _window_of_qwen,
     lambda args: {"use_sliding_window": args.sliding_window is not None, "sliding_window": args.sliding_window},
 )
-"""The sliding window of Qwen3-MoE. With `use_sliding_window`, all layers have it: the class ignores
+"""The sliding window of Qwen3-MoE. With `use_sliding_window`, all layers have a window: the class ignores
 `max_window_layers`."""
 
 
-# Mixtures of experts, and latent attention. The auxiliary losses of experts are no part of the model that a folder
-# holds: the job sets them.
+# Mixtures of experts, and latent attention. A folder of weights does not contain the auxiliary losses of experts:
+# the job sets them.
 
 
 def _in_table(argument: str, **keys: tuple[Any, ...]) -> Feature:
@@ -482,7 +485,9 @@ def _write_experts_of_deepseek(args: DecoderArgs) -> dict[str, Any]:
     num_shared, rest = divmod(experts.shared_hidden_dim or 0, experts.hidden_dim)
     if rest or not num_shared or experts.selection_bias_rate is None:
         reason = "and a shared expert whose width is a multiple of the width of an expert"
-        raise WeightsError(f"DeepseekV3ForCausalLM of transformers needs selection biases, {reason}")
+        raise WeightsError(
+            f"DeepseekV3ForCausalLM of transformers needs selection biases (experts.selection_bias_rate), {reason}"
+        )
     return {**written, "n_shared_experts": num_shared, "num_nextn_predict_layers": 0}
 
 

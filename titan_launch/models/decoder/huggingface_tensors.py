@@ -25,14 +25,14 @@ class Piece:
     """
 
     tensor: str
-    """Name of the tensor in the file. If each expert has a tensor, `*` is the number of the expert."""
+    """Name of the tensor in the file. If each expert has a tensor, `*` stands for the number of the expert."""
 
     start: int = 0
     """Number of output features in the tensor before the first output feature of this parameter."""
 
     step: int = 1
     """Distance from one output feature of this parameter to the next. If the distance is above 1, output features of
-    other parameters lie between."""
+    other parameters lie between them."""
 
     is_transposed: bool = False
 
@@ -68,21 +68,23 @@ class TensorNames:
 
     modules: Mapping[str, str]
     """Names of modules in the file, without `prefix`, by their names here. `*` is the number of the layer. If several
-    modules have one name in the file, a tensor there has the parameters of all of them, in the order of this table."""
+    modules have one name in the file, a tensor with this name has the parameters of all these modules, in the order of
+    this table."""
 
     parameters: Mapping[str, str] = field(default_factory=dict)
     """Names of tensors in the file, without `prefix`, by names of parameters here. The table has the parameters whose
-    names do not follow from `modules`. The first `*` is the number of the layer, a second `*` that of the expert."""
+    names do not follow from `modules`. The first `*` is the number of the layer. A second `*` is the number of the
+    expert."""
 
     prefix: str = "model."
-    """Prefix of the names of all tensors except those of the output layer. Files of a class without an output layer,
-    such as `GPT2Model`, have no prefix."""
+    """Prefix of tensor names. The name of the output layer has no prefix. In files of a class without an output layer,
+    such as `GPT2Model`, no name has a prefix."""
 
     transposed: tuple[str, ...] = ()
-    """Endings of tensor names. Tensors of the file with such a name are (input features, output features)."""
+    """Endings of the names of tensors that are (input features, output features) in the file."""
 
     alternating: tuple[str, ...] = ()
-    """Endings of tensor names. In a tensor with such a name, the output features of several parameters alternate."""
+    """Endings of the names of tensors in which the output features of several parameters alternate."""
 
     has_halves: bool = True
     """True if rotary embeddings rotate the channels i and i + width / 2 of a head in the file; see
@@ -106,7 +108,7 @@ class TensorNames:
 
 
 LM_HEAD, SCORE = "lm_head", "score"
-"""Name in files of the output layer of a language model, and of the output layer of a classifier or reward model."""
+"""Names of the output layer in files: of a language model, and of a classifier or reward model."""
 
 _LLAMA = {
     "tok_embeddings": "embed_tokens",
@@ -226,7 +228,7 @@ NAMES: dict[str, TensorNames] = {
 
 def is_selection_bias(name: str) -> bool:
     """Return True for the name of selection biases of experts. These buffers change what a model computes. As in
-    `transformers`, every file has them, in fp32 whatever the dtype of the parameters."""
+    `transformers`, every file has them in fp32, even if the parameters have another dtype."""
     return matches(_SELECTION_BIAS, name)
 
 
@@ -276,9 +278,9 @@ def pieces_of(
 def names_in_transformers(paths: Iterable[str]) -> dict[str, set[str]]:
     """Return the names that classes of `transformers` give to modules and parameters of a model, by their path here.
 
-    Paths that no class has, such as those of a user's own model, are omitted. Only classes that have all other paths
-    count. For example, `layers.0.ffn_norm` has different names in Gemma and in Llama, and other paths of the model
-    exclude one of the two.
+    Paths that no class has, such as the paths of a user's own model, are omitted. Only classes that have all other
+    paths are considered. For example, `layers.0.ffn_norm` has different names in Gemma and in Llama, and other paths of
+    the model exclude one of the two.
     """
     patterns = {path: _pattern(path) for path in paths}
     known = {pattern for _, pattern in patterns.values() if any(names.name_of(pattern) for names in NAMES.values())}
@@ -292,8 +294,8 @@ def names_in_transformers(paths: Iterable[str]) -> dict[str, set[str]]:
 
 
 def ends_in(glob: str, paths: Iterable[str]) -> list[str]:
-    """Return the paths whose end matches a glob, such as `q_proj`: the end of the path itself, or of its name in
-    `transformers`. `peft` reads the names of its targets in the same way."""
+    """Return the paths whose end matches a glob, such as `q_proj`. The end of the path itself may match, or the end of
+    its name in `transformers`. `peft` reads the names of its targets in the same way."""
     ends, names = f"**.{glob}", names_in_transformers(paths)
     return [path for path in paths if any(matches(ends, name) for name in (path, *names.get(path, ())))]
 

@@ -62,7 +62,7 @@ class RotaryEmbedding(nn.Module):
         """
         stop, max_tokens = self.position + x.shape[1], self.table.shape[0]
         if stop > max_tokens:
-            raise ValueError(f"{stop} tokens, but the rotary table has {max_tokens} rows (training.seq_len)")
+            raise ValueError(f"got {stop} tokens, but the rotary table has {max_tokens} rows (training.seq_len)")
         rows = self.table[self.position : stop] if positions is None else self.table[positions]
         table = rows.unsqueeze(-3).float()  # [1 or batch, tokens, 1, head_dim / 2, 2]; the first axis may be missing
         pairs = x.float().unflatten(-1, (-1, 2))
@@ -87,10 +87,10 @@ def rotary_frequencies(
 ) -> Tensor:
     """Return the angle per token of each channel pair in radians, [head_dim / 2]: theta^(-2 i / head_dim).
 
-    Linear scaling divides all frequencies by `factor`. Llama 3.1 divides the frequencies of slow pairs and keeps those
-    of fast pairs. Between them, the scaling changes linearly with the number of turns within the original context
-    (Meta's `apply_scaling` in `llama-models`). With YaRN, the scaling changes linearly with the index of the pair
-    (arXiv:2309.00071, section 3.2; `_compute_yarn_parameters` of `transformers`).
+    Linear scaling divides all frequencies by `factor`. Llama 3.1 divides the frequencies of slow pairs, and keeps the
+    frequencies of fast pairs. Between slow and fast pairs, the scaling changes linearly with the number of turns within
+    the original context (Meta's `apply_scaling` in `llama-models`). With YaRN, the scaling changes linearly with the
+    index of the pair (arXiv:2309.00071, section 3.2; `_compute_yarn_parameters` of `transformers`).
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
     frequencies = 1.0 / theta**exponents
@@ -124,7 +124,7 @@ def _scaled_pairs(head_dim: int, theta: float, scaling: RopeScaling) -> tuple[fl
 
 
 class LearnedPositions(nn.Embedding):
-    """A table of vectors, one for each position, that are added to the token embeddings (GPT-2).
+    """A table with a vector for each position. The vectors are added to the token embeddings (GPT-2).
 
     The buffer `rows` has, for each token of a sequence, its row in the table: 0, 1, 2, and so on. Ranks that divide the
     tokens of a sequence divide this buffer in the same way.
@@ -199,7 +199,7 @@ class Attention(nn.Module):
     """Keys and values of earlier tokens, during generation."""
 
     def __init__(self, args: DecoderArgs, window: int | None, rope: RotaryEmbedding | None):
-        """Make the layers. `window`: the sliding window of this layer, or None."""
+        """`window`: the sliding window of this layer; None for no window. `rope`: None for learned positions."""
         super().__init__()
         self.head_dim = args.head_width
         self.options = ScoreOptions(args.query_scale, window, args.attention_soft_cap)
@@ -236,10 +236,11 @@ class Attention(nn.Module):
 
 
 class LatentAttention(nn.Module):
-    """Multi-head latent attention (arXiv:2405.04434, section 2.1; the module names are those of its authors).
+    """Multi-head latent attention (arXiv:2405.04434, section 2.1). The module names are the same as in the authors'
+    code.
 
-    The cache has the keys and values of all heads, not the latents. So generation computes only the keys and values of
-    the new token, but a cache of latents would take less memory.
+    The cache has the keys and values of all heads, not the latents. So generation computes keys and values only for the
+    new token. A cache of latents would take less memory.
     """
 
     cache: KeyValueCache | None = None
@@ -339,7 +340,7 @@ class UnitOffsetRMSNorm(RMSNorm):
 
 
 def normalized(x: Tensor, norm: nn.Module | None) -> Tensor:
-    """Return the result of a norm; the input if there is none."""
+    """Return the result of a norm; the input if `norm` is None."""
     return x if norm is None else norm(x)
 
 

@@ -3,9 +3,9 @@
     x -> router -> logits -> choose -> weights and numbers of the chosen experts, for each token
     x -> experts, for the chosen ones -> one output for each choice -> sum with the weights [+ shared experts]
 
-No token is dropped: every expert that a token chooses computes the token, whatever the load of the expert. Rows of
-tokens are sorted by expert, so that each expert computes one matrix product. Then the results are sorted back into the
-order of the tokens. Both sorts are gathers, in forward and in backward, so that sums have a fixed order.
+No token is dropped: every expert that a token chooses computes the token, even if the load of the expert is high. Rows
+of tokens are sorted by expert, so that each expert computes one matrix product. Then the results are sorted back into
+the order of the tokens. Both sorts are gathers, in forward and in backward, so that sums have a fixed order.
 """
 
 from __future__ import annotations
@@ -140,8 +140,8 @@ def expert_product(rows: Tensor, counts: Tensor, weights: Tensor) -> ExpertProdu
     """Return a function that multiplies each row by the matrix of its expert. The rows are sorted by expert.
 
     `rows`: (rows, in). `counts`: number of rows of each expert. `weights`: stacked matrices (experts, out, in) of the
-    first product. `plan.experts.is_grouped` decides by their shape, the dtype and the device whether one kernel
-    computes all experts. Otherwise, the host waits for the counts.
+    first product. `plan.experts.is_grouped` decides by the shape of `weights`, the dtype and the device whether one
+    kernel computes all experts. If not, the experts are computed one after another, and the host waits for the counts.
     """
     kind, (_, *widths) = rows.device.type, weights.shape
     if len(rows) and is_grouped(kind, str(rows.dtype).removeprefix("torch."), widths):
@@ -151,7 +151,7 @@ def expert_product(rows: Tensor, counts: Tensor, weights: Tensor) -> ExpertProdu
 
 def counts_on_host(counts: Tensor, num_rows: int) -> list[int]:
     """Return the number of rows of each expert as Python numbers. The host waits for the device if there are rows. On
-    the meta device, tensors have no values. All rows then count for the first expert, which changes no shape."""
+    the meta device, tensors have no values. There, all rows count for the first expert, which changes no shape."""
     return [num_rows, *[0] * (len(counts) - 1)] if counts.is_meta or not num_rows else counts.tolist()
 
 
@@ -189,8 +189,8 @@ class _OfUsedExperts(torch.autograd.Function):
 class _OfRows(torch.autograd.Function):
     """Return the bias of each row's expert: (experts, out) to (rows, out). The rows are sorted by expert.
 
-    Autograd's own backward, `index_add_`, adds the rows in bf16, on CUDA in any order. This backward multiplies the
-    gradient by ones with `F.grouped_mm`, which adds in fp32 and in a fixed order.
+    Autograd's own backward, `index_add_`, adds the rows in bf16. On CUDA, it adds them in an undefined order. This
+    backward multiplies the gradient by ones with `F.grouped_mm`, which adds in fp32 and in a fixed order.
     """
 
     @staticmethod
@@ -265,10 +265,10 @@ class _Spread(torch.autograd.Function):
 
 
 class Permuted(torch.autograd.Function):
-    """Return the rows whose numbers are in `places`: (rows, dim) to (*places.shape, dim). `places` is a permutation.
+    """Return the rows whose indices are in `places`: (rows, dim) to (*places.shape, dim). `places` is a permutation.
 
     `inverse`: the inverse of `places` (rows). `F.embedding` copies whole rows, so it is several times faster on a CPU
-    than indexing. Its result is not a view: FSDP2 would warn about a view.
+    than indexing. The result is not a view, because FSDP2 would warn about a view.
     """
 
     @staticmethod
@@ -356,8 +356,8 @@ class MixtureOfExperts(nn.Module):
 class _Combined(torch.autograd.Function):
     """Return, for each token, the weighted sum of its experts' outputs in fp32, added in the order of `Choice.experts`.
 
-    `outputs`: (..., top_k, dim). `weights`: fp32 (..., top_k). The backward takes less time than that of autograd, and
-    no memory for a copy of the outputs' gradient.
+    `outputs`: (..., top_k, dim). `weights`: fp32 (..., top_k). The backward takes less time than autograd's own
+    backward, and no memory for a copy of the outputs' gradient.
     """
 
     @staticmethod

@@ -6,7 +6,7 @@ OLMo 2 and DeepSeek-V3.
            -> norm -> output -> logits
 
 A family is a table of arguments (`titan_launch.models.decoder.args`). The arguments decide which of these modules
-exist. Module names are those of TorchTitan and Meta.
+exist. Module names are the same as in TorchTitan and in Meta's code.
 """
 
 from __future__ import annotations

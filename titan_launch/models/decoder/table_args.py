@@ -57,13 +57,13 @@ class RopeScaling(ArgsTable):
     """With `yarn`: see `attention_factor`."""
 
     mscale_all_dim: PositiveFloat | None = None
-    """With `yarn`: see `attention_factor`. With `latent_attention`, the attention scores are also multiplied by
-    `m(mscale_all_dim) ** 2` (DeepSeek-V3), unless `query_scale` is set."""
+    """With `yarn`: see `attention_factor`. With `latent_attention` and without `query_scale`, the attention scores are
+    also multiplied by `m(mscale_all_dim) ** 2` (DeepSeek-V3)."""
 
     @property
     def rotated_factor(self) -> float:
-        """Factor of rotated queries and keys. With `yarn` it is `attention_factor` or, if that is unset, its default;
-        else 1."""
+        """Factor of rotated queries and keys. With `yarn`: `attention_factor` or, if that key is unset, its default.
+        With other kinds: 1."""
         if self.kind != "yarn":
             return 1.0
         if self.attention_factor is not None:
@@ -134,7 +134,7 @@ class LatentAttentionArgs(ArgsTable):
             if (value := getattr(self, name)) % 2:
                 yield (
                     (name,),
-                    f"{name} must be even, because rotary embedding rotates pairs of channels, but is {value}",
+                    f"{name} ({value}) must be even, because rotary embedding rotates pairs of channels",
                 )
 
     @property
@@ -223,7 +223,7 @@ class ExpertArgs(ArgsTable):
         elif chosen > groups:
             yield ("top_k_groups", "num_groups"), f"top_k_groups ({chosen}) must not exceed num_groups ({groups})"
         elif groups > 1 and experts // groups < 2:
-            reason = f"num_groups ({groups}) leaves one expert in each group, but a group needs two"
+            reason = f"num_groups ({groups}) leaves one expert in each group, but a group needs two or more"
             yield ("num_groups", "num_experts"), reason
         elif groups > 1 and top_k > chosen * (experts // groups):
             allowed = f"the {chosen * (experts // groups)} experts that top_k_groups ({chosen}) allows"
@@ -247,7 +247,7 @@ class ExpertArgs(ArgsTable):
 
     def twin(self) -> dict[str, Any]:
         """Return all arguments, with small sizes and the same structure: at most 4 experts without groups, else at most
-        8 in at most 4 groups. If a token of the job uses one, several or all experts, so does a token of the twin."""
+        8 in at most 4 groups. A token of the twin uses one, several or all experts, like a token of the job."""
         groups = min(self.num_groups, 4)
         experts = min(self.num_experts, 4 if groups == 1 else 8 // groups * groups)
         top_k = experts if self.top_k == self.num_experts else min(self.top_k, 2)

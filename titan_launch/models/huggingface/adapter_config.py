@@ -62,8 +62,8 @@ WITHOUT_EFFECT: Mapping[str, str] = {
     "runtime_config": "`peft` removes it when it reads the file",
     "fan_in_fan_out": "`peft` sets it by the class of each layer: true for `Conv1D`, false for `nn.Linear`",
     "eva_config": "it decides initial values of A, and the file has the values",
-    "megatron_core": "only `megatron_config` uses it, which must be null",
-    "qalora_group_size": "only `use_qalora` uses it, which must be false",
+    "megatron_core": "it has an effect only with `megatron_config`, which must be null",
+    "qalora_group_size": "it has an effect only with `use_qalora`, which must be false",
     "merge_weights": "a key of `peft` 0.2: it decided when weights are merged",
 }
 """Keys that may have any value, each with the reason."""
@@ -73,7 +73,7 @@ class Wanted(NamedTuple):
     """The adapters of a job for one target of `peft`."""
 
     names: list[str]
-    """Names in this package of the modules, or of the weights of experts, that the target contains."""
+    """Names in this package of the modules that the target contains, or of the weights of experts."""
 
     ranks: set[int]
     """Ranks that the target may have in the file."""
@@ -189,17 +189,17 @@ class AdapterConfig(BaseModel):
 
     @cached_property
     def _layer_patterns(self) -> list[str]:
-        """Regular expressions for the beginning of a path, which ends before the number of the layer."""
+        """Regular expressions for the part of a path before the number of the layer."""
         patterns = [self.layers_pattern] if isinstance(self.layers_pattern, str) else self.layers_pattern
         return [rf"(?:^|.*?\.){pattern}" for pattern in patterns] if patterns else [r".*?\.[^.]*"]
 
     def differences(self, config: LoRAConfig, targets: Mapping[str, Wanted] | None = None) -> list[str]:
-        """Return a text for each difference between the adapters and `[lora]`. Ranks and scales are compared, and
-        dropout if the job does not set `lora.dropout`.
+        """Return a message for each difference between the adapters and `[lora]`. Ranks and scales are compared.
+        Dropout is compared only if the job does not set `lora.dropout`.
 
         `targets`: the adapters of the job, by target of `peft`; None if the targets are not known yet. With None, ranks
-        and scales are compared only if each is the same for all targets. Raises WeightsError for patterns that take too
-        long to match.
+        and scales are compared only if all targets have one rank and one scale. Raises WeightsError for patterns that
+        take too long to match.
         """
         with matching_limited():
             return list(self._differences(config, targets))
@@ -232,7 +232,7 @@ class AdapterConfig(BaseModel):
                 remedy = "set lora.alpha and lora.rules to match (alpha / rank; alpha / sqrt(rank) if rank_stabilized)"
                 yield f"its scales are {_by_value(shown)} (by rank_pattern and alpha_pattern); {remedy}"
         if self.lora_dropout != config.dropout and "dropout" not in config.model_fields_set:
-            yield f"its lora_dropout is {self.lora_dropout}; set lora.dropout to this or another value"
+            yield f"its lora_dropout is {self.lora_dropout}, but lora.dropout is unset; set it to this or another value"
 
 
 _MOST_SHOWN = 30
@@ -286,7 +286,7 @@ def _matches(names: Collection[str] | str, path: str) -> bool:
 
 
 def _by_pattern(patterns: Mapping[str, Any], path: str, default: Any) -> Any:
-    """Return the value of the first pattern that the end of a path matches; else `default`."""
+    """Return the value of the first pattern that matches the end of a path; else `default`."""
     return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", path)), default)
 
 

@@ -34,7 +34,7 @@ def class_name(args: Mapping[str, Any]) -> str:
 
 def image_format(args: Mapping[str, Any]) -> ImageFormat | None:
     """Return the format of the images that a model takes; None for a model of tokens, and if the number of channels is
-    unknown. If `image_size` has no height and width, they are None: images may have any size."""
+    unknown. The height and the width are None if `image_size` does not contain them: images may then have any size."""
     channels, size = args.get("num_channels"), args.get("image_size")
     sizes = size if isinstance(size, list) and len(size) == 2 else [size, size]
     if unit_of(args) != "images" or not isinstance(channels, int):
@@ -70,9 +70,9 @@ _MOST_LAYERS, _MOST_OBJECTS = 256, 1 << 17
 
 
 def refused(args: Mapping[str, Any]) -> Iterator[tuple[KeyPath, str, Any]]:
-    """Yield (path, reason, value) for each argument that is not supported: arguments that could load code or files by
-    name, `quantization_config`, whole numbers that are larger than in any real model, and a `model_type` that is not a
-    string."""
+    """Yield (path, reason, value) for each argument that is not supported. These are arguments that could load code or
+    files by name, `quantization_config`, whole numbers that are larger than in any real model, and a `model_type` that
+    is not a string."""
     if not isinstance(args.get("model_type", ""), str):
         yield ("model_type",), "must be a string", args["model_type"]
     for path, value in _values((), args):

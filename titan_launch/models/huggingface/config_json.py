@@ -143,8 +143,9 @@ _MOST_SHOWN = 10
 
 
 def arguments_of(config: Config) -> dict[str, Any]:
-    """Convert a Hugging Face `config.json` to `[model.args]`, without arguments that have their default value or no
-    effect. Raises WeightsError for keys that are not supported, and for values that the model cannot have."""
+    """Convert a Hugging Face `config.json` to `[model.args]`, without arguments that have their default value, and
+    without arguments that have no effect. Raises WeightsError for keys that are not supported, and for values that the
+    model cannot have."""
     family = FAMILIES[config["model_type"]]
     problems = [f"{CONFIG_FILE} has {key}: {reason}" for key, reason in REFUSED.items() if config.get(key) is not None]
     known_keys = family.known_keys
@@ -201,8 +202,8 @@ def _num_labels(config: Config) -> Any:
 
 
 def _keys(config: Config, keys_of: Mapping[str, tuple[str, ...]], arguments: Iterable[str]) -> str:
-    """Return a text for a message: the keys of `config.json`, with their values, that decide `arguments`. `keys_of`:
-    the keys of each argument."""
+    """Return the keys of `config.json` that decide `arguments`, with their values, as text for a message: ` in n_head =
+    3, n_embd (absent)`. `keys_of`: the keys of each argument."""
     keys = dict.fromkeys(key for name in arguments for key in keys_of.get(name.partition(".")[0], ()))
     return f" in {', '.join(f'{key} = {as_text(config[key])}' if key in config else f'{key} (absent)' for key in keys)}"
 
@@ -215,7 +216,7 @@ def _unknown(family: Family, key: str, value: Any) -> str:
 
 def _without_aliases(family: Family, config: Config) -> tuple[dict[str, Any], list[str]]:
     """Return a `config.json` in which aliases are replaced by the keys that they stand for, and a problem for each key
-    whose value differs from that of its alias."""
+    whose value differs from the value of its alias."""
     table, problems = dict(config), []
     for alias, key in family.aliases.items():
         if alias not in table:
@@ -228,7 +229,8 @@ def _without_aliases(family: Family, config: Config) -> tuple[dict[str, Any], li
 
 
 def _padding(family: Family, config: Config) -> int | None:
-    """Return the token whose row in the embedding gets no gradient in `transformers`; None if there is none."""
+    """Return the token whose row in the embedding gets no gradient in `transformers`; None if there is no such
+    token."""
     return config.get("pad_token_id", family.pad_token) if family.pads else None
 
 
@@ -244,7 +246,7 @@ def config_of(
 
     `dtype`: dtype of the weights. `max_positions`: sequence length of training. `original`: the `config.json` from
     which training started. If it is of the same class, its keys without effect on the computation are kept, such as
-    token ids. `labels`: names of the outputs of a classifier. None: the names in `original` if it has as many, else
+    token ids. `labels`: names of the outputs of a classifier. None: the names in `original`, if their number fits, else
     LABEL_0 and so on. Raises WeightsError if no class of `transformers` implements the model with these arguments.
     """
     model_type = model_type_of(name)
@@ -278,7 +280,7 @@ def config_of(
     if lost := _differing(args, resolve_args(name, ALL_IN_ARGS, arguments_of(config))):
         key, own, other = lost[0]
         reason = f"{model_class} of transformers has no counterpart of model.args.{key} = {json.dumps(own)}"
-        raise WeightsError(f"{reason} (it computes with {json.dumps(other)}); --format plain writes any model")
+        raise WeightsError(f"{reason} (the class computes with {json.dumps(other)}); --format plain writes any model")
     return config
 
 
@@ -304,7 +306,7 @@ def differences(name: str, own: ModelArgs, folder: FolderConfig) -> list[tuple[s
 def _differing(own: ModelArgs, other: ModelArgs) -> list[tuple[str, Any, Any]]:
     """Return (argument, value in `own`, value in `other`) for each argument whose effective values differ, including
     arguments in tables, such as `experts.top_k`. An argument that is set equally in both, or unset in both, is omitted:
-    its values differ only because other arguments differ."""
+    its effective values differ only because other arguments differ."""
     ours, theirs = (dict(leaves(args.effective())) for args in (own, other))
     set_here, set_there = (dict(leaves(args.model_dump(mode="json"))) for args in (own, other))
     return [

@@ -124,7 +124,7 @@ def _size_limited() -> Iterator[None]:
     def count(what: str, number: int) -> None:
         counted[what] += number
         if counted[what] > most[what]:
-            reason = f"the model would have more than {most[what]:,} {what}, which no real model has; correct its sizes"
+            reason = f"the model would have more than {most[what]:,} {what}, which no real model has; correct the sizes"
             raise TooLargeError([Problem(("model", "args"), reason)])
 
     def count_buffer(module: nn.Module, name: str, buffer: Tensor | None) -> None:
@@ -194,7 +194,7 @@ def _declare_tensor_parallel(module: Any) -> None:
         reason = f"{name} divides modules in a way that is not supported: {listed(unknown, most=1)}"
         module.no_tensor_parallel = f"{reason}; set tensor_parallel_degree = 1"
         return
-    module.sequence_parallel = False  # the forward reads the number of tokens between the layers
+    module.sequence_parallel = False  # the code between the layers needs all tokens of a sequence
     others = [path for path, child in module.named_modules() if next(child.parameters(recurse=False), None) is not None]
     others = [path for path in others if not any(matches(glob, path) for glob in styles)]
     module.tensor_parallel = {**styles, **dict.fromkeys(others, "sequence")}
@@ -240,7 +240,7 @@ def _places_in_files(module: Any) -> PlacesInFiles:
 
 @dataclass(frozen=True)
 class _Conversion:
-    """A conversion of tensors of a folder to tensors with other names, of a model of `transformers`."""
+    """A conversion that computes parameters of a `transformers` model from tensors of a folder with other names."""
 
     module: Any
     first: str
@@ -250,7 +250,7 @@ class _Conversion:
     """A `WeightConverter`."""
 
     sources: list[tuple[str, str]]
-    """Names of the tensors in the folder, each with the converter's pattern that it matches."""
+    """(name, pattern) of each tensor in the folder. The pattern is the converter's pattern that the name matches."""
 
     def places(self, files: Mapping[str, FileTensor]) -> dict[str, Converted]:
         """Return the place of each parameter that this conversion computes, by the parameter's name. Raises ConfigError
@@ -262,7 +262,7 @@ class _Conversion:
         ]
         try:
             if _has_gap(self.sources):
-                raise ValueError("their numbers have a gap")
+                raise ValueError("the numbers in their names have a gap")
             results = self(tensors)
         except Exception as error:  # each operation checks its tensors, with errors of many types
             reason = f"{self.first} cannot be computed from {listed(names)}: {' '.join(str(error).split())}"
@@ -286,7 +286,7 @@ class _Conversion:
 
 
 def _has_gap(sources: Sequence[tuple[str, str]]) -> bool:
-    """Return True if a tensor is missing: if the numbers in the names that match one pattern are not 0, 1, 2, and so
+    """Return True if a tensor is missing. The numbers in the names that match one pattern are then not 0, 1, 2, and so
     on."""
     by_pattern: defaultdict[str, list[list[int]]] = defaultdict(list)
     for name, pattern in sources:
@@ -299,7 +299,8 @@ def in_published_format(module: Any, tensors: Mapping[str, Tensor]) -> dict[str,
     """Return tensors of a module with the names and layouts that `save_pretrained` writes to files. Copies of tied
     tensors, and tensors that the class does not save, are omitted.
 
-    `tensors`: tensors by name in the module, among them all tensors that are converted together.
+    `tensors`: tensors by name in the module. If some tensors are converted together, `tensors` must contain all of
+    them.
     """
     from transformers.core_model_loading import revert_weight_conversion
 

@@ -22,8 +22,8 @@ class ResNetArgs(ModelArgs):
     unit: ClassVar[SampleUnit] = "images"
 
     block: Literal["basic", "bottleneck"]
-    """Kind of the residual blocks. `basic`: two 3x3 convolutions. `bottleneck`: 1x1, 3x3 and 1x1 convolutions, of which
-    the last one has four times as many channels as the others."""
+    """Kind of the residual blocks. `basic`: two 3x3 convolutions. `bottleneck`: 1x1, 3x3 and 1x1 convolutions. The last
+    convolution has four times as many output channels as the other two."""
 
     depths: Array[Layers]
     """Number of blocks of each stage."""

@@ -2,7 +2,7 @@
 
     images -> stem -> stages of blocks [ relu(shortcut(x) + convolutions(x)) ] -> mean over the pixels -> fc -> logits
 
-Module names and the position of the stride are those of torchvision. The arguments are in
+Module names and the position of the stride are the same as in torchvision. The arguments are in
 `titan_launch.models.resnet.args`.
 """
 

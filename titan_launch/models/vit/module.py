@@ -3,7 +3,8 @@
     images -> embeddings -> n_layers x [ x + attention(attention_norm(x)), x + feed_forward(ffn_norm(x)) ]
            -> norm -> pool -> output -> logits
 
-Names of modules inside of a block are those of the decoders. The arguments are in `titan_launch.models.vit.args`.
+The modules inside of a block have the same names as in the decoders. The arguments are in
+`titan_launch.models.vit.args`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Folders of adapters in the format of the library `peft`. Only reads of tensors need torch, not reads of metadata.
+"""Folders of adapters in the format of the library `peft`. Reads of metadata do not need torch.
 
 A module of `transformers` may correspond to several modules of this package, such as `qkv_proj` to `wq`, `wk` and `wv`.
-In `peft`, a single adapter replaces their adapters. Its A has the rows of each A, one after another. Its B has each B
-as a block, and zeros elsewhere. Its rank is the sum of the ranks.
+In `peft`, a single adapter replaces the adapters of these modules. Its A has the rows of each A, one after another. Its
+B has each B as a block, and zeros elsewhere. Its rank is the sum of their ranks.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Adapter(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """An adapter of this package, and the position of its output features among those of a `Target`."""
+    """An adapter of this package, and the position of its output features in a `Target`."""
 
     adapter: Adapter
     shape: Shape
@@ -185,7 +185,7 @@ class Target:
             yield part.adapter.b, own if is_stacked else own[0]
         if rest.any():
             parts = listed([parent(part.adapter.weight) for part in self.parts])
-            reason = f"cannot be split into adapters of {parts}: B has values that belong to none of them"
+            reason = f"cannot be split into adapters of {parts}: its matrix B has values that belong to none of them"
             raise WeightsError(f"its adapter of {self.path} {reason}")
 
 
@@ -195,8 +195,8 @@ def file_places(
     """Return the shape and the `Piece` of each weight of a model in files of `transformers`. Each shape has the axes of
     this package, but the number of rows in the files.
 
-    `shapes`: shape of each weight in this package. `rows`: rows of the vocabulary in the files; None if they are those
-    of `shapes`. `is_plain`: True if the files have the names of this package. Raises WeightsError for a model that no
+    `shapes`: shape of each weight in this package. `rows`: number of vocabulary rows in the files; None for the number
+    in `shapes`. `is_plain`: True if the files have the names of this package. Raises WeightsError for a model that no
     class of `transformers` implements.
     """
     if is_plain or model.name == HUGGINGFACE:
@@ -295,7 +295,8 @@ def config_of(
 
 def _shortest(paths: Collection[str], everything: Collection[str], least: int = 1) -> list[str]:
     """Return the shortest end of each path, such as `attention.wq`, that selects only `paths`: no other path in
-    `everything` has this end. `least`: smallest number of segments of an end, if the path has as many."""
+    `everything` has this end. `least`: smallest number of segments of an end. A path with fewer segments is returned
+    whole."""
     chosen = set[str]()
     for path in paths:
         segments = path.split(".")
@@ -322,8 +323,8 @@ class AdapterFolder:
         """Digest of the folder of the model without adapters; None if the file does not have it."""
 
     def ignore_copies(self, base: WeightsFolder) -> None:
-        """Drop the tensors that are equal to those of the folder `base`. `peft` also writes the weight of an embedding
-        or output layer that has an adapter."""
+        """Drop the tensors that equal tensors of the folder `base`. (If an embedding or output layer has an adapter,
+        `peft` also writes the weight of this layer.)"""
         for name in [name for name in self.tensors if not name.endswith(_MATRICES)]:
             original = name.removeprefix(_PREFIX).replace(".base_layer.", ".")
             like = base.tensors.get(original)
@@ -363,7 +364,7 @@ class AdapterFolder:
         ]
         for what, names in (
             ("missing", missing),
-            ("unexpected (lora.targets does not match them)", [n for n in unexpected if n.endswith(_MATRICES)]),
+            ("unexpected (not matched by lora.targets)", [n for n in unexpected if n.endswith(_MATRICES)]),
             (
                 "neither a LoRA matrix nor a copy of a tensor of the base",
                 [n for n in unexpected if not n.endswith(_MATRICES)],
@@ -383,7 +384,7 @@ class AdapterFolder:
             reason = f"its base has the fingerprint {short_name(self.base)}"
             problems.append(f"{reason}, but model.weights has the fingerprint {base}")
         if problems:
-            raise WeightsError("\n    ".join(["its adapters are not those of this job:", *problems]))
+            raise WeightsError("\n    ".join(["its adapters do not match [lora] of this job:", *problems]))
 
     def _targets_problems(self, targets: Sequence[Target], pieces: Mapping[str, Piece]) -> Iterator[str]:
         """Yield a problem if `peft` would ignore adapters in the file, and a problem if `peft` would look for adapters
@@ -393,10 +394,11 @@ class AdapterFolder:
         in_file = {target.path for target in targets}
         if ignored := sorted(in_file - adapted):
             keys = "target_modules, exclude_modules, layers_to_transform and target_parameters"
-            yield f"by {keys} in {ADAPTER_CONFIG_FILE}, peft ignores the tensors of {listed(ignored)}"
+            reason = f"{keys} in {ADAPTER_CONFIG_FILE} do not select them"
+            yield f"peft ignores the tensors of {listed(ignored)}, because {reason}"
         if absent := sorted(adapted - in_file):
             keys = "target_modules or target_parameters"
-            yield f"{keys} in {ADAPTER_CONFIG_FILE} name {listed(absent)}, and {FILE} lacks them"
+            yield f"{keys} in {ADAPTER_CONFIG_FILE} select {listed(absent)}, but {FILE} lacks their tensors"
 
     def shares_a(self, target: Target) -> bool:
         """Return True if all parts of a target share one A in the file. In this package, each part has its own A."""

@@ -42,9 +42,11 @@ FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def shapes_in_files(shapes: Mapping[str, Shape], rows: int | None, has_labels: bool) -> dict[str, Shape]:
-    """Return the shapes of parameters in files whose vocabulary has `rows` tokens; None: that of the job. A job may pad
-    the parameters that have a row for each token with rows of zeros. `has_labels`: the model is a classifier or a
-    reward model."""
+    """Return the shapes of parameters in files whose vocabulary has `rows` tokens. None: the vocabulary of the job.
+
+    If the vocabulary of the job is larger, the last rows of its embedding and output layer are zeros. `has_labels`:
+    True for a classifier or a reward model.
+    """
     of_vocabulary = ("tok_embeddings.weight",) if has_labels else ("tok_embeddings.weight", "output.weight")
     return {name: (rows, *shape[1:]) if rows and name in of_vocabulary else shape for name, shape in shapes.items()}
 
@@ -84,7 +86,7 @@ class WeightsFolder:
 
     def __init__(self, path: str | Path, of_any_class: bool = False):
         """Read the folder's `config.json` and the headers of its files. Raises WeightsError if the folder cannot be
-        used. `of_any_class`: True if the model is a class of `transformers` itself. `config.json` is then not read."""
+        used. `of_any_class`: True for `model.name = "huggingface"`. `config.json` is then not read."""
         self.path = Path(path)
         refuse_adapter(self.path)
         self.config = FolderConfig(HUGGINGFACE, ALL_IN_ARGS, {}, None, {}) if of_any_class else read_folder_config(path)
@@ -182,7 +184,7 @@ def read_header(path: Path) -> tuple[dict[str, FileTensor], dict[str, str]]:
         raise WeightsError(f"{shown} cannot be read: {reason}") from None
     if header_bytes > _MOST_HEADER_BYTES:
         reason = f"its first 8 bytes name a header of {header_bytes:,} bytes; the limit is {_MOST_HEADER_BYTES:,}"
-        raise WeightsError(f"{shown} is no safetensors file, or is damaged: {reason}")
+        raise WeightsError(f"{shown} is no safetensors file, or is damaged: {reason}; copy or download it again")
     try:
         with library.safe_open(path, framework="np") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - no dict
@@ -243,7 +245,7 @@ class Weights:
         return sum(math.prod(tensor.shape) * int(tensor.dtype.strip("BIF")) // 8 for tensor in tensors)
 
     def read(self, name: str, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
-        """Return a part of a parameter, in the dtype of the file. Rows beyond those of the file are zeros.
+        """Return a part of a parameter, in the dtype of the file. Rows that the file does not have are zeros.
 
         Only the part is read from the file, with three exceptions. If the file has the rows of heads in another order,
         whole heads are read. If output features of several parameters alternate in the file, the output features of all
@@ -417,18 +419,20 @@ def find_weights(
 
 
 def _check_number(places: Collection[Place], folder: WeightsFolder) -> None:
-    """Raise ConfigError if the model has over 200,000 tensors more than the folder. Otherwise, `find_weights` names the
-    missing tensors."""
+    """Raise ConfigError if the model has over 200,000 tensors more than the folder. For a smaller difference,
+    `find_weights` names the missing tensors."""
     stacked = (place for place in places if isinstance(place, Piece) and place.has_tensor_per_expert)
     expected = len(places) + sum(place.num_experts or 0 for place in stacked)
     if expected > len(folder.tensors) + 200_000:
         reason = f"its files have {len(folder.tensors):,} tensors, but a model with these layers and experts has"
-        raise config_error(("model", "weights"), f"{reason} {expected:,}; correct its sizes", str(folder.path))
+        raise config_error(
+            ("model", "weights"), f"{reason} {expected:,}; correct the sizes of the model", str(folder.path)
+        )
 
 
 def _own_tensors(inventory: Inventory) -> Iterator[tuple[str, TensorInfo]]:
     """Yield (full name, tensor) of the model's tensors that a weights folder should have: all saved parameters and
-    buffers, except those of adapters."""
+    buffers, except the parameters of adapters."""
     for module in inventory.modules:
         if module.same_as is None and not module.is_adapter:
             tensors = (*module.parameters, *module.buffers)

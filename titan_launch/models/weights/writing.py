@@ -74,8 +74,8 @@ def write_tensors(
     file: str = FILE,
     metadata: Mapping[str, str] | None = None,
 ) -> int:
-    """Write tensors into one file, or into several of at most `max_file_bytes` with an index. Return the number of
-    bytes of all tensors.
+    """Write tensors into one file, or into several files of at most `max_file_bytes` with an index. Return the number
+    of bytes of all tensors.
 
     `read` returns a contiguous tensor with the shape and dtype of its entry. `max_file_bytes`: None for one file; a
     tensor above this size gets a file of its own. `file`: name of the file, if there is only one. `metadata`: added to
@@ -83,7 +83,8 @@ def write_tensors(
     """
     total, free = sum(entry.num_bytes for entry in entries), shutil.disk_usage(folder).free
     if total > free:
-        raise WeightsError(f"its tensors have {total / 1e9:,.1f} GB, but the disk of OUT has {free / 1e9:,.1f} GB free")
+        reason = f"its tensors have {total / 1e9:,.1f} GB, but the disk of --out has {free / 1e9:,.1f} GB free"
+        raise WeightsError(f"{reason}; choose a folder on another disk")
     # The tensors with the largest elements come first, so that every tensor is aligned to the size of its elements.
     files = _divide(sorted(entries, key=lambda entry: -entry.dtype.itemsize), max_file_bytes)
     names = [f"model-{index + 1:05}-of-{len(files):05}.safetensors" for index in range(len(files))]
@@ -141,14 +142,16 @@ def _write_file(
 
 
 def in_file_layout(pieces: Mapping[str, Piece], read: Callable[[str], Tensor]) -> Callable[[Entry], Tensor]:
-    """Return a function that assembles a tensor of a file from the parameters in it. `pieces`: the `Piece` of each
-    parameter in the files. `read` returns a whole parameter by its name. Rows of a parameter that exceed the shape of
-    its entry are dropped."""
+    """Return a function of an `Entry` that returns the tensor of the entry, assembled from the model's parameters.
+
+    `pieces`: the place of each parameter in the files. `read` returns a whole parameter by its name. Rows of a
+    parameter that exceed the shape of its entry are dropped.
+    """
     names: defaultdict[str, list[tuple[str, int]]] = defaultdict(list)
     for name, piece in pieces.items():
         for expert, tensor in enumerate(piece.tensors):
             names[tensor].append((name, expert))
-    read_experts = lru_cache(maxsize=1)(read)  # if each expert has a tensor, one read serves all of them
+    read_experts = lru_cache(maxsize=1)(read)  # the tensors of all experts come from one parameter, which is read once
 
     def tensor_of(entry: Entry) -> Tensor:
         whole = torch.empty(entry.shape, dtype=entry.dtype)

@@ -1,9 +1,10 @@
-"""The predicted time of a rank's step, with computation and collectives in the order of FSDP2. No torch.
+"""The predicted time of a rank's step, with computation and collectives in the order of FSDP2. This module does not
+import torch.
 
 One stream computes. FSDP2's collectives run in another stream, one after another. Both follow these rules:
 
-- FSDP2 has at most two all-gather buffers. So an all-gather begins when the buffer of the second-to-last all-gather has
-  been copied into the parameters.
+- FSDP2 has at most two all-gather buffers. So an all-gather begins when the buffer of the all-gather before the
+  previous one has been copied into the parameters.
 - A reduce-scatter begins when the gradients of its unit exist. Before that, computation waits for the previous
   reduce-scatter.
 - Computation waits for the collectives of tensor, context and expert parallelism.
@@ -29,14 +30,14 @@ class Seconds(NamedTuple):
     communication: float = 0.0
 
     exposed: float = 0.0
-    """Part of `communication`: tensor, context and expert parallelism, for which computation always waits."""
+    """Part of `communication` for tensor, context and expert parallelism. Computation always waits for this part."""
 
     least_exposed: float = 0.0
     """Lower bound of `exposed` for any microbatch size and any gradient accumulation mode."""
 
     recorded: float = 0.0
     """Part of `compute` for the operations of the model, without the copies and hooks of FSDP2 and without the
-    optimizer's update. It is the same in all gradient accumulation modes and for any number of replicas."""
+    optimizer's update. The value is the same in all gradient accumulation modes and for any number of replicas."""
 
     least_recorded: float = 0.0
     """Lower bound of `recorded` for the same number of samples and any microbatch size."""
@@ -49,7 +50,7 @@ class Seconds(NamedTuple):
         )
 
     def on_line(self, other: Seconds, factor: float) -> Seconds:
-        """Return `self + factor * (other - self)`."""
+        """Return `self + factor * (other - self)`, field by field."""
         return Seconds(*(x + factor * (y - x) for x, y in zip(self, other, strict=True)))
 
 
@@ -70,7 +71,7 @@ class Clock:
         self._compute = self._communication = self._exposed = self._least_exposed = 0.0
         self._recorded = self._least = 0.0
         self._copies = 0.0, 0.0
-        """Times of the last two copies out of all-gather buffers, the older one first."""
+        """Times at which the last two all-gather buffers were copied into the parameters, the older time first."""
 
     @property
     def seconds(self) -> Seconds:

@@ -1,5 +1,5 @@
 """Prediction of a deep model's memory, traffic and times from shallower models: the blocks to remove, and the plan
-without these blocks. No torch.
+without these blocks. This module does not import torch.
 
 Blocks are removed from the plan of the whole model. A plan that is made for the shallower model could differ: rules may
 name the path of one block, and some decisions depend on the size of the model.
@@ -36,7 +36,8 @@ class Shortcut:
     """The prediction for the whole model is `shorter + factor * (longer - shorter)`."""
 
     removed_for_check: tuple[str, ...]
-    """Blocks to remove for a third model. Its memory must equal the extrapolation with `factor = 2`."""
+    """Blocks to remove for a third model, which checks the extrapolation: its memory must equal the extrapolation with
+    `factor = 2`."""
 
 
 def find_shortcut(plan: ModelPlan) -> Shortcut | None:
@@ -57,9 +58,9 @@ def _inside(block: str, paths: Collection[str]) -> tuple[str, ...]:
 def block_signatures(plan: ModelPlan) -> list[Hashable]:
     """Return a signature of each outer block. Blocks with the same forward and backward have equal signatures.
 
-    A signature consists of: the path of the module around the block; the block's modules with their tensors and units;
-    the block's checkpointed modules; the dtypes of the previous block (for the first block, its own dtypes); a flag
-    that is True if backward computes a gradient of the block's inputs.
+    A signature has the path of the module around the block, the block's modules with their tensors and units, and the
+    block's checkpointed modules. It also has the dtypes of the previous block (for the first block, its own dtypes),
+    and a flag that is True if backward computes a gradient of the block's inputs.
     """
     inside: dict[str, list[ModuleInfo]] = {path: [] for path in outermost(plan.inventory.blocks)}
     for module in plan.inventory.modules:

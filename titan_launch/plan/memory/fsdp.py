@@ -1,9 +1,9 @@
-"""FSDP2's schedule of allocations, all-gathers, frees and reductions, unit by unit. No torch.
+"""FSDP2's schedule of allocations, all-gathers, frees and reductions, unit by unit. This module does not import torch.
 
 This module is a transcription of `torch.distributed.fsdp._fully_shard` (torch 2.13 and 2.15: `_fsdp_state`,
 `_fsdp_param_group`, `_fsdp_collectives`), with sizes instead of tensors. Names and lifetimes of tensors are those of
-FSDP2. Comments mark tensors that a local variable in FSDP2 keeps alive longer. The schedule is that of the installed
-release, or of the newest tested release if torch is not installed.
+FSDP2. Comments mark tensors that a local variable in FSDP2 keeps alive longer. The schedule follows the installed
+release, or the newest tested release if torch is not installed.
 
 `plan.memory.replay` calls the hooks of this module in the order of the model's tape (`plan.memory.tape`). The tape
 itself contains the casts at the boundaries of units.
@@ -188,7 +188,7 @@ class Context:
             unit.accumulate_in_reduce_dtype()
 
     def pop_forward_order(self, microbatch: int) -> None:
-        """Save the order in which units ran in the forward of a microbatch, and clear FSDP2's record of it."""
+        """Save the order in which units ran in the forward of a microbatch, and clear FSDP2's record of this order."""
         self._orders[microbatch] = list(self.post_forward_order)
         for unit in self.post_forward_order:
             unit.post_forward_indices.clear()
@@ -286,7 +286,7 @@ class ShardedUnit:
         self.is_pending = False
         """FSDP2's `_post_backward_pending`."""
         self._pending: Storage | None = None
-        """Buffer of a started all-gather, until `wait_for_unshard`. With one shard, it has no bytes."""
+        """Buffer of a started all-gather, until `wait_for_unshard`. With one shard, the buffer has no bytes."""
         self._gathered_at = 0.0
         """Time at which the started all-gather ends."""
         self._unsharded_bytes = 0
@@ -464,8 +464,9 @@ class ShardedUnit:
         self.group_state = before
 
     def accumulate(self, index: int, gradient: Storage) -> None:
-        """Take an unsharded gradient of the parameter with this index from autograd. From now on, the memory of the
-        gradient counts under UNSHARDED_GRADIENTS. A second gradient of the parameter is added in place."""
+        """Accumulate an unsharded gradient that autograd has computed for a parameter. The memory of the first gradient
+        then counts under UNSHARDED_GRADIENTS. A second gradient is added in place. `index`: index of the parameter in
+        `parameters`."""
         dtype = self.grad_dtype(index, gradient.dtype)
         if dtype != gradient.dtype:
             gradient = self.context.new(gradient.numel, dtype, Category.BACKWARD)
@@ -476,7 +477,8 @@ class ShardedUnit:
         self._gradients[index] = gradient
 
     def grad_dtype(self, index: int, computed: str) -> str:
-        """Return the dtype of a gradient when autograd accumulates it. `computed`: the dtype before autograd's cast."""
+        """Return the dtype in which autograd accumulates a gradient. `computed`: dtype of the gradient before the cast.
+        `index`: as in `accumulate`."""
         if not ACCUMULATES_IN_GRAD:
             return computed
         # From torch 2.15 on, FSDP2's `_set_unsharded_grad_dtypes` sets this dtype.
@@ -511,8 +513,8 @@ class ShardedUnit:
             self._reduce(gradients, [parameter for parameter in self.parameters if parameter.is_trained])
 
     def _reduced_by_tensor_parallelism(self, unsharded: dict[int, Storage]) -> list[Storage]:
-        """Return the gradients in the order of the parameters, after tensor parallelism has reduced those of parameters
-        with `sent_elements`."""
+        """Return the gradients in the order of the parameters, after tensor parallelism has reduced them. Only
+        gradients of parameters with `sent_elements` above 0 are reduced."""
         reduced, largest = [], 0
         for index in sorted(unsharded):
             parameter, gradient = self.parameters[index], unsharded.pop(index)

@@ -1,4 +1,5 @@
-"""Active memory of one rank in an optimizer step, counted while the step is replayed or traced. No torch."""
+"""Active memory of one rank in an optimizer step, counted while the step is replayed or traced. This module does not
+import torch."""
 
 from __future__ import annotations
 
@@ -253,7 +254,7 @@ class Footprint:
 
     @property
     def stream_bytes(self) -> int:
-        """Sum of the peaks of all streams: the smallest number of bytes that CUDA's allocator must reserve."""
+        """Sum of the peaks of all streams: the smallest number of bytes that PyTorch's CUDA allocator must reserve."""
         return round(sum(max(peak.by_stream[stream] for peak in self.peaks.values()) for stream in range(3)))
 
     def by_phase(self) -> dict[str, int]:
@@ -268,12 +269,13 @@ def extrapolate(shorter: Footprint, longer: Footprint, factor: float) -> Footpri
     """Return the footprint at another depth: `shorter + factor * (longer - shorter)` for each local maximum of memory.
     Return None if the two footprints have different numbers of local maxima at a point.
 
-    Memory at a local maximum is an affine function of the number of repeated blocks. The peak of a step point is not:
-    which local maximum is the highest may depend on the depth. So all local maxima are extrapolated. For each
-    point, the result has the highest maximum in a matrix product, and the highest of the others.
+    Memory at a local maximum is an affine function of the number of repeated blocks. The peak of a step point is not
+    affine, because another local maximum may be the highest at another depth. So all local maxima are extrapolated. For
+    each point, the result has the highest maximum in a matrix product, and the highest other maximum.
 
     Blocks at the front and at the back must have the same names at all depths. Points that only one of the footprints
-    has are skipped. They are in the middle of the model, with memory between that of the neighbouring points.
+    has are skipped. They are in the middle of the model, and their memory is between the memory of the neighbouring
+    points.
     """
     maxima = {}
     for point in (point for point in shorter.maxima if point in longer.maxima):
@@ -286,8 +288,8 @@ def extrapolate(shorter: Footprint, longer: Footprint, factor: float) -> Footpri
 
 
 def with_growth(footprints: Sequence[Footprint], counts: Sequence[int], num_microbatches: int) -> Footprint:
-    """Return the footprint of a step of `num_microbatches` microbatches. `footprints`: those of one or two steps.
-    `counts`: the numbers of microbatches of these steps.
+    """Return the footprint of a step of `num_microbatches` microbatches. `footprints`: the footprints of one or two
+    steps. `counts`: the numbers of microbatches of these steps.
 
     A single footprint is returned unchanged. With two footprints, the peak of each phase is extrapolated linearly, and
     its growth is added to every maximum of that phase in the first footprint. The growth counts as activations.

@@ -1,9 +1,9 @@
 """The recordings of a job: the table of its model's modules, the FLOPs of a sample, and the tapes of its microbatches.
-They come from the user's cache, or from a `Recorder` that runs PyTorch now. No torch.
+They come from the user's cache, or from a `Recorder` that runs PyTorch now. This module does not import torch.
 
-`recorded_job` returns the job that is recorded. In this job, all keys that do not affect a recording have fixed values.
-Usually, these keys set the number of shards, gradient accumulation, the optimizer, the length of the run, and the files
-that the run writes. The recorded job is also part of the key in the cache.
+`recorded_job` returns the job that is recorded. In this job, all keys that do not affect a recording have fixed values:
+usually the number of shards, gradient accumulation, the optimizer, the length of the run, and the files that the run
+writes. The recorded job is also part of the key in the cache.
 """
 
 from __future__ import annotations
@@ -76,11 +76,11 @@ _PROCESS = os.getpid()
 
 
 class NotRecordedError(LookupError):
-    """Raised if a recording is not in the cache and there is no recorder."""
+    """Raised if a recording is not in the cache and cannot be made in this process."""
 
 
 class _Packed(SyntheticData):
-    """Synthetic data in place of data whose samples have document numbers."""
+    """Synthetic data that stands for data whose samples have document numbers."""
 
     packing: Literal["documents"] = "documents"
 
@@ -93,7 +93,7 @@ def recorded_job(config: JobConfig, layout: Layout) -> JobConfig:
     """Return the job that is recorded for `config`, with only those settings on which a recording depends.
 
     The recorded job has one microbatch per step, and two shards, or more if expert parallelism needs more. With
-    synchronized BatchNorm statistics, it has the replicas and shards of `layout`.
+    synchronized BatchNorm statistics, the recorded job has the replicas and shards of `layout`.
     """
     blank = JobConfig()
     training, parallelism, planner = config.training, config.parallelism, config.planner
@@ -209,8 +209,9 @@ class Recordings:
         return self._tapes[wanted]
 
     def record_ahead(self, wanted: Collection[TapesOf]) -> None:
-        """Record in forks (`in_forks`) the `wanted` tapes and the FLOPs of their modes, and store them in the cache for
-        later calls. Do nothing without a recorder. If this process has used autograd, its forks record nothing."""
+        """Record the `wanted` tapes and the FLOPs of their modes in forked processes (`in_forks`), and store the
+        recordings in the cache for later calls. Do nothing without a recorder. If this process has used autograd, its
+        forks record nothing."""
         tasks: list[Callable[[], object]] = [partial(self.tapes, one) for one in wanted]
         tasks += [partial(self.flops, mode) for mode in dict.fromkeys(one.checkpointing for one in wanted)]
         with replaced(self, "_recorder", None):
@@ -274,7 +275,7 @@ def _is_missing(task: Callable[[], object]) -> bool:
 
 def recorded_inventory(config: JobConfig, recorder: Callable[[], Recorder] | None) -> Inventory:
     """Return the inventory of the model in section `[model]` of a job, without adapters and parallelism. Raises
-    NotRecordedError if the table is not in the cache and `recorder` is None, and ConfigError for the same jobs as a
+    NotRecordedError if the inventory is not in the cache and `recorder` is None, and ConfigError for the same jobs as a
     run."""
     named = {name: getattr(config, name) for name in ("model", "data", "tokenizer")}
     job = with_values(JobConfig().model_copy(update=named), {("training", "seq_len"): config.training.seq_len})
@@ -290,8 +291,8 @@ def layout_of_recording(job: JobConfig) -> Layout:
 
 
 def _key(what: str, job: JobConfig, kernels: Kernels | None) -> str:
-    """Return the key of an entry: a digest of all that a recording depends on, except the files of the user's own
-    modules, which `_load` compares."""
+    """Return the key of an entry: a digest of everything that a recording depends on. The files of the user's own
+    modules are not part of the digest: `_load` compares them."""
     known = job.model_dump(mode="json")
     versions = [_version(name) for name in ("torch", "transformers", "peft", "torchao")]
     folder = None if job.model.is_of_package and job.model.loss is None else os.getcwd()
@@ -317,7 +318,7 @@ def _package_digest() -> str:
 
 def _files_named_in(job: Mapping[str, Any]) -> list[Any]:
     """Return `file_state` of the files that a job names, and of `config.json` and `adapter_config.json` in the folders
-    that it names."""
+    that the job names."""
     found = []
     for text in (value for _, value in scalars(job) if isinstance(value, str)):
         for path in (Path(text), Path(text) / "config.json", Path(text) / "adapter_config.json"):

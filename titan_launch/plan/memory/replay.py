@@ -1,5 +1,5 @@
-"""Replay of one rank's step: the tape of a microbatch (`plan.memory.tape`), with FSDP2's memory and collectives. No
-torch."""
+"""Replay of one rank's step: the tape of a microbatch (`plan.memory.tape`), with FSDP2's memory and collectives. This
+module does not import torch."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ class ReplayedStep:
 
 
 def local_plan(plan: ModelPlan, shapes: Mapping[str, tuple[int, ...]]) -> ModelPlan:
-    """Return the plan, with the shapes of this rank's parts of parameters that tensor parallelism divides. `shapes`:
-    `Tape.shapes`."""
+    """Return the plan in which each parameter that tensor parallelism divides has the shape of this rank's part.
+    `shapes`: `Tape.shapes`."""
     if not shapes:
         return plan
 

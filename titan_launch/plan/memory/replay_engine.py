@@ -1,4 +1,5 @@
-"""The planner's engine: memory, traffic and times of a rank in a step, from recorded tapes and replays. No torch."""
+"""The planner's engine: memory, traffic and times of a rank in a step, from recorded tapes and replays. This module
+does not import torch."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Tapes: records of what one rank allocates, frees, computes and sends in one microbatch, without FSDP2. No torch.
+"""Tapes: records of what one rank allocates, frees, computes and sends in one microbatch, without FSDP2. This module
+does not import torch.
 
 `trace.recorder` records a tape with PyTorch. `plan.memory.replay` replays the tape and adds the memory and the
-collectives of FSDP2. A tape does not depend on the mode of gradient accumulation, nor on the number of shards.
+collectives of FSDP2. Usually, a tape depends neither on the mode of gradient accumulation nor on the number of shards.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class Step(NamedTuple):
 
 
 class Gradient(NamedTuple):
-    """A gradient that a parameter takes from autograd. An earlier event has allocated its memory."""
+    """A gradient that autograd has computed for a parameter. An earlier event has allocated the gradient's memory."""
 
     parameter: str
     """Full name of the parameter."""
@@ -159,7 +160,7 @@ class Tape:
 
     reduced: Mapping[str, int] = field(default_factory=dict)
     """By full name of a parameter: number of elements that this rank sends when tensor parallelism reduces the
-    gradient, before FSDP2 reduces it."""
+    gradient, before FSDP2 reduces the gradient."""
 
     @cached_property
     def sent(self) -> Counter[str]:
@@ -187,8 +188,9 @@ def compact(events: Iterable[Event]) -> Iterator[Event]:
     """Yield the events. Of each series of allocations and frees, keep only three states: the highest total, the highest
     total in a matrix product, and the end.
 
-    A series ends at the next hook call, gradient or offloaded tensor. Computation and collectives do not end it,
-    because they hold no memory. Computation is moved to the next hook call. Collectives are moved to the end.
+    A series ends at the next hook call, gradient or offloaded tensor. Computation and collectives do not end a series,
+    because they hold no memory. Computation is moved to the next hook call. Collectives are moved to the end of all
+    events.
     """
     run, sent, work = list[Bytes](), list[Sent](), Counter[Work]()
     for event in events:

@@ -1,5 +1,5 @@
 """The runs of a proof: layouts of the twin (a small copy of the job, see `plan.proof.twin`), and the single process
-with which they are compared. No torch."""
+with which these runs are compared. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from titan_launch.plan.layout import smallest_world_size
 from titan_launch.plan.proof.twin import NAMED_AXES, num_microbatches
 
 MOST_RANKS = 8
-"""Largest number of processes of a run. For a layout of more ranks, each run has only two of its axes."""
+"""Largest number of processes of a run. For a layout of more ranks, each run has only two axes of the layout."""
 
 LAYOUT_PARTS = (*NAMED_AXES, "sharded optimizer")
-"""Parts of a layout that a run may use or not. The part "sharded optimizer" needs the part "replicas"."""
+"""Parts of a layout. Each run uses some of them. The part "sharded optimizer" needs the part "replicas"."""
 
 MODES = ("accumulation", "checkpointing", "chunks", "compile")
-"""Modes: other features of a job that a run may use or not, by their names in a certificate."""
+"""Modes: other features of a job, by their names in a certificate. Each run uses some of them."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,9 @@ class Case:
         return ", ".join(_in_words(self.config, part) for part in self.parts) or "one process"
 
     def reference(self, has_batch_norm: bool) -> JobConfig:
-        """Return the job of the single process, which trains the same global batch without any axis or mode."""
+        """Return the job of the single process, which trains the same global batch without any axis or mode.
+        `has_batch_norm`: True if its microbatches must have as many samples as the BatchNorm statistics of this
+        case."""
         local, size = self.config.training.local_batch_size, GLOBAL_BATCH
         if has_batch_norm:  # batch statistics depend on the microbatch, so use the microbatches of the case
             assert local != "auto"
@@ -185,8 +187,9 @@ def _modes(config: JobConfig) -> Iterator[str]:
 
 
 def _choices(twin: JobConfig) -> Iterator[JobConfig]:
-    """Yield the twin with the accumulation and checkpointing modes that the job sets. For `auto`, yield all modes that
-    `auto` may choose, each at least once, except checkpointing `none`, whose operations the other modes run, too."""
+    """Yield the twin with the accumulation and checkpointing modes that the job sets. For `auto`, yield each mode that
+    `auto` may choose at least once. Checkpointing `none` is omitted, because the other modes run its operations,
+    too."""
     accumulation, checkpointing = twin.gradient_accumulation, twin.activation_checkpoint
     if twin.parallelism.splits_backward:
         modes = [_ONCE]

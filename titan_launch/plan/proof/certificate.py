@@ -1,8 +1,9 @@
-"""The certificate of a proof: how training of the twin (`plan.proof.twin`) differs from one process. No torch.
+"""The certificate of a proof: the differences between the runs of the twin (`plan.proof.twin`) and its single-process
+run. This module does not import torch.
 
 Certificates are in the user's cache, or in a file that the job names. A certificate is found by a digest of the job's
-twin, of the code, and of the job's weights. The digest does not depend on the host, and usually not on the sizes of the
-model or on whether a degree is 2 or 64. So a job may be proven on a laptop and run on a cluster.
+twin, of the code, and of the job's weights. The digest does not depend on the host. Usually, it depends neither on the
+sizes of the model nor on the size of a degree above 1. So a job may be proven on a laptop and run on a cluster.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Finding:
-    """The first place where a run differs from the single process. If a smaller run, with one or two of its axes and
-    modes, shows the difference too, the fields from `result` to `how` describe the smallest such run."""
+    """The first place where a run differs from the single process. If runs with only one or two of the axes and modes
+    also show the difference, the fields from `result` to `how` describe the smallest such run."""
 
     run: str
     result: str
@@ -78,7 +79,7 @@ class Finding:
 
     parts: tuple[str, ...]
     """Names of the runs with one axis or mode that show the difference. If there are none, names of the runs with two
-    axes or modes that show it."""
+    axes or modes that show the difference."""
 
     is_alone: bool = True
     """False if no run with a single axis or mode shows the difference."""

@@ -1,4 +1,5 @@
-"""The twin of a job: a small copy with the same structure, fp32, no dropout, for `titan-launch prove`. No torch."""
+"""The twin of a job: a small copy with the same structure and without dropout, which `titan-launch prove` trains. This
+module does not import torch."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ from titan_launch.models.architectures import ALL_IN_ARGS, images_taken, resolve
 from titan_launch.models.args import TwinNeeds
 
 STEPS = 3
-"""Number of steps of each run of a proof. In the first step, some gradients are 0: those of LoRA's A, and of layers
-whose outputs are multiplied by weights that are still 0."""
+"""Number of steps of each run of a proof. One step is too few: in the first step, the gradients of some parameters are
+0. These are LoRA's A, and layers whose outputs are multiplied by weights that are still 0."""
 
 SEQ_LEN = 16
 VOCABULARY = 64
@@ -40,12 +41,12 @@ SECOND = "TWIN_OF_SECOND_MODEL"
 """Placeholder for a folder: each proof writes the twin of the reference or the teacher of the loss to a new folder."""
 
 NAMED_AXES = {axis.name if axis.sends else axis.ranks: axis for axis in AXES.values()}
-"""The axes of a layout by their names in a certificate. Those of data parallelism are `replicas` and `shards`."""
+"""The axes of a layout by their names in a certificate. The axes of data parallelism are `replicas` and `shards`."""
 
 
 @dataclass(frozen=True)
 class Twin:
-    """The small twin of a job, in the job's layout."""
+    """The small twin of a job, with the job's axes of parallelism. Each axis has 2 ranks."""
 
     config: JobConfig
     """The twin in fp32."""
@@ -60,7 +61,8 @@ class Twin:
     """Sentences about the parts of the job that a proof does not cover."""
 
     second: ModelConfig | None = None
-    """The twin of the loss's second model, None without one. In `config.loss`, its folder is `SECOND`."""
+    """The twin of the loss's second model; None if the loss has no second model. In `config.loss`, its folder is
+    `SECOND`."""
 
 
 def twin_of(config: JobConfig) -> Twin:
@@ -141,7 +143,7 @@ def _small_ranks(lora: LoRAConfig) -> dict[str, Any]:
 
 
 def _smallest_degrees(parallelism: ParallelismConfig, unshrunk: list[str]) -> ParallelismConfig:
-    """Return the same axes of parallelism with 2 ranks each, without split points."""
+    """Return the section with the same axes of parallelism, 2 ranks on each axis, and no split points."""
     degrees = {axis.key[1]: 1 if parallelism.degree(axis) == 1 else 2 for axis in AXES.values()}
     if parallelism.pipeline_parallel_split_points:
         unshrunk.append("parallelism.pipeline_parallel_split_points: the twin's stages are divided evenly")
@@ -246,8 +248,9 @@ _LISTS = ("layer_types", "mlp_layer_types", "no_rope_layers")
 def _of_transformers(
     config: JobConfig, model: ModelConfig, wanted: dict[str, Any], seq_len: int, unshrunk: list[str]
 ) -> ModelConfig:
-    """Return the config of a class of `transformers` with the sizes of `_SIZES` and without dropout: 2 layers, or more
-    if there are more types of layers or pipeline stages. If globs of the job name layers by number, sizes stay."""
+    """Return the config of a class of `transformers` with the sizes of `_SIZES` and without dropout. The config has 2
+    layers, or more if there are more types of layers or pipeline stages. If globs of the job name layers by number,
+    sizes stay."""
     args = dict(model.args)
     if _names_layers(config):
         kept = f"the twin keeps the arguments of model {args.get('model_type')}"
@@ -312,7 +315,8 @@ def _data(config: JobConfig, model: ModelConfig, unshrunk: list[str]) -> Any:
 
 def _vocabulary(config: JobConfig, model: ModelConfig) -> int:
     """Return the number of different tokens in the samples: `VOCABULARY`, or the vocabulary of the job if it is
-    smaller. `prove.vocab_size` sets the vocabulary of the job. Otherwise, the model or the data decides it."""
+    smaller. `prove.vocab_size` sets the vocabulary of the job. Without this key, the model or the data sets the
+    vocabulary."""
     known = config.prove.vocab_size or vocabulary_taken(model) or model.args.get("vocab_size")
     known = known if isinstance(known, int) else config.data.own_vocabulary() or BYTES_VOCABULARY
     return min(known, VOCABULARY)
@@ -327,9 +331,9 @@ def _unproven(config: JobConfig) -> Iterator[str]:
     if config.compile.enable and config.compile.backend == "inductor":
         yield "compile.backend: only the single process runs the kernels of inductor; other runs use aot_eager"
     if config.training.enable_cpu_offload:
-        yield "training.enable_cpu_offload: there is no copy between a host and a GPU"
+        yield "training.enable_cpu_offload: the twin makes no copies between a host and a GPU"
     if config.activation_checkpoint.offload:
-        yield "activation_checkpoint.offload: there is no copy between a host and a GPU"
+        yield "activation_checkpoint.offload: the twin makes no copies between a host and a GPU"
     if list(config.kernels.changed()):
         yield "[kernels]: the twin uses CPU kernels, so this section has no effect in a proof"
     if config.lora.dropout:

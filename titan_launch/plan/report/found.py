@@ -1,4 +1,4 @@
-"""The result of `plan --search`: as text, as data for JSON, and as a job file. No torch."""
+"""The result of `plan --search`: as text, as data for JSON, and as a job file. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _COLUMNS: tuple[tuple[str, Callable[[Found], str]], ...] = (
 )
 _AXES = {axis.short.upper(): axis.name for axis in MODEL_AXES}
 _MEANINGS = {
-    "step s": "expected, shortest and longest time; expected: computation and collectives in the order of FSDP2",
+    "step s": "expected time (shortest .. longest); expected: computation and collectives run in the order of FSDP2",
     "reserved GiB": "estimated memory that the process of one rank takes from the device",
     " ".join(_AXES): f"degrees of {', '.join(_AXES.values())} parallelism",
     "replicas x shards": "*: the optimizer is sharded over the replicas",
@@ -45,8 +45,8 @@ _MEANINGS = {
 
 
 def format_result(result: Result, hardware: Hardware) -> str:
-    """Return as text: the parts of the best job's step time, a table of the best jobs, and the number of planned
-    layouts."""
+    """Return the result as text: the parts of the best job's step time, a table of the best jobs, and the number of
+    planned layouts."""
     best = result.best
     counts = f"{result.tried} of {result.families} layouts were planned; the others do not fit or are not faster."
     if refused := sum(result.refused.values()):
@@ -69,7 +69,8 @@ def _reason(best: tuple[Found, ...]) -> str:
     parts += [f"exposed communication ({exposed} parallelism) {time.exposed:.3g} s"] * (time.exposed > 0)
     rest, waits = time.communication - time.exposed, first.seconds - time.compute - time.exposed
     hidden = "overlaps with computation" + ("" if waits < 0.01 * first.seconds else f" except for {waits:.3g} s")
-    parts += [f"the rest of the communication, {rest:.3g} s, {hidden}"] * (rest > 0)
+    what = "the rest of the communication" if time.exposed > 0 else "communication"
+    parts += [f"{what}, {rest:.3g} s, {hidden}"] * (rest > 0)
     lead = ""
     if len(best) > 1:
         share = 100 * (best[1].seconds / first.seconds - 1)

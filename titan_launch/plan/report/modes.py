@@ -1,5 +1,5 @@
-"""Predicted memory, traffic and time of a job in all modes of gradient accumulation and activation checkpointing. No
-torch."""
+"""Predicted memory, traffic and time of a job in all modes of gradient accumulation and activation checkpointing. This
+module does not import torch."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Row:
     link_traffic: LinkTraffic
     flops_per_rank: int | None
     """FLOPs of a step on one rank, including those that activation checkpointing adds. If several ranks work on the
-    same samples, this is their mean. None: unknown."""
+    same samples, this is the mean of these ranks. None: unknown."""
 
     time: StepTime
 
@@ -109,11 +109,12 @@ def compare(
 
 
 _MODEL_PARALLEL = (
-    "without device speeds, compute seconds are the mean of ranks with the same samples; so is flops_per_rank of --json"
+    "flops_per_rank of --json, and compute seconds without device speeds, are means over ranks with the same samples"
 )
 _PIPELINE = (
     "memory and traffic are those of one pipeline rank: the one with the highest peak memory among the first rank, the "
-    "last rank, and the rank with the most parameters; compute seconds include the pipeline bubble of equal stages"
+    "last rank, and the rank with the most parameters; compute seconds include the pipeline bubble, computed for equal "
+    "stages"
 )
 
 

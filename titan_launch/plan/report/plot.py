@@ -1,4 +1,5 @@
-"""The comparison of modes as a picture: stacked bars of memory, with the memory limit. No torch."""
+"""The comparison of modes as a picture: stacked bars of memory, with the memory limit. This module does not import
+torch."""
 
 from __future__ import annotations
 

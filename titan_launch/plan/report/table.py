@@ -1,4 +1,4 @@
-"""The comparison of modes, as text and as data. No torch."""
+"""The comparison of modes, as text and as data. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The header of a run and the table of FSDP2 units, as text and as data. No torch."""
+"""The header of a run and the table of FSDP2 units, as text and as data. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -163,8 +163,8 @@ def format_collectives(plan: ModelPlan, layout: Layout, accumulation: GradientAc
 
 
 def format_plan(config: JobConfig, plan: ModelPlan, layout: Layout, locate_key: KeyLocator) -> str:
-    """Return the unit table, and the collectives of a step; with pipeline parallelism, those of each stage. Remarks on
-    synchronized BatchNorm, rules with units of their own, muP and the BatchNorm default follow."""
+    """Return the unit table, the collectives of a step (with pipeline parallelism, of each stage), and remarks. The
+    remarks are on synchronized BatchNorm, rules with units of their own, muP and the BatchNorm default."""
     lines = ["FSDP2 units", format_units(plan, layout, locate_key)]
     lines += _stage_lines(config, plan, layout) or [
         f"collectives: {format_collectives(plan, layout, config.gradient_accumulation)}"
@@ -212,7 +212,7 @@ def format_lines(lines: Iterable[Line]) -> str:
 def summary_of_job(config: JobConfig, plan: ModelPlan, layout: Layout) -> list[Line]:
     """Return the header of a run: model, layout, precision, modes, kernels, optimizer and steps."""
     optimizer, schedule = config.optimizer, config.lr_scheduler
-    compiled = f"{config.compile.backend}, {len(plan.compiled)} modules" if config.compile.enable else ""
+    compiled = f"{config.compile.backend}, {_count(len(plan.compiled), 'module')}" if config.compile.enable else ""
     kernels = ", ".join(f"{name} = {toml_value(value)}" for name, value in config.kernels.changed())
     total, active = plan.inventory.num_parameters, active_parameters(config, plan)
     of_experts = "" if active == total else f", {active:,} active for each token"
@@ -273,14 +273,14 @@ def _adapters(config: JobConfig, inventory: Inventory) -> str:
     if not targets:
         return ""
     modules = listed([f"{count} x {pattern}" for pattern, count in alike(targets).items()], most=8)
-    others = ", others by lora.rules" if config.lora.rules else ""
+    others = "; other values in lora.rules" if config.lora.rules else ""
     return f"{modules}; rank {config.lora.rank}, alpha {config.lora.alpha:g}{others}"
 
 
 def _blocks(inventory: Inventory) -> str:
     """Return the blocks in words: `12 of layers.* (Block), the entries of nn.ModuleList`."""
     if not inventory.blocks:
-        return "none; the model is one FSDP2 unit, except modules with precision rules; model.blocks chooses blocks"
+        return "none; the model is one FSDP2 unit, except modules with precision rules; name blocks in model.blocks"
     globs = alike(inventory.blocks)
     classes = dict.fromkeys(inventory.by_path[path].class_name for path in inventory.blocks)
     origin = f", {inventory.blocks_origin}" if inventory.blocks_origin else ""
@@ -321,7 +321,7 @@ def _count(number: int, name: str, plural: str | None = None) -> str:
 
 
 def _precision(config: JobConfig, plan: ModelPlan) -> str:
-    """Return the default dtypes, and the numbers of modules that compute in other dtypes, by the reason for their
+    """Return the default dtypes. The numbers of modules that compute in other dtypes follow, by the reason for their
     unit."""
     precision = config.precision
     compute = precision.param_dtype

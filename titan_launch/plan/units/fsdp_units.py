@@ -1,13 +1,15 @@
-"""The FSDP2 units of a model, from its precision rules. No torch: the trainer and the planner read the same table.
+"""The FSDP2 units of a model, from its precision rules. The trainer and the planner read the same table, so this module
+does not import torch.
 
 A `fully_shard` call has one policy. From torch 2.15 on, however, single parameters may compute in their storage dtype.
 Most rules are then carried out **in place**: the parameters stay in the unit of their block, and hooks cast the inputs
 and outputs of the modules. This adds no collective. Trained modules inside of frozen blocks, such as adapters, are in
 place too. Each of these blocks then reduces gradients.
 
-Other rules need units of their own, wrapped before their parents. Experts that are divided over ranks (expert
+Other rules need units of their own, wrapped before the enclosing units. Experts that are divided over ranks (expert
 parallelism) also need units of their own. By default, all modules of a rule share **one** unit, which does not reshard
-after forward. This unit adds 2 collectives per microbatch. One unit per module would add up to 3 per module.
+after forward. This unit adds 2 collectives per microbatch. With one unit per module, each module would add up to 3
+collectives.
 """
 
 from __future__ import annotations
@@ -48,8 +50,8 @@ from titan_launch.plan.units.rule_assignment import (
 )
 
 _SMALL_UNIT = 2**20
-"""A rule's unit is divided because of its size only if it has more elements than this. The unsharded parameters of a
-smaller unit take at most 4 MiB per rank."""
+"""Number of elements. A rule's unit with fewer elements is not divided because of its size: its unsharded parameters
+take at most 4 MiB per rank."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,8 @@ def _kept(phases: Iterable[_Phase]) -> _Phase:
 
 @dataclass
 class _UnitPlanner:
-    """Builder of the units of one model, in any order. Drafts are the units before `_uniform` divides them."""
+    """Builder of the units of one model. The units have no particular order. Drafts are the units before `_uniform`
+    divides them."""
 
     inventory: Inventory
     precision: PrecisionConfig
@@ -198,14 +201,14 @@ class _UnitPlanner:
     def _why_not_inside(
         self, path: str, policy: Policy, assignment: RuleAssignment, unit: Unit, others: int
     ) -> str | None:
-        """Return the reason why a module cannot be inside of `unit`; None if it can. `policy`, `assignment`: those of
-        the module's rule. `others`: number of elements of the other parameters in the unit."""
+        """Return the reason why a module cannot be inside of `unit`; None if it can. `policy`, `assignment`: policy and
+        assignment of the module's rule. `others`: number of elements of the other parameters in the unit."""
         phases = self._phases_within[path]
         stored = {self.assignments.storage_dtype(assignment, is_frozen=phase is None) for phase in phases}
         if unit.is_divided:
             return f"expert parallelism divides {unit.name}"
         if not others and unit.modules == ("",):
-            return f"there are no other parameters around {path}"
+            return f"the root unit would have no parameters beside those of {path}"
         # FSDP2 requires one storage dtype and one reduce dtype for all trained parameters of a unit.
         trained = self.assignments.storage_dtype(assignment)
         if phases != {None} and trained != unit.storage_dtype:
@@ -213,7 +216,8 @@ class _UnitPlanner:
         if policy.reduce_dtype != unit.policy.reduce_dtype:
             return f"{path} reduces gradients in {policy.reduce_dtype}, and {unit.name} in {unit.policy.reduce_dtype}"
         if any((policy.param_dtype or dtype) not in (dtype, unit.policy.param_dtype) for dtype in stored):
-            return f"{path} computes in {policy.param_dtype}, neither its storage dtype nor the dtype of {unit.name}"
+            own = f"{path} computes in {policy.param_dtype}"
+            return f"{own}, which is neither its storage dtype nor the compute dtype of {unit.name}"
         return None
 
     def _why_not_together(self, one: _Phase, other: _Phase, unit: Unit) -> str | None:
@@ -253,9 +257,9 @@ class _UnitPlanner:
         ]
 
     def _governing(self, path: str) -> RuleAssignment | None:
-        """Return the assignment that sets the policy of a module's unit: that of the module itself, or of the nearest
-        enclosing module. Rules in place are skipped, except those of blocks and of divided experts. None: no rule sets
-        the policy."""
+        """Return the assignment that sets the policy of a module's unit: the assignment of the module itself, or of the
+        nearest enclosing module that has one. Rules in place are skipped, except those of blocks and of divided
+        experts. None: no rule sets the policy."""
         while path:
             assignment = self.assignments.own.get(path)
             if assignment is not None and (assignment.reason in self._own_because or self._has_own_unit(path)):
@@ -278,8 +282,8 @@ class _UnitPlanner:
         )
 
     def _before_gradients(self) -> tuple[str, ...]:
-        """Return the embeddings and the blocks that run before all trained parameters. They have no backward, but FSDP2
-        would prefetch their parameters for one.
+        """Return the embeddings and the blocks that run before all trained parameters. These modules have no backward,
+        but FSDP2 would still prefetch their parameters in backward.
 
         The result is empty if the order of modules is unknown, or if parameters outside of the blocks and the head are
         trained. The result is also empty with pipeline parallelism, where the inputs of later stages take gradients.
@@ -297,8 +301,9 @@ class _UnitPlanner:
         or an entry has several phases only if FSDP2 cannot wrap its modules separately.
 
         FSDP2 all-gathers, reshards and reduces a unit as a whole. So trained modules are taken out of a unit with
-        frozen modules, or they are in place in it. Modules that are taken out of equal units share a unit, like the
-        modules of one rule (see `_parts`). A module stays in its unit if parameters inside of it have several phases.
+        frozen modules, or they stay in this unit, in place. Modules that are taken out of units with equal settings
+        share a unit, like the modules of one rule (see `_parts`). A module stays in its unit if parameters inside of it
+        have several phases.
         """
         boundaries, shards = [*drafts, *rules], unit_by_module(self.inventory, drafts)
         kept_in = self._kept_phases(drafts, boundaries)
@@ -331,8 +336,9 @@ class _UnitPlanner:
         return units, in_place
 
     def _taken_units(self, phase: _Phase, like: Unit, paths: list[str], own_because: str | None) -> Iterator[Unit]:
-        """Yield the units of the modules `paths`, which `_uniform` takes out of other units. `like`: such a unit.
-        `own_because`: the reason for units of their own. None: the modules are in place, and share one entry."""
+        """Yield the units of the modules `paths`, which `_uniform` takes out of other units. `like`: a unit with the
+        settings of the new units. `own_because`: the reason for units of their own. None: the modules are in place, and
+        share one entry."""
         what = "trained" if not phase else f"trained after step {phase}"
         assignment = self.assignments.governing(paths[0])
         reason = what if assignment is None else f"{what}, {assignment.reason}"
@@ -370,8 +376,9 @@ class _UnitPlanner:
         return found
 
     def _kept_phases(self, drafts: Sequence[Unit], boundaries: Sequence[Unit]) -> dict[tuple[int, int], _Phase]:
-        """Return the phase that stays (`_kept`) for each pair (index in `drafts`, index in `boundaries`) of units with
-        common modules: the first unit shards these modules, and the policy of the second one applies to them."""
+        """Return the phase that stays (`_kept`), by pair of units: (index in `drafts`, index in `boundaries`). Each
+        pair has common modules: the first unit shards these modules, and the policy of the second unit applies to
+        them."""
         shards, policies = unit_by_module(self.inventory, drafts), unit_by_module(self.inventory, boundaries)
         found: dict[tuple[int, int], list[_Phase]] = {}
         for path, phase in self._phases.items():
@@ -395,7 +402,7 @@ class _UnitPlanner:
         return all(phase == own[path] for inner, phase in own.items() if is_within(inner, path))
 
     def _unit(self, name: str, modules: Sequence[str], reshard: bool | None, reason: str) -> Unit:
-        """Return a unit without a rule."""
+        """Return a unit to which no precision rule applies."""
         policy = Policy(self.precision.param_dtype, self.precision.reduce_dtype)
         return Unit(name, tuple(modules), policy, reshard, self.precision.storage_dtype, reason)
 
@@ -510,8 +517,8 @@ class _UnitPlanner:
 
     def _reshard_together(self, modules: Sequence[str]) -> bool:
         """Return True if a unit without a setting of its own reshards after forward. A unit of modules of several
-        blocks, or of several modules outside of blocks, has the setting `Resharding.late`: its parameters are unsharded
-        during most of forward anyway, and backward needs them first."""
+        blocks, or of several modules outside of blocks, has the setting `Resharding.late`. The parameters of such a
+        unit are unsharded during most of forward anyway, and backward needs them first."""
         is_in_one_block = len({self._block_around(path) for path in modules} - {""}) == 1
         if len(modules) > 1 and not is_in_one_block:
             return self.resharding.late

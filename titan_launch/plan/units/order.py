@@ -1,4 +1,5 @@
-"""The order in which units are wrapped and prefetched, and the units that reshard after forward. No torch."""
+"""The order in which units are wrapped and prefetched, and the units that reshard after forward. This module does not
+import torch."""
 
 from __future__ import annotations
 
@@ -38,16 +39,16 @@ def _inner_units(units: Sequence[Unit]) -> dict[int, list[int]]:
 
 
 _OWN_PLACE = ("block", "head", "embedding", "root")
-"""Values of `Unit.reason` for units that exist without precision rules, expert parallelism and frozen parameters."""
+"""Values of `Unit.reason` for units that do not come from precision rules, expert parallelism or frozen parameters."""
 
 
 def plan_backward_prefetch(plan: ModelPlan) -> dict[str, tuple[str, ...]]:
-    """Return, by module, the modules whose units FSDP2 prefetches in the backward of that module's unit.
+    """Return, by path of a module, the modules whose units FSDP2 prefetches when backward enters the module's unit.
 
     By default, FSDP2 prefetches one unit ahead: when backward enters a unit, FSDP2 starts the all-gather of the unit
     whose forward ran just before. This may be the small unit of a precision rule. The long all-gather of the next block
     then starts late, in the short backward of the small unit. So each block also prefetches the block before it, and
-    the divided experts of that block, because its backward begins with them.
+    the divided experts of that block, because the backward of a block begins with its experts.
 
     A block without small units inside it has no entry, because FSDP2's default is then sufficient. Small units after
     the last block are treated in the same way: the unit of the last module prefetches them, and then the last block.
@@ -117,8 +118,8 @@ class Resharding:
     """Setting of all units except late units and the root: for example, of all blocks but the last."""
 
     late: bool
-    """Setting of late units, which backward needs first: the last block, the head, and units with modules of several
-    blocks."""
+    """Setting of late units, which backward needs first: units of the last block or the head, units with modules of
+    several blocks, and units of several modules outside of blocks."""
 
 
 def plan_resharding(parallelism: ParallelismConfig, accumulation: GradientAccumulationConfig) -> Resharding:

@@ -1,5 +1,5 @@
-"""The precision rule of each module, the checks of these rules, and the modules that a list of globs matches. No
-torch."""
+"""The precision rule of each module, the checks of these rules, and the modules that a list of globs matches. This
+module does not import torch."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class RuleAssignment:
 
 @dataclass(frozen=True)
 class RuleAssignments:
-    """The precision rule of each module. A rule covers the modules that it matches, and all modules inside of these
-    that no rule matches."""
+    """The precision rule of each module. A rule covers the modules that it matches. A module that no rule matches is
+    covered by the rule of the nearest enclosing module that a rule matches."""
 
     own: Mapping[str, RuleAssignment]
     """Assignment of each module that a rule matches directly, by path. For each rule, parents come before children."""
@@ -92,8 +92,8 @@ class RuleAssignments:
         return self.own.get(module.path) if is_batch_norm(module) else self.governing(module.path)
 
     def around(self, path: str) -> str:
-        """Return the dtype in which a module gets its inputs if its precision rule does not cast inputs: the compute
-        dtype of the parent of the module that the rule matches."""
+        """Return the dtype of a module's inputs if the module's precision rule does not cast inputs. This is the
+        compute dtype of the parent of the module that the rule matches."""
         return self.compute_dtype(parent(enclosing(path, self.own)))
 
 
@@ -165,7 +165,8 @@ def _is_class(wanted: str, name: str) -> bool:
 
 def matched_modules(inventory: Inventory, patterns: Sequence[str], key: KeyPath) -> tuple[str, ...]:
     """Return the paths of the modules that any of the globs `patterns` matches, in the order of the inventory. Modules
-    without a forward do not match. Of a module with several parents, any path may match, and the first one is returned.
+    without a forward do not match. If a module has several parents, a glob may match any of its paths, and its first
+    path is returned.
 
     Raises ConfigError with a problem for every glob that matches nothing. `key`: key of the list of globs.
     """

@@ -56,7 +56,7 @@ def _stop_or_go_back(run: Run, skipped: SkippedStep, what: str, recorded: str) -
             f"{what}; the step was skipped on all ranks and the run stops "
             f'(debug.on_nonfinite = "skip" continues instead). {_CAUSES}. {recorded}'
         )
-    what = f"{what}; {debug.max_skips} steps in a row were skipped, the limit of debug.max_skips"
+    what = f"{what}; skipped steps in a row: {debug.max_skips}, the limit of debug.max_skips"
     if debug.on_repeated_skips == "stop":
         raise RunError(f"{what}, and the run stops. {_CAUSES}. {recorded}")
     if run.progress.rollbacks >= debug.max_rollbacks:

@@ -120,7 +120,7 @@ class StepGuard:
         return torch.where(filled >= (self._window + 1) // 2, limits, self._no_limits)
 
     def pop_skipped_steps(self, step: int) -> list[SkippedStep]:
-        """Return the steps skipped since the last call. Steps after one with `is_last` are not included. `step`: the
+        """Return the steps skipped since the last call. Steps after a step with `is_last` are not included. `step`: the
         last finished step. Waits for the device."""
         records, self._records = self._records, []
         rows = torch.stack(records).tolist() if records else []

@@ -194,7 +194,7 @@ class Watchdog:
         return self._now.phase.startswith((TRAINING, VALIDATING))
 
     def publish_failure(self) -> None:
-        """Tell the other ranks that the run has failed, so that they end if they hang. Stop hang detection on this
+        """Tell the other ranks that the run has failed, so that hanging ranks end. Stop hang detection on this
         rank, because this rank ends with its own error."""
         self._closing.set()
         if self._board is not None:

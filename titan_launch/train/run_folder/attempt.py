@@ -113,8 +113,8 @@ def attempt_numbers(logs: Path) -> list[int]:
 
 
 def _agent_of(environment: Mapping[str, str]) -> AgentProcess | None:
-    """Return the torchrun agent that started this rank. Return None if this is not the first rank of its host, or if
-    torchrun did not start it."""
+    """Return the torchrun agent that started this rank. Return None if this rank is not the first rank of its host, or
+    if torchrun did not start this rank."""
     error_file = environment.get("TORCHELASTIC_ERROR_FILE")
     if error_file is None or environment.get("LOCAL_RANK", "0") != "0":
         return None

@@ -121,7 +121,7 @@ def _warnings_logged_to(log: LogFile) -> AbstractContextManager[None]:
 
 
 def _error_record(error: BaseException) -> logging.LogRecord:
-    """Return the log record of the error that ends the rank, with a traceback unless it is a UserError or RunError."""
+    """Return the log record of the error that ends the rank. A UserError or RunError has no traceback in the record."""
     if isinstance(error, UserError | RunError):
         return _record(logging.ERROR, str(error))
     record = _record(logging.ERROR, f"the rank ends: {type(error).__name__}")

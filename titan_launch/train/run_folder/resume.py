@@ -129,8 +129,8 @@ def load_or_begin(
 
 
 def open_store(config: JobConfig, attempt: Attempt) -> CheckpointStore | None:
-    """Return the copies of the run's checkpoints in `checkpoint.store`. Return None if this key is not set, and on
-    all ranks except rank 0. Collective.
+    """Return the object that manages the copies of checkpoints in `checkpoint.store`. Return None if this key is not
+    set, and on all ranks except rank 0. Collective.
 
     Raises ConfigError on all ranks if the store cannot be used, or if the run would overwrite copies: the store has
     checkpoints of later steps, and the run does not resume from the newest checkpoint.
