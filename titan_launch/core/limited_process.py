@@ -1,4 +1,4 @@
-"""Objects in a helper process that limits the memory and the CPU time of each call.
+"""Objects in a helper process that limits the CPU time and, on Linux, the memory of each call.
 
 Some files from other people are programs: templates, and the rules of tokenizers. A program can run without end, take
 all memory, or crash the process that runs it. If this happens in the helper process, only the call fails.

@@ -2,8 +2,9 @@
 
 The file replaces FSDP2's all-reduce. On a GPU, that all-reduce runs on a separate stream, but on a CPU it blocks
 backward. gloo has no streams, but its threads can all-reduce while backward continues. With this file, FSDP2's call
-only starts the all-reduce. The end of backward waits for all started all-reduces. Gradients are bitwise equal to those
-of FSDP2's own all-reduce (tests/cpu/test_overlapped_all_reduce.py).
+starts the all-reduce, and the end of backward waits for it. If FSDP2 reads the sum at once, the call itself waits, as
+with gradients that earlier microbatches have left (`_is_read_at_once`). Gradients are bitwise equal to those of FSDP2's
+own all-reduce (tests/cpu/test_overlapped_all_reduce.py).
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ LAUNCH_OPTIONS = {
     "max-restarts": ("N", "maximum number of restarts after failures (default: 0)"),
     "shutdown-timeout": ("SECONDS", f"time for ranks to save and end after a signal (default: {SHUTDOWN_TIMEOUT_S})"),
 }
-"""The options of `launch`: (metavar, help text) by name. All but `shutdown-timeout` are passed to torchrun."""
+"""The options of `launch`: (metavar, help text) by name. All but `shutdown-timeout` are options of torchrun."""
 
 
 @dataclass(frozen=True)

@@ -178,7 +178,8 @@ class Method:
         return self.classes.chunks(self.config.chunks)
 
     def index(self, targets: Tensor, first: int) -> Tensor:
-        """Return the targets (n) as indices (n, 1) that count from class `first` of this rank."""
+        """Return the targets (n) as indices into a chunk of logits: int64 (n, 1). `first`: position of the chunk in
+        this rank's classes. If a target is outside the chunk, its index is negative or too large."""
         return (targets - (self.classes.start + first)).unsqueeze(-1)
 
     def gradient(self, logits: Tensor, *numbers: Tensor | None) -> Tensor:

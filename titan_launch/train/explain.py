@@ -1,8 +1,8 @@
 """Explanations of the errors that end a run or a trace.
 
 Each function `explain...` explains certain kinds of errors. The function returns a new error, which names a key or says
-what to do, to raise in place of the original error. For an error of another kind, the function returns None. All errors
-are explained here, at the end of a run or trace. So the code that calls a model does not catch errors.
+what to do, to raise in place of the original error. For an error of another kind, the function returns None. Errors of
+a training step are explained here, at the end of a run or trace. So the code of the step does not catch errors.
 """
 
 from __future__ import annotations

@@ -235,8 +235,9 @@ def attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int
 
 
 def _grouped_flops(a: Any, b: Any, *_: Any, **__: Any) -> int:
-    """Return the FLOPs of a grouped product. Two stacks of matrices are multiplied in pairs. Otherwise the groups
-    divide the rows, the columns or the inner dimension, so the number of groups does not matter."""
+    """Return the FLOPs of a grouped product. If both factors are stacks of matrices, the matrices are multiplied in
+    pairs. Otherwise the groups divide the rows, the columns or the inner dimension, so the number of groups does not
+    matter."""
     pairs = a.shape[0] if a.dim() == b.dim() == 3 else 1
     return int(2 * pairs * a.shape[-2] * a.shape[-1] * b.shape[-1])
 

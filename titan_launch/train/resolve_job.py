@@ -148,7 +148,7 @@ def _resolve_batch_size(config: JobConfig, hardware: Hardware, ranks: Ranks) -> 
         _log.warning(message, counted(tried, "sample"))
     reason = (
         "with every microbatch size, a rank ran out of memory in a trial of three training steps; try "
-        'activation_checkpoint.mode = "auto", a smaller training.seq_len, or more ranks to shard over'
+        'activation_checkpoint.mode = "full", a smaller training.seq_len, or more ranks to shard over'
     )
     raise config_error(("training", "local_batch_size"), reason, "auto")
 

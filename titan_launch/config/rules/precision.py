@@ -79,7 +79,8 @@ def parameters_can_stay_unsharded(config: JobConfig) -> Iterator[Problem]:
     if not config.gradient_accumulation.keep_params_unsharded:
         return
     if config.loss.kind.frees_parameters:
-        reason = f'loss.name = "{config.loss.name}" reshards after each forward; set keep_params_unsharded = false'
+        name = f'loss.name = "{config.loss.name}"'
+        reason = f"{name} also runs the model without a backward, which reshards the parameters; set false"
         yield Problem(key, reason, True, also=(("loss", "name"),))
     reshards = ("parallelism", "fsdp_reshard_after_forward")
     for other, reshard in _with_rules(config, reshards, "reshard_after_forward"):

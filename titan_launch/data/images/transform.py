@@ -29,7 +29,7 @@ _ATTEMPTS = 10
 
 
 class Draw:
-    """Random numbers of one image at one position in the stream."""
+    """Random numbers of one image at one position in the order of samples."""
 
     def __init__(self, index: int, position: int):
         count = 1 + 2 * _ATTEMPTS + 3  # the seed, two for each attempt, two for the position of the crop, the flip

@@ -65,7 +65,8 @@ def read_folder_config(folder: str | Path) -> FolderConfig:
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         known = ", ".join(FAMILIES)
         hint = did_you_mean(str(model_type), FAMILIES)
-        reason = f"{CONFIG_FILE} has the model_type {as_text(model_type)}, which no built-in model implements"
+        found = f"the model_type {as_text(model_type)}, which no built-in model implements"
+        reason = f"{CONFIG_FILE} has {found if 'model_type' in config else 'no model_type'}"
         raise WeightsError(f'{reason}; known: {known}{hint}; any other class trains with model.name = "huggingface"')
     args = arguments_of(config)
     family = FAMILIES[model_type]

@@ -166,7 +166,8 @@ def supersede_later_checkpoints(folder: Path, step: int) -> None:
 
 
 def new_attempt_folder(folder: Path) -> Path:
-    """Create the log folder of this attempt, `logs/attempt-K` with the next free K from 1, on one rank."""
+    """Create the log folder of this attempt, `logs/attempt-K` with the next free K from 1. Call this function on one
+    rank."""
     logs = folder / "logs"
     attempt = logs / attempt_name(max(attempt_numbers(logs), default=0) + 1)
     attempt.mkdir(parents=True)
