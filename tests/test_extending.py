@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import re
+import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -52,6 +54,26 @@ def added(changes: str) -> str:
     return "".join(line[1:] for line in changes.splitlines(keepends=True) if line.startswith("+"))
 
 
+def patched(file: Path, changes: str) -> str:
+    """Return the text of a file with the changes of a recipe."""
+    if not file.exists():
+        return added(changes)
+    text = file.read_text().splitlines()
+    hunks = [hunk.splitlines() for hunk in re.split(r"^@@ ?", changes, flags=re.MULTILINE)[1:]]
+    for (header, *lines), following in zip(hunks, [*hunks[1:], [""]], strict=True):
+        place = text.index(header) + 1 if header else text.index(following[0])
+        for line in lines:
+            if line.startswith("+"):
+                text.insert(place, line[1:])
+            else:
+                place = text.index(line.removeprefix("-"), place)
+            if line.startswith("-"):
+                del text[place]
+            else:
+                place += 1
+    return "\n".join([*text, ""])
+
+
 def apply(heading: str, under: tuple[str, ...] = ("",)) -> None:
     """Add the new files of a recipe as modules, and its lines to the modules and tables of the package. `under`: first
     parts of the paths of files to change."""
@@ -84,6 +106,22 @@ def test_the_context_lines_of_the_diffs_are_in_the_package(heading: str) -> None
             assert all(line.removeprefix("@@ ").removeprefix("-") in text for line in around), path
         else:
             assert "@@" not in changes
+
+
+def test_the_package_with_all_recipes_passes_the_linter_and_is_imported(tmp_path: Path) -> None:
+    """The linter finds unknown names, unsorted imports and long lines."""
+    shutil.copytree(REPO / "titan_launch", tmp_path / "titan_launch", symlinks=True)
+    shutil.copy(REPO / "pyproject.toml", tmp_path)
+    changed = {path: None for heading in RECIPES for path, _ in files_of(heading)}
+    for heading in RECIPES:
+        for path, changes in files_of(heading):
+            text = patched(tmp_path / path, changes)
+            (tmp_path / path).parent.mkdir(exist_ok=True)
+            (tmp_path / path).write_text(text)
+    modules = [path.removesuffix(".py").replace("/", ".").removesuffix(".__init__") for path in changed]
+    for options in (["-m", "ruff", "check"], ["-m", "ruff", "format", "--check"]):
+        subprocess.run([sys.executable, *options, *changed], cwd=tmp_path, check=True)
+    subprocess.run([sys.executable, "-c", f"import {', '.join(modules)}"], cwd=tmp_path, check=True)
 
 
 MODEL_RUNS = ("model", "model-2", "model-3", "model-4")

@@ -58,7 +58,7 @@ _LONG = 10.0
 _BANDWIDTH = "GB/s that a device sends {}, in one direction (default: that of --device)"
 
 KEY_OPTIONS = (
-    ("--device", "planner.device", "NAME", "device to plan for, such as h100-80gb (default: none)"),
+    ("--device", "planner.device", "NAME", "device to plan for, such as h100-80gb (default: that of the job)"),
     ("--memory-gib", "planner.memory_gib", "GIB", "GiB of memory per device (default: that of --device)"),
     ("--intra-bandwidth", "planner.intra_node_gb_per_s", "GB/S", _BANDWIDTH.format("to devices of its host")),
     ("--inter-bandwidth", "planner.inter_node_gb_per_s", "GB/S", _BANDWIDTH.format("to devices of other hosts")),

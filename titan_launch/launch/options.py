@@ -29,7 +29,7 @@ LAUNCH_OPTIONS = {
     "master-addr": ("HOST", "host of rank 0, for the static rendezvous (default: 127.0.0.1)"),
     "master-port": ("PORT", "port of rank 0, for the static rendezvous (default: 29500)"),
     "local-addr": ("HOST", "address of this host (default: looked up)"),
-    "log-dir": ("FOLDER", "folder for the ranks' logs (default: a temporary folder)"),
+    "log-dir": ("FOLDER", "folder for the error files of torchrun (default: a temporary folder)"),
     "local-ranks-filter": ("R,R,...", "ranks of this host whose output is shown (default: all)"),
     "max-restarts": ("N", "maximum number of restarts after failures (default: 0)"),
     "shutdown-timeout": ("SECONDS", f"time for ranks to save and end after a signal (default: {SHUTDOWN_TIMEOUT_S})"),

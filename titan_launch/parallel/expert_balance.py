@@ -35,14 +35,15 @@ probability has a load of 0 only with probability e^-20."""
 
 def prepare_experts(model: nn.Module, plan: ModelPlan, mesh: Mesh, device: str) -> None:
     """Prepare all mixtures of experts in place: set the scale of their auxiliary losses, and with context parallelism
-    the group of ranks that divide the sequences. Nothing is communicated.
+    the group of ranks that divide the sequences. Nothing is communicated. `device`: type of the device that will run
+    the model.
 
     Log a warning for settings that make routing imprecise, or the products of experts slow.
 
     The losses of all ranks and microbatches of a step add up to means over the step's samples. Ranks with the same
     tokens compute the same losses, and the router's gradients are summed over these ranks. So the scale is divided by
     their number. With context parallelism, each rank computes the part of these losses that its own tokens
-    contribute. `device`: type of the device that will run the model.
+    contribute.
     """
     layers, layout, context = _layers(model), mesh.layout, mesh.along(CONTEXT)
     for layer in layers.values():

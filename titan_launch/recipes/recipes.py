@@ -239,8 +239,8 @@ def tables_of(name: str, inputs: Inputs) -> Iterator[Table]:
     frozen = Row("frozen_storage_dtype", "bfloat16", "the base, which is not trained; adapters are in float32")
     computed = Row("param_dtype", "bfloat16", "dtype of computation; trained parameters are stored in float32")
     yield Table("precision", [computed, *([frozen] if recipe.lora_rank else [])])
-    if not is_images:
-        mode = inputs.sizes.activation_checkpoint
+    mode = inputs.sizes.activation_checkpoint
+    if not is_images or mode != "none":
         comment = '"none" is faster, if the job then fits into memory'
         if mode == "none":
             comment = '"selective" and "full" save memory, but take more time'

@@ -23,9 +23,7 @@ _MODE = 'use "activation_checkpoint.mode"; "none" disables activation checkpoint
 _NO_COMPILE_MODE = "not supported; inductor always runs in its default mode; remove this key"
 _NO_EARLY_STEP = "not supported, since clipping needs all gradients before the update; remove this key"
 _NO_ANOMALY = "anomaly detection is not supported; remove this key"
-_MODEL_ONLY = (
-    'not supported, since every checkpoint has the whole training state; "titan-launch export" writes the model alone'
-)
+_MODEL_ONLY = 'every checkpoint has the whole training state; "titan-launch export" writes the model alone'
 _FOLDER = 'use "job.dump_folder"; checkpoints are in checkpoints/ of the run folder'
 
 TORCHTITAN_KEYS: dict[str, str] = {

@@ -60,8 +60,8 @@ class MetricsConfig(Section):
     """Reports of the run: their interval and destination."""
 
     log_freq: Annotated[int, Field(ge=1)] = 10
-    """Steps between reports. The first and the last step are always reported. Between reports the host does not wait
-    for the device."""
+    """Steps between reports. The first and the last step are always reported. Between reports, the host waits for the
+    device only in steps that `comm.profile_freq` measures."""
 
     enable_tensorboard: bool = True
     """Write TensorBoard event files to the folder `tb/` of the run folder."""
@@ -181,8 +181,8 @@ class CommConfig(Section):
 
     hang_seconds: Annotated[int, Field(ge=0)] | None = None
     """Seconds without progress after which a rank counts as hanging. Such a rank writes the stacks of its threads to
-    `hangs/rank_N.txt`, and its NCCL collectives to `flight_recorder/rank_N` (gloo collectives:
-    `flight_recorder_gloo/rank_N`). The log names the ranks that are behind. Until the end of the first step, and while
+    `hangs/rank_N.txt`, and its collectives to `flight_recorder/rank_N`. (In a run with NCCL, gloo's collectives are in
+    `flight_recorder_gloo/rank_N`.) The log names the ranks that are behind. Until the end of the first step, and while
     a checkpoint is saved or loaded, this number is multiplied by `init_timeout_seconds / timeout_seconds`. Unset: half
     of `timeout_seconds`. 0 disables hang detection."""
 

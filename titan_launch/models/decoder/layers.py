@@ -19,9 +19,9 @@ class RotaryEmbedding(nn.Module):
     """Rotation of each pair of neighbouring channels of a head by an angle proportional to the token's position.
 
     All layers with the same frequencies share one instance. The table of angles is a buffer, not an argument: FSDP2
-    casts every floating argument of a wrapped module to the compute dtype, and bf16 cannot distinguish position 8000
-    from 8001. Checkpoints do not contain the table. `reset_parameters` computes the table of a model that was built on
-    the meta device.
+    casts every floating argument of a wrapped module to the compute dtype, and in bf16 many pairs would have the same
+    rotation at the positions 8000 and 8001. Checkpoints do not contain the table. `reset_parameters` computes the table
+    of a model that was built on the meta device.
     """
 
     position: int = 0
