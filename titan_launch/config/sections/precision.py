@@ -154,10 +154,10 @@ class KernelsConfig(Section):
     attention: Literal["auto", AttentionBackend] = "auto"
     """Kernel of `F.scaled_dot_product_attention`. `auto` on a GPU: the first usable kernel in the order `cudnn`,
     `flash`, `efficient`, `math`. On GPUs other than Hopper, `flash` comes before `cudnn`. A class of `transformers` and
-    a model of your own do not use `cudnn`, because they may pass masks. The log names the chosen kernel, and the reason why each
-    kernel earlier in this order cannot be used. `auto` on a CPU: PyTorch's choice. For causal attention in short
-    sequences, this package's blocked kernel is used if it is faster. Any other value: this kernel of PyTorch. If the
-    kernel cannot be used, the run fails. `math` stores all attention scores."""
+    a model of your own do not use `cudnn`, because they may pass masks. The log names the chosen kernel, and the reason
+    why each kernel earlier in this order cannot be used. `auto` on a CPU: PyTorch's choice. For causal attention in
+    short sequences, this package's blocked kernel is used if it is faster. Any other value: this kernel of PyTorch. If
+    the kernel cannot be used, the run fails. `math` stores all attention scores."""
 
     float32_precision: Literal["ieee", "tf32"] = "ieee"
     """Precision of matrix products and convolutions of float32 tensors on a GPU. `ieee`: full float32. `tf32`: the
