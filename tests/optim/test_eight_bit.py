@@ -28,7 +28,7 @@ def coded(values: Tensor, name: str) -> Codes:
     return codes
 
 
-@pytest.mark.parametrize("shape", [(5, 256), (3, 700), (2, 3, 512), (0, 300)])
+@pytest.mark.parametrize("shape", [(5, 256), (3, 700), (2, 3, 512), (6, 40, 3, 3), (0, 300)])
 @pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq"])
 def test_values_are_close_and_stored_again_without_a_change(name: str, shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
@@ -43,6 +43,11 @@ def test_values_are_close_and_stored_again_without_a_change(name: str, shape: tu
     assert_equal(dict(enumerate(coded(found, name))), dict(enumerate(codes)))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(("shape", "num_scales"), [((64, 32, 3, 3), 2), ((256, 64, 1, 1), 1), ((2, 8, 512), 2)])
+def test_a_kernel_of_a_convolution_has_few_scales(shape: tuple[int, ...], num_scales: int) -> None:
+    assert coded(torch.rand(shape), "exp_avg").scales.shape == (*shape[: 1 if len(shape) == 4 else 2], num_scales)
+
+
 def test_zeros_and_tiny_values_are_zeros() -> None:
     for values in (torch.zeros(2, 256), torch.full((2, 256), 1e-30)):
         for name in ("exp_avg", "exp_avg_sq"):
@@ -51,7 +56,9 @@ def test_zeros_and_tiny_values_are_zeros() -> None:
 
 @pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq"])
 def test_tensors_that_are_stored_together_are_stored_as_alone(name: str) -> None:
-    values = [torch.rand(shape) for shape in [(5, 256), (3, 700), (2, 512), (2, 3, 700), (0, 256), (4, 7), (1, 256)]]
+    values = [
+        torch.rand(shape) for shape in [(5, 256), (3, 700), (2, 512), (2, 3, 700), (0, 256), (4, 7), (7, 300, 1, 1)]
+    ]
     alone = [coded(value, name) for value in values]
     together = [Codes(*initial_codes(nn.Parameter(value), name).values()) for value in values]
     encode(together, name, [value.clone() for value in values])

@@ -29,10 +29,18 @@ def names_in_8_bits(name: str) -> tuple[str, str]:
     return f"{name}_codes", f"{name}_scales"
 
 
+def length_of_row(shape: Sequence[int]) -> int:
+    """Return the number of elements in a row of a state tensor. A row of a matrix, or of a stack of matrices, is its
+    last axis. A row of a kernel of a 2D or 3D convolution has all weights of an output channel: the last axis has only
+    a few elements."""
+    return prod(shape[1:]) if len(shape) > 3 else shape[-1]
+
+
 def shape_of_scales(shape: Sequence[int]) -> tuple[int, ...]:
     """Return the shape of the scales of a state tensor of shape `shape`: one scale for each block of `BLOCK` elements
     in a row."""
-    return (*shape[:-1], -(-shape[-1] // BLOCK))
+    rows = shape[:1] if len(shape) > 3 else shape[:-1]
+    return (*rows, -(-length_of_row(shape) // BLOCK))
 
 
 class ShardSize(NamedTuple):
@@ -73,7 +81,7 @@ class ShardSize(NamedTuple):
     @property
     def _padded(self) -> int:
         """Number of elements of the shard after each row is padded to whole blocks."""
-        columns = self.shape[-1]
+        columns = length_of_row(self.shape)
         return self.num_elements // columns * (-(-columns // BLOCK) * BLOCK)
 
     def state_copy(self, config: OptimizerConfig) -> int:
@@ -235,7 +243,7 @@ def _draw(shards: Sequence[ShardSize], config: OptimizerConfig) -> int:
 def _row_width(shard: ShardSize) -> int:
     """Return the length of a shard's rows; 0 if a row consists of whole blocks. Shards with equal results are decoded
     and encoded together."""
-    return shard.shape[-1] if shard.shape[-1] % BLOCK else 0
+    return columns if (columns := length_of_row(shard.shape)) % BLOCK else 0
 
 
 def _inner_axes(shard: ShardSize) -> tuple[int, ...]:

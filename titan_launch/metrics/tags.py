@@ -182,7 +182,7 @@ TAGS = [
     ),
     Tag(
         "train/samples_seen",
-        "Samples consumed since the run began, over all ranks.",
+        "Samples of all steps of the run so far, over all ranks. Samples that a rollback skipped do not count.",
         value=lambda run: run.progress.samples_seen,
     ),
     Tag(
@@ -293,8 +293,8 @@ TAGS = [
     ),
     Tag(
         "time/validation_s",
-        "Seconds of validation per step: all validations since the previous report, including the one of this report, "
-        "divided by the steps since then. Not part of `time/step_s`.",
+        "Seconds in validations since the previous report (a validation at this report counts, too), divided by the "
+        "steps since then. Not part of `time/step_s`.",
         chart=("Speed", "where the time of a step goes (s)"),
     ),
     Tag(

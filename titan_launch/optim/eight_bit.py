@@ -2,9 +2,9 @@
 
 The method is that of arXiv:2110.02861 (Dettmers et al., 2021): an element is its block's largest magnitude times a
 value of a table with 255 or 256 entries, which lie closer together near zero ("dynamic" quantization). This module
-differs in three ways. The blocks lie within rows (the last dim), so FSDP2 shards the scales like the parameter, and any
-number of ranks can load them. AdamW's second moment is stored as its square root, whose values in a block span half as
-many orders of magnitude. A root above 0 is rounded to 0 only if its whole block is stored as zeros (see
+differs in three ways. The blocks lie within rows (`length_of_row`), so FSDP2 shards the scales like the parameter, and
+any number of ranks can load them. AdamW's second moment is stored as its square root, whose values in a block span half
+as many orders of magnitude. A root above 0 is rounded to 0 only if its whole block is stored as zeros (see
 `_SMALLEST_SCALE`). The value 1 is in both tables, so the largest magnitude of a block is stored exactly. If unchanged
 values are stored again, every bit stays the same. So a skipped step changes nothing.
 
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 
-from titan_launch.config.optimizers import BLOCK, alike, names_in_8_bits, shape_of_scales
+from titan_launch.config.optimizers import BLOCK, alike, length_of_row, names_in_8_bits, shape_of_scales
 from titan_launch.optim.flat import divided, joined
 
 _ROOTS = frozenset({"exp_avg_sq"})
@@ -56,7 +56,7 @@ class Codes(NamedTuple):
     def width(self) -> int:
         """Number of elements that `decode` and `encode` treat as one row. If the length of the tensor's rows is a
         multiple of the block size, this is the block size. Otherwise it is the length of a row."""
-        columns = self.codes.shape[-1]
+        columns = length_of_row(self.codes.shape)
         return columns if columns % BLOCK else BLOCK
 
 
