@@ -526,7 +526,7 @@ PLANS = [
 
 @pytest.mark.parametrize("command", rest_is_slow(sorted(PLANS, key=lambda plan: "--max-batch" not in plan), len(PLANS)))
 def test_every_plan_of_the_docs_is_printed(command: str, tmp_path: Path) -> None:
-    """The test above checks the job and the options of every plan. By default, only the first one is run. It has `--max-batch`, for which there is
+    """The test above checks the job and the options of every plan. The first one has `--max-batch`, for which there is
     no other test."""
     arguments = [arg for arg in shlex.split(command) if torch.version.cuda is not None or arg != "--measure"]
     assert plan([str(tmp_path / "plan.png") if arg.endswith(".png") else arg for arg in arguments])
