@@ -87,7 +87,7 @@ OF_OPERATIONS = ("--planner.device=h100-80gb", "--job.device=cuda")
 """Times of operations and collectives, instead of a share of the peak."""
 FOUR_BLOCKS = "--model.args.n_layers=4"
 GRIDS = [
-    (6, 0.01, (1,), ("--model.args.n_layers=1", "--training.global_batch_size=6")),
+    (6, 0.006, (1,), ("--model.args.n_layers=1", "--training.global_batch_size=6")),
     (4, 0.1, (1, 2), OF_OPERATIONS),
     (4, 0.1, (1, 2, 4), (*OF_OPERATIONS, FOUR_BLOCKS)),
     (4, 0.02, (1, 2, 4), (FOUR_BLOCKS,)),
@@ -143,8 +143,8 @@ def test_held_values_are_kept() -> None:
 
 
 def test_cpu_offload_is_used_only_if_nothing_fits_without_it() -> None:
-    options = ("--job.device=cuda", "--activation_checkpoint.mode=full", "--training.enable_cpu_offload=true")
-    held = [*HELD, *AXES, ("activation_checkpoint", "mode")]
+    options = ("--job.device=cuda", "--training.local_batch_size=2", "--training.enable_cpu_offload=true")
+    held = [*HELD, *AXES, ("training", "local_batch_size")]
     roomy = search_layouts(job(*options, "--planner.memory_gib=1"), 1, held).best[0]
     assert not roomy.config.training.enable_cpu_offload
     tight = search_layouts(job(*options, "--planner.memory_gib=0.077"), 1, held).best[0]
