@@ -79,11 +79,11 @@ def run(*args: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
     return result
 
 
-def run_loaded(*args: str | Path) -> subprocess.CompletedProcess[str]:
+def run_loaded(*args: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
     """Run a command in a process that has loaded torch. Check that it leaves no temporary files."""
     command = [*map(str, args)]
     with tempfile.TemporaryDirectory() as temporary:
-        result = run_command(command, REPO, environment={"TMPDIR": temporary})
+        result = run_command(command, REPO, environment={"TMPDIR": temporary, **env})
         assert [name for name in os.listdir(temporary) if not name.startswith("torchinductor_")] == []
     return subprocess.CompletedProcess(command, *result)
 
@@ -102,7 +102,7 @@ def test_check_accepts_a_good_job(job: Path) -> None:
 
 def test_check_lists_every_mistake_with_file_line_and_remedy(job: Path) -> None:
     job.write_text(job.read_text().replace("steps = 3", "stepz = 3") + '\n[optimizer]\nlr = "fast"\n')
-    result = run("titan_launch", "check", "--config", job, "--world-size", "3")
+    result = run_loaded("check", "--config", job, "--world-size", "3")
     assert result.returncode == 2
     lines = result.stderr.splitlines()
     text = job.read_text().splitlines()
@@ -162,7 +162,7 @@ def run_recorded(*args: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 def plan_json(job: Path, *args: str) -> dict[str, Any]:
-    result = run_recorded("plan", "--config", job, "--world-size", "2", "--json", *args)
+    result = run_loaded("plan", "--config", job, "--world-size", "2", "--json", *args)
     assert result.returncode == 0, result.stderr
     plan: dict[str, Any] = json.loads(result.stdout)
     return plan
@@ -170,7 +170,8 @@ def plan_json(job: Path, *args: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("config", "ranks"), rest_is_slow([("llama3_8b", "8"), ("llama3_70b", "512")]))
 def test_plan_of_a_llama_never_imports_torch(config: str, ranks: str) -> None:
-    overrides = ("--parallelism.data_parallel_shard_degree=-1", "--training.global_batch_size=2048")
+    sizes = ("--training.global_batch_size=2048", "--model.args.n_layers=2")
+    overrides = ("--parallelism.data_parallel_shard_degree=-1", *sizes)
     command = ("plan", "--config", f"configs/{config}.toml", "--world-size", ranks, "--device", "h100-80gb")
     result = run_recorded(*command, *overrides)
     assert result.returncode == 0, result.stderr
@@ -322,7 +323,7 @@ def test_a_bad_command_line_is_one_line_and_status_2(args: str, words: str, caps
 
 
 def test_a_bad_environment_is_one_line_and_status_2(job: Path) -> None:
-    result = run("titan_launch", "--config", job, WORLD_SIZE="two")
+    result = run_loaded("--config", job, WORLD_SIZE="two")
     assert result.returncode == 2
     assert result.stderr.startswith(
         'error: environment variable WORLD_SIZE: must be a whole number of at least 1, not "'
@@ -403,7 +404,7 @@ def test_command_line_options_and_overrides_of_keys_are_told_apart() -> None:
 
 
 def test_launch_answers_a_bad_job_with_one_line(job: Path) -> None:
-    result = run("titan_launch", "launch", "--nproc-per-node", "3", "--config", job)
+    result = run_loaded("launch", "--nproc-per-node", "3", "--config", job)
     assert (result.returncode, len(result.stderr.splitlines())) == (2, 1)
     assert "training.global_batch_size = 8" in result.stderr and "3 data-parallel ranks" in result.stderr
 
@@ -430,7 +431,7 @@ def test_a_run_folder_of_another_experiment_is_refused_before_torch_is_imported(
 
 def test_launch_requires_a_global_batch_size_if_the_number_of_ranks_may_change(job: Path) -> None:
     job.write_text(job.read_text().replace("global_batch_size = 8\n", ""))
-    result = run("titan_launch", "launch", "--nnodes", "1:2", "--config", job)
+    result = run_loaded("launch", "--nnodes", "1:2", "--config", job)
     assert (result.returncode, len(result.stderr.splitlines())) == (2, 1)
     assert "training.global_batch_size: is required with --nnodes" in result.stderr
 
@@ -446,7 +447,7 @@ def test_an_error_that_only_the_trainer_finds_is_one_message_and_status_2(job: P
     rule = '[[precision.rules]]\nmatch = "layers.*.attention_nrom"\n'
     job.write_text(job.read_text() + rule)
     line = len(job.read_text().splitlines())
-    result = run("titan_launch", "launch", "--nproc-per-node", "2", "--max-restarts", "2", "--config", job)
+    result = run_loaded(*LAUNCH, "--max-restarts", "2", "--config", job)
     assert result.returncode == 2  # a restart would fail in the same way
     message = f'{job}:{line}: precision.rules.0.match = "layers.*.attention_nrom": matches no module'
     assert result.stderr.count(message) == 1
@@ -461,7 +462,7 @@ def test_a_folder_that_cannot_be_written_is_one_message(job: Path) -> None:
     assert "Traceback" not in reported
 
 
-LAUNCH = ("titan_launch", "launch", "--nproc-per-node", "2")
+LAUNCH = ("launch", "--nproc-per-node", "2")
 TORCHRUN = ("torch.distributed.run", "--nproc-per-node", "2", "-m", "titan_launch")
 BUSY = "\n        else: time.sleep(1)"
 
@@ -477,7 +478,8 @@ def with_model(job: Path, source: str) -> None:
 def run_with_model(job: Path, action: str, command: Sequence[str] = LAUNCH) -> subprocess.CompletedProcess[str]:
     """Train a model on two ranks whose forward runs `action` on rank 1."""
     with_model(job, model_source(f'if os.environ["RANK"] == "1": {action}'))
-    return run(*command, "--config", job, PYTHONPATH=str(job.parent))
+    start = run_loaded if command == LAUNCH else run
+    return start(*command, "--config", job, PYTHONPATH=str(job.parent))
 
 
 def test_a_model_that_cannot_be_built_shows_its_own_traceback_once(job: Path) -> None:
@@ -540,7 +542,7 @@ def test_a_launcher_and_python_train_the_same(job: Path, launcher: Sequence[str]
     seen = []
     options = ("--log-level", "debug") if launcher == LAUNCH else ()
     for command in (("--config", job, "--log-level=debug"), (*launcher, "--config", job, *options)):
-        result = run(*command) if "--nproc-per-node" in command else run_loaded(*command)
+        result = run(*command) if launcher == TORCHRUN and command[0] == TORCHRUN[0] else run_loaded(*command)
         # torchrun itself may warn.
         assert result.returncode == 0 and (not result.stderr or command[0] == "torch.distributed.run"), result.stderr
         assert result.stdout.count("checkpoints: none will be saved") == 1
@@ -565,7 +567,7 @@ def test_launched_runs_end_with_status_0_and_print_no_error(job: Path) -> None:
     """If the exit were not handled, one in four of these runs would die of SIGABRT after its work. The many other runs
     of the tests check the same."""
     for _ in range(3):
-        result = run("titan_launch", "launch", "--nproc-per-node", "2", "--config", job, "--training.steps=1")
+        result = run("titan_launch", *LAUNCH, "--config", job, "--training.steps=1")
         assert (result.returncode, result.stderr) == (0, "")
 
 

@@ -213,25 +213,23 @@ def test_the_model_of_the_docs_trains(tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text(job)
     plan, train = (shlex.split(line)[1:] for line in lines.splitlines())
     assert run_command(plan, tmp_path)[0] == 0
-    corpus = f"--data.path={REPO}/titan_launch/config/*/*.py"
-    environment = {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "titan_launch", *train, corpus, "--training.steps=2", "--job.device=cpu"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    small = [f"--data.path={REPO}/titan_launch/config/*/*.py", "--training.steps=1", "--job.device=cpu"]
+    status, trained, reported = run_command([*train, *small], tmp_path, environment={"PYTHONPATH": str(REPO)})
+    assert status == 0, reported
     names = ("model:", "blocks:", "ranks:", "global batch:", "precision:", "gradient acc", "folder:")
     if MIXES_DTYPES_IN_UNIT:  # such a release needs fewer units
         printed = printed.replace("the 6 FSDP2 units", "the 5 FSDP2 units")
     header = [line for line in printed.splitlines() if line.startswith(names)]
-    assert len(header) == len(names) and [line for line in header if line not in done.stdout] == []
+    assert len(header) == len(names) and [line for line in header if line not in trained] == []
     assert train[:3] == ["launch", "--nproc-per-node", "2"]
-    wrong = ["train", *train[3:], corpus, "--training.steps=2", "--job.device=cpu", "--model.args.vocab_size=100"]
+    wrong = ["train", *train[3:], *small, "--model.args.vocab_size=100"]
     status, _, reported = run_command(wrong, tmp_path)
     (error,) = re.findall("^error: job.toml:5: .*$", page, flags=re.MULTILINE)
     assert status == 2 and error in reported
 
 
-@pytest.mark.parametrize("num_commands", rest_is_slow([1, 2]))
-def test_the_proof_of_the_docs_names_the_module_with_the_bug(num_commands: int, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_the_proof_of_the_docs_names_the_module_with_the_bug(tmp_path: Path) -> None:
     """Run the page's commands about the user's model. The first prints the page's lines, up to digits of numbers. The
     second proves the model without the bug."""
     page = (REPO / "docs" / PROOF).read_text()
@@ -244,9 +242,8 @@ def test_the_proof_of_the_docs_names_the_module_with_the_bug(num_commands: int, 
     assert status == 1
     finding = output.partition("\n\ntwin:")[0]
     assert re.sub(r"[\d.]+e-\d+|[\d.]+\d", "N", finding) == re.sub(r"[\d.]+e-\d+|[\d.]+\d", "N", printed.rstrip())
-    if num_commands > 1:
-        status, output, _ = run_command(right, tmp_path, timeout=300)
-        assert status == 0 and output.startswith("layout proven (")
+    status, output, _ = run_command(right, tmp_path, timeout=300)
+    assert status == 0 and output.startswith("layout proven (")
     others = [line for name, block in blocks("sh") if PROOF in name for line in block.splitlines()]
     for line in others:
         assert parse_arguments(shlex.split(line)[1:]).run
@@ -254,7 +251,8 @@ def test_the_proof_of_the_docs_names_the_module_with_the_bug(num_commands: int, 
 
 HELD_BEST = [
     *("--hold=parallelism.tensor_parallel_degree=1", "--hold=parallelism.context_parallel_degree=1"),
-    *("--hold=activation_checkpoint.mode=full", "--hold=loss.chunks=8"),
+    *("--hold=activation_checkpoint.mode=full", "--hold=loss.chunks=8", "--hold=training.local_batch_size=4"),
+    *("--hold=parallelism.data_parallel_replicate_degree=1", "--hold=gradient_accumulation.mode=immediate"),
 ]
 """Options that hold values of the best job of the page, so that a search takes a tenth of the time."""
 
@@ -526,7 +524,7 @@ PLANS = [
 ]
 
 
-@pytest.mark.parametrize("command", rest_is_slow(sorted(PLANS, key=lambda plan: "--max-batch" not in plan), 6))
+@pytest.mark.parametrize("command", rest_is_slow(sorted(PLANS, key=lambda plan: "--max-batch" not in plan), len(PLANS)))
 def test_every_plan_of_the_docs_is_printed(command: str, tmp_path: Path) -> None:
     """The test above checks the job and the options of every plan. The first one has `--max-batch`, for which there is
     no other test."""
@@ -797,9 +795,11 @@ NEWEST_ONLY = pytest.mark.skipif(not FREES_EARLIER, reason="these tables are tho
         [("LoRA, rank 16", ["1B"]), ("LoRA, rank 16", ["8B"]), ("last quarter of the blocks", ["1B", "8B"])], 3
     ),
 )
-def test_the_table_of_fine_tuning_is_printed_by_plan(trained: str, models: list[str]) -> None:
-    command = [sys.executable, "benchmarks/fine_tuning_memory.py", "--models", *models, "--trained", trained]
-    rows = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[2:]
+def test_the_table_of_fine_tuning_is_printed_by_plan(
+    trained: str, models: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--models", *models, "--trained", trained]
+    rows = printed_by_script("benchmarks/fine_tuning_memory.py", options, capsys).splitlines()[2:]
     page = (REPO / "docs" / "how_to" / "fit_into_memory.md").read_text().splitlines()
     assert len(rows) == len(models) and set(rows) <= set(page)
 
@@ -828,19 +828,10 @@ def test_published_runs_name_their_sources() -> None:
 
 
 @NEWEST_ONLY
-def test_a_row_of_the_table_of_layouts_is_the_prediction() -> None:
+def test_a_row_of_the_table_of_layouts_is_the_prediction(capsys: pytest.CaptureFixture[str]) -> None:
     """The test replays one row. Each of the others takes seconds."""
-    command = [
-        sys.executable,
-        "benchmarks/parallelism_tables.py",
-        "--models",
-        "8B",
-        "--ranks",
-        "512",
-        "--layouts",
-        "FSDP",
-    ]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[2]
+    options = ["--models", "8B", "--ranks", "512", "--layouts", "FSDP"]
+    printed = printed_by_script("benchmarks/parallelism_tables.py", options, capsys).splitlines()[2]
     row = re.escape(printed.replace("**", "")).replace("FSDP", r"(?:\*\*)?FSDP(?:\*\*)?")
     assert re.search(row, (REPO / "docs" / "verification" / "planner.md").read_text())
 

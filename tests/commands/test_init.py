@@ -320,7 +320,7 @@ def test_an_error_for_a_larger_microbatch_leaves_the_smaller_ones(monkeypatch: p
 
 def test_the_gpus_of_the_machine_are_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    write_config(Path("8b"), "llama", **LLAMA_8B)
+    write_config(Path("8b"), "llama", **{**LLAMA_8B, "num_hidden_layers": 8})
     monkeypatch.setattr(options, "_ask_driver", lambda *args: [GPUS["h100-80gb"]] * 8)
     job, text = written("pretrain", "here.toml", "--model", "8b"), Path("here.toml").read_text()
     assert (job["training"]["seq_len"], job["training"]["global_batch_size"], job["loss"]["chunks"]) == (4096, 128, 8)

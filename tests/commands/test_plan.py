@@ -126,8 +126,8 @@ def test_the_plan_of_a_mixture(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_stated_load_of_experts_changes_memory_traffic_and_time(capsys: pytest.CaptureFixture[str]) -> None:
-    (uniform,) = plan_of_experts(capsys, 4, 4)["rows"]
-    plan = plan_of_experts(capsys, 4, 4, expert_load=2.0)
+    (uniform,) = plan_of_experts(capsys, 4, 2)["rows"]
+    plan = plan_of_experts(capsys, 4, 2, expert_load=2.0)
     (unequal,) = plan["rows"]
     assert plan["expert_load"].startswith("2 x the mean") and "receives 65,536 rows" in plan["expert_load"]
     for name in ("active_bytes", "compute_seconds_estimated"):
@@ -135,8 +135,8 @@ def test_a_stated_load_of_experts_changes_memory_traffic_and_time(capsys: pytest
     sent = [row["link_traffic_bytes_per_rank"]["experts_within_node"] for row in (uniform, unequal)]
     assert sent[1] / sent[0] == pytest.approx(1.5, rel=1e-4)  # results and gradients of tokens, of four all-to-alls
     assert unequal["flops_per_rank"] == uniform["flops_per_rank"]
-    (all_on_one,) = plan_of_experts(capsys, 4, 4, expert_load=100.0)["rows"]
-    assert all_on_one == plan_of_experts(capsys, 4, 4, expert_load=4.0)["rows"][0]
+    (all_on_one,) = plan_of_experts(capsys, 4, 2, expert_load=100.0)["rows"]
+    assert all_on_one == plan_of_experts(capsys, 4, 2, expert_load=4.0)["rows"][0]
 
 
 class Whitened(nn.BatchNorm1d):

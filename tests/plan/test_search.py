@@ -38,7 +38,7 @@ DEVICE = [
     "--metrics.peak_tflops_per_device=1",
 ]
 JOB = [
-    "--model.args.n_layers=4",
+    "--model.args.n_layers=2",
     "--training.seq_len=64",
     "--training.global_batch_size=8",
     "--data.kind=synthetic",
@@ -85,12 +85,13 @@ def every_fitting_row(config: JobConfig, ranks: int, stages: tuple[int, ...] = (
 
 OF_OPERATIONS = ("--planner.device=h100-80gb", "--job.device=cuda")
 """Times of operations and collectives, instead of a share of the peak."""
+FOUR_BLOCKS = "--model.args.n_layers=4"
 GRIDS = [
-    (6, 0.03, (1,), ()),
-    (4, 0.1, (1, 2), (*OF_OPERATIONS, "--model.args.n_layers=2")),
-    (4, 0.1, (1, 2, 4), OF_OPERATIONS),
-    (4, 0.02, (1, 2, 4), ()),
-    (6, 0.1, (1,), OF_OPERATIONS),
+    (6, 0.006, (1,), ("--model.args.n_layers=1", "--training.global_batch_size=6")),
+    (4, 0.1, (1, 2), OF_OPERATIONS),
+    (4, 0.1, (1, 2, 4), (*OF_OPERATIONS, FOUR_BLOCKS)),
+    (4, 0.02, (1, 2, 4), (FOUR_BLOCKS,)),
+    (6, 0.1, (1,), (*OF_OPERATIONS, FOUR_BLOCKS)),
 ]
 
 
@@ -116,8 +117,11 @@ def test_no_layout_is_faster_than_the_one_that_is_found(
 )
 def test_keys_of_an_axis_do_not_exclude_layouts_without_it(options: list[str], axis: str) -> None:
     """If the best layout does not use the axis, the written file must unset these keys. So it is a whole job file."""
-    config = job(*options, "--planner.memory_gib=1", "--job.device=cpu", "--activation_checkpoint.mode=auto")
-    found = search_layouts(config, 2, HELD[1:]).best
+    one_size = ("--planner.memory_gib=1", "--job.device=cpu", "--training.local_batch_size=2")
+    config = job(*options, *one_size, "--activation_checkpoint.mode=full")
+    others = [key for key in AXES if axis not in key[1]]
+    held = [*HELD[1:], *others, ("training", "local_batch_size"), ("activation_checkpoint", "mode")]
+    found = search_layouts(config, 2, held).best
     assert {getattr(one.layout, axis) for one in found} == {1, 2}
     plain = next(one for one in found if getattr(one.layout, axis) == 1)
     assert first_problem(plain.config) is None
@@ -139,10 +143,11 @@ def test_held_values_are_kept() -> None:
 
 
 def test_cpu_offload_is_used_only_if_nothing_fits_without_it() -> None:
-    options = ("--job.device=cuda", "--model.args.n_layers=16", "--training.enable_cpu_offload=true")
-    roomy = search_layouts(job(*options, "--planner.memory_gib=1"), 1, [*HELD, *AXES]).best[0]
+    options = ("--job.device=cuda", "--training.local_batch_size=2", "--training.enable_cpu_offload=true")
+    held = [*HELD, *AXES, ("training", "local_batch_size")]
+    roomy = search_layouts(job(*options, "--planner.memory_gib=1"), 1, held).best[0]
     assert not roomy.config.training.enable_cpu_offload
-    tight = search_layouts(job(*options, "--planner.memory_gib=0.077"), 1, [*HELD, *AXES]).best[0]
+    tight = search_layouts(job(*options, "--planner.memory_gib=0.077"), 1, held).best[0]
     assert tight.config.training.enable_cpu_offload and tight.row.verdict == "fits"
 
 
@@ -213,7 +218,7 @@ def test_a_job_that_fits_nowhere_says_so(tmp_path: Path) -> None:
     options = ["--search", "--hold=activation_checkpoint.mode=full", "--planner.memory_gib=0.0001"]
     status, _, err = run_command([*PLAN, "--world-size=1", *NO_AXES, *options], tmp_path)
     assert status == 2
-    assert "nothing fits without training.enable_cpu_offload" in err
+    assert "no layout fits without CPU offload" in err
     assert "no layout fits" in err
     command = ["plan", "--config=llama_debug", "--data.kind=synthetic", "--job.device=cuda", "--search"]
     status, _, err = run_command(command, tmp_path)
@@ -225,13 +230,16 @@ def test_speeds_without_a_link_that_layouts_need_are_refused(tmp_path: Path) -> 
     (tmp_path / "speeds.json").write_text(replace(MEASURED, collectives=()).dumps())
     options = ["--planner.memory_gib=1", "--job.device=cpu", f"--planner.speeds={tmp_path / 'speeds.json'}"]
     alone = load_job("llama_debug", [*JOB[:5], *options]).config
-    assert search_layouts(alone, 1, [*HELD, *AXES]).best[0].seconds > 0
+    held = [*HELD, *AXES, ("training", "local_batch_size"), ("activation_checkpoint", "mode")]
+    assert search_layouts(alone, 1, held).best[0].seconds > 0
     with pytest.raises(ConfigError, match="a search needs the memory and the speed of the device"):
         search_layouts(alone, 2, HELD)
 
 
-@pytest.mark.parametrize("speeds", rest_is_slow(["measured", "device"]))
-def test_no_step_is_faster_than_its_bound(speeds: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("speeds", "degrees", "least"), rest_is_slow([("measured", (1, 2), 40), ("device", (1, 2, 4), 51)])
+)
+def test_no_step_is_faster_than_its_bound(speeds: str, degrees: tuple[int, ...], least: int, tmp_path: Path) -> None:
     """With tensor parallelism, whose collectives have a base time, and in every mode of gradient accumulation."""
     options = ["--planner.memory_gib=1", "--training.global_batch_size=16", *OF_OPERATIONS]
     if speeds == "measured":
@@ -246,7 +254,7 @@ def test_no_step_is_faster_than_its_bound(speeds: str, tmp_path: Path) -> None:
     search = Search(config, RANKS, hardware, HELD, subject_of)
     search._count_flops()
     checked = 0
-    for tensor, size in product((1, 2, 4), (1, 4)):
+    for tensor, size in product(degrees, (1, 4)):
         values = {("parallelism", "tensor_parallel_degree"): tensor, ("training", "local_batch_size"): size}
         one = with_values(config, values)
         search._probes = {_without_pipeline(one): search._probed(one)}
@@ -255,4 +263,4 @@ def test_no_step_is_faster_than_its_bound(speeds: str, tmp_path: Path) -> None:
             assert search._bound(mode, mode.activation_checkpoint) <= planned.seconds
             assert planned.row.time.least is not None and planned.row.time.least <= planned.seconds
             checked += 1
-    assert checked > 50
+    assert checked >= least

@@ -13,9 +13,10 @@ from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.parallelism import ActivationCheckpointConfig
 from titan_launch.core.errors import ConfigError
 from titan_launch.plan.auto_mode import resolve
+from titan_launch.plan.communication import Traffic
 from titan_launch.plan.hardware import GIB, Hardware, hardware_of
 from titan_launch.plan.job import Choice
-from titan_launch.plan.layout import Layout, plan_layout
+from titan_launch.plan.layout import plan_layout
 from titan_launch.plan.memory.ledger import Category, Footprint, Ledger, StepPoint
 from titan_launch.plan.report.modes import Comparison, Subject, compare, estimate_reserved, judge
 from titan_launch.plan.report.table import describe_comparison, format_categories, format_comparison, format_legend
@@ -57,11 +58,10 @@ def predict(choice: Choice) -> Footprint:
 
 
 class PredictedBy:
-    """An engine with given footprints, and with the traffic of the job."""
+    """An engine with given footprints and traffic."""
 
-    def __init__(self, footprint: Callable[[Choice], Footprint], config: JobConfig, layout: Layout):
-        self._footprint = footprint
-        self.traffic = recorded_engine(config, layout, "cpu").traffic
+    def __init__(self, footprint: Callable[[Choice], Footprint], traffic: Callable[[Choice], Traffic]):
+        self._footprint, self.traffic = footprint, traffic
 
     def __call__(self, choice: Choice) -> Footprint:
         return self._footprint(choice)
@@ -75,11 +75,15 @@ def flops_of(checkpointing: ActivationCheckpointConfig) -> Flops:
     return Flops({"none": 300, "selective": 350, "full": 400}[checkpointing.mode] * 10**6)
 
 
-def compared(config: JobConfig, ranks: int = 2, only_own: bool = False) -> tuple[Comparison, Hardware]:
+def compared(
+    config: JobConfig, ranks: int = 2, only_own: bool = False, records: bool = False
+) -> tuple[Comparison, Hardware]:
+    """Compare the modes of a job. `records`: True to record the traffic, which is 0 otherwise."""
     layout, hardware = plan_layout(config.parallelism, config.training, ranks), hardware_of(config, ranks)
     inventory = replace(model_inventory(config), pipeline_order=CHAIN)
-    engine = PredictedBy(predict, config, layout)
-    return compare(config, layout, Subject(inventory, flops_of, engine), hardware, only_own), hardware
+    traffic = recorded_engine(config, layout, "cpu").traffic if records else lambda choice: Traffic()
+    subject = Subject(inventory, flops_of, PredictedBy(predict, traffic))
+    return compare(config, layout, subject, hardware, only_own), hardware
 
 
 def auto(**planner: float) -> dict[str, dict[str, Any]]:
@@ -179,7 +183,7 @@ def test_the_default_margin_is_a_share_of_the_limit() -> None:
 
 def test_the_table_marks_the_rows_of_the_job_and_the_choice() -> None:
     config = make_job(**auto(memory_gib=12))
-    comparison, hardware = compared(config)
+    comparison, hardware = compared(config, records=True)
     resolution = resolve(comparison, hardware)
     header, *lines = format_comparison(comparison, verbose=True, best=resolution.row).splitlines()
     marks = [line[:2] for line in lines]
@@ -195,7 +199,7 @@ def test_the_table_marks_the_rows_of_the_job_and_the_choice() -> None:
 
 
 def test_json_rows_hold_modes_memory_traffic_and_times() -> None:
-    comparison, _ = compared(make_job(**PEAK))
+    comparison, _ = compared(make_job(**PEAK), records=True)
     row: Mapping[str, Any] = describe_comparison(comparison, None)[1]
     assert row["gradient_accumulation"] == {"mode": "deferred", "keep_params_unsharded": False}
     assert row["active_bytes"] == 9 * GIB == row["active_bytes_by_category"]["activations"]
