@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed import run_ranks
-from tests.sampling import rest_is_slow
 from tests.trace.allocator import allocated_peaks
 from tests.trace.traces import FP32_NORMS, a_job
 from titan_launch.plan.memory.ledger import Category, Footprint, StepPoint
@@ -98,7 +97,16 @@ def trace(ranks: int, sections: dict[str, Any], kernels: Any = "cpu", rank: int 
 LAST_STAGE = 3
 
 
-@pytest.mark.parametrize(("name", "rank"), rest_is_slow([("1F1B", LAST_STAGE), *((name, 0) for name in JOBS)], 5))
+QUICK = ("deferred, bf16", "TP without its options")
+
+
+@pytest.mark.parametrize(
+    ("name", "rank"),
+    [
+        ("1F1B", LAST_STAGE),
+        *(pytest.param(name, 0, marks=[pytest.mark.slow] * (name not in QUICK)) for name in JOBS),
+    ],
+)
 def test_a_traced_step_has_the_memory_that_the_allocator_reports(name: str, rank: int) -> None:
     footprint = trace(4, JOBS[name], rank=rank)
     phases = footprint.by_phase()
