@@ -97,10 +97,11 @@ def test_a_longer_pipeline_step_is_extrapolated_from_a_full_one(
         "gradient_accumulation": {"mode": mode, "keep_params_unsharded": "Zero" in schedule},
         "training": {"global_batch_size": 2 * num_microbatches},
     }
-    short = trace(4, rank, n_layers=4, **sections)
+    n_layers = 2 if schedule == "1F1B" else 4
+    short = trace(4, rank, n_layers, **sections)
     with monkeypatch.context() as whole:
         whole.setattr(step, "counts_to_run", lambda parallelism, layout: (layout.num_microbatches,))
-        long = trace(4, rank, n_layers=4, **sections)
+        long = trace(4, rank, n_layers, **sections)
     assert short.traffic == long.traffic
     assert short.footprint.peak_bytes == pytest.approx(long.footprint.peak_bytes, abs=64)  # a loss for each microbatch
 

@@ -16,7 +16,7 @@ from titan_launch.plan.memory.ledger import Footprint
 from titan_launch.trace import trace_engine as depth
 from titan_launch.trace.trace_engine import TraceEngine
 
-CONV = {"name": "examples.conv_lm:build", "args": {"vocab_size": 61, "dim": 16, "n_layers": 7}}
+CONV = {"name": "examples.conv_lm:build", "args": {"vocab_size": 61, "dim": 16, "n_layers": 8}}
 LLAMA = {"args": {"n_layers": 7}}
 DEEP: dict[str, dict[str, Any]] = {
     "Llama": {"model": LLAMA, "training": {"global_batch_size": 4}},
@@ -73,7 +73,7 @@ def ask(sections: dict[str, Any], ranks: int = 4) -> tuple[Footprint, Traffic]:
     return traced(choice), traced.traffic(choice)
 
 
-@pytest.mark.parametrize("name", rest_is_slow(list(DEEP), 6))
+@pytest.mark.parametrize("name", rest_is_slow(list(DEEP), len(DEEP)))
 def test_two_depths_extrapolated_equal_the_full_model(
     name: str, traced_blocks: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,7 +95,7 @@ def test_a_model_that_counts_its_blocks_is_traced_with_all_blocks(traced_blocks:
     assert counted.peak_bytes == plain.peak_bytes
 
 
-@pytest.mark.parametrize(("dense", "blocks"), rest_is_slow([("outputs", [5, 6, 12]), ("values", [5, 6, 7, 12])]))
+@pytest.mark.parametrize(("dense", "blocks"), rest_is_slow([("outputs", [5, 6, 8]), ("values", [5, 6, 7, 8])]))
 def test_a_model_that_grows_unevenly_is_traced_with_all_blocks(
     dense: str, blocks: list[int], traced_blocks: list[int]
 ) -> None:
@@ -103,7 +103,7 @@ def test_a_model_that_grows_unevenly_is_traced_with_all_blocks(
 
     Gradients of the outputs make each backward longer, which two depths show. Their values only make it larger.
     """
-    model = {"name": "tests.trace.models:Chain", "args": {"n_layers": 12, "dense": dense}}
+    model = {"name": "tests.trace.models:Chain", "args": {"n_layers": 8, "dense": dense}}
     ask({"model": model, "training": {"seq_len": 512}})
     assert traced_blocks == blocks
 
