@@ -123,7 +123,7 @@ def write_job(folder: Path, kind: str, path: str) -> dict[str, str]:
     return {"TITAN_LAUNCH_CACHE": str(folder / "cache")}
 
 
-QUICK = ("gzip cut", "bomb of empty lines", "two keys", "chat of numbers", "Parquet of empty values")
+QUICK = ("gzip cut", "bomb of empty lines", "two keys", "chat of numbers", "no Parquet")
 
 
 @pytest.mark.parametrize(
