@@ -40,7 +40,7 @@ from benchmarks.gpu.table import table
 from benchmarks.gpu.waits import counted_waits, report
 from benchmarks.last_error import last_error
 from tests.distributed import run_ranks
-from tests.sampling import sampled
+from tests.sampling import rest_is_slow, sampled
 from tests.train.jobs import run_job, tiny_job
 from titan_launch.config.loading.load import load_job
 from titan_launch.plan.layout import plan_layout
@@ -185,7 +185,7 @@ def test_tests_run_in_parallel_where_memory_allows() -> None:
 TRAINED = [case for case in all_cases() if not case.is_bare]
 
 
-@sampled("planned", TRAINED, 7)
+@sampled("planned", TRAINED, 14)
 def test_the_jobs_of_all_cases_are_valid_and_planned(planned: tuple[Case, ...]) -> None:
     """Check and plan the jobs for a GPU, which a CPU cannot run."""
     for case in TRAINED:
@@ -194,7 +194,7 @@ def test_the_jobs_of_all_cases_are_valid_and_planned(planned: tuple[Case, ...]) 
         assert 10 < planned_gib(case, "cuda") < 139.7, case.name
 
 
-@pytest.mark.parametrize(("steps", "ranks"), [(one_gpu, 1), (eight_gpus, 8), (eight_gpus, 4)])
+@pytest.mark.parametrize(("steps", "ranks"), rest_is_slow([(eight_gpus, 8), (eight_gpus, 4), (one_gpu, 1)]))
 def test_the_jobs_of_all_steps_are_valid(steps: Any, ranks: int, tmp_path: Path) -> None:
     """Check the jobs for GPUs, and how ranks and batches divide."""
     setting = Setting(False, tmp_path, ranks=ranks)

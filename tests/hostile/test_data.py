@@ -19,11 +19,12 @@ import pytest
 from tests.hostile.mutations import damaged
 from tests.hostile.runner import Runner
 from tests.sampling import rest_is_slow
-from titan_launch.config.sections.data import JsonlData, ParquetData, TokensData
+from titan_launch.config.sections.data import JsonlData, ParquetData, TextData, TokensData
 from titan_launch.core.errors import ConfigError
 from titan_launch.data.corpora import text_files
 from titan_launch.data.corpora.jsonl import JsonlCorpus
 from titan_launch.data.corpora.parquet import ParquetCorpus
+from titan_launch.data.corpora.text_files import TextCorpus
 from titan_launch.data.foreign_tokens import open_foreign_tokens
 from titan_launch.data.token_files import Encoded, Header, TokenFilesError, open_token_files, read_header, write_shard
 from titan_launch.data.token_files import write_header as write_tokens_json
@@ -122,7 +123,12 @@ def write_job(folder: Path, kind: str, path: str) -> dict[str, str]:
     return {"TITAN_LAUNCH_CACHE": str(folder / "cache")}
 
 
-@pytest.mark.parametrize("name", rest_is_slow(list(BAD_FILES), every=6))
+QUICK = ("gzip cut", "bomb of empty lines", "two keys", "chat of numbers", "no Parquet")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in BAD_FILES]
+)
 def test_bad_files_are_one_sentence(runner: Runner, tmp_path: Path, name: str) -> None:
     kind, file, make, sentence = BAD_FILES[name]
     (tmp_path / file).write_bytes(make())
@@ -132,6 +138,14 @@ def test_bad_files_are_one_sentence(runner: Runner, tmp_path: Path, name: str) -
         runner.run([*command, *more], tmp_path, environment).assert_one_sentence(sentence)
     init = ["init", "pretrain", "--out", "b.toml", "--data", file]
     runner.run(init, tmp_path, environment).assert_harmless()
+
+
+def test_a_compressed_document_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_files, "MOST_DOCUMENT", MIB)
+    (tmp_path / "a.gz").write_bytes(gzipped(bytes(MIB), 3))
+    corpus = TextCorpus(TextData(kind="text", path=str(tmp_path / "a.gz")), ByteTokenizer(), ("data",), 16)
+    with pytest.raises(ConfigError, match="after decompression it exceeds"):
+        [list(corpus.documents(part)) for part in corpus.parts()]
 
 
 def test_empty_values_of_parquet_count_as_small_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +159,15 @@ def test_empty_values_of_parquet_count_as_small_records(tmp_path: Path, monkeypa
 
 @pytest.mark.parametrize(
     ("kind", "named"),
-    [("text", "folder"), ("text", "folder/**"), ("jsonl", "folder/*"), ("parquet", "folder"), ("tokens", "folder/*")],
+    rest_is_slow(
+        [
+            ("text", "folder"),
+            ("text", "folder/**"),
+            ("tokens", "folder/*"),
+            ("jsonl", "folder/*"),
+            ("parquet", "folder"),
+        ]
+    ),
 )
 def test_links_that_lead_out_of_a_folder_are_refused(runner: Runner, tmp_path: Path, kind: str, named: str) -> None:
     ending = {"text": "txt", "jsonl": "jsonl", "parquet": "parquet", "tokens": "bin"}[kind]
@@ -166,7 +188,7 @@ def test_a_link_that_the_job_names_is_followed(runner: Runner, tmp_path: Path) -
     assert ended.status == 0, ended.text
 
 
-@pytest.mark.parametrize("kind", ["text", "jsonl", "parquet", "tokens"])
+@pytest.mark.parametrize("kind", rest_is_slow(["text", "jsonl", "tokens", "parquet"]))
 @pytest.mark.parametrize("special", ["fifo", "zero", "folder"])
 def test_special_files_do_not_hang(runner: Runner, tmp_path: Path, kind: str, special: str) -> None:
     ending = {"text": "txt", "jsonl": "jsonl", "parquet": "parquet", "tokens": "bin"}[kind]
@@ -308,7 +330,7 @@ def test_changed_bytes_of_lines(tmp_path: Path) -> None:
     )
     for kind in ("stop", "skip"):
         config = JsonlData(kind="jsonl", path=str(path), on_error=kind)
-        for _ in range(1000):
+        for _ in range(500):
             path.write_bytes(damaged(whole, rng))
             corpus = JsonlCorpus(config, ByteTokenizer(), ("data",), 16)
             try:

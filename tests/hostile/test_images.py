@@ -163,7 +163,7 @@ def fake_programs(folder: Path) -> dict[str, str]:
 COMMANDS = (["data", "--config", "job.toml"], ["train", "--config", "job.toml"])
 
 
-@pytest.mark.parametrize("name", rest_is_slow(list(BAD_IMAGES), every=3))
+@pytest.mark.parametrize("name", rest_is_slow(list(BAD_IMAGES), every=6))
 def test_bad_images_are_one_sentence(runner: Runner, tmp_path: Path, name: str) -> None:
     make, sentence = BAD_IMAGES[name]
     content = make()
@@ -282,7 +282,7 @@ BAD_LABELS = {
 }
 
 
-@pytest.mark.parametrize("name", rest_is_slow([*BAD_TARS, *(f"label: {name}" for name in BAD_LABELS)], every=4))
+@pytest.mark.parametrize("name", rest_is_slow([*BAD_TARS, *(f"label: {name}" for name in BAD_LABELS)], every=6))
 def test_bad_shards_are_one_sentence(runner: Runner, tmp_path: Path, name: str) -> None:
     label = name.startswith("label: ")
     if label:
@@ -368,7 +368,7 @@ BAD_ARRAYS: dict[str, tuple[Callable[[], bytes], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", rest_is_slow(list(BAD_ARRAYS), every=4))
+@pytest.mark.parametrize("name", rest_is_slow(list(BAD_ARRAYS), every=6))
 def test_bad_arrays_are_one_sentence(runner: Runner, tmp_path: Path, name: str) -> None:
     make, sentence = BAD_ARRAYS[name]
     (tmp_path / "a.npz").write_bytes(make())
@@ -412,7 +412,7 @@ BAD_FOLDERS: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", rest_is_slow(list(BAD_FOLDERS), every=3))
+@pytest.mark.parametrize("name", rest_is_slow(list(BAD_FOLDERS), every=4))
 def test_bad_folders_are_one_sentence(runner: Runner, tmp_path: Path, name: str) -> None:
     (tmp_path / "secret").write_bytes(picture())
     (tmp_path / "folder" / "cat").mkdir(parents=True)
@@ -464,7 +464,7 @@ FORMATS = {
 }
 
 
-@pytest.mark.parametrize("name", rest_is_slow(list(FORMATS)))
+@pytest.mark.parametrize("name", rest_is_slow(list(FORMATS), every=3))
 def test_changed_bytes_of_images(name: str, capfd: pytest.CaptureFixture[str]) -> None:
     rng = random.Random(name)
     with warnings.catch_warnings(record=True) as caught:
@@ -508,7 +508,7 @@ def test_changed_bytes_of_arrays(tmp_path: Path, kind: int) -> None:
     whole = npz(npy(), kind=kind)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for _ in range(1000):
+        for _ in range(400):
             path.write_bytes(damaged(whole, rng))
             try:
                 images = open_npz(str(path), ("data", "path"))

@@ -393,7 +393,7 @@ def test_a_strange_folder_has_a_page(runs: Path, name: str) -> None:
         assert show(runs / "bad", load_run(runs / "good"), is_first).isascii()
 
 
-@pytest.mark.parametrize("name", cases(REFUSED, 8))
+@pytest.mark.parametrize("name", cases(REFUSED, 16))
 def test_a_bad_folder_is_one_sentence_and_one_row(runner: Runner, runs: Path, name: str) -> None:
     make, sentence = REFUSED[name]
     make(runs / "bad")
@@ -425,7 +425,7 @@ def test_a_bad_record_is_one_sentence(runner: Runner, runs: Path, name: str) -> 
     assert_listed(runner, runs)
 
 
-@pytest.mark.parametrize("name", cases(HARMLESS, 8))
+@pytest.mark.parametrize("name", cases(HARMLESS, 16))
 def test_a_strange_folder_is_shown(runner: Runner, runs: Path, name: str) -> None:
     HARMLESS[name](runs / "bad")
     for arguments in (["report", "bad"], ["compare", "good", "bad"], ["compare", "bad", "good", "--out", "x.html"]):
@@ -640,7 +640,7 @@ def mutations(run: Path) -> list[tuple[str, bytes]]:
     return found
 
 
-@pytest.mark.parametrize("every", [100, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
+@pytest.mark.parametrize("every", [200, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
 def test_mutated_run_folders_are_shown_or_refused(trained: Path, tmp_path: Path, every: int) -> None:
     good = load_run(record(tmp_path / "good", reports()))
     run = tmp_path / "run"
@@ -662,7 +662,7 @@ def test_mutated_run_folders_are_shown_or_refused(trained: Path, tmp_path: Path,
     assert shown > len(everything) / every / 10  # enough of them get past the readers
 
 
-@pytest.mark.parametrize("every", [50, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
+@pytest.mark.parametrize("every", [100, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
 def test_mutated_records_of_a_run_to_resume_are_read_or_refused(trained: Path, tmp_path: Path, every: int) -> None:
     run = tmp_path / "tiny"
     shutil.copytree(trained, run)
@@ -784,7 +784,7 @@ def test_a_manifest_with_a_loss_that_is_not_a_number_is_read(tmp_path: Path) -> 
             (written(LAUNCH, DEEP), "launch.json is damaged (more than 64 nested"),
             (config("data", "sources", value=[1]), "tiny holds a run of another experiment"),
         ],
-        2,
+        4,
     ),
 )
 def test_a_bad_folder_is_not_resumed(

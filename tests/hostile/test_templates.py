@@ -15,6 +15,7 @@ import pytest
 
 from tests.hostile.runner import Runner
 from tests.hostile.weights_folders import write_folder
+from tests.sampling import rest_is_slow
 from titan_launch.config.sections.data import ChatData
 from titan_launch.core import limited_process
 from titan_launch.core.errors import ConfigError
@@ -58,8 +59,8 @@ TYPED = "a question\n"
 
 CHAT = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": "an answer"}]
 
-MEMORY = "MiB of memory for"
-TIME = "s of CPU time for"
+MEMORY = "MiB of memory (input: "
+TIME = "s of CPU time (input: "
 SYNTAX = "is not a Jinja template: "
 RESULT = "has a result of more than 1 MiB"
 
@@ -135,7 +136,7 @@ def refused(runner: Runner, folder: Path, command: str, sentence: str) -> None:
     assert any(words in ended.stderr for words in NAMED[command])
 
 
-@pytest.mark.parametrize("case", FILES)
+@pytest.mark.parametrize("case", rest_is_slow(list(FILES)))
 def test_commands_refuse_files_that_are_no_templates(case: str, runner: Runner, folder: Path) -> None:
     make, sentence = FILES[case]
     make(folder / "own.jinja")
@@ -143,7 +144,7 @@ def test_commands_refuse_files_that_are_no_templates(case: str, runner: Runner, 
         refused(runner, folder, command, sentence)
 
 
-@pytest.mark.parametrize("case", ["product", "loops", "tojson", "signs"])
+@pytest.mark.parametrize("case", ["product", "loops", pytest.param("tojson", marks=pytest.mark.slow), "signs"])
 def test_commands_stop_at_a_template_without_end(case: str, runner: Runner, folder: Path) -> None:
     text, sentence = LIMITED[case]
     (folder / "own.jinja").write_text(text)
@@ -151,7 +152,7 @@ def test_commands_stop_at_a_template_without_end(case: str, runner: Runner, fold
         refused(runner, folder, command, sentence)
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("case", rest_is_slow(list(REFUSED), 3))
 def test_commands_skip_chats_that_a_template_refuses(case: str, runner: Runner, folder: Path) -> None:
     (folder / "own.jinja").write_text(REFUSED[case])
     refused(runner, folder, "data", "")
@@ -184,7 +185,7 @@ def result(text: str, special: tuple[str, ...] = ()) -> str:
         return f"{error.reason}: {error.detail}"
 
 
-@pytest.mark.parametrize("case", LIMITED)
+@pytest.mark.parametrize("case", rest_is_slow(list(LIMITED)))
 def test_a_template_without_end_is_stopped(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     text, sentence = LIMITED[case]
     monkeypatch.setattr(limited_process, "SECONDS", 0.5 if sentence in ("", TIME) else 10.0)
@@ -212,7 +213,7 @@ WORDS = (
 TEMPLATES = sorted((Path(__file__).parents[1] / "data/corpora/templates").glob("*.jinja"))
 
 FUZZED = [
-    pytest.param(300, id="some"),
+    pytest.param(100, id="some"),
     pytest.param(5000, id="many", marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
 ]
 

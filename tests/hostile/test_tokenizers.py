@@ -15,6 +15,7 @@ import pytest
 
 from tests.hostile.mutations import damaged_text
 from tests.hostile.runner import Runner
+from tests.sampling import rest_is_slow
 from titan_launch.config.sections import tokenizer as section
 from titan_launch.config.sections.tokenizer import TokenizerConfig, special_token, vocabulary_size
 from titan_launch.core import limited_process
@@ -268,7 +269,7 @@ def refused(runner: Runner, folder: Path, command: str, sentence: str) -> None:
     assert "tok" in ended.stderr
 
 
-@pytest.mark.parametrize("case", READ_BY_CHECK)
+@pytest.mark.parametrize("case", rest_is_slow(list(READ_BY_CHECK)))
 def test_the_check_refuses_a_file_of_another_form(
     case: str, runner: Runner, folder: Path, contents: dict[str, str]
 ) -> None:
@@ -278,7 +279,7 @@ def test_the_check_refuses_a_file_of_another_form(
         refused(runner, folder, command, sentence)
 
 
-@pytest.mark.parametrize("case", READ_BY_THE_LIBRARY)
+@pytest.mark.parametrize("case", rest_is_slow(list(READ_BY_THE_LIBRARY), 3))
 def test_commands_refuse_what_the_library_cannot_do(
     case: str, runner: Runner, folder: Path, contents: dict[str, str]
 ) -> None:
@@ -377,7 +378,7 @@ def mutated(content: str, draw: random.Random) -> str:
 
 
 FUZZED = [
-    pytest.param(100, id="some"),
+    pytest.param(50, id="some"),
     pytest.param(3000, id="many", marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
 ]
 

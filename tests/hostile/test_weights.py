@@ -75,7 +75,7 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize("case", rest_is_slow(list(CASES), every=9))
+@pytest.mark.parametrize("case", rest_is_slow(list(CASES), every=11))
 def test_a_hostile_folder_ends_each_command_with_one_sentence(case: str, runner: Runner, tmp_path: Path) -> None:
     change = CASES[case]
     change.change(write_folder(tmp_path / "hf"))
@@ -88,10 +88,11 @@ def test_a_hostile_folder_ends_each_command_with_one_sentence(case: str, runner:
 
 
 def test_the_folder_without_changes_is_accepted(runner: Runner, tmp_path: Path) -> None:
+    """The other commands accept the folder of the next test, too."""
     write_folder(tmp_path / "hf")
     (tmp_path / "job.toml").write_text(JOB)
-    for command, arguments in COMMANDS.items():
-        ended = runner.run(arguments, tmp_path, memory=8 << 30)  # what the libraries of a run reserve
+    for command in ("train", "export"):
+        ended = runner.run(COMMANDS[command], tmp_path, memory=8 << 30)  # what the libraries of a run reserve
         assert ended.status == 0, (command, ended.text)
 
 
@@ -108,7 +109,7 @@ def test_the_tables_of_positions_grow_with_the_sequence(runner: Runner, tmp_path
     keys(max_position_embeddings=10**5)(write_folder(tmp_path / "hf"))
     prompt = "a " * 9000
     ended = runner.run(["generate", "hf", "--prompt", prompt, "--max-new-tokens", "1"], tmp_path, memory=4 << 30)
-    assert ended.status == 0 and "prompt: 9000 tokens" in ended.stderr, ended.text
+    assert ended.status == 0 and "prompt: 9,000 tokens" in ended.stderr, ended.text
 
 
 @pytest.mark.parametrize("case", CLASSES)
@@ -197,7 +198,7 @@ def test_files_of_an_imported_folder_are_not_taken_from_elsewhere(runner: Runner
     )
 
 
-@pytest.mark.parametrize("case", rest_is_slow(list(ADAPTERS)))
+@pytest.mark.parametrize("case", rest_is_slow(list(ADAPTERS), every=6))
 def test_a_hostile_adapter_ends_each_command_with_one_sentence(case: str, runner: Runner, tmp_path: Path) -> None:
     change, sentence = ADAPTERS[case]
     write_folder(tmp_path / "hf")
@@ -249,19 +250,19 @@ def _read(folder: Path, most_layers: int = 100) -> None:
     assert time.process_time() - start < 10
 
 
-@sampled("seeds", range(0, 32, 4), every=8)  # the whole suite takes a quarter of the cases
+@sampled("seeds", range(0, 64, 4), every=16)  # the whole suite takes a quarter of the cases
 def test_each_key_of_config_json_with_hostile_values(seeds: tuple[int, ...], tmp_path: Path) -> None:
     tables = [{"model_type": kind, **sizes, "vocab_size": VOCABULARY} for kind, sizes in FAMILY_CASES.values()]
     tables += [dict(table) for _, table in sorted(PUBLISHED_FILES.items())]
-    cases = [(table, path, value) for table in tables for path in _paths(table) for value in HOSTILE]
+    cases = [(table, path, *case) for table in tables for path in _paths(table) for case in enumerate(HOSTILE)]
     count = 0
-    for table, path, value in cases:
-        if zlib.crc32(f"{table['model_type']} {path} {value}"[:200].encode()) % 32 in seeds:
+    for table, path, index, value in cases:
+        if zlib.crc32(f"{table['model_type']} {path} {index}".encode()) % 64 in seeds:
             (tmp_path / "config.json").write_text(json.dumps(_mutated(table, path, value)))
             is_whole = len(seeds) > 1 or count % 8 == 0  # the default suite describes one of eight large models
             _read(tmp_path, 100 if is_whole else 8)
             count += 1
-    assert count > 500
+    assert count > 250
 
 
 @sampled("seeds", range(6000), every=30)

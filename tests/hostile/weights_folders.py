@@ -174,6 +174,7 @@ _NOT_COPIED = dict.fromkeys(("check", "plan", "train", "generate"))
 _NEITHER = "neither the format of Hugging Face nor"
 
 CASES: dict[str, Hostile] = {
+    "layers_without_tensors": _case(keys(num_hidden_layers=22), "has 22 layers, but its files have 21 tensors"),
     "layers_thousands": _case(keys(num_hidden_layers=900), "has 900 layers, but its files have 21 tensors"),
     "layers_million": _case(keys(num_hidden_layers=10**6), "num_hidden_layers = 1000000"),
     "layers_billion": _case(keys(num_hidden_layers=10**9), "num_hidden_layers = 1000000000"),

@@ -26,6 +26,7 @@ from tests.inference.conftest import TEXT
 from tests.inference.test_generation import CPU, byte_level_tokenizer, load
 from tests.models.huggingface_folders import needs_transformers
 from tests.models.parity import random_model
+from tests.sampling import rest_is_slow
 from tests.train.jobs import run_job, tiny_job
 from titan_launch.cli import main
 from titan_launch.data.tokenizers import train_tokenizer
@@ -86,15 +87,18 @@ MESSAGES = ("Hello there!", "What is 2+2?", " /no_think And 3+3?", "Bye")
 @needs_transformers
 @pytest.mark.parametrize(
     ("name", "case", "keys"),
-    [
-        ("llama3_1", "Llama 3.1, RoPE scaling", {}),
-        ("qwen3", "Qwen 3", {}),
-        ("gemma3", "Gemma 3", {}),
-        ("phi3", "Llama 2", {}),
-        ("llama2", "GPT-2", {"n_positions": 2048}),
-        ("mistral_v0_3", "Mistral 7B", {}),
-        ("gpt_oss", "GPT-OSS", {}),
-    ],
+    rest_is_slow(
+        [
+            ("llama3_1", "Llama 3.1, RoPE scaling", {}),
+            ("qwen3", "Qwen 3", {}),
+            ("phi3", "Llama 2", {}),
+            ("mistral_v0_3", "Mistral 7B", {}),
+            ("llama2", "GPT-2", {"n_positions": 2048}),
+            ("gemma3", "Gemma 3", {}),
+            ("gpt_oss", "GPT-OSS", {}),
+        ],
+        3,
+    ),
 )
 def test_answers_of_several_turns_are_those_of_transformers(
     name: str, case: str, keys: dict[str, Any], words: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -387,6 +391,7 @@ def test_the_first_interrupt_on_a_terminal_stops_an_answer(endless: Path) -> Non
     os.close(ours)
 
 
+@pytest.mark.slow
 def test_an_interrupt_without_a_terminal_ends_the_command(endless: Path) -> None:
     with started(endless, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         assert process.stdin is not None and process.stdout is not None

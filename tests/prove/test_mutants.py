@@ -7,11 +7,15 @@ import re
 import pytest
 
 from tests.prove.mutants import MUTANTS, certificate_with
-from tests.sampling import rest_is_slow
+
+QUICK = ("norm_of_local_shards", "later_chunks_have_no_gradient", "user_over_the_batch")
+"""Bugs that one or two ranks show: in the layout, in a mode, and in a model. The tests of the others are slow."""
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", rest_is_slow(list(MUTANTS), every=32))
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in MUTANTS]
+)
 def test_a_seeded_bug_is_found_and_its_module_named(name: str) -> None:
     mutant, certificate = MUTANTS[name], certificate_with(name)
     if not mutant.module:

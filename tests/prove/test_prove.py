@@ -26,12 +26,14 @@ from titan_launch.core.files import CACHE_VARIABLE
 from titan_launch.core.json_files import parse_as
 from titan_launch.core.patches import replaced
 from titan_launch.models.decoder.table_args import ExpertArgs
-from titan_launch.plan.proof.cases import MOST_RANKS, cases, proven_layout
+from titan_launch.plan.proof.cases import MOST_RANKS, Case, cases, proven_layout
 from titan_launch.plan.proof.certificate import CERTIFICATE, Certificate, digest_of, find_certificate, store_certificate
 from titan_launch.plan.proof.twin import twin_of
 from titan_launch.prove import main as prove_main
 from titan_launch.prove import ranks, weights
+from titan_launch.prove.locate import _module
 from titan_launch.prove.main import Proof, prove
+from titan_launch.prove.results import Difference
 
 
 def job(**sections: Any) -> JobConfig:
@@ -39,10 +41,11 @@ def job(**sections: Any) -> JobConfig:
 
 
 EXACT = {"precision": {"param_dtype": "float32"}}
+ALONE = {"parallelism": {"data_parallel_shard_degree": 1}}
 
 
 def test_a_dense_decoder_is_proven_in_fp32_and_in_its_precision() -> None:
-    proven = prove(job(parallelism={"tensor_parallel_degree": 4}, loss={"chunks": 4}))
+    proven = prove(job(parallelism={"tensor_parallel_degree": 4}, loss={"chunks": 4}, prove={"args": {"n_layers": 1}}))
     assert proven.verdict == "proven"
     assert [(row.ranks, row.precision) for row in proven.rows] == [(1, "float32"), (4, "float32"), (4, "bfloat16")]
     assert proven.rows[1].name == "shards 2, tensor 2, accumulation immediate, 4 chunks of the loss"
@@ -160,7 +163,7 @@ def test_a_class_of_transformers_for_images_is_shrunk(model_type: str, tmp_path:
 
 
 def test_a_model_that_rounding_changes_cannot_be_proven() -> None:
-    certificate = prove(job(**EXACT, model={"name": "tests.prove.user_models:chaotic"}))
+    certificate = prove(job(**EXACT, **ALONE, model={"name": "tests.prove.user_models:chaotic"}))
     assert certificate.verdict == "cannot be proven"
     assert list(certificate.problems) == [
         "not comparable: on one process, rounding alone changes the first step by more than a third of the tolerance; "
@@ -191,10 +194,11 @@ def test_too_little_memory_is_one_error() -> None:
 
 TOO_FEW = """
 import os, resource
+from multiprocessing import forkserver
 from titan_launch.core.errors import UserError
 from titan_launch.prove.ranks import run_ranks
 
-assert len(run_ranks("os:getpid", 2, timeout=60)) == 2
+forkserver.ensure_running()
 highest = max(map(int, os.listdir("/proc/self/fd")))
 resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 4, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 try:
@@ -216,6 +220,23 @@ def test_late_ranks_and_the_time_limit_are_named() -> None:
     for late, text in ((1, "rank 0 of 1 did"), (3, "ranks 0, 1, 2 of 3 did")):
         with pytest.raises(TimeoutError, match=rf"^{text} not finish within 0\.01 s$"):
             ranks._gather([ours for ours, _ in pipes[:late]], [None] * late, ranks._received, 0.01)
+
+
+def test_the_place_of_a_difference_follows_from_its_kind(tmp_path: Path) -> None:
+    """The twin is compiled, so its modules are not traced."""
+    compiled = job(compile={"enable": True})
+    proof, case = Proof(twin_of(compiled), tmp_path, lambda text: None), Case(compiled, ())
+    for names, place in (
+        (["gradient norm.weight"], "norm"),
+        ([f"gradient layers.{number}.norm.weight" for number in range(9)], "all parameters"),
+        (["loss"], "the loss"),
+        (["gradient norm"], "gradient clipping"),
+        (["buffer norm.running_var"], "norm"),
+        (["average norm.weight"], "[ema]"),
+        (["update norm.weight"], "the optimizer"),
+    ):
+        rows = [Difference(1, name, error=0.5, ratio=2.0, cosine=1.0) for name in names]
+        assert _module(proof, case, rows, rows[0], num_gradients=9)[0] == place
 
 
 def test_globs_that_number_layers_keep_the_depth() -> None:
@@ -289,7 +310,7 @@ def test_launch_requires_a_proof(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 def test_a_run_records_its_certificate_and_its_page_has_it(tmp_path: Path) -> None:
     file = tmp_path / "proof.json"
-    table = tiny_job(tmp_path, prove={"certificate": str(file)})
+    table = tiny_job(tmp_path, prove={"certificate": str(file)}, training={"steps": 1})
     file.write_text(certificate(digest_of(JobConfig.model_validate(table))).dumps())
     run_ranks(run_job, 1, table)
     assert (tmp_path / "tiny" / "proof.json").read_text() == file.read_text()
@@ -302,7 +323,7 @@ def test_a_run_records_its_certificate_and_its_page_has_it(tmp_path: Path) -> No
 def test_values_of_a_folder_are_those_of_transformers(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     random_model("Qwen 2.5, tied, windows", tmp_path / "hf")
-    sections = {"model": {"weights": str(tmp_path / "hf"), **model_of(tmp_path / "hf")}, **EXACT}
+    sections = {"model": {"weights": str(tmp_path / "hf"), **model_of(tmp_path / "hf")}, **EXACT, **ALONE}
     proven = prove(job(**sections, data={"kind": "synthetic", "vocab_size": 8}))
     assert proven.verdict == "proven", proven.text()
     assert proven.rows[-1].errors.keys() == {"logits", "gradient"}

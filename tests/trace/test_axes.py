@@ -53,7 +53,7 @@ def test_context_parallelism_does_not_change_the_units() -> None:
     assert traced.context.calls > 0 and traced.tensor == Exchange()
 
 
-@pytest.mark.parametrize(("seq_len", "balances"), [(64, True), (96, False)])
+@pytest.mark.parametrize(("seq_len", "balances"), rest_is_slow([(64, True), (96, False)]))
 def test_parts_of_a_sequence_are_refused_that_attention_in_fp32_does_not_support(seq_len: int, balances: bool) -> None:
     def run(seq_len: int) -> TracedStep:
         parallelism = {"context_parallel_degree": 2, "context_parallel_load_balance": balances}
@@ -69,7 +69,7 @@ def test_parts_of_a_sequence_are_refused_that_attention_in_fp32_does_not_support
     assert run(whole).traffic.context.calls > 0
 
 
-@pytest.mark.parametrize("rank", (0, 2))
+@pytest.mark.parametrize("rank", rest_is_slow([2, 0]))
 def test_stages_send_activations_and_their_gradients(rank: int) -> None:
     """The first of 4 stages sends to one other stage, and a middle stage to two."""
     parallelism = {"pipeline_parallel_degree": 4}
@@ -85,7 +85,8 @@ def test_stages_send_activations_and_their_gradients(rank: int) -> None:
             ("1F1B", "deferred", 5, 2),
             ("ZBVZeroBubble", "deferred", 8, 2),
             ("Interleaved1F1B", "immediate", 8, 0),
-        ]
+        ],
+        4,
     ),
 )
 def test_a_longer_pipeline_step_is_extrapolated_from_a_full_one(
@@ -96,10 +97,11 @@ def test_a_longer_pipeline_step_is_extrapolated_from_a_full_one(
         "gradient_accumulation": {"mode": mode, "keep_params_unsharded": "Zero" in schedule},
         "training": {"global_batch_size": 2 * num_microbatches},
     }
-    short = trace(4, rank, n_layers=4, **sections)
+    n_layers = 2 if schedule == "1F1B" else 4
+    short = trace(4, rank, n_layers, **sections)
     with monkeypatch.context() as whole:
         whole.setattr(step, "counts_to_run", lambda parallelism, layout: (layout.num_microbatches,))
-        long = trace(4, rank, n_layers=4, **sections)
+        long = trace(4, rank, n_layers, **sections)
     assert short.traffic == long.traffic
     assert short.footprint.peak_bytes == pytest.approx(long.footprint.peak_bytes, abs=64)  # a loss for each microbatch
 

@@ -43,7 +43,12 @@ JOBS: dict[str, tuple[int, Kernels, dict[str, Any]]] = {
     "context parallelism": (
         4,
         "cuda",
-        {"parallelism": {"context_parallel_degree": 2}, "precision": BF16, "gradient_accumulation": UNSHARDED},
+        {
+            "parallelism": {"context_parallel_degree": 2},
+            "precision": BF16,
+            "gradient_accumulation": UNSHARDED,
+            "training": {"global_batch_size": 4},
+        },
     ),
     "tensor parallelism, whole sequences": (
         4,
@@ -238,7 +243,7 @@ JOBS: dict[str, tuple[int, Kernels, dict[str, Any]]] = {
         {
             "model": {
                 "name": "tests.trace.models:Chain",
-                "args": {"n_layers": 12, "twice": True},
+                "args": {"n_layers": 7, "twice": True},
                 "blocks": ["layers.*"],
             }
         },
@@ -324,6 +329,7 @@ def test_the_gradients_of_a_tied_weight_are_added_in_the_reduce_dtype(vocabulary
     assert_replayed_as_traced(config, layout, choice, "cuda")
 
 
+@pytest.mark.slow
 def test_the_second_model_of_a_loss_is_replayed(tmp_path: Path) -> None:
     teacher = write_model(tmp_path / "teacher", 3, dim=32, n_layers=3, n_heads=4, n_kv_heads=2, vocab_size=61)
     loss = {"name": "distillation", "distillation": {"teacher": str(teacher)}}
@@ -331,29 +337,31 @@ def test_the_second_model_of_a_loss_is_replayed(tmp_path: Path) -> None:
     assert_replayed_as_traced(config, layout, choice, "cuda")
 
 
-@pytest.mark.parametrize("name", rest_is_slow(["kto", "dpo"]))
+@pytest.mark.parametrize("name", rest_is_slow(["dpo", "kto"]))
 def test_the_base_of_adapters_is_replayed_before_the_model(name: str, tmp_path: Path) -> None:
     """So every block runs forward twice (with `kto` four times), and blocks that are not recorded do, too."""
     pairs = {"kind": "preferences", "path": str(write_pairs(tmp_path / "pairs.jsonl")), "template": "chatml"}
     config, layout, choice = a_job(
         2,
-        model={"args": {"n_layers": 9, "vocab_size": 320}},
+        model={"args": {"n_layers": 7, "vocab_size": 320}},
         lora={"targets": ["layers.0.attention.wo"], "rank": 4},
         data=pairs if name == "dpo" else {**pairs, "kind": "unpaired_preferences"},
         loss={"name": name, name: {"reference": "base"}},
         precision=BF16,
+        training={"global_batch_size": 4},
     )
     assert_replayed_as_traced(config, layout, choice, "cuda")
 
 
 def test_the_second_model_of_a_loss_is_divided_by_tensor_parallelism(tmp_path: Path) -> None:
-    teacher = write_model(tmp_path / "teacher", 3, dim=32, n_layers=3, n_heads=4, n_kv_heads=2, vocab_size=64)
+    teacher = write_model(tmp_path / "teacher", 3, dim=32, n_layers=1, n_heads=4, n_kv_heads=2, vocab_size=64)
     config, layout, choice = a_job(
         4,
         model={"args": {"vocab_size": 64}},
         loss={"name": "distillation", "distillation": {"teacher": str(teacher)}},
         precision=BF16,
         parallelism={"tensor_parallel_degree": 2, "loss_parallel": False},
+        training={"global_batch_size": 4},
     )
     assert_replayed_as_traced(config, layout, choice, "cuda")
 
@@ -385,14 +393,14 @@ def test_one_recording_serves_all_modes_shards_and_lengths() -> None:
     other, wide, _ = a_job(
         8,
         **sections,
-        training={"global_batch_size": 64, "steps": 7, "enable_cpu_offload": True},
+        training={"global_batch_size": 24, "steps": 7, "enable_cpu_offload": True},
         optimizer={"name": "Muon"},
         parallelism={"data_parallel_replicate_degree": 2},
     )
     choices, _ = possible_choices(other, wide, recorder.subject().inventory)
     engine, reference = engine_of(other, wide, may_record=False), TraceEngine(other, wide, "cuda")
     assert len(choices) > 12
-    for choice in choices[:: len(choices) // 2]:
+    for choice in (choices[0], choices[-1]):
         assert engine(choice).peak_bytes == pytest.approx(reference(choice).peak_bytes, abs=64), choice.label
         assert engine.traffic(choice) == reference.traffic(choice)
 
@@ -413,8 +421,8 @@ def test_a_damaged_entry_of_the_cache_is_made_anew(tmp_path: Path) -> None:
         entry.write_text(damage)
         with pytest.raises(NotRecordedError):
             engine_of(config, layout, may_record=False)(choice)
-        assert engine_of(config, layout)(choice) == expected
-        assert entry.read_text() == whole
+    assert engine_of(config, layout)(choice) == expected
+    assert entry.read_text() == whole
 
 
 def test_a_recording_of_another_model_or_release_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed import run_ranks
-from tests.sampling import rest_is_slow
 from tests.trace.allocator import allocated_peaks
 from tests.trace.traces import FP32_NORMS, a_job
 from titan_launch.plan.memory.ledger import Category, Footprint, StepPoint
@@ -98,7 +97,16 @@ def trace(ranks: int, sections: dict[str, Any], kernels: Any = "cpu", rank: int 
 LAST_STAGE = 3
 
 
-@pytest.mark.parametrize(("name", "rank"), rest_is_slow([("1F1B", LAST_STAGE), *((name, 0) for name in JOBS)], 5))
+QUICK = ("deferred, bf16", "TP without its options")
+
+
+@pytest.mark.parametrize(
+    ("name", "rank"),
+    [
+        ("1F1B", LAST_STAGE),
+        *(pytest.param(name, 0, marks=[pytest.mark.slow] * (name not in QUICK)) for name in JOBS),
+    ],
+)
 def test_a_traced_step_has_the_memory_that_the_allocator_reports(name: str, rank: int) -> None:
     footprint = trace(4, JOBS[name], rank=rank)
     phases = footprint.by_phase()
@@ -110,27 +118,33 @@ def test_a_traced_step_has_the_memory_that_the_allocator_reports(name: str, rank
     assert of_update == pytest.approx(really_of_update, rel=0.01)
 
 
-def test_categories_of_tensors_that_live_for_the_whole_step() -> None:
+@pytest.fixture(scope="module")
+def immediate() -> Footprint:
+    """Return the trace of a job without changes."""
+    return trace(4, {})
+
+
+def test_categories_of_tensors_that_live_for_the_whole_step(immediate: Footprint) -> None:
     config, _, _ = a_job(4)
     built = build_job_model(config)
     # The first of 4 ranks has 16 of the 61 rows of each of two tables.
     local = sum(p.numel() for p in built.module.parameters()) * 4 // 4 + 3 * 32
     local += 3 * 32
-    held = trace(4, {}).peaks[StepPoint(2, "optimizer", "")].by_category
+    held = immediate.peaks[StepPoint(2, "optimizer", "")].by_category
     assert held[Category.PARAMETERS] == held[Category.GRADIENTS] == local
     assert held[Category.OPTIMIZER] == 2 * local
 
 
-def test_deferred_accumulation_holds_whole_gradients_between_microbatches() -> None:
+def test_deferred_accumulation_holds_whole_gradients_between_microbatches(immediate: Footprint) -> None:
     config, _, _ = a_job(4)
     whole = sum(p.numel() for p in build_job_model(config).module.parameters()) * 4
-    for mode, held in (("immediate", 0), ("deferred", whole)):
-        peak = trace(4, {"gradient_accumulation": {"mode": mode}}).peaks[StepPoint(1, "forward", "")]
+    for footprint, held in ((immediate, 0), (trace(4, {"gradient_accumulation": DEFERRED}), whole)):
+        peak = footprint.peaks[StepPoint(1, "forward", "")]
         assert peak.by_category[Category.UNSHARDED_GRADIENTS] == held
 
 
-def test_step_points_follow_the_model_forward_and_backward() -> None:
-    points = [point for point in trace(4, {}).peaks if point.microbatch == 0 and point.unit]
+def test_step_points_follow_the_model_forward_and_backward(immediate: Footprint) -> None:
+    points = [point for point in immediate.peaks if point.microbatch == 0 and point.unit]
     modules = ["tok_embeddings", "layers.0", "layers.1", "norm", "output"]
     forth, back = [("forward", path) for path in modules], [("backward", path) for path in reversed(modules)]
     assert [(point.phase, point.unit) for point in points] == forth + back
