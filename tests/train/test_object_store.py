@@ -40,6 +40,7 @@ def job(folder: Path, steps: int, **checkpoint: Any) -> dict[str, Any]:
     """Return a job whose learning rate has a plateau, so that more steps do not change earlier ones."""
     return tiny_job(
         folder,
+        model={"args": {"n_layers": 1}},
         training={"steps": steps},
         checkpoint={"enable": True, "interval": 2, "store": "s3://bucket/runs", **checkpoint},
         lr_scheduler={"kind": "warmup_stable_decay", "decay_ratio": 0.0},
