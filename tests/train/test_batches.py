@@ -22,8 +22,8 @@ from titan_launch.train.batches import StreamBatches
 def stream_job(folder: Path, name: str = "StatefulStream", **sections: Any) -> dict[str, Any]:
     data = {"kind": f"tests.data.sources.test_factory:{name}", "shuffle": False, "args": {"number": 11}}
     schedule = {"kind": "constant", "warmup_steps": 1}
-    sections = {"checkpoint": {"enable": True, "interval": 2}, "lr_scheduler": schedule, **sections}
-    job = tiny_job(folder, training={"steps": 4}, **sections)
+    sections = {"checkpoint": {"enable": True, "interval": 1}, "lr_scheduler": schedule, **sections}
+    job = tiny_job(folder, training={"steps": 3}, model={"args": {"n_layers": 1}}, **sections)
     return {**job, "data": data, "model": {"args": {**job["model"]["args"], "vocab_size": 257}}}
 
 
@@ -38,14 +38,14 @@ def test_a_run_on_a_stream_resumes_bitwise_on_as_many_ranks(name: str, num_worke
     job = stream_job(tmp_path / "whole", name)
     job["data"]["num_workers"] = num_workers
     part = {**job, "job": {**job["job"], "dump_folder": str(tmp_path / "resumed")}}
-    whole = run_ranks(run_and_interrupt, 2, job, part, 3)
+    whole = run_ranks(run_and_interrupt, 2, job, part, 2)
     for ours, theirs in zip(whole, run_ranks(run_job, 2, part), strict=True):
         assert_equal(ours, theirs)
 
 
 def test_the_position_in_a_stream_fits_only_as_many_ranks_and_workers(tmp_path: Path) -> None:
     job = stream_job(tmp_path)
-    run_ranks(run_job_until, 2, job, 3)
+    run_ranks(run_job_until, 2, job, 2)
     remedy = (
         "resume with the numbers of the checkpoint, or load a step (--checkpoint.load=1000) and begin the stream again "
         "with --checkpoint.exclude_from_loading='[\"data\"]'"

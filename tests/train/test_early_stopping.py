@@ -128,7 +128,7 @@ def test_a_larger_patience_continues_a_run_that_has_ended_early(tmp_path: Path, 
     nothing = "nothing to do: {}; increase validation.patience to go on"
     job = stopping_job(tmp_path, 1)
     assert run_ranks(logged, 2, job, "ended")[0] == [end_of(tmp_path, 2, 4, 1)]
-    assert run_ranks(logged, 2, job, "nothing")[0] == [nothing.format(end_of(tmp_path, 2, 4, 1))]
+    assert run_ranks(logged, 1, job, "nothing")[0] == [nothing.format(end_of(tmp_path, 2, 4, 1))]
     assert_ended(tmp_path, 1, best=2, end=4)
     copy = tmp_path / "copy"
     shutil.copytree(tmp_path / "tiny", copy / "tiny", symlinks=True)
@@ -190,7 +190,7 @@ def train_poisoned(job: dict[str, Any]) -> tuple[int, int]:
 def test_a_rollback_undoes_validations(tmp_path: Path) -> None:
     """The run goes back from step 10 to step 6, and the validation of step 8 no longer counts."""
     debug = {"on_nonfinite": "skip", "max_skips": 1, "on_repeated_skips": "rollback"}
-    assert run_ranks(train_poisoned, 2, stopping_job(tmp_path, 3, debug=debug)) == [(12, 1)] * 2
+    assert run_ranks(train_poisoned, 1, stopping_job(tmp_path, 3, debug=debug)) == [(12, 1)]
     undone = [json.loads(line) for line in (tmp_path / "tiny/metrics.rolled_back.jsonl").read_text().splitlines()]
     assert [report["step"] for report in undone] == [7, 8, 9]
     assert_ended(tmp_path, 3, best=6, end=12)

@@ -37,7 +37,14 @@ def job(folder: Path, name: str, epochs: float | None = EPOCHS, **training: Any)
     checkpoint = {"enable": True, "interval": 2}
     validation = {"freq": 3, "data": {"kind": "synthetic", "vocab_size": 61, "num_samples": 4, "seed": 1}}
     schedule = {"kind": "cosine", "warmup_steps": 2}
-    config = tiny_job(folder, job={"name": name}, checkpoint=checkpoint, validation=validation, lr_scheduler=schedule)
+    config = tiny_job(
+        folder,
+        job={"name": name},
+        model={"args": {"n_layers": 1}},
+        checkpoint=checkpoint,
+        validation=validation,
+        lr_scheduler=schedule,
+    )
     config["training"] |= training
     if epochs is not None:
         del config["training"]["steps"]

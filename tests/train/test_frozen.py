@@ -24,11 +24,11 @@ from titan_launch.train.build import build_run
 from titan_launch.train.loop import fit, train_one_step
 
 SGD = {"name": "SGD", "lr": 0.1}
-STATE = {"optimizer": SGD, "model": {"args": {"n_layers": 3, "vocab_size": 62}}}
+STATE = {"optimizer": SGD, "model": {"args": {"vocab_size": 62}}}
 NORMS_AND_HEAD = {"trainable": ("layers.*.*_norm.*", "output.*")}
 LATE_BLOCKS = {"frozen": ("tok_embeddings.*", "layers.0.**")}
 QUERIES = {"trainable": ("layers.*.attention.w[qv].*",)}
-LATER = {"match": "layers.1.**", "after_step": 2}
+LATER = {"match": "layers.1.**", "after_step": 1}
 DIVISIONS: tuple[dict[str, Any], ...] = (
     {},
     {"gradient_accumulation": {"mode": "deferred"}, "activation_checkpoint": {"mode": "full"}},
@@ -41,7 +41,7 @@ CASES = [(index, division) for division in range(4) for index in range(4)][:-1]
 
 
 def frozen_job(folder: Path, name: str, training: dict[str, Any], **sections: Any) -> dict[str, Any]:
-    return tiny_job(folder, **{**STATE, **sections}, training={"steps": 3, **training}, job={"name": name})
+    return tiny_job(folder, **{**STATE, **sections}, training={"steps": 2, **training}, job={"name": name})
 
 
 def train(job: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -92,7 +92,7 @@ def test_frozen_parameters_keep_their_values_in_every_division(
     (alone,) = run_ranks(train_everywhere, 1, tmp_path, 1, [(index, 0) for index in range(4)])
     assert all(name.startswith("output.") or "_norm." in name for name in alone[0])
     assert not any(name.startswith(("tok_embeddings", "layers.0")) for name in alone[1])
-    assert len(alone[2]) == 6 and all(name.endswith(("wq.weight", "wv.weight")) for name in alone[2])
+    assert len(alone[2]) == 4 and all(name.endswith(("wq.weight", "wv.weight")) for name in alone[2])
     assert any(name.startswith("layers.1.") for name in alone[3])
     run_ranks(train_everywhere, 2, tmp_path, 2, cases, timeout=300)
     for index, division in cases:
@@ -100,7 +100,7 @@ def test_frozen_parameters_keep_their_values_in_every_division(
         assert _curve(tmp_path, f"2ranks-{index}-{division}") == pytest.approx(expected, rel=1e-5)
     (frozen, whole) = run_ranks(gradients_with_and_without, 2, tmp_path)[0]
     assert_equal(frozen, {name: whole[name] for name in frozen})
-    assert len(frozen) == 6 and len(whole) > 20
+    assert len(frozen) == 4 and len(whole) == 21
 
 
 def _curve(folder: Path, name: str) -> list[float]:
@@ -114,7 +114,7 @@ def test_a_checkpoint_resumes_on_another_number_of_ranks(tmp_path: Path, ranks: 
     args = {**STATE["model"]["args"], "tie_embeddings": True}
     sections = {"model": {"args": args}, "checkpoint": {"enable": True, "interval": 2}}
     jobs = {
-        name: frozen_job(tmp_path, name, {**LATE_BLOCKS, "steps": 4}, **sections) for name in ("whole", "interrupted")
+        name: frozen_job(tmp_path, name, {**LATE_BLOCKS, "steps": 3}, **sections) for name in ("whole", "interrupted")
     }
     whole = run_ranks(run_job, 1, jobs["whole"])[0]
     run_ranks(run_job_until, ranks, jobs["interrupted"], 2)
@@ -127,23 +127,23 @@ def test_a_checkpoint_resumes_on_another_number_of_ranks(tmp_path: Path, ranks: 
 
 
 def unfrozen_and_resumed(folder: Path, steps: Sequence[int]) -> list[dict[str, Tensor]]:
-    """Return the states of a run with parameters that are unfrozen after step 2: whole, resumed after each of `steps`,
-    and continued after step 2 as a run without that key."""
+    """Return the states of a run with parameters that are unfrozen after step 1: whole, resumed after each of `steps`,
+    and continued after step 1 as a run without that key."""
     adam = {"optimizer": {"lr": 1e-2}, "checkpoint": {"enable": True, "interval": 1}}
-    job = {"steps": 4, "trainable": ("output.*",)}
-    later = {**job, "unfreeze": ({"match": "layers.**", "after_step": 2},)}
+    job = {"steps": 3, "trainable": ("output.*",)}
+    later = {**job, "unfreeze": ({"match": "layers.**", "after_step": 1},)}
     states = [run_job(frozen_job(folder, "whole", later, **adam))]
     for step in steps:
         resumed = frozen_job(folder, f"resumed{step}", later, **adam)
         run_job_until(resumed, step)
         states.append(run_job(resumed))
-    run_job_until(frozen_job(folder, "switched", job, **adam), 2)
+    run_job_until(frozen_job(folder, "switched", job, **adam), 1)
     adam["checkpoint"]["accept_changes"] = True
     states.append(run_job(frozen_job(folder, "switched", {**job, "trainable": ("output.*", "layers.**")}, **adam)))
     return states
 
 
-@sampled("steps", (3, 1))
+@sampled("steps", (2, 1))
 def test_unfreezing_resumes_bitwise_and_equals_a_change_of_the_job(steps: tuple[int, ...], tmp_path: Path) -> None:
     whole, *others = run_ranks(unfrozen_and_resumed, 2, tmp_path, steps)[0]
     for other in others:

@@ -1,4 +1,4 @@
-"""`metrics.modules`, and the parts of a step's time, in runs."""
+"""`metrics.modules` in runs."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from tests.distributed import run_ranks
+from tests.sampling import sampled
 from tests.tensors import full_state
 from tests.train.jobs import read_metrics, run_job, this_rank, tiny_job
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import ConfigError
-from titan_launch.metrics.tags import STEP_PARTS
 from titan_launch.train.build import build_run
 from titan_launch.train.loop import fit
 
@@ -26,10 +26,10 @@ WHOLE = ("layers.0", "layers.1", "tok_embeddings", "norm", "output")
 
 PRECISION = {"param_dtype": "float32", "rules": ({"match": "layers.*.*_norm", "param_dtype": "float32"},)}
 DIVISIONS: tuple[dict[str, Any], ...] = (
-    {},
-    {"parallelism": {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1}},
     {"parallelism": {"tensor_parallel_degree": 2}},
+    {},
     {"parallelism": {"pipeline_parallel_degree": 2}},
+    {"parallelism": {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1}},
     {"gradient_accumulation": {"mode": "deferred"}, "training": {"enable_cpu_offload": True}},
 )
 
@@ -42,29 +42,32 @@ def measured_job(folder: Path, name: str, **sections: Any) -> dict[str, Any]:
         metrics={"modules": MODULES, "log_freq": 2},
         precision=PRECISION,
         checkpoint={"enable": False},
-        **sections,
+        **{**sections, "training": {"steps": 2, **sections.get("training", {})}},
     )
 
 
-def train_in_all_divisions(folder: Path) -> None:
-    for index, sections in enumerate(DIVISIONS):
+def train_divided(folder: Path, divisions: tuple[dict[str, Any], ...]) -> None:
+    for index, sections in enumerate(divisions):
         run_job(measured_job(folder, f"division{index}", **sections))
 
 
-def train_alone(folder: Path) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
-    """Train on one rank. Return the parameters before and after the first step, and the last step's outputs."""
+def train_alone(folder: Path) -> list[dict[str, Tensor]]:
+    """Train on one rank. Return the parameters before and after the first step."""
     with ExitStack() as stack:
         run = build_run(JobConfig.model_validate(measured_job(folder, "alone")), this_rank(), stack)
         states = [full_state(run.model)]
         run.optimizer.register_step_post_hook(lambda *_: states.append(full_state(run.model)))
         fit(run)
-        return states[:2], {}
+        return states[:2]
 
 
-def test_norms_of_modules_are_those_of_the_whole_tensors_in_every_division(tmp_path: Path) -> None:
-    (before, after), _ = run_ranks(train_alone, 1, tmp_path)[0]
+@sampled("divisions", DIVISIONS)
+def test_norms_of_modules_are_those_of_the_whole_tensors_in_every_division(
+    divisions: tuple[dict[str, Any], ...], tmp_path: Path
+) -> None:
+    before, after = run_ranks(train_alone, 1, tmp_path)[0]
     alone = read_metrics(tmp_path, "alone")
-    assert [report["step"] for report in alone] == [1, 2, 4]
+    assert [report["step"] for report in alone] == [1, 2]
     for path in (*WHOLE, "layers.1.attention"):
         names = [name for name in before if name.startswith(f"{path}.")]
         norms = {
@@ -80,9 +83,9 @@ def test_norms_of_modules_are_those_of_the_whole_tensors_in_every_division(tmp_p
         assert report["activations/rms/norm"] == pytest.approx(1, rel=0.05)  # of an RMSNorm with weights near 1
         assert report["activations/rms/precision.rules.0"] == pytest.approx(1, rel=0.05)
         assert report["activations/underflow/output"] == report["activations/overflow/output"] == 0
-    run_ranks(train_in_all_divisions, 2, tmp_path, timeout=200)
+    run_ranks(train_divided, 2, tmp_path, divisions, timeout=200)
     tags = [tag for tag in alone[0] if tag.startswith(("learned/", "activations/"))]
-    for index in range(len(DIVISIONS)):
+    for index in range(len(divisions)):
         for report, expected in zip(read_metrics(tmp_path, f"division{index}"), alone, strict=True):
             assert [report[tag] for tag in tags] == pytest.approx([expected[tag] for tag in tags], rel=1e-3)
 
@@ -113,20 +116,3 @@ def unmatched(folder: Path) -> None:
 
 def test_a_glob_without_modules_is_an_error(tmp_path: Path) -> None:
     run_ranks(unmatched, 1, tmp_path)
-
-
-def validated(folder: Path) -> None:
-    validation = {"freq": 2, "data": {"kind": "synthetic", "vocab_size": 61, "num_samples": 8, "seed": 1}}
-    job = tiny_job(folder, validation=validation, checkpoint={"enable": True, "interval": 2}, metrics={"log_freq": 2})
-    run_job(job)
-
-
-def test_the_parts_of_a_step_add_up_to_it(tmp_path: Path) -> None:
-    run_ranks(validated, 2, tmp_path)
-    reports = read_metrics(tmp_path)
-    for report in reports:
-        parts = {part: report[f"time/{part}_s"] for part in (*STEP_PARTS, "other")}
-        assert sum(parts.values()) == pytest.approx(report["time/step_s"])
-        assert min(parts.values()) > 0
-    assert [report["time/validation_s"] > 0 for report in reports] == [False, True, True]
-    assert [report["time/checkpoint_s"] > 0 for report in reports] == [False, False, True]

@@ -36,7 +36,7 @@ from titan_launch.train.loop import train_one_step
 
 pytestmark = needs("peft")
 
-STEPS = 3
+STEPS = 2
 
 
 class Net(nn.Module):
@@ -197,12 +197,12 @@ def losses_of_first_steps(folder: Path, jobs: list[dict[str, Any]]) -> list[floa
 
 
 def resumed(folder: Path) -> list[dict[str, Tensor]]:
-    """Return the states of a run with dropout: uninterrupted, resumed after step 2, and with other random numbers."""
-    sections: dict[str, Any] = {"lora": {"dropout": 0.5}, "checkpoint": {"enable": True, "interval": 2}}
+    """Return the states of a run with dropout: uninterrupted, resumed after step 1, and with other random numbers."""
+    sections: dict[str, Any] = {"lora": {"dropout": 0.5}, "checkpoint": {"enable": True, "interval": 1}}
     torch.manual_seed(1)
     states = [run_job(lora_job(folder, "whole", **sections))]
     torch.manual_seed(1)
-    run_job_until(lora_job(folder, "resumed", **sections), 2)
+    run_job_until(lora_job(folder, "resumed", **sections), 1)
     torch.manual_seed(2)
     return [*states, *(run_job(lora_job(folder, name, **sections)) for name in ("resumed", "other"))]
 
@@ -245,7 +245,7 @@ PLACED: dict[str, dict[str, Any]] = {
     "TP": {"parallelism": {"tensor_parallel_degree": 2}, "precision": FP32_ADAPTERS},
     "EP": {**EXPERTS, "parallelism": {"expert_parallel_degree": 2}, "precision": BF16},
     "embedding": {**USER, "precision": BF16},
-    "unfreeze": {"training": {"unfreeze": [{"match": "layers.1.*_norm.*", "after_step": 2}]}, "precision": BF16},
+    "unfreeze": {"training": {"unfreeze": [{"match": "layers.1.*_norm.*", "after_step": 1}]}, "precision": BF16},
 }
 """Jobs whose adapters and their optimizer state have the same bits in place and in units of their own."""
 
@@ -253,18 +253,18 @@ PLACED: dict[str, dict[str, Any]] = {
 def placed_job(folder: Path, name: str, placement: str, run: str) -> dict[str, Any]:
     sections = {**PLACED[name]}
     training = sections.pop("training", {})
-    job = lora_job(folder, f"{name}-{run}", **sections, checkpoint={"enable": True, "interval": 2})
+    job = lora_job(folder, f"{name}-{run}", **sections, checkpoint={"enable": True, "interval": 1})
     job["precision"] = {**sections["precision"], "placement": placement}
     job["training"] |= training
     return job
 
 
 def placed(folder: Path, names: Sequence[str]) -> list[list[dict[str, Tensor]]]:
-    """Return the states of runs with adapters in units of their own, in place, and in place from step 2 on."""
+    """Return the states of runs with adapters in units of their own, in place, and in place from step 1 on."""
     found = []
     for name in names:
         states = [run_job(placed_job(folder, name, where, where)) for where in ("own_unit", "in_place")]
-        run_job_until(placed_job(folder, name, "own_unit", "resumed"), 2)
+        run_job_until(placed_job(folder, name, "own_unit", "resumed"), 1)
         found.append([*states, run_job(placed_job(folder, name, "in_place", "resumed"))])
     return found
 
@@ -315,12 +315,12 @@ def test_adapters_in_fp32_on_a_base_in_bf16_are_in_place_or_one_unit(tmp_path: P
 
 
 def test_adapters_add_a_reduce_scatter_to_each_block_or_two_collectives_to_the_model() -> None:
-    found = {name: planned for name, planned, traced in adapter_units.counts(4) if planned == traced}
-    base = 9  # all-gathers of four blocks, the last of them once, and of the embedding and the head
-    per_adapter = Collectives(base + 7 * (2 * 3 + 1), 28)
+    found = {name: planned for name, planned, traced in adapter_units.counts(2) if planned == traced}
+    base = 5  # all-gathers of two blocks, the last of them once, and of the embedding and the head
+    per_adapter = Collectives(base + 7 * (2 * 1 + 1), 14)
     assert found == {
-        **({"in place": Collectives(base, 4)} if MIXES_DTYPES_IN_UNIT else {}),
+        **({"in place": Collectives(base, 2)} if MIXES_DTYPES_IN_UNIT else {}),
         "one unit for the model": Collectives(base + 1, 1) if CAN_SHARE_UNITS else per_adapter,
-        "one unit per block": Collectives(base + 7, 4) if CAN_SHARE_UNITS else per_adapter,
+        "one unit per block": Collectives(base + 3, 2) if CAN_SHARE_UNITS else per_adapter,
         "one unit per adapter": per_adapter,
     }

@@ -40,17 +40,17 @@ VALIDATION = {
 }
 SHARDED_OPTIMIZER = {"data_parallel_replicate_degree": 2, "shard_optimizer_over_replicas": True}
 MODES: list[tuple[int, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
-    (2, {}, {"mode": "deferred"}, {"mode": "full"}),
-    (2, {}, {"mode": "immediate"}, {}),
     (4, {"data_parallel_replicate_degree": 2}, {"mode": "deferred_all_reduce"}, {"mode": "selective"}),
-    (2, {}, {"mode": "deferred", "keep_params_unsharded": True}, {}),
+    (2, {}, {"mode": "immediate"}, {}),
+    (2, {}, {"mode": "deferred"}, {"mode": "full"}),
     (1, {}, {"mode": "immediate"}, {}),
-    (4, SHARDED_OPTIMIZER, {"mode": "immediate"}, {}),
     (2, SHARDED_OPTIMIZER, {"mode": "deferred"}, {}),
+    (2, {}, {"mode": "deferred", "keep_params_unsharded": True}, {}),
+    (4, SHARDED_OPTIMIZER, {"mode": "immediate"}, {}),
 ]
 
 
-@pytest.mark.parametrize(("ranks", "parallelism", "accumulation", "checkpointing"), rest_is_slow(MODES))
+@pytest.mark.parametrize(("ranks", "parallelism", "accumulation", "checkpointing"), rest_is_slow(MODES, 4))
 def test_measured_traffic_and_memory_of_a_run_are_the_planned_ones(
     tmp_path: Path, ranks: int, parallelism: dict[str, Any], accumulation: dict[str, Any], checkpointing: dict[str, Any]
 ) -> None:
@@ -113,7 +113,7 @@ def test_measured_traffic_and_memory_of_a_mixture_are_the_planned_ones(tmp_path:
     assert report[MEASURED] == pytest.approx(report[PREDICTED], rel=0.01)
 
 
-@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+@pytest.mark.parametrize("compute", rest_is_slow(["bfloat16", "float32"]))
 def test_measured_memory_of_the_z_loss_is_the_planned_one(tmp_path: Path, compute: str) -> None:
     """Almost all of the memory is that of the logits."""
     args = {"args": {"vocab_size": 2000, "n_layers": 1}}
@@ -156,11 +156,10 @@ FINE_TUNED: dict[str, dict[str, Any]] = {
         [
             ("LoRA in fp32, deferred", 2),
             ("frozen", 2),
-            ("frozen, deferred", 2),
-            ("LoRA", 2),
             ("LoRA", 1),
-            ("frozen", 1),
-        ]
+            ("frozen, deferred", 2),
+        ],
+        3,
     ),
 )
 def test_measured_memory_of_fine_tuning_is_the_planned_one(name: str, ranks: int, tmp_path: Path) -> None:
@@ -183,8 +182,8 @@ def train_unwatched(job: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def test_measuring_changes_no_bit(tmp_path: Path) -> None:
-    plain = run_ranks(train_unwatched, 2, tiny_job(tmp_path / "plain", training={"steps": 4}))
-    watched = tiny_job(tmp_path / "watched", training={"steps": 4}, comm={"count_traffic": True})
+    plain = run_ranks(train_unwatched, 2, tiny_job(tmp_path / "plain", training={"steps": 3}))
+    watched = tiny_job(tmp_path / "watched", training={"steps": 3}, comm={"count_traffic": True})
     assert_equal(run_ranks(run_job, 2, watched)[0], plain[0])
     assert MEASURED in read_metrics(tmp_path / "watched")[2]
 
@@ -204,7 +203,7 @@ def test_pauses_of_a_run_are_reported_and_the_parts_of_a_step_add_up(tmp_path: P
     for report in reports:
         parts = {name: report[f"time/{name}_s"] for name in (*STEP_PARTS, "other")}
         assert sum(parts.values()) == pytest.approx(report["time/step_s"])
-        assert min(parts.values()) >= 0
+        assert min(parts.values()) > 0
     shown = time_parts(load_run(tmp_path / "tiny"))
     assert shown["validation"] == pytest.approx(reports[3]["time/validation_s"] / 4)
     assert shown["checkpoint"] == pytest.approx(reports[3]["time/checkpoint_s"] / 4)

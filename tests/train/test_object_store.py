@@ -40,6 +40,7 @@ def job(folder: Path, steps: int, **checkpoint: Any) -> dict[str, Any]:
     """Return a job whose learning rate has a plateau, so that more steps do not change earlier ones."""
     return tiny_job(
         folder,
+        model={"args": {"n_layers": 1}},
         training={"steps": steps},
         checkpoint={"enable": True, "interval": 2, "store": "s3://bucket/runs", **checkpoint},
         lr_scheduler={"kind": "warmup_stable_decay", "decay_ratio": 0.0},
@@ -79,34 +80,34 @@ def stored_steps(server: Server) -> list[int]:
 
 def test_a_run_whose_folder_is_lost_resumes_from_the_store(server: Server, tmp_path: Path) -> None:
     """Two ranks: the resumed run is the uninterrupted one, and the job that was recorded is compared."""
-    whole = run_ranks(run_job, 2, local(job(tmp_path, 6), tmp_path / "whole"))[0]
-    _, error, lines = run(server, job(tmp_path, 4), 2)
-    assert not error and 4 in stored_steps(server)
-    assert any(line.startswith("copied step-4 to s3://bucket/runs/tiny (") for line in lines)
-    files = {path.name: path.read_bytes() for path in (tmp_path / "tiny/checkpoints/step-4").iterdir()}
-    assert {name: server.get(f"runs/tiny/step-4/{name}") for name in files} == files
+    whole = run_ranks(run_job, 2, local(job(tmp_path, 3), tmp_path / "whole"))[0]
+    _, error, lines = run(server, job(tmp_path, 2), 2)
+    assert not error and 2 in stored_steps(server)
+    assert any(line.startswith("copied step-2 to s3://bucket/runs/tiny (") for line in lines)
+    files = {path.name: path.read_bytes() for path in (tmp_path / "tiny/checkpoints/step-2").iterdir()}
+    assert {name: server.get(f"runs/tiny/step-2/{name}") for name in files} == files
     shutil.rmtree(tmp_path / "tiny")
-    changed = job(tmp_path, 6) | {"optimizer": {"lr": 0.5}}
+    changed = job(tmp_path, 3) | {"optimizer": {"lr": 0.5}}
     _, error, _ = run(server, changed, 2)
     assert "tiny holds a run of another experiment" in error and "optimizer.lr was 0.01, is 0.5" in error
     shutil.rmtree(tmp_path / "tiny")
-    state, error, lines = run(server, job(tmp_path, 6), 2)
+    state, error, lines = run(server, job(tmp_path, 3), 2)
     assert not error, error
-    checkpoint = tmp_path / "tiny/checkpoints/step-4"
+    checkpoint = tmp_path / "tiny/checkpoints/step-2"
     assert f"downloaded {checkpoint} from s3://bucket/runs/tiny" in lines and f"resumed from {checkpoint}" in lines
-    assert [report["step"] for report in read_metrics(tmp_path)] == [5, 6]
+    assert [report["step"] for report in read_metrics(tmp_path)] == [3]
     assert_equal(whole, state)
-    assert 6 in stored_steps(server)
+    assert 3 in stored_steps(server)
 
 
 def test_a_run_begins_anew_only_if_it_overwrites_nothing(server: Server, tmp_path: Path) -> None:
-    run(server, job(tmp_path, 4))
+    run(server, job(tmp_path, 1))
     stored = server.names()
     shutil.rmtree(tmp_path / "tiny")
-    for more in ({"load": "none"}, {"enable": False, "save_last": True}, {"enable": False, "load": 4}):
-        _, error, _ = run(server, job(tmp_path, 4, **more))
+    for more in ({"load": "none"}, {"enable": False, "save_last": True}, {"enable": False, "load": 1}):
+        _, error, _ = run(server, job(tmp_path, 1, **more))
         assert error == (
-            "checkpoint.store: s3://bucket/runs/tiny has checkpoints up to step 4, which this run would overwrite; "
+            "checkpoint.store: s3://bucket/runs/tiny has checkpoints up to step 1, which this run would overwrite; "
             "resume with --checkpoint.enable=true --checkpoint.load=latest, or choose another --job.name, or delete "
             "them"
         )
@@ -115,38 +116,39 @@ def test_a_run_begins_anew_only_if_it_overwrites_nothing(server: Server, tmp_pat
 
 def test_a_damaged_copy_is_named_and_an_older_one_is_taken(server: Server, tmp_path: Path) -> None:
     """The first copy lacks bytes, the second an object, and the third has another bit. The run then replaces them."""
-    whole = run_ranks(run_job, 1, local(job(tmp_path, 10), tmp_path / "whole"))[0]
-    for steps in (2, 4, 6, 8):  # each end of a run waits for the copy of its last checkpoint
-        run(server, job(tmp_path, steps))
-    assert stored_steps(server) == [2, 4, 6, 8]
+    config = job(tmp_path, 5, interval=1, keep_latest=0)
+    whole = run_ranks(run_job, 1, local(config, tmp_path / "whole"))[0]
+    run(server, job(tmp_path, 4, interval=1, keep_latest=0))
+    assert stored_steps(server) == [1, 2, 3, 4]
     shutil.rmtree(tmp_path / "tiny")
     data = "__0_0.distcp"
-    server.put(f"runs/tiny/step-8/{data}", server.get(f"runs/tiny/step-8/{data}")[:-1])
-    server.delete(f"runs/tiny/step-6/{data}")
-    content = bytearray(server.get(f"runs/tiny/step-4/{data}"))
+    server.put(f"runs/tiny/step-4/{data}", server.get(f"runs/tiny/step-4/{data}")[:-1])
+    server.delete(f"runs/tiny/step-3/{data}")
+    content = bytearray(server.get(f"runs/tiny/step-2/{data}"))
     content[len(content) // 2] ^= 1
-    server.put(f"runs/tiny/step-4/{data}", bytes(content))
-    state, error, lines = run(server, job(tmp_path, 10))
+    server.put(f"runs/tiny/step-2/{data}", bytes(content))
+    state, error, lines = run(server, config)
     assert not error
     named = [line.partition(" is damaged, so it is not loaded: ")[::2] for line in lines if "is damaged" in line]
-    assert [place for place, _ in named] == [f"s3://bucket/runs/tiny/step-{step}" for step in (8, 6, 4)]
+    assert [place for place, _ in named] == [f"s3://bucket/runs/tiny/step-{step}" for step in (4, 3, 2)]
     reasons = [reason for _, reason in named]
     assert reasons[0].startswith(f"{data} has ") and reasons[1] == "an object of the copy is missing"
     assert reasons[2] == f"{data} does not match its checksum"
-    assert f"resumed from {tmp_path / 'tiny/checkpoints/step-2'}" in lines
+    assert f"resumed from {tmp_path / 'tiny/checkpoints/step-1'}" in lines
     assert_equal(whole, state)
-    assert 10 in stored_steps(server)
-    found = server.get(f"runs/tiny/step-10/{data}")
-    assert found == (tmp_path / "tiny/checkpoints/step-10" / data).read_bytes()
+    assert stored_steps(server) == [1, 2, 3, 4, 5]
+    for step in (2, 3, 4, 5):
+        found = server.get(f"runs/tiny/step-{step}/{data}")
+        assert found == (tmp_path / f"tiny/checkpoints/step-{step}" / data).read_bytes()
 
 
 def test_a_copy_replaces_a_damaged_checkpoint(server: Server, tmp_path: Path) -> None:
-    run(server, job(tmp_path, 4))
-    file = tmp_path / "tiny/checkpoints/step-4/__0_0.distcp"
+    run(server, job(tmp_path, 1))
+    file = tmp_path / "tiny/checkpoints/step-1/__0_0.distcp"
     file.write_bytes(file.read_bytes()[:-1])
-    _, error, lines = run(server, job(tmp_path, 6), 2)
-    assert not error and f"resumed from {tmp_path / 'tiny/checkpoints/step-4'}" in lines
-    assert (tmp_path / "tiny/checkpoints/step-4.damaged-1").exists()
+    _, error, lines = run(server, job(tmp_path, 2), 2)
+    assert not error and f"resumed from {tmp_path / 'tiny/checkpoints/step-1'}" in lines
+    assert (tmp_path / "tiny/checkpoints/step-1.damaged-1").exists()
 
 
 def test_a_checkpoint_that_cannot_be_copied_is_an_error_of_the_end(server: Server, tmp_path: Path) -> None:
@@ -166,6 +168,14 @@ def test_a_checkpoint_that_cannot_be_copied_is_an_error_of_the_end(server: Serve
     assert not error and any(line.startswith("nothing to do: ") for line in lines) and 4 in stored_steps(server)
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a run without a store, with the checkpoints of three steps."""
+    folder = tmp_path_factory.mktemp("saved")
+    run_ranks(run_job, 1, local(job(folder, 3, interval=1, keep_latest=0), folder))
+    return folder
+
+
 def copies_again(config: dict[str, Any], forgotten_after: int | None) -> tuple[str, list[int]]:
     """Copy what has no copy, after forgetting later steps. Return the message and the steps that have a copy."""
     settings, folder = JobConfig.model_validate(config).checkpoint, Path(config["job"]["dump_folder"], "tiny")
@@ -177,49 +187,49 @@ def copies_again(config: dict[str, Any], forgotten_after: int | None) -> tuple[s
     return message, sorted(store.steps())
 
 
-def test_later_copies_are_forgotten_and_made_again(server: Server, tmp_path: Path) -> None:
+def test_later_copies_are_forgotten_and_made_again(server: Server, saved: Path, tmp_path: Path) -> None:
     """As when a run returns to a checkpoint. A later step that the disk no longer has stays without a copy."""
-    config = job(tmp_path, 6, keep_latest=0)
-    run(server, config)
-    manifest = "runs/tiny/step-4/manifest.json"
+    shutil.copytree(saved, tmp_path, symlinks=True, dirs_exist_ok=True)
+    config = job(tmp_path, 3, keep_latest=0)
+    (found,) = run_ranks(with_variables, 1, server.environment, copies_again, config, None)
+    assert found == ("", [1, 2, 3])
+    manifest = "runs/tiny/step-2/manifest.json"
     server.put(manifest, b"of the abandoned steps")
-    shutil.rmtree(tmp_path / "tiny/checkpoints/step-6")
-    (found,) = run_ranks(with_variables, 1, server.environment, copies_again, config, 2)
-    assert found == ("", [2, 4])
-    assert server.get(manifest) == (tmp_path / "tiny/checkpoints/step-4/manifest.json").read_bytes()
+    shutil.rmtree(tmp_path / "tiny/checkpoints/step-3")
+    (found,) = run_ranks(with_variables, 1, server.environment, copies_again, config, 1)
+    assert found == ("", [1, 2])
+    assert server.get(manifest) == (tmp_path / "tiny/checkpoints/step-2/manifest.json").read_bytes()
 
 
-def test_a_damaged_checkpoint_is_not_copied(server: Server, tmp_path: Path) -> None:
-    config = job(tmp_path, 6, keep_latest=0)
-    run(server, config)
-    for step in (2, 4, 6):
-        server.delete(f"runs/tiny/step-{step}/manifest.json")
-    for step, stored in ((4, [2, 6]), (6, [2, 4])):
+def test_a_damaged_checkpoint_is_not_copied(server: Server, saved: Path, tmp_path: Path) -> None:
+    shutil.copytree(saved, tmp_path, symlinks=True, dirs_exist_ok=True)
+    config = job(tmp_path, 3, keep_latest=0)
+    for step, stored in ((2, [1, 3]), (3, [1, 2])):
         file = tmp_path / f"tiny/checkpoints/step-{step}/__0_0.distcp"
         content = file.read_bytes()
         file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
         (found,) = run_ranks(with_variables, 1, server.environment, copies_again, config, None)
         message, steps = found
-        if step == 4:
+        if step == 2:
             assert (message, steps) == ("", stored)
             file.write_bytes(content)
-            server.delete("runs/tiny/step-6/manifest.json")
+            server.delete("runs/tiny/step-3/manifest.json")
         else:
-            assert message.startswith("step-6 could not be copied to s3://bucket/runs/tiny: __0_0.distcp ")
-            assert 6 not in steps
+            assert message.startswith("step-3 could not be copied to s3://bucket/runs/tiny: __0_0.distcp ")
+            assert 3 not in steps
 
 
 def test_lost_connections_do_not_fail_a_copy(server: Server, tmp_path: Path) -> None:
     server.proxy.cut(up=True, after=15_000, times=2)
-    _, error, _ = run(server, job(tmp_path, 4))
-    assert not error and 4 in stored_steps(server)
+    _, error, _ = run(server, job(tmp_path, 2))
+    assert not error and 2 in stored_steps(server)
 
 
 def test_old_copies_are_deleted(server: Server, tmp_path: Path) -> None:
     """The copies are those that `keep_latest` and `keep_every` keep; objects of interrupted copies are deleted."""
     server.put("runs/tiny/step-1/__0_0.distcp", b"of an interrupted copy")
     server.put("runs/tiny/notes.txt", b"of the user")
-    for steps in (2, 4, 6, 8):
+    for steps in (2, 8):
         _, error, _ = run(server, job(tmp_path, steps, keep_latest=2, keep_every=4))
         assert not error
     assert stored_steps(server) == [4, 6, 8]
@@ -287,7 +297,7 @@ def test_weights_tokens_and_tokenizer_from_a_store_train_the_same_model(server: 
             server.put(f"files/{path.relative_to(files)}", path.read_bytes())
     states = []
     for place, name in ((str(files), "local"), ("s3://bucket/files", "remote")):
-        config = tiny_job(tmp_path, job={"name": name}, training={"seq_len": 24, "steps": 3})
+        config = tiny_job(tmp_path, job={"name": name}, training={"seq_len": 24, "steps": 2})
         config["model"] = {"weights": f"{place}/weights"}
         config["data"] = {"kind": "tokens", "path": f"{place}/tokens.npy"}
         config["tokenizer"] = {"kind": "huggingface", "path": f"{place}/tokenizer"}

@@ -29,12 +29,14 @@ from titan_launch.plan.memory.replay import group_sizes
 from titan_launch.plan.mup import UNSCALED
 from titan_launch.train.build import build_run
 
+ONE_BLOCK: dict[str, Any] = {"args": {"n_layers": 1}}
 UNCLIPPED: dict[str, Any] = {"global_batch_size": 8, "max_norm": 0.0}
 STORED_IN_BF16: dict[str, Any] = {"param_dtype": "float32", "storage_dtype": "bfloat16", "reduce_dtype": "bfloat16"}
-EXPERTS: dict[str, Any] = {"name": "qwen3_moe", "args": {"head_dim": 8, "experts": {**TINY_EXPERTS, "num_experts": 4}}}
+OF_EXPERTS: dict[str, Any] = {**TINY_EXPERTS, "num_experts": 4, "first_dense_layers": 0}
+EXPERTS: dict[str, Any] = {"name": "qwen3_moe", "args": {"head_dim": 8, "n_layers": 1, "experts": OF_EXPERTS}}
 FEW_EXPERTS: dict[str, Any] = {"num_experts": 2, "top_k": 1, "hidden_dim": 24}
 CASES: dict[str, dict[str, Any]] = {
-    "AdamW": {},
+    "AdamW": {"metrics": {"log_freq": 1, "modules": ["layers.*"]}},
     "foreach": {"optimizer": {"implementation": "foreach"}, "precision": {"param_dtype": "bfloat16"}},
     "SGD": {"optimizer": {"name": "SGD", "lr": 0.1, "weight_decay": 1e-4}},
     "Muon in 8 bits": {"optimizer": {"name": "Muon", "state_dtype": "int8"}},
@@ -65,9 +67,9 @@ CASES: dict[str, dict[str, Any]] = {
         "optimizer": {"name": "Muon"},
     },
     "CP": {"parallelism": {"context_parallel_degree": 2}},
-    "PP": {"parallelism": {"pipeline_parallel_degree": 2}},
+    "PP": {"model": {"args": {"n_layers": 2}}, "parallelism": {"pipeline_parallel_degree": 2}},
     "clipped": {"training": {"global_batch_size": 8, "max_norm": 0.5}},
-    "few experts": {"model": {"name": "qwen3_moe", "args": {"head_dim": 8, "experts": FEW_EXPERTS}}},
+    "few experts": {"model": {"name": "qwen3_moe", "args": {"head_dim": 8, "n_layers": 1, "experts": FEW_EXPERTS}}},
     "LoRA, empty shards": {"lora": {"targets": ["layers.*.attention.wq"], "rank": 1}},
     "tied": {"model": {"args": {"tie_embeddings": True}}},
     "frozen at first": {"training": {**UNCLIPPED, "unfreeze": [{"match": "layers.0.**", "after_step": 1}]}},
@@ -84,6 +86,7 @@ def jobs_of(
         tiny_job(
             folder,
             **{
+                "model": ONE_BLOCK,
                 **sections,
                 "training": {"steps": steps, **sections.get("training", UNCLIPPED)},
                 "job": {"name": name},
@@ -114,6 +117,11 @@ def test_with_two_replicas_every_bit_is_that_of_fsdp2(cases: tuple[str, ...], tm
     if "skipped" in cases:
         skipped = [read_metrics(tmp_path / "skipped", name)[-1]["train/skipped_steps"] for name in ("whole", "sharded")]
         assert skipped[0] == skipped[1] > 0
+    whole, sharded = (read_metrics(tmp_path / "AdamW", name) for name in ("whole", "sharded"))
+    for before, after in zip(whole, sharded, strict=True):
+        measured = {tag: value for tag, value in before.items() if tag.startswith("learned/") or "grad_norm" in tag}
+        assert len(measured) > 4
+        assert {tag: after[tag] for tag in measured} == pytest.approx(measured, rel=1e-5)
 
 
 @sampled("cases", ("SGD", "AdamW"))
@@ -145,23 +153,8 @@ def test_with_more_replicas_sums_differ_only_in_their_order(tmp_path: Path, rank
     run_ranks(train_close, ranks, tmp_path, replicas, timeout=600)
 
 
-def test_measured_norms_of_modules_are_those_of_fsdp2(tmp_path: Path) -> None:
-    jobs = [{**job, "metrics": {**job["metrics"], "modules": ["layers.*"]}} for job in jobs_of(tmp_path, "AdamW")]
-    run_ranks(train_all, 4, jobs)
-    whole, sharded = (read_metrics(tmp_path, name) for name in ("whole", "sharded"))
-    for before, after in zip(whole, sharded, strict=True):
-        measured = {tag: value for tag, value in before.items() if tag.startswith("learned/") or "grad_norm" in tag}
-        assert len(measured) > 4
-        assert {tag: after[tag] for tag in measured} == pytest.approx(measured, rel=1e-5)
-
-
-def train_all(jobs: list[dict[str, Any]]) -> None:
-    for job in jobs:
-        run_job(job)
-
-
 def saving(job: dict[str, Any]) -> dict[str, Any]:
-    checkpoint = {"enable": True, "interval": 2, "load": "latest", "accept_changes": True}
+    checkpoint = {"enable": True, "interval": 1, "accept_changes": True}
     return {**job, "checkpoint": checkpoint, "ema": {"decay": 0.9}}
 
 
@@ -172,20 +165,20 @@ def resume_all_as_the_other(folder: Path, cases: tuple[str, ...]) -> None:
 
 def resume_as_the_other(folder: Path, case: str) -> None:
     """Compare the checkpoints of both jobs. Then let each resume from that of the other."""
-    jobs = [saving(job) for job in jobs_of(folder, case, steps=3)]
+    jobs = [saving(job) for job in jobs_of(folder, case)]
     whole = run_job(jobs[0])
-    ends = [{**job, "job": {**job["job"], "name": f"{job['job']['name']}-resumed"}} for job in jobs]
-    for job, other in zip(ends, reversed(ends), strict=True):
-        run_job_until(job, 2)
-        folder_of = Path(job["job"]["dump_folder"], job["job"]["name"], "checkpoints", "step-2")
-        index = read_index(folder_of)
-        expected = read_index(folder / "whole/checkpoints/step-2")
-        assert index.keys() == expected.keys()
-        for name, tensor in expected.items():
-            if not name.startswith("random"):
-                read = read_tensor(folder_of, index[name]), read_tensor(folder / "whole/checkpoints/step-2", tensor)
-                assert torch.equal(*read), name
-        assert_equal(run_job({**other, "job": job["job"]}), whole)
+    run_job_until(jobs[1], 1)
+    saved = [folder / f"{job['job']['name']}/checkpoints/step-1" for job in jobs]
+    index, expected = map(read_index, reversed(saved))
+    assert index.keys() == expected.keys()
+    for name, tensor in expected.items():
+        if not name.startswith("random"):
+            assert torch.equal(read_tensor(saved[1], index[name]), read_tensor(saved[0], tensor)), name
+    for job, of_other in zip(jobs, reversed(saved), strict=True):
+        resumed = {"name": f"{job['job']['name']}-resumed"}
+        load = {**job["checkpoint"], "load": str(of_other)}
+        assert_equal(run_job({**job, "job": {**job["job"], **resumed}, "checkpoint": load}), whole)
+        assert read_metrics(folder, resumed["name"])[0]["step"] == 2
 
 
 @sampled("cases", ("masters", "Muon in 8 bits"))
@@ -210,9 +203,9 @@ def load_and_compare(job: dict[str, Any], checkpoint: Path) -> None:
 
 
 def test_any_number_of_replicas_loads_every_bit(tmp_path: Path) -> None:
-    job = saving(jobs_of(tmp_path, "experts")[1])
+    job = saving(jobs_of(tmp_path, "experts", steps=1)[1])
     run_ranks(run_job, 4, job)
-    checkpoint = tmp_path / "sharded/checkpoints/step-2"
+    checkpoint = tmp_path / "sharded/checkpoints/step-1"
     for ranks, replicas in ((3, 3), (4, 4)):
         parallelism = {**job["parallelism"], "data_parallel_replicate_degree": replicas}
         training = {**job["training"], "global_batch_size": 12}
@@ -220,7 +213,7 @@ def test_any_number_of_replicas_loads_every_bit(tmp_path: Path) -> None:
 
 
 LARGE: dict[str, Any] = {
-    "args": {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 192, "vocab_size": 512}
+    "args": {"dim": 64, "n_layers": 1, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 192, "vocab_size": 512}
 }
 
 
@@ -267,24 +260,27 @@ def measure(job: dict[str, Any]) -> dict[str, tuple[float, float]]:
 
 
 OPTIMIZERS = {
-    "AdamW": {},
-    "foreach": {"implementation": "foreach"},
     "int8": {"state_dtype": "int8"},
+    "foreach": {"implementation": "foreach"},
     "Muon": {"name": "Muon", "state_dtype": "bfloat16"},
+    "AdamW": {},
 }
 
 
-def measure_both(folder: Path, replicas: int) -> list[dict[str, dict[str, tuple[float, float]]]]:
+def measure_both(
+    folder: Path, replicas: int, names: tuple[str, ...]
+) -> list[dict[str, dict[str, tuple[float, float]]]]:
     jobs = [{**job, "model": LARGE} for job in jobs_of(folder, "AdamW", replicas)]
-    return [{name: measure({**job, "optimizer": optimizer}) for name, optimizer in OPTIMIZERS.items()} for job in jobs]
+    return [{name: measure({**job, "optimizer": OPTIMIZERS[name]}) for name in names} for job in jobs]
 
 
 @pytest.mark.parametrize("replicas", rest_is_slow([2, 4]))
+@sampled("names", list(OPTIMIZERS))
 def test_the_state_is_divided_by_the_replicas_and_planned_bytes_are_the_measured_ones(
-    tmp_path: Path, replicas: int
+    tmp_path: Path, replicas: int, names: tuple[str, ...]
 ) -> None:
-    ranks = run_ranks(measure_both, 4, tmp_path, replicas, timeout=300)
-    for name in OPTIMIZERS:
+    ranks = run_ranks(measure_both, 4, tmp_path, replicas, names, timeout=300)
+    for name in names:
         largest = [max(rank[is_sharded][name]["state"][0] for rank in ranks) for is_sharded in (0, 1)]
         assert largest[1] * replicas == pytest.approx(largest[0], rel=0.01), name
         for what in ("state", "update"):

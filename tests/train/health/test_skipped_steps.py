@@ -30,6 +30,7 @@ def job_with(folder: Path, steps: int, **debug: Any) -> dict[str, Any]:
     """Return a job with checkpoints after steps 3, 6, ..., and two microbatches of one sample on each of two ranks."""
     return tiny_job(
         folder,
+        model={"args": {"n_layers": 1}},
         training={"steps": steps},
         debug={"on_nonfinite": "skip", "max_skips": 2, **debug},
         checkpoint={"enable": True, "interval": 3},
@@ -80,19 +81,19 @@ BAD = range(16, 24)  # steps 5 and 6
 
 
 def test_a_run_returns_to_its_checkpoint_and_skips_the_bad_data(tmp_path: Path) -> None:
-    job = job_with(tmp_path / "run", 8, on_repeated_skips="rollback")
-    reference = run_ranks(train_past, 2, job_with(tmp_path / "reference", 10), 3, 24)
+    job = job_with(tmp_path / "run", 6, on_repeated_skips="rollback")
+    reference = run_ranks(train_past, 2, job_with(tmp_path / "reference", 7), 3, 24)
     first = run_ranks(train_poisoned, 2, job, BAD)
     assert [message for _, message, _ in first] == ["", ""]
-    resumed = run_ranks(train_poisoned, 2, {**job, "training": {**job["training"], "steps": 10}}, BAD)
+    resumed = run_ranks(train_poisoned, 2, {**job, "training": {**job["training"], "steps": 7}}, BAD)
     for (state, _, inputs), expected in zip(resumed, reference, strict=True):
         # The run has skipped the samples of steps 4 to 6, and the resume did not return to them.
         assert_equal(state, expected)
         assert not inputs
 
     reports = read_metrics(tmp_path / "run")
-    assert [report["step"] for report in reports] == list(range(1, 11))
-    assert [report["train/rollbacks"] for report in reports] == [0] * 3 + [1] * 7
+    assert [report["step"] for report in reports] == list(range(1, 8))
+    assert [report["train/rollbacks"] for report in reports] == [0] * 3 + [1] * 4
     assert [report["train/epoch"] * 40 for report in reports[2:5]] == [12, 28, 32]
     assert reports[-1]["train/skipped_steps"] == 0
     rolled_back = (tmp_path / "run" / "tiny" / "metrics.rolled_back.jsonl").read_text().splitlines()
@@ -112,7 +113,7 @@ def test_a_run_returns_to_its_checkpoint_and_skips_the_bad_data(tmp_path: Path) 
 
 def test_a_return_to_a_checkpoint_recomputes_the_scales_of_float8_all_gather(tmp_path: Path) -> None:
     pytest.importorskip("torchao")
-    jobs = [job_with(tmp_path / name, 8, on_repeated_skips="rollback") for name in ("run", "other")]
+    jobs = [job_with(tmp_path / name, 6, on_repeated_skips="rollback") for name in ("run", "other")]
     for job in jobs:
         job["precision"] = {"param_dtype": "bfloat16"}
         job["float8"] = {"enable": True, "emulate": True, "recipe": "tensorwise", "all_gather": True}

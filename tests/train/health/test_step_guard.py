@@ -170,11 +170,11 @@ def train_with_poison(job: dict[str, Any], bad_step: int, bad_rank: int) -> tupl
         return states, f"skipped {run.progress.skipped_steps}"
 
 
-@pytest.mark.parametrize("norm", ["rmsnorm", "batchnorm"])
-def test_a_skipped_step_changes_nothing(tmp_path: Path, norm: str) -> None:
+def test_a_skipped_step_changes_nothing(tmp_path: Path) -> None:
     job = tiny_job(
         tmp_path,
-        model={"args": {"norm": norm}},
+        model={"args": {"norm": "batchnorm", "n_layers": 1}},
+        training={"steps": 3},
         debug={"on_nonfinite": "skip"},
         parallelism={"data_parallel_replicate_degree": 2},
     )

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import pickle
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -20,7 +17,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from tests.distributed import run_ranks
+from tests.distributed import run_command, run_ranks
 from tests.train.jobs import this_rank, tiny_job
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.run import CommConfig
@@ -93,26 +90,21 @@ def build():
 """
 
 
-def launched(folder: Path, model: str, comm: dict[str, Any]) -> subprocess.CompletedProcess[str]:
-    """Train the model on two ranks to the end, with `launch`."""
+def launched(folder: Path, model: str, comm: dict[str, Any]) -> tuple[int, str]:
+    """Train the model on two ranks to the end, with `launch`. Return the exit status, and what was reported."""
     (folder / "hanging.py").write_text(model)
     job = tiny_job(folder, comm=comm, debug={"audit_precision": False})
     job = {**job, "model": {"name": "hanging:build"}, "training": {**job["training"], "local_batch_size": 2}}
     (folder / "job.json").write_text(json.dumps(job))
-    return subprocess.run(
-        [sys.executable, "-m", "titan_launch", "launch", "--nproc-per-node=2", "--config", "job.json"],
-        env={**os.environ, "PYTHONPATH": f"{folder}:{REPO}"},
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    command = ["launch", "--nproc-per-node=2", "--config", "job.json"]
+    status, _, reported = run_command(command, folder, environment={"PYTHONPATH": f"{folder}:{REPO}"})
+    return status, reported
 
 
 def test_a_timeout_ends_the_run_with_the_rank_that_was_behind(tmp_path: Path) -> None:
-    ended = launched(tmp_path, MODEL_THAT_HANGS, {"hang_seconds": 1, "timeout_seconds": 5})
-    assert ended.returncode == 1, ended.stderr
-    error = ended.stderr[ended.stderr.index("error: ") :]
+    status, error = launched(tmp_path, MODEL_THAT_HANGS, {"hang_seconds": 1, "timeout_seconds": 5})
+    assert status == 1, error
+    error = error[error.index("error: ") :]
     assert error.startswith("error: a collective took longer than comm.timeout_seconds: Timed out waiting 5000ms")
     assert "rank 1 is behind: all are in step 3 (forward, backward and update), but rank 1 started" in error
     assert error.count("\n") == 2  # there is no other error, and the rank that hung ended without a signal
@@ -134,9 +126,9 @@ def test_a_rank_that_native_code_aborts_at_a_hang_is_reported_with_its_collectiv
     model = model.replace("import os, time", "import os, threading, time").replace(
         "time.sleep(600)", "time.sleep(5); os._exit(1)"
     )
-    ended = launched(tmp_path, model, {"hang_seconds": 1, "timeout_seconds": 60})
-    assert ended.returncode == 128 + signal.SIGABRT, ended.stderr
-    error = ended.stderr[ended.stderr.index("error: rank 0 was killed by SIGABRT: native code aborted the process") :]
+    status, error = launched(tmp_path, model, {"hang_seconds": 1, "timeout_seconds": 60})
+    assert status == 128 + signal.SIGABRT, error
+    error = error[error.index("error: rank 0 was killed by SIGABRT: native code aborted the process") :]
     assert re.search(
         r"not finished: gloo:\w+ number \d+ of group \w+: started by rank 0, not by rank 1 "
         r"\(last started on rank 1: gloo:",
