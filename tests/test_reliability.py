@@ -107,7 +107,7 @@ def test_a_run_survives_a_full_disk(tmp_path: Path, small_disk: Path) -> None:
         checkpoint = {"enable": True, "interval": 1, "keep_latest": 0}
         return tiny_job(folder, training={"steps": 6}, checkpoint=checkpoint)
 
-    run_ranks(run_job, 2, job(tmp_path))
+    run_ranks(run_job, 2, {**job(tmp_path), "checkpoint": {"save_last": False}})
     errors = run_ranks(error_of_run, 2, job(small_disk))
     assert errors[0] == errors[1] and errors[0].startswith("step 6 could not be saved to "), errors
     saved = complete_steps(small_disk / "tiny" / "checkpoints")
@@ -120,7 +120,7 @@ def test_a_run_survives_a_full_disk(tmp_path: Path, small_disk: Path) -> None:
     assert went_on == whole
 
 
-def warnings_with_a_full_disk_from_step_3_to_30(job: dict[str, Any]) -> list[str]:
+def warnings_with_a_full_disk_from_step_3_to_20(job: dict[str, Any]) -> list[str]:
     """Train a job on this rank. Return its warnings."""
     config = JobConfig.model_validate(job)
     filler, warned = Path(config.job.dump_folder) / "filler", list[str]()
@@ -135,7 +135,7 @@ def warnings_with_a_full_disk_from_step_3_to_30(job: dict[str, Any]) -> list[str
                 with filler.open("wb", buffering=0) as file, suppress(OSError):
                     while True:
                         file.write(b"x" * 512)
-            if run.progress.step == 31:
+            if run.progress.step == 21:
                 filler.unlink()
             report(run, due_now(run))
     return warned
@@ -143,20 +143,20 @@ def warnings_with_a_full_disk_from_step_3_to_30(job: dict[str, Any]) -> list[str
 
 def test_a_full_disk_loses_reports_but_not_the_run(small_disk: Path) -> None:
     metrics = {"log_freq": 1, "enable_tensorboard": True}
-    job = tiny_job(small_disk, training={"steps": 32}, metrics=metrics)
-    (warned,) = run_ranks(warnings_with_a_full_disk_from_step_3_to_30, 1, job)
+    job = tiny_job(small_disk, training={"steps": 22}, metrics=metrics)
+    (warned,) = run_ranks(warnings_with_a_full_disk_from_step_3_to_20, 1, job)
     assert warned == [
         "reports cannot be written: No space left on device; training continues, and reports are lost until there is "
         "room"
     ]
     reports = read_metrics(small_disk)
     steps = [report["step"] for report in reports]
-    assert steps[:2] == [1, 2] and steps[-2:] == [31, 32] and len(steps) < 20  # the last blocks have room for a few
+    assert steps[:2] == [1, 2] and steps[-2:] == [21, 22] and len(steps) < 14  # the last blocks have room for a few
     events = EventAccumulator(str(small_disk / "tiny" / "tb"))
     events.Reload()
     shown = {event.step: event.value for event in events.Scalars("train/loss")}
-    assert {1, 2, 31, 32} <= shown.keys() and 30 not in shown
-    assert shown[32] == pytest.approx(reports[-1]["train/loss"])
+    assert {1, 2, 21, 22} <= shown.keys() and 20 not in shown
+    assert shown[22] == pytest.approx(reports[-1]["train/loss"])
 
 
 def test_files_that_find_no_room_at_the_start_end_the_run_with_one_sentence(small_disk: Path) -> None:

@@ -7,7 +7,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from tests.distributed import run_ranks
-from tests.sampling import rest_is_slow
+from tests.sampling import rest_is_slow, sampled
 from tests.tensors import full_state
 from tests.train.jobs import TINY_ARGS, read_metrics, run_job, run_job_until, run_measured, tiny_job
 from tests.train.test_step import relative_error
@@ -50,22 +50,15 @@ BYTES = {**TINY_ARGS, "vocab_size": 257}
 """A model of the tokens of `tokenizer.kind = "bytes"`."""
 
 _IMMEDIATE = {"mode": "immediate", "keep_params_unsharded": True}
-DIVISIONS: dict[int, dict[str, dict[str, Any]]] = {
-    1: {
-        "tiny": {},
-        "microbatches": {"training": {"local_batch_size": 1}},
-    },
-    2: {
-        "deferred": {"training": {"local_batch_size": 1}, "gradient_accumulation": {"mode": "deferred"}},
-        "immediate": {"training": {"local_batch_size": 1}, "gradient_accumulation": _IMMEDIATE},
-        "deferred_all_reduce": {
-            "training": {"local_batch_size": 1},
-            "gradient_accumulation": {"mode": "deferred_all_reduce"},
-            "parallelism": {"data_parallel_replicate_degree": 2},
-        },
+DIVISIONS: dict[str, dict[str, Any]] = {
+    "deferred": {"gradient_accumulation": {"mode": "deferred"}},
+    "immediate": {"gradient_accumulation": _IMMEDIATE},
+    "deferred_all_reduce": {
+        "gradient_accumulation": {"mode": "deferred_all_reduce"},
+        "parallelism": {"data_parallel_replicate_degree": 2},
     },
 }
-"""Ways to divide the batch of a step, by number of ranks. The first has the whole batch in one microbatch."""
+"""Ways to divide the batch of a step over two ranks, each of which has two microbatches."""
 
 
 def focal_loss(logits: Tensor, targets: Tensor) -> Tensor:
@@ -152,15 +145,12 @@ def run_named(jobs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Tensor]]:
     return {name: run_job({**job, "job": {**job["job"], "name": name}}) for name, job in jobs.items()}
 
 
-def divided(job: dict[str, Any], ranks: int) -> dict[str, dict[str, Any]]:
-    """Return a job in all divisions for a number of ranks. `kto` cannot keep parameters unsharded."""
-    jobs = {
-        name: {**job, **changes, "training": {**job["training"], **changes.get("training", {})}}
-        for name, changes in DIVISIONS[ranks].items()
-    }
-    if job["loss"].get("name") == "kto" and "immediate" in jobs:
-        jobs["immediate"]["gradient_accumulation"] = {"mode": "immediate"}
-    return jobs
+def divided(job: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return a job in a division. `kto` cannot keep parameters unsharded."""
+    job = {**job, **DIVISIONS[name], "training": {**job["training"], "local_batch_size": 1}}
+    if job["loss"].get("name") == "kto" and name == "immediate":
+        job["gradient_accumulation"] = {"mode": "immediate"}
+    return job
 
 
 def samples_of(job: dict[str, Any]) -> Iterator[list[tuple[Tensor, ...]]]:
@@ -187,16 +177,16 @@ def train_plainly(
     return full_state(model), losses
 
 
-def check_all_divisions(
-    job: dict[str, Any], folder: Path, expected: dict[str, Tensor], losses: list[float]
+def check_divisions(
+    job: dict[str, Any], folder: Path, expected: dict[str, Tensor], losses: list[float], names: Sequence[str]
 ) -> list[dict[str, float]]:
-    """Train a job as one batch, as 4 microbatches, and on 2 ranks. Compare with plain training. Return the metrics."""
-    for ranks in DIVISIONS:
-        for name, state in run_ranks(run_named, ranks, divided(job, ranks))[0].items():
+    """Train a job as one batch, and in divisions on 2 ranks. Compare with plain training. Return the metrics."""
+    for ranks, jobs in ((1, {"tiny": job}), (2, {name: divided(job, name) for name in names})):
+        for name, state in run_ranks(run_named, ranks, jobs)[0].items():
             assert relative_error(state, expected) < 1e-5, name
     metrics = read_metrics(folder)
     assert [row["train/loss"] for row in metrics] == pytest.approx(losses, rel=1e-5)
-    for name in ("microbatches", *DIVISIONS[2]):
+    for name in names:
         of_division = read_metrics(folder, name)
         for row, own in zip(metrics, of_division, strict=True):
             compared = [
@@ -221,7 +211,7 @@ def test_cross_entropy_with_its_options_trains_as_a_plain_loop(tmp_path: Path) -
         return loss + z_loss
 
     expected, _ = train_plainly(job, TINY_ARGS, mean_loss_of)
-    metrics = check_all_divisions(job, tmp_path, expected, [loss for loss, _ in of_steps])
+    metrics = check_divisions(job, tmp_path, expected, [loss for loss, _ in of_steps], ["deferred"])
     assert [row["train/z_loss"] for row in metrics] == pytest.approx([z_loss for _, z_loss in of_steps], rel=1e-5)
 
 
@@ -237,7 +227,7 @@ def test_a_function_of_the_user_trains_as_a_plain_loop(
         return loss(model(inputs), targets) / num_items
 
     expected, losses = train_plainly(job, TINY_ARGS, mean_loss_of)
-    last = check_all_divisions(job, tmp_path, expected, losses)[-1]
+    last = check_divisions(job, tmp_path, expected, losses, ["deferred_all_reduce"])[-1]
 
     model = plain_model(SEED, **TINY_ARGS)
     model.load_state_dict(expected, strict=False)
@@ -291,7 +281,7 @@ def test_distillation_trains_as_a_plain_loop(tmp_path: Path) -> None:
         return total / (BATCH * 16)
 
     expected, losses = train_plainly(job, TINY_ARGS, mean_loss_of)
-    metrics = check_all_divisions(job, tmp_path, expected, losses)
+    metrics = check_divisions(job, tmp_path, expected, losses, ["immediate"])
     for row in metrics:
         total = 0.75 * 4 * row["distillation/kl_divergence"] + 0.25 * row["distillation/cross_entropy"]
         assert row["train/loss"] == pytest.approx(total, rel=1e-5)
@@ -387,7 +377,7 @@ def test_dpo_trains_as_a_plain_loop(tmp_path: Path) -> None:
 
     expected, losses = train_plainly(job, BYTES, mean_loss_of)
     assert len({count for step in counts for count in step}) > 1, "samples must have different numbers of pairs"
-    metrics = check_all_divisions(job, tmp_path, expected, losses)
+    metrics = check_divisions(job, tmp_path, expected, losses, list(DIVISIONS))
     assert [row["preference/reward_margin"] for row in metrics] == pytest.approx(margins, rel=1e-4)
     for row in metrics:
         assert row["preference/reward_chosen"] - row["preference/reward_rejected"] == pytest.approx(
@@ -471,7 +461,7 @@ def test_kto_trains_as_a_plain_loop(tmp_path: Path) -> None:
     expected, losses = train_plainly(job, BYTES, mean_loss_of)
     assert len({count for step in counts for count in step}) > 1, "samples must have different numbers of answers"
     assert max(baselines) > 0
-    metrics = check_all_divisions(job, tmp_path, expected, losses)
+    metrics = check_divisions(job, tmp_path, expected, losses, ["deferred_all_reduce"])
     assert [row["preference/baseline"] for row in metrics] == pytest.approx(baselines, rel=1e-4)
     assert [row["preference/signed_reward"] for row in metrics] == pytest.approx(signed, rel=1e-4)
 
@@ -525,7 +515,7 @@ def test_kto_with_the_base_of_adapters_is_kto_with_its_folder(tmp_path: Path) ->
     expected = run_ranks(run_job, 1, job)[0]
     of_folder = read_metrics(tmp_path)
     base = {**job, "loss": {"name": "kto", "kto": {**job["loss"]["kto"], "reference": "base"}}}
-    for name, state in run_ranks(run_named, 2, {"base": divided(base, 2)["deferred"]})[0].items():
+    for name, state in run_ranks(run_named, 2, {"base": divided(base, "immediate")})[0].items():
         assert relative_error(state, expected) < 1e-5, name
     for row, own in zip(of_folder, read_metrics(tmp_path, "base"), strict=True):
         assert [own[tag] for tag in ("train/loss", "preference/baseline")] == pytest.approx(
@@ -611,10 +601,10 @@ def pairs_by_definition(
 
 
 def test_other_losses_of_pairs_train_as_a_plain_loop(tmp_path: Path) -> None:
-    """As one batch, and in microbatches on 2 ranks. `ipo` has a reference model."""
+    """In microbatches on 2 ranks. `ipo` has a reference model."""
     pytest.importorskip("jinja2")
     reference = plain_model(3, SEQ_LEN, **BYTES).eval()
-    whole, parts, expected = {}, {}, {}
+    jobs, expected = {}, {}
     for name, (_, _, settings) in PAIR_LOSSES.items():
         job, margins = dpo_job(tmp_path), list[float]()
         folder = {"reference": job["loss"]["dpo"]["reference"]} if name == "ipo" else {}
@@ -622,16 +612,14 @@ def test_other_losses_of_pairs_train_as_a_plain_loop(tmp_path: Path) -> None:
         job["validation"] = {"freq": STEPS, "data": job["data"], "local_batch_size": 2}
         loss = pairs_by_definition(name, reference if folder else None, margins)
         expected[name] = (*train_plainly(job, BYTES, loss), margins)
-        whole[name] = job
-        parts[f"{name}-in-parts"] = divided(job, 2)["deferred"]
-    for ranks, jobs in ((1, whole), (2, parts)):
-        for run, state in run_ranks(run_named, ranks, jobs)[0].items():
-            parameters, losses, margins = expected[run.partition("-")[0]]
-            assert relative_error(state, parameters) < 1e-5, run
-            rows = read_metrics(tmp_path, run)
-            assert [row["train/loss"] for row in rows] == pytest.approx(losses, rel=1e-5), run
-            assert [row["preference/reward_margin"] for row in rows] == pytest.approx(margins, rel=1e-4), run
-            assert math.isfinite(rows[-1]["validation/loss"]) and 0 <= rows[-1]["validation/accuracy"] <= 1
+        jobs[name] = divided(job, "deferred")
+    for name, state in run_ranks(run_named, 2, jobs)[0].items():
+        parameters, losses, margins = expected[name]
+        assert relative_error(state, parameters) < 1e-5, name
+        rows = read_metrics(tmp_path, name)
+        assert [row["train/loss"] for row in rows] == pytest.approx(losses, rel=1e-5), name
+        assert [row["preference/reward_margin"] for row in rows] == pytest.approx(margins, rel=1e-4), name
+        assert math.isfinite(rows[-1]["validation/loss"]) and 0 <= rows[-1]["validation/accuracy"] <= 1
 
 
 def test_a_certain_answer_has_a_finite_loss() -> None:
@@ -682,7 +670,7 @@ def test_the_base_of_adapters_is_the_reference(tmp_path: Path) -> None:
     expected = run_ranks(run_job, 1, job)[0]
     of_folder = read_metrics(tmp_path)
     base = {**job, "loss": {"name": "dpo", "dpo": {**job["loss"]["dpo"], "reference": "base"}}}
-    for name, state in run_ranks(run_named, 2, divided(base, 2))[0].items():
+    for name, state in run_ranks(run_named, 2, {"base": divided(base, "immediate")})[0].items():
         assert relative_error(state, expected) < 1e-5, name
         for row, own in zip(of_folder, read_metrics(tmp_path, name), strict=True):
             tags = ("train/loss", "preference/reward_chosen", "preference/reward_rejected")
@@ -724,7 +712,8 @@ def test_measured_memory_and_traffic_are_those_of_the_trace(tmp_path: Path, loss
     assert last["comm/reduce_scatter_gib"] * GIB == step.traffic.reduce_scatter_bytes
 
 
-def test_losses_under_tensor_parallelism_and_in_a_pipeline(tmp_path: Path) -> None:
+@sampled("names", ("focal", "distillation", "dpo", "kto"))
+def test_losses_under_tensor_parallelism_and_in_a_pipeline(names: tuple[str, ...], tmp_path: Path) -> None:
     """Logits are gathered for the losses. A pipeline runs functions of the user alone."""
     pytest.importorskip("jinja2")
     args = {**TINY_ARGS, "vocab_size": 64}
@@ -737,12 +726,13 @@ def test_losses_under_tensor_parallelism_and_in_a_pipeline(tmp_path: Path) -> No
     jobs = {"focal": focal, "distillation": distillation, "dpo": dpo}
     jobs["kto"] = kto_job(tmp_path, model={"args": {**BYTES, "vocab_size": 258}})
     jobs["kto"]["loss"]["kto"]["reference"] = dpo["loss"]["dpo"]["reference"]
+    jobs = {name: jobs[name] for name in names}
     expected = run_ranks(run_named, 1, jobs)[0]
     losses = {name: [row["train/loss"] for row in read_metrics(tmp_path, name)] for name in jobs}
     by_tensor = {"parallelism": {"tensor_parallel_degree": 2, "loss_parallel": False}}
     staged = {"parallelism": {"pipeline_parallel_degree": 2}, "training": {**focal["training"], "local_batch_size": 1}}
-    divided = {name: {**job, **by_tensor} for name, job in jobs.items()} | {"pipeline": {**focal, **staged}}
-    first, second = run_ranks(run_named, 2, divided)
+    in_parts = {name: {**job, **by_tensor} for name, job in jobs.items()} | {"pipeline": {**focal, **staged}}
+    first, second = run_ranks(run_named, 2, in_parts)
     for name in jobs:
         assert relative_error(first[name], expected[name]) < 1e-5, name
         assert [row["train/loss"] for row in read_metrics(tmp_path, name)] == pytest.approx(losses[name], rel=1e-5)

@@ -103,10 +103,11 @@ GATHERS = N * (2 * (LAYERS - 1) + 3)
         [
             ("immediate", True, Collectives(UNITS, N * UNITS, N * UNITS)),
             ("immediate", False, Collectives(GATHERS, N * UNITS, N * UNITS)),
-            ("deferred_all_reduce", False, Collectives(GATHERS, N * UNITS, UNITS)),
             ("deferred", True, Collectives(UNITS, UNITS, UNITS)),
+            ("deferred_all_reduce", False, Collectives(GATHERS, N * UNITS, UNITS)),
             ("deferred", False, Collectives(GATHERS, UNITS, UNITS)),
-        ]
+        ],
+        3,
     ),
 )
 def test_counted_collectives_of_a_step_on_hsdp_are_the_planned_ones(
@@ -144,7 +145,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize(("mode", "ranks", "replicate", "sections"), LAYOUTS)
+@pytest.mark.parametrize(("mode", "ranks", "replicate", "sections"), rest_is_slow(LAYOUTS))
 def test_counted_collectives_and_their_bytes_are_the_planned_ones(
     mode: str, ranks: int, replicate: int, sections: dict[str, dict[str, Any]]
 ) -> None:

@@ -168,14 +168,17 @@ def compiled_and_not(names: Sequence[str]) -> dict[str, tuple[int, int]]:
         with patch.object(rope, "_rotated", rope._rotated_by_parts):  # as in a graph; test_layers compares both
             expected, _ = train({**sections, **own}, name == "packed")
         assert_equal(compiled, expected)
+    return found
+
+
+def check_graphs() -> None:
+    """Check numbers of graphs, and code that does not become a graph."""
     _, (_, graphs) = train({"model": {"name": f"{__name__}:Widening"}, "compile": {**COMPILE, "backend": "eager"}})
     assert graphs == SHAPES
     _explain()
     _check_stance()
-    if dist.get_rank() == 0:  # these do not communicate
-        _check_loss()
-        _check_cost()
-    return found
+    _check_loss()
+    _check_cost()
 
 
 def _explain() -> None:
@@ -246,3 +249,7 @@ def test_compiled_blocks_give_the_same_results_in_few_graphs(names: tuple[str, .
     found = run_ranks(compiled_and_not, 2, names, timeout=300)[0]
     assert {name: graphs for name, (_, graphs) in found.items()} == {name: CASES[name][1] for name in names}
     assert found["budget"][0] < 0.8 * found["whole"][0]
+
+
+def test_graphs_of_shapes_and_losses_and_errors_for_code_without_a_graph() -> None:
+    run_ranks(check_graphs, 1, timeout=300)

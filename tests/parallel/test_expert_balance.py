@@ -64,37 +64,30 @@ def biases_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: buffer for name, buffer in model.named_buffers() if name.endswith("selection_bias")}
 
 
-def divided_jobs(folder: Path, ranks: int) -> list[dict[str, Any]]:
-    """Return jobs on `ranks` ranks. The first one on one rank is the reference. With two, the last ones have replicas,
-    a pipeline and divided sequences."""
-    jobs = [
-        moe_job(
-            folder / f"{ranks}_{local}_{mode}_{checkpointing}",
-            training={"global_batch_size": 4, "local_batch_size": local},
-            gradient_accumulation={"mode": mode},
-            activation_checkpoint={"mode": checkpointing},
-        )
-        for local, mode, checkpointing in (
-            [(4, "immediate", "none"), (1, "deferred", "selective")] if ranks == 1 else [(1, "immediate", "full")]
-        )
-    ]
-    if ranks == 1:
-        return jobs
+def divided_jobs(folder: Path) -> list[dict[str, Any]]:
+    """Return jobs on two ranks: with shards, replicas, a pipeline and divided sequences."""
     return [
-        *jobs,
+        moe_job(
+            folder / "shards",
+            training={"global_batch_size": 4, "local_batch_size": 1},
+            gradient_accumulation={"mode": "deferred"},
+            activation_checkpoint={"mode": "full"},
+        ),
         moe_job(
             folder / "replicas",
-            parallelism={"data_parallel_replicate_degree": ranks},
+            parallelism={"data_parallel_replicate_degree": 2},
             gradient_accumulation={"mode": "deferred_all_reduce"},
+            activation_checkpoint={"mode": "selective"},
         ),
-        moe_job(folder / "pipeline", parallelism={"pipeline_parallel_degree": ranks}),
-        moe_job(folder / "context", parallelism={"context_parallel_degree": ranks}),
+        moe_job(folder / "pipeline", parallelism={"pipeline_parallel_degree": 2}),
+        moe_job(folder / "context", parallelism={"context_parallel_degree": 2}),
     ]
 
 
 def test_ranks_microbatches_modes_and_checkpointing_do_not_change_a_step(tmp_path: Path) -> None:
-    by_rank = [trained for ranks in (1, 2) for trained in run_ranks(train, ranks, divided_jobs(tmp_path, ranks))]
-    (expected, expected_biases), *others = (job for jobs in by_rank for job in jobs)
+    alone = moe_job(tmp_path / "alone", training={"global_batch_size": 4, "local_batch_size": 4})
+    (((expected, expected_biases),),) = run_ranks(train, 1, [alone])
+    others = [trained for jobs in run_ranks(train, 2, divided_jobs(tmp_path)) for trained in jobs]
     experts = [tag for tag in expected[0] if tag.startswith("experts/")]
     assert len(experts) == 3 + 3 * 2
     for measured, biases in others:
@@ -137,11 +130,11 @@ STEADY = {"kind": "warmup_stable_decay", "decay_ratio": 0.0}
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
-    checkpoint = {"enable": True, "interval": 2}
-    job = moe_job(tmp_path / "resumed", checkpoint=checkpoint, lr_scheduler=STEADY)
-    run_ranks(run_job_until, 2, job, 2)
+    sections: dict[str, Any] = {"training": {"steps": 2}, "lr_scheduler": STEADY}
+    job = moe_job(tmp_path / "resumed", checkpoint={"enable": True, "interval": 1}, **sections)
+    run_ranks(run_job_until, 2, job, 1)
     resumed, _ = run_ranks(run_job, 2, job)
-    expected, _ = run_ranks(run_job, 2, moe_job(tmp_path / "uninterrupted", lr_scheduler=STEADY))
+    expected, _ = run_ranks(run_job, 2, moe_job(tmp_path / "uninterrupted", **sections))
     assert_equal(resumed, expected)
     assert resumed["layers.2.moe.selection_bias"].any() and not resumed["layers.2.moe.load"].any()
 

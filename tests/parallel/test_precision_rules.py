@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import cycle, product
 from typing import Any
 
 import pytest
@@ -198,10 +198,11 @@ def of_class(norm: str, rules: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def placements_agree(
     model: dict[str, Any], rules: list[list[dict[str, Any]]], parallelism: dict[str, Any], training: dict[str, Any]
 ) -> None:
-    """Compare rules in place with rules in units of their own, for each list of rules."""
+    """Compare rules in place with rules in units of their own, for each list of rules. The activation checkpointing
+    mode changes from one list to the next."""
     tokens = tokens_of_this_rank()
-    for own in rules:
-        for mode, checkpointing in (("immediate", {"mode": "none"}), *(("deferred", c) for c in CHECKPOINTING)):
+    for own, checkpointed in zip(rules, cycle(CHECKPOINTING)):
+        for mode, checkpointing in (("immediate", {"mode": "none"}), ("deferred", checkpointed)):
             found = []
             for placement in ("own_unit", "in_place"):
                 job = {

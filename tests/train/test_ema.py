@@ -34,11 +34,11 @@ EMA = {"decay": 0.9}
 
 
 def ema_job(folder: Path, **sections: Any) -> dict[str, Any]:
-    """Return a job of six steps with an average, a checkpoint after step 3 and one after step 6."""
+    """Return a job of four steps with an average, a checkpoint after step 2 and one after step 4."""
     job = {
         "ema": EMA,
-        "training": {"steps": 6},
-        "checkpoint": {"enable": True, "interval": 3},
+        "training": {"steps": 4},
+        "checkpoint": {"enable": True, "interval": 2},
         "lr_scheduler": {"kind": "warmup_stable_decay", "decay_ratio": 0.0},
         **sections,
     }
@@ -51,7 +51,7 @@ def average_of(run: Run) -> State:
     return {name: full_tensor(tensor) for name, tensor in ema.state_dict().items()}
 
 
-def saved_average(folder: Path, step: int = 6) -> State:
+def saved_average(folder: Path, step: int = 4) -> State:
     return dict(read_weights(folder / f"tiny/checkpoints/step-{step}", ema=True))
 
 
@@ -64,7 +64,7 @@ def _record(job: dict[str, Any]) -> list[tuple[State, State]]:
     with ExitStack() as stack:
         run = build_run(JobConfig.model_validate(job), this_rank(), stack)
         seen = [(full_state(run.model), average_of(run))]
-        while run.progress.step < 6:
+        while run.progress.step < 4:
             train_one_step(run)
             masters = {
                 name: full_tensor(run.optimizer.state[parameter]["master"])
@@ -75,12 +75,11 @@ def _record(job: dict[str, Any]) -> list[tuple[State, State]]:
         return seen
 
 
-# The weight of the parameters after each of six steps.
+# The weight of the parameters after each of four steps.
 WEIGHTS: dict[str, tuple[dict[str, Any], list[float]]] = {
-    "decay": (EMA, [0.1] * 6),
-    "warm-up": ({"decay": 0.25, "warmup": True}, [0.9, 9 / 11, 0.75, 0.75, 0.75, 0.75]),
-    "start": ({"decay": 0.9, "start_step": 3, "every_steps": 2}, [0, 1, 0, 0.1, 0, 0.1]),
-    "masters": (EMA, [0.1] * 6),
+    "warm-up": ({"decay": 0.25, "warmup": True}, [0.9, 9 / 11, 0.75, 0.75]),
+    "start": ({"decay": 0.9, "start_step": 3, "every_steps": 2}, [0, 1, 0, 0.1]),
+    "masters": (EMA, [0.1] * 4),
 }
 BF16 = {
     "precision": {"param_dtype": "bfloat16", "storage_dtype": "bfloat16"},
@@ -106,7 +105,7 @@ DIVISIONS: dict[str, dict[str, Any]] = {
     "PP": {"parallelism": {"pipeline_parallel_degree": 2}},
     "deferred, offloaded": {
         "gradient_accumulation": {"mode": "deferred"},
-        "training": {"steps": 6, "enable_cpu_offload": True},
+        "training": {"steps": 4, "enable_cpu_offload": True},
     },
     "replicas": {"parallelism": {"data_parallel_replicate_degree": 2}},
     "TP": {"parallelism": {"tensor_parallel_degree": 2}},
@@ -139,8 +138,8 @@ def test_every_division_saves_the_same_average(names: tuple[str, ...], tmp_path:
 
 
 def test_a_resumed_average_is_bitwise_the_uninterrupted_one(tmp_path: Path) -> None:
-    # Steps 4 and 5 are lost.
-    run_ranks(run_and_interrupt, 2, ema_job(tmp_path / "whole"), ema_job(tmp_path / "parts"), 5)
+    # Step 3 is lost.
+    run_ranks(run_and_interrupt, 2, ema_job(tmp_path / "whole"), ema_job(tmp_path / "parts"), 3)
     shutil.copytree(tmp_path / "parts", tmp_path / "fewer", symlinks=True)
     run_ranks(run_job, 2, ema_job(tmp_path / "parts"))
     run_ranks(run_job, 1, ema_job(tmp_path / "fewer"))
@@ -167,25 +166,25 @@ def test_an_average_can_begin_and_end_at_a_resume(tmp_path: Path) -> None:
     """The shared weight has both of its names in a checkpoint."""
     tied = {"model": {"args": {"tie_embeddings": True}}}
     without = ema_job(tmp_path, ema={}, **tied)
-    run_ranks(run_job_until, 1, without, 3)
-    with pytest.raises(UserError, match=r"step-3 has no moving average of the weights \(ema.decay was not set\)"):
-        saved_average(tmp_path, 3)
+    run_ranks(run_job_until, 1, without, 2)
+    with pytest.raises(UserError, match=r"step-2 has no moving average of the weights \(ema.decay was not set\)"):
+        saved_average(tmp_path, 2)
     begun = "moving average of the weights: the checkpoint has none; the new average begins with the loaded parameters"
     assert run_ranks(logged, 1, ema_job(tmp_path, **tied), "moving average of the weights:") == [[begun]]
-    states = [dict(read_weights(tmp_path / f"tiny/checkpoints/step-{step}")) for step in (3, 6)]
+    states = [dict(read_weights(tmp_path / f"tiny/checkpoints/step-{step}")) for step in (2, 4)]
     average = saved_average(tmp_path)
     assert torch.equal(average["output.weight"], average["tok_embeddings.weight"])
     for key, tensor in states[0].items():
         moved = (average[key] - tensor).norm() / (states[1][key] - tensor).norm()
-        assert 0 < moved < 0.3, key  # three updates with a weight of 0.1
+        assert 0 < moved < 0.3, key  # two updates with a weight of 0.1
     source = {"enable": True, "load": str(tmp_path / "tiny"), "exclude_from_loading": ["ema"]}
-    anew = ema_job(tmp_path, job={"name": "anew"}, checkpoint=source, training={"steps": 7}, **tied)
+    anew = ema_job(tmp_path, job={"name": "anew"}, checkpoint=source, training={"steps": 5}, **tied)
     not_loaded = (
         "moving average of the weights: that of the checkpoint is not loaded; the new average begins with the loaded "
         "parameters"
     )
     assert run_ranks(logged, 1, anew, "moving average of the weights:") == [[not_loaded]]
-    without["training"]["steps"] = 7
+    without["training"]["steps"] = 5
     dropped = "the moving average of the weights in the checkpoint is dropped, because ema.decay is not set"
     assert run_ranks(logged, 1, without, "the moving average") == [[dropped]]
 
@@ -229,7 +228,7 @@ def validated(job: dict[str, Any]) -> tuple[dict[str, float], dict[str, float], 
 
 
 SOURCE = {"kind": "synthetic", "vocab_size": 61, "num_samples": 7, "seed": 1}
-HELD_OUT = {"freq": 6, "local_batch_size": 3, "data": SOURCE}
+HELD_OUT = {"freq": 4, "local_batch_size": 3, "data": SOURCE}
 VALIDATED = ("accuracy", "loss", "perplexity")
 STORED_IN_BF16 = {"param_dtype": "float32", "storage_dtype": "bfloat16"}
 
@@ -258,4 +257,4 @@ def test_the_average_is_validated(
     last = read_metrics(tmp_path)[-1]
     assert sorted(tag.partition("/")[2] for tag in last if tag.startswith("validation/")) == sorted(tags)
     best = last.get("validation/loss", last["validation/ema_loss"])
-    assert read_manifest(tmp_path / "tiny/checkpoints/step-6").validation_loss == best
+    assert read_manifest(tmp_path / "tiny/checkpoints/step-4").validation_loss == best

@@ -132,7 +132,7 @@ def test_unused_parameters_leave_after_backward_and_train_as_without_sharding(tm
 
 def test_units_that_are_reduced_again_after_they_have_left_are_summed(tmp_path: Path) -> None:
     """Both then sum each microbatch over the replicas, and add up these sums: the bits are those of `immediate`."""
-    run_ranks(train_both, 4, tmp_path, {}, ACCUMULATED, True)
+    run_ranks(train_both, 2, tmp_path, {}, ACCUMULATED, True)
 
 
 class Abandoned(BaseException):
@@ -170,4 +170,4 @@ def failing_at_third() -> Callable[[str, Tensor, Tensor], None]:
 
 
 def test_an_abandoned_step_leaves_nothing_behind(tmp_path: Path) -> None:
-    run_ranks(abandon_and_repeat, 4, tiny_job(tmp_path, training=ACCUMULATED, parallelism=SHARDED))
+    run_ranks(abandon_and_repeat, 2, tiny_job(tmp_path, training=ACCUMULATED, parallelism=SHARDED))

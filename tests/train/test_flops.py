@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.sampling import rest_is_slow
 from tests.train.jobs import TINY_ARGS
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.parallelism import ActivationCheckpointConfig
@@ -44,7 +45,7 @@ def weights_of(module: nn.Module, of: str = "") -> int:
     return sum(p.numel() for name, p in module.named_parameters() if p.dim() == 2 and of in name)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", rest_is_slow(list(FAMILIES)))
 def test_a_decoder_counts_by_the_formula_of_palm(family: str) -> None:
     """6 for each weight that is multiplied with a token, and 6 (Q + V) for each pair of tokens, or of a token and its
     window (arXiv:2204.02311, appendix B)."""
@@ -114,7 +115,7 @@ VARIANTS: dict[str, JobConfig] = {
 }
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", rest_is_slow(list(VARIANTS)))
 def test_two_blocks_of_a_kind_tell_those_of_all(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = VARIANTS[variant]
     few = flops_of_job(config)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from tests.distributed import run_command
+from tests.sampling import rest_is_slow
 from titan_launch.core.errors import ConfigError
 from titan_launch.data.sources import Batch
 from titan_launch.loss.interface import Loss
@@ -184,19 +185,18 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("kind", WRONG)
+OTHER_CAUSES = ("a dict of inputs", "a tuple of inputs", "names", "any names", "one axis")
+"""Cases whose checks others of the same kind walk too."""
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind in OTHER_CAUSES)) for kind in WRONG]
+)
 def test_a_wrong_forward_is_reported_in_one_sentence(tmp_path: Path, kind: str) -> None:
     model, expected = WRONG[kind]
     write(tmp_path, *model)
     assert printed(tmp_path, "train") == expected.format("Tensor")
-    if kind in (
-        "labels",
-        "an object",
-        "a loss",
-        "few rows",
-        "no labels",
-        "no loss",
-    ):  # a trace has tensors without values
+    if kind in ("labels", "an object", "few rows", "no loss"):  # a trace has tensors without values
         assert printed(tmp_path, "plan") == expected.format("FakeTensor")
 
 
@@ -250,15 +250,15 @@ def test_validation_checks_the_forward_too(tmp_path: Path) -> None:
 
 RIGHT = {
     "an object": ("self, tokens, labels=None, **kwargs", "return Output(self.logits(tokens))"),
-    "a tuple": ("self, tokens", "return None, torch.zeros(2), self.logits(tokens), tokens"),
     "a dict": ("self, tokens", 'return {"logits": self.logits(tokens)}'),
     "a loss": ("self, tokens, labels=None", "return self.loss(tokens, labels)", "", "mean"),
-    "a mask": ("self, tokens, mask=None", "return self.logits(tokens) if mask is None else self.logits(tokens * mask)"),
     "any arguments": ("self, *args, **kwargs", "return self.logits(*args, **kwargs)"),
+    "a tuple": ("self, tokens", "return None, torch.zeros(2), self.logits(tokens), tokens"),
+    "a mask": ("self, tokens, mask=None", "return self.logits(tokens) if mask is None else self.logits(tokens * mask)"),
 }
 
 
-@pytest.mark.parametrize("kind", RIGHT)
+@pytest.mark.parametrize("kind", rest_is_slow(list(RIGHT)))
 def test_a_forward_that_can_be_called_trains(tmp_path: Path, kind: str) -> None:
     write(tmp_path, *RIGHT[kind])
     status, printed, reported = run_command(["train", "--config", "job.toml"], tmp_path)
@@ -294,7 +294,7 @@ OWN_BUGS = {
 }
 
 
-@pytest.mark.parametrize("kind", OWN_BUGS)
+@pytest.mark.parametrize("kind", rest_is_slow(list(OWN_BUGS)))
 def test_a_bug_in_a_forward_with_optional_arguments_keeps_its_traceback(tmp_path: Path, kind: str) -> None:
     write(tmp_path, *OWN_BUGS[kind])
     status, _, reported = run_command(["train", "--config", "job.toml"], tmp_path)

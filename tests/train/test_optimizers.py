@@ -25,25 +25,25 @@ REPLICATED = {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree":
 
 
 def _job(folder: Path, name: str, case: str, **sections: Any) -> dict[str, Any]:
-    checkpoint = {"enable": True, "interval": 2, "load": "latest", "accept_changes": True}
-    sections = {"training": {"steps": 3}, **JOBS[case], **sections}
+    checkpoint = {"enable": True, "interval": 1, "load": "latest", "accept_changes": True}
+    sections = {"training": {"steps": 2}, **JOBS[case], **sections}
     return tiny_job(folder, job={"name": name}, checkpoint=checkpoint, **sections)
 
 
 def _train(folder: Path, cases: Sequence[str]) -> None:
     for case in cases:
         whole = run_job(_job(folder, f"{case}-whole", case))
-        run_job_until(_job(folder, f"{case}-resumed", case), 2)
+        run_job_until(_job(folder, f"{case}-resumed", case), 1)
         resumed = run_job(_job(folder, f"{case}-resumed", case))
         for name, tensor in whole.items():
             assert torch.equal(tensor, resumed[name]), (case, name)
-    run_job_until(_job(folder, "moved", "muon"), 2)
+    run_job_until(_job(folder, "moved", "muon"), 1)
     moved = run_job(_job(folder, "moved", "muon", parallelism=REPLICATED))
     alone = run_job(_job(folder, "alone", "muon"))
     for name, tensor in alone.items():
         torch.testing.assert_close(moved[name], tensor, rtol=0, atol=2e-4, msg=name)  # sums in another order, in bf16
     with pytest.raises(UserError, match=r"is of another optimizer: for .* it has momentum_buffer, step, and this"):
-        run_job(_job(folder, "alone", "masters", training={"steps": 4}))
+        run_job(_job(folder, "alone", "masters", training={"steps": 3}))
 
 
 @sampled("cases", ("stochastic", "sgd", "masters"))

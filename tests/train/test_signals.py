@@ -81,9 +81,10 @@ def test_all_ranks_stop_at_the_step_in_which_one_is_signalled_and_resume_exactly
 
 
 def stop_between_checkpoints(folder: Path) -> None:
-    sections: dict[str, Any] = {"model": {"args": {"norm": "batchnorm"}}, "checkpoint": {"enable": True, "interval": 3}}
+    sections: dict[str, Any] = {"model": {"args": {"norm": "batchnorm"}}, "checkpoint": {"enable": True, "interval": 2}}
+    sections["training"] = {"steps": 3}
     whole = run_job(tiny_job(folder, job={"name": "whole"}, **sections))
-    run_stopped(tiny_job(folder, **sections), nth=3)
+    run_stopped(tiny_job(folder, **sections), nth=2)
     assert_equal(run_job(tiny_job(folder, **sections)), whole)
 
 
@@ -132,9 +133,9 @@ def test_a_run_that_saves_nothing_reports_it_and_does_not_exit_with_status_0(
 
 @pytest.mark.parametrize("saves", [False, True])
 def test_a_signal_in_the_last_step_changes_nothing(saves: bool, tmp_path: Path) -> None:
-    job = tiny_job(tmp_path, checkpoint={"save_last": saves})
-    (text,) = run_ranks(run_stopped, 1, job, 5)
-    saved = f"the result is {tmp_path}/tiny/checkpoints/step-4"
+    job = tiny_job(tmp_path, training={"steps": 1}, checkpoint={"save_last": saves})
+    (text,) = run_ranks(run_stopped, 1, job, 2)
+    saved = f"the result is {tmp_path}/tiny/checkpoints/step-1"
     nothing = "nothing was saved (checkpoint.enable and checkpoint.save_last are false)"
-    assert text == f"done: 4 steps; {saved if saves else f'{nothing}; the reports are in {tmp_path}/tiny'}"
+    assert text == f"done: 1 steps; {saved if saves else f'{nothing}; the reports are in {tmp_path}/tiny'}"
     assert (tmp_path / "tiny/checkpoints").exists() == saves
