@@ -44,7 +44,7 @@ from titan_launch.core.errors import ConfigError, RunError
 from titan_launch.plan.hardware import GIB, hardware_of
 from titan_launch.plan.job import with_choice, with_unsharded_parameters, with_values
 from titan_launch.plan.layout import Layout, plan_layout
-from titan_launch.plan.report.modes import Row, Subject, compare
+from titan_launch.plan.report.modes import ComparedJob, PlanRow, compare
 from titan_launch.prove.ranks import run_ranks, start_server
 
 _TRAINING = [
@@ -89,7 +89,7 @@ class Measured:
 
     config: JobConfig
     layout: Layout
-    row: Row
+    row: PlanRow
     seconds: list[float] = field(default_factory=list)
     peaks: list[float] = field(default_factory=list)
     """GiB."""
@@ -129,7 +129,9 @@ def every_layout(job: JobConfig, ranks: int) -> Iterator[Measured]:
                 hardware = hardware_of(one, ranks)
                 planned = with_unsharded_parameters(one, layout)
                 recordings = recordings_of(planned, layout, hardware.kernels, is_silent=True)
-                rows = compare(planned, layout, Subject.replayed(planned, layout, hardware, recordings), hardware).rows
+                rows = compare(
+                    planned, layout, ComparedJob.replayed(planned, layout, hardware, recordings), hardware
+                ).rows
             except ConfigError:
                 continue
             for row in rows:

@@ -23,7 +23,7 @@ from titan_launch.config.job import JobConfig
 from titan_launch.plan.hardware import GIB, hardware_of
 from titan_launch.plan.layout import Layout, plan_layout
 from titan_launch.plan.memory.recordings import Recordings
-from titan_launch.plan.report.modes import Row, Subject, compare
+from titan_launch.plan.report.modes import ComparedJob, PlanRow, compare
 from titan_launch.trace.recorder import TorchRecorder
 
 SAMPLES = 512
@@ -61,14 +61,14 @@ def layouts(model: str, ranks: int) -> Iterator[Named]:
         yield Named(f"{f'FSDP {shard} x ' if shard > 1 else ''}TP 8 x PP {stages}", keys)
 
 
-def predict(model: str, ranks: int, layout: Named) -> Row:
+def predict(model: str, ranks: int, layout: Named) -> PlanRow:
     """Return the row of the faster accumulation mode that fits, or of the mode with the least memory if none fits."""
     rows = [_predict(model, ranks, layout, accumulation) for accumulation in _ACCUMULATION]
     fitting = [row for row in rows if row.verdict == "fits"]
     return min(fitting, key=_shortest) if fitting else min(rows, key=lambda row: row.reserved_bytes)
 
 
-def _predict(model: str, ranks: int, layout: Named, accumulation: dict[str, Any]) -> Row:
+def _predict(model: str, ranks: int, layout: Named, accumulation: dict[str, Any]) -> PlanRow:
     config = JobConfig.model_validate(
         {
             "model": {"name": "llama3", "flavor": model},
@@ -85,14 +85,14 @@ def _predict(model: str, ranks: int, layout: Named, accumulation: dict[str, Any]
     return _row(config, divided)
 
 
-def _row(config: JobConfig, layout: Layout) -> Row:
+def _row(config: JobConfig, layout: Layout) -> PlanRow:
     hardware = hardware_of(config, ranks_on_machine=8)
     recordings = Recordings(config, layout, hardware.kernels, TorchRecorder)
-    subject = Subject.replayed(config, layout, hardware, recordings)
+    subject = ComparedJob.replayed(config, layout, hardware, recordings)
     return compare(config, layout, subject, hardware, only_own=True).rows[0]
 
 
-def _shortest(row: Row) -> tuple[float, float]:
+def _shortest(row: PlanRow) -> tuple[float, float]:
     assert row.time.interval is not None
     return row.time.interval
 
@@ -124,7 +124,7 @@ def table(models: Sequence[str], ranks: Sequence[int], names: Sequence[str] | No
     return f"{markdown_table(lines)}\n\n{notes}"
 
 
-def _cells(model: str, ranks: int, name: str, row: Row, is_best: bool) -> list[str]:
+def _cells(model: str, ranks: int, name: str, row: PlanRow, is_best: bool) -> list[str]:
     interval, bubble = row.time.interval, row.time.bubble
     assert interval is not None
     return [

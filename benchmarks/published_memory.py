@@ -29,7 +29,7 @@ from titan_launch.plan.hardware import GIB, Hardware, planned_hardware
 from titan_launch.plan.job import Choice, with_unsharded_parameters
 from titan_launch.plan.layout import plan_layout
 from titan_launch.plan.memory.recordings import Recordings
-from titan_launch.plan.report.modes import Row, Subject, predict_row
+from titan_launch.plan.report.modes import ComparedJob, PlanRow, predict_row
 from titan_launch.trace.recorder import TorchRecorder
 
 RUNS = Path(__file__).with_name("published_runs.toml")
@@ -67,7 +67,7 @@ class Prediction:
     run: Run
     config: JobConfig
     hardware: Hardware
-    row: Row
+    row: PlanRow
     tokens: int
     """Tokens of a step."""
 
@@ -166,7 +166,7 @@ def predict(run: Run) -> Prediction:
     config = with_unsharded_parameters(config, layout)
     hardware = planned_hardware(config, run.ranks)
     recordings = Recordings(config, layout, hardware.kernels, TorchRecorder)
-    subject = Subject.replayed(config, layout, hardware, recordings)
+    subject = ComparedJob.replayed(config, layout, hardware, recordings)
     choice = Choice(config.gradient_accumulation, config.activation_checkpoint)
     row = predict_row(choice, config, layout, subject, hardware)
     return Prediction(run, config, hardware, row, layout.global_batch_size * config.training.seq_len)

@@ -30,7 +30,7 @@ from titan_launch.cli import main
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import UserError
 from titan_launch.report import recorded_run
-from titan_launch.report.comparison import Comparison
+from titan_launch.report.comparison import RunComparison
 from titan_launch.report.figures import summary, to_json
 from titan_launch.report.page import write_page
 from titan_launch.report.recorded_run import MOST_REPORTS, RecordedRun, load_run
@@ -69,7 +69,7 @@ def runs(tmp_path: Path) -> Path:
 def show(folder: Path, other: RecordedRun, is_first: bool = True) -> str:
     """Return everything that the commands show of a run, alone and beside another."""
     run = load_run(folder)
-    comparison = Comparison([run, other] if is_first else [other, run])
+    comparison = RunComparison([run, other] if is_first else [other, run])
     texts = [*summary(run), run_page(run), to_json(describe_run(run))]
     texts += [comparison.as_text(), comparison.as_page(), to_json(comparison.as_data())]
     if comparison.step is not None:
@@ -567,7 +567,7 @@ def test_no_name_of_a_run_becomes_an_element_of_a_page(runs: Path) -> None:
 def pages(one: Path, other: Path) -> list[str]:
     """Return the page of a run, and that of two."""
     first, second = load_run(one), load_run(other)
-    return [run_page(first), run_page(second), Comparison([first, second]).as_page()]
+    return [run_page(first), run_page(second), RunComparison([first, second]).as_page()]
 
 
 HOSTILE_VALUES: tuple[Any, ...] = (

@@ -6,20 +6,20 @@ import torch
 from torch import Tensor
 
 from titan_launch.config.optimizers import alike
-from titan_launch.optim.shards import Draw, _mix, random_bits, round_stochastically
+from titan_launch.optim.shards import RandomBits, _mix, random_bits, round_stochastically
 
 
 def rounded(values: Tensor, name: str = "w", step: int = 1, seed: int = 0, offsets: tuple[int, ...] = (0, 0)) -> Tensor:
     target = torch.empty_like(values, dtype=torch.bfloat16)
     round_stochastically(
-        [Draw(seed, name, torch.tensor(float(step)), values.shape, offsets)], [target], [values.clone()]
+        [RandomBits(seed, name, torch.tensor(float(step)), values.shape, offsets)], [target], [values.clone()]
     )
     return target.float()
 
 
 def bits(shape: tuple[int, ...], name: str = "w", step: float = 1.0, seed: int = 0) -> Tensor:
     size = torch.Size(shape)
-    return random_bits([Draw(seed, name, torch.tensor(step), size, (0,) * len(size))]).view(size)
+    return random_bits([RandomBits(seed, name, torch.tensor(step), size, (0,) * len(size))]).view(size)
 
 
 def test_stochastic_rounding_is_unbiased_between_the_two_nearest_bfloat16_values() -> None:
@@ -90,7 +90,7 @@ def test_a_shard_draws_the_same_random_numbers_as_the_full_tensor() -> None:
 def test_tensors_that_are_rounded_together_draw_as_alone() -> None:
     shapes = [(5, 4), (2, 4), (3,), (), (7, 4), (0, 4), (6,), (2, 3, 5), (4, 3, 5), ()]
     draws = [
-        Draw(0, f"w{index}", torch.tensor(3.0), torch.Size(shape), (index, 1, 2)[: len(shape)])
+        RandomBits(0, f"w{index}", torch.tensor(3.0), torch.Size(shape), (index, 1, 2)[: len(shape)])
         for index, shape in enumerate(shapes)
     ]
     parts = alike(draws, lambda draw: draw.inner)

@@ -24,7 +24,7 @@ from titan_launch.plan.hardware import hardware_of
 from titan_launch.plan.job import with_unsharded_parameters, with_values
 from titan_launch.plan.layout import Layout, plan_layout
 from titan_launch.plan.report.found import overlay
-from titan_launch.plan.report.modes import Row, Subject, compare
+from titan_launch.plan.report.modes import ComparedJob, PlanRow, compare
 from titan_launch.plan.search import SEARCHED, Search, _without_pipeline, value_of
 
 RANKS = 4
@@ -55,7 +55,7 @@ def job(*options: str) -> JobConfig:
     return load_job("llama_debug", [*JOB, *options]).config
 
 
-def every_fitting_row(config: JobConfig, ranks: int, stages: tuple[int, ...] = (1, 2, 4)) -> Iterator[Row]:
+def every_fitting_row(config: JobConfig, ranks: int, stages: tuple[int, ...] = (1, 2, 4)) -> Iterator[PlanRow]:
     """Plan all combinations of what a search sets, one by one."""
     parallelism = "parallelism"
     for tensor, pipeline, replicas, sharded, size in product((1, 2), stages, (1, 2, 4), (False, True), (1, 2, 4, 8)):
@@ -78,7 +78,7 @@ def every_fitting_row(config: JobConfig, ranks: int, stages: tuple[int, ...] = (
         hardware = hardware_of(one, ranks_on_machine=2)
         one = with_unsharded_parameters(one, layout)
         recordings = recordings_of(one, layout, hardware.kernels)
-        subject = Subject.replayed(one, layout, hardware, recordings)
+        subject = ComparedJob.replayed(one, layout, hardware, recordings)
         rows = compare(one, layout, subject, hardware).rows
         yield from (row for row in rows if row.verdict == "fits")
 
@@ -248,8 +248,8 @@ def test_no_step_is_faster_than_its_bound(speeds: str, degrees: tuple[int, ...],
     config = job(*options, "--planner.inter_node_gb_per_s=1000")
     hardware = hardware_of(config, RANKS)
 
-    def subject_of(config: JobConfig, layout: Layout) -> Subject:
-        return Subject.replayed(config, layout, hardware, recordings_of(config, layout, hardware.kernels))
+    def subject_of(config: JobConfig, layout: Layout) -> ComparedJob:
+        return ComparedJob.replayed(config, layout, hardware, recordings_of(config, layout, hardware.kernels))
 
     search = Search(config, RANKS, hardware, HELD, subject_of)
     search._count_flops()

@@ -16,7 +16,7 @@ from tests.report.recorded import record
 from titan_launch.cli import main
 from titan_launch.metrics.tags import STEP_PARTS
 from titan_launch.report.charts import Bar, Column, bar_chart, line_chart, stacked_chart, text_chart
-from titan_launch.report.comparison import Comparison
+from titan_launch.report.comparison import RunComparison
 from titan_launch.report.figures import part_colors, step_columns, time_parts
 from titan_launch.report.page import COLORS
 from titan_launch.report.recorded_run import load_run
@@ -185,7 +185,7 @@ def test_runs_with_different_batches_are_compared_over_tokens(
         "runs": {"b": [[128, 0.5], [256, 0.5], [384, 0.5], [512, -0.5]]},
     }
     assert data["figures"]["loss at 512 tokens"] == [2.5, 2.0]
-    page = Comparison([load_run(a), load_run(b)]).as_page()
+    page = RunComparison([load_run(a), load_run(b)]).as_page()
     assert "differ in the tokens per step" in page and ">tokens</text>" in page
 
 
@@ -225,7 +225,7 @@ def test_keys_that_change_the_result_come_first(tmp_path: Path, capsys: pytest.C
 def test_one_key_that_differs_is_named_beside_the_curves(tmp_path: Path) -> None:
     runs = [load_run(record(tmp_path / name, losses({1: 2.0, 2: lr}), optimizer={"lr": lr})) for name, lr in
             (("a", 0.1), ("b", 0.2))]  # fmt: skip
-    page = Comparison(runs).as_page()
+    page = RunComparison(runs).as_page()
     assert "b (optimizer.lr = 0.2)</span>" in page and "b minus a</span>" in page
 
 

@@ -25,7 +25,7 @@ from titan_launch.loss.cross_entropy import CrossEntropy
 from titan_launch.metrics.tags import STEP_PARTS
 from titan_launch.metrics.timeline import Timeline
 from titan_launch.models.decoder import mixture_of_experts
-from titan_launch.models.decoder.mixture_of_experts import Choice
+from titan_launch.models.decoder.mixture_of_experts import ExpertChoice
 from titan_launch.plan.hardware import GIB, hardware_of
 from titan_launch.plan.layout import plan_layout
 from titan_launch.report.figures import time_parts
@@ -92,7 +92,7 @@ def train_with_equal_choices(job: dict[str, Any]) -> dict[str, Tensor]:
     """Train a mixture whose tokens choose all experts equally often."""
     choose = mixture_of_experts.choose
 
-    def choose_in_turn(logits: Tensor, *args: Any) -> Choice:
+    def choose_in_turn(logits: Tensor, *args: Any) -> ExpertChoice:
         choice = choose(logits, *args)
         in_turn = torch.arange(choice.experts.numel()).view_as(choice.experts) % logits.shape[-1]
         return choice._replace(experts=in_turn, weights=choice.scores.gather(-1, in_turn))

@@ -38,7 +38,7 @@ class FileRecord:
 
 
 @dataclass(frozen=True)
-class Base:
+class BaseRecord:
     """Facts about the folder of `model.weights`. The run began with the values in this folder."""
 
     folder: str
@@ -86,7 +86,7 @@ class Manifest(Origin):
     """Facts about a checkpoint and about the run that saved it."""
 
     step: int
-    base: Base | None
+    base: BaseRecord | None
     """The folder of `model.weights`. None if `model.weights` is not set, or if the folder cannot be read."""
 
     versions: Mapping[str, str]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from titan_launch.checkpoint.manifest import Base
+from titan_launch.checkpoint.manifest import BaseRecord
 from titan_launch.distributed.collectives import on_all_ranks
 from titan_launch.distributed.random_state import RandomState, random_key
 
@@ -22,7 +22,7 @@ their values are equal. The values of the optimizer and of the moving average of
 `Shard` is this rank's part of a tensor."""
 
 
-class Part(Protocol):
+class StatePart(Protocol):
     """A part of the training state besides model and optimizer."""
 
     def state_dict(self) -> Values:
@@ -33,7 +33,7 @@ class Part(Protocol):
         launcher did not save."""
 
 
-class SizedPart(Part):
+class SizedPart(StatePart):
     """Base class of parts whose tensors may have different sizes in different checkpoints, and different keys on
     different ranks."""
 
@@ -151,7 +151,7 @@ def rank_key() -> str:
     return f"rank_{dist.get_rank()}"
 
 
-class LocalStatistics(Part, Protocol):
+class LocalStatistics(StatePart, Protocol):
     """Each rank's own running statistics of BatchNorm (`parallel.batchnorm.RunningStatistics`).
 
     A checkpoint always has the pooled statistics, which are equal on all ranks. If `checkpoint.interval_minutes` or a
@@ -173,10 +173,10 @@ class BaseWeights(Protocol):
         """Names of the parameters that a checkpoint of the present state omits."""
 
     @property
-    def record(self) -> Base | None:
+    def record(self) -> BaseRecord | None:
         """The facts about the folder that a checkpoint's manifest records; None without a folder."""
 
-    def find(self, checkpoint: Path, base: Base, names: Collection[str]) -> Collection[str]:
+    def find(self, checkpoint: Path, base: BaseRecord, names: Collection[str]) -> Collection[str]:
         """Return the names in `names` for which the folder has values. Collective. `names`: tensors of the model that
         `checkpoint` lacks. `base`: the folder that the checkpoint's manifest names. Raises ConfigError if
         `model.weights` is not set, cannot be read, or has other content than `base`."""
@@ -195,7 +195,7 @@ class TrainingState:
     def __init__(
         self,
         weights: ModelAndOptimizer,
-        parts: Mapping[str, Part | None],
+        parts: Mapping[str, StatePart | None],
         local_statistics: LocalStatistics,
         random: RandomState,
         pipeline: dist.ProcessGroup | None = None,

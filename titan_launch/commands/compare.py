@@ -10,7 +10,7 @@ from titan_launch.commands.parser import Parser, number_from
 from titan_launch.core.errors import UserError
 from titan_launch.core.process import FAILED, OK
 from titan_launch.core.terminal import one_line, say, say_data
-from titan_launch.report.comparison import Comparison
+from titan_launch.report.comparison import RunComparison
 from titan_launch.report.figures import to_json
 from titan_launch.report.page import write_page
 from titan_launch.report.recorded_run import load_run
@@ -41,7 +41,7 @@ def run(arguments: Namespace) -> int:
     """Print the comparison, and write the page of `--out`. Return 1 if a run exceeds a limit, else 0."""
     if len(arguments.run_folders) < 2:
         raise UserError("error: compare needs at least two runs (see titan-launch compare --help)")
-    comparison = Comparison([load_run(Path(folder)) for folder in arguments.run_folders])
+    comparison = RunComparison([load_run(Path(folder)) for folder in arguments.run_folders])
     exceeded: list[str] = []
     if arguments.fail_if_slower is not None:
         exceeded += comparison.slower(arguments.fail_if_slower)

@@ -45,7 +45,7 @@ from titan_launch.plan.layout import Layout, plan_layout
 from titan_launch.plan.memory.ledger import HELD
 from titan_launch.plan.memory.replay_engine import ReplayEngine
 from titan_launch.plan.report import table, unit_table
-from titan_launch.plan.report.modes import Comparison, Row, Subject, compare, estimate_reserved
+from titan_launch.plan.report.modes import ComparedJob, ModeComparison, PlanRow, compare, estimate_reserved
 from titan_launch.plan.report.plot import check_plot, plot_comparison
 from titan_launch.plan.types import ModelPlan
 from titan_launch.recipes import writing
@@ -145,8 +145,8 @@ class _Planned:
     layout: Layout
     hardware: Hardware
     engine_name: EngineName
-    subject: Subject
-    comparison: Comparison
+    subject: ComparedJob
+    comparison: ModeComparison
     resolution: Resolution
     plan: ModelPlan
     """The FSDP2 units of the resolved job."""
@@ -278,7 +278,7 @@ def with_batch_size(config: JobConfig, world_size: int, engine: EngineName = "re
         return config
     hardware = planned_hardware(config, world_size)
 
-    def predict(config: JobConfig, layout: Layout) -> Comparison:
+    def predict(config: JobConfig, layout: Layout) -> ModeComparison:
         config = with_unsharded_parameters(config, layout)
         return compare(config, layout, _subject(config, layout, hardware, engine), hardware, only_own=True)
 
@@ -330,14 +330,14 @@ def _advised(planned: _Planned) -> _Planned:
     return replace(planned, advice=found, sufficient_ranks=ranks)
 
 
-def _subject(config: JobConfig, layout: Layout, hardware: Hardware, engine: EngineName = "replay") -> Subject:
+def _subject(config: JobConfig, layout: Layout, hardware: Hardware, engine: EngineName = "replay") -> ComparedJob:
     recordings = recordings_of(config, layout, hardware.kernels)
     if engine == "replay":
-        return Subject.replayed(config, layout, hardware, recordings)
+        return ComparedJob.replayed(config, layout, hardware, recordings)
     with torch_needed(config):
         from titan_launch.trace.trace_engine import TraceEngine
 
-    return Subject.of(recordings, TraceEngine(config, layout, hardware.kernels))
+    return ComparedJob.of(recordings, TraceEngine(config, layout, hardware.kernels))
 
 
 def _format(planned: _Planned, locate_key: unit_table.KeyLocator, verbose: bool) -> str:
@@ -377,7 +377,7 @@ def _format_trial(planned: _Planned, trial: dict[str, Any]) -> str:
     return f"Measured on rank {trial['rank']}, {trial['device']}: {', '.join(found)}. {rest}"
 
 
-def _best(planned: _Planned) -> tuple[Row | None, str | None]:
+def _best(planned: _Planned) -> tuple[PlanRow | None, str | None]:
     """Return the row of the table that has the mark `*`, and the meaning of the mark. Return (None, None) if no choice
     is recommended."""
     if planned.recommendation is None:

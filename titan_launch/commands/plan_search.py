@@ -21,7 +21,7 @@ from titan_launch.plan.job import with_values
 from titan_launch.plan.layout import Layout, plan_layout, with_global_batch_size
 from titan_launch.plan.memory.recordings import Recordings, recorded_job
 from titan_launch.plan.report.found import describe_result, format_result, overlay
-from titan_launch.plan.report.modes import Subject
+from titan_launch.plan.report.modes import ComparedJob
 from titan_launch.plan.search import SEARCHED, Key, Result, Search
 from titan_launch.recipes.writing import check_new, write_new
 
@@ -94,11 +94,11 @@ def search_layouts(config: JobConfig, world_size: int, held: Sequence[Key] = ())
     hardware = planned_hardware(config, world_size)
     recordings: dict[str, Recordings] = {}
 
-    def subject_of(config: JobConfig, layout: Layout) -> Subject:
+    def subject_of(config: JobConfig, layout: Layout) -> ComparedJob:
         key = recorded_job(config, layout).model_dump_json()
         if key not in recordings:
             recordings[key] = recordings_of(config, layout, hardware.kernels, is_silent=True)
-        return Subject.replayed(config, layout, hardware, recordings[key])
+        return ComparedJob.replayed(config, layout, hardware, recordings[key])
 
     return Search(config, world_size, hardware, held, subject_of, lambda text: say(text, file=sys.stderr)).run()
 

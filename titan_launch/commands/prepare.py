@@ -196,7 +196,7 @@ def _write(corpus: Corpus, digests: Sequence[str], folder: Path, num_workers: in
     from titan_launch.data.prepare import prepare
 
     parts = corpus.parts()
-    progress = Progress(len(parts), sum(part.num_bytes for part in parts))
+    progress = PrepareProgress(len(parts), sum(part.num_bytes for part in parts))
     size = f"{counted(len(corpus.files), 'file')}, {progress.total_bytes / 1e6:,.1f} MB"
     left_out = corpus.left_out and f"; not read: {corpus.left_out}"
     say(f"{folder}: {size}, {counted(len(parts), 'part')}{left_out}", flush=True)
@@ -239,7 +239,7 @@ def _verify(out: Path) -> None:
         say(f"{folder}: verified {counted(header.num_tokens, 'token')} of {documents}")
 
 
-class Progress:
+class PrepareProgress:
     """Progress of a preparation on standard error. A terminal shows one line, which is redrawn. Other outputs get a
     line every `_REPORT_S` seconds."""
 

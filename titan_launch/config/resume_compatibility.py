@@ -66,7 +66,7 @@ is `operation`, because `model.args` contains the content of the `config.json` a
 """
 
 
-class Difference(NamedTuple):
+class KeyDifference(NamedTuple):
     """A key whose value differs between two configurations."""
 
     key: KeyPath
@@ -77,11 +77,11 @@ class Difference(NamedTuple):
     role: Role
 
 
-def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[KeyDifference]:
     """Return the differences between two configurations, sorted by key. Both are nested tables without unset keys."""
     old, new = dict(_leaves(before, ())), dict(_leaves(now, ()))
     return [
-        Difference(key, old.get(key), new.get(key), role_of(key))
+        KeyDifference(key, old.get(key), new.get(key), role_of(key))
         for key in sorted(old.keys() | new.keys(), key=lambda key: [(isinstance(part, str), part) for part in key])
         if old.get(key) != new.get(key)
     ]

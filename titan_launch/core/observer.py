@@ -55,7 +55,7 @@ class StepResult:
 class Observer:
     """An object that watches steps and does not change their results. A method that is not overridden does nothing.
 
-    An observer with state also implements `checkpoint.state.Part`, so that checkpoints save the state.
+    An observer with state also implements `checkpoint.state.StatePart`, so that checkpoints save the state.
     """
 
     def before_step(self, step: WatchedStep) -> None:

@@ -29,9 +29,9 @@ from titan_launch.data.images.arrays import map_npy
 from titan_launch.data.token_files import (
     CHUNK,
     Header,
-    Shard,
     TokenFilesError,
     Tokens,
+    TokenShard,
     TokenStream,
     check_ids,
     map_file,
@@ -111,7 +111,7 @@ def open_foreign_tokens(config: TokensData, tokenizer: Tokenizer, key: KeyPath) 
     ends = [map_file(folder / f"{index}.ends", "int64", number) for index, number in enumerate(scan["documents"])]
     names = tuple((file.path.name, file.path.stat().st_size, "") for file in files)
     shards = tuple(
-        Shard(str(index), file.num_tokens, len(of_file), digest="", largest=largest)
+        TokenShard(str(index), file.num_tokens, len(of_file), digest="", largest=largest)
         for index, (file, of_file, largest) in enumerate(zip(files, ends, scan["largest"], strict=True))
     )
     dtype = token_dtype(tokenizer.vocab_size)

@@ -34,8 +34,8 @@ from titan_launch.data.token_files import (
     VERSION,
     Encoded,
     Header,
-    Shard,
     TokenFilesError,
+    TokenShard,
     read_header,
     shard_of,
     token_dtype,
@@ -334,7 +334,7 @@ def _record(folder: Path, name: str) -> Path:
     return folder / f"{name}.json"
 
 
-def _read_record(folder: Path, name: str) -> tuple[Shard, Counts]:
+def _read_record(folder: Path, name: str) -> tuple[TokenShard, Counts]:
     path = _record(folder, name)
     try:
         record = parse_record(read_regular(path, MOST_LISTED))
@@ -345,7 +345,7 @@ def _read_record(folder: Path, name: str) -> tuple[Shard, Counts]:
         raise UserError(f"{path} is damaged; delete {folder}, and prepare it again") from None
 
 
-def _combined(corpus: Corpus, records: list[tuple[Shard, Counts]], source: str) -> Header:
+def _combined(corpus: Corpus, records: list[tuple[TokenShard, Counts]], source: str) -> Header:
     """Return the header of all shards. The checksum of a file combines the checksums of all shards that have documents
     of the file."""
     files: dict[tuple[str, int], int] = {}

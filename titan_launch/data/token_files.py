@@ -68,7 +68,7 @@ class Encoded:
 
 
 @dataclass(frozen=True)
-class Shard:
+class TokenShard:
     """An entry of the header for one shard."""
 
     name: str
@@ -93,7 +93,7 @@ class Header:
     """Digest of the tokenizer."""
 
     has_targets: bool
-    shards: tuple[Shard, ...]
+    shards: tuple[TokenShard, ...]
     files: tuple[tuple[str, int, str], ...] = ()
     """For each file with documents: its name, its size in bytes, and a CRC-32 of the documents' tokens and targets. The
     CRC-32 is "" if it is unknown."""
@@ -130,7 +130,7 @@ def token_dtype(vocab_size: int) -> str:
     return "uint16" if vocab_size <= 1 << 16 else "uint32"
 
 
-def write_shard(folder: Path, name: str, documents: Iterable[Encoded], dtype: str, has_targets: bool) -> Shard:
+def write_shard(folder: Path, name: str, documents: Iterable[Encoded], dtype: str, has_targets: bool) -> TokenShard:
     """Write the documents as one shard, and return its entry of the header. The files have temporary names until their
     content is on disk."""
     num_tokens, largest, ends = 0, 0, []
@@ -154,7 +154,7 @@ def write_shard(folder: Path, name: str, documents: Iterable[Encoded], dtype: st
         partial = folder / f"{name}.{suffix}.part"
         sync_file(partial)
         partial.rename(folder / f"{name}.{suffix}")
-    return Shard(name, num_tokens, len(ends), shard_digest(folder, name, has_targets), largest)
+    return TokenShard(name, num_tokens, len(ends), shard_digest(folder, name, has_targets), largest)
 
 
 def shard_digest(folder: Path, name: str, has_targets: bool) -> str:
@@ -197,9 +197,9 @@ def read_header(folder: Path) -> Header:
     return header
 
 
-def shard_of(entry: Any) -> Shard:
+def shard_of(entry: Any) -> TokenShard:
     """Return the shard that an entry of a JSON file describes. Raises ValueError or TypeError for an invalid entry."""
-    shard = Shard(**entry)
+    shard = TokenShard(**entry)
     sizes = (shard.num_tokens, shard.num_documents)
     if not (
         isinstance(shard.name, str)

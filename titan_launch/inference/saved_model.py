@@ -15,7 +15,7 @@ from torch import Tensor
 
 from titan_launch.checkpoint.index import check_step, model_tensors, read_tensor
 from titan_launch.checkpoint.loading import result_step
-from titan_launch.checkpoint.manifest import Base, Manifest, check, checkpoint_name, complete_steps
+from titan_launch.checkpoint.manifest import BaseRecord, Manifest, check, checkpoint_name, complete_steps
 from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.provenance import toml_value
 from titan_launch.config.loading.urls import local_sections
@@ -142,7 +142,7 @@ def _checked(folder: Path, step: int) -> tuple[Path, Manifest]:
     return checkpoint, manifest
 
 
-def _base_folder(job: JobConfig, recorded: Base | None, given: Path | None) -> Path | None:
+def _base_folder(job: JobConfig, recorded: BaseRecord | None, given: Path | None) -> Path | None:
     """Return the folder of the weights with which a run began: `given` or, by default, the first existing folder among
     `model.weights`, the path in the manifest, and `model.path`. Otherwise return None.
 

@@ -15,7 +15,7 @@ OTHER = "other"
 """The part for time that belongs to no named part."""
 
 
-class Parts:
+class StepClock:
     """Interface of a clock that counts the time of each part of a step, such as `forward`. This base class counts
     nothing; traced steps use it."""
 
@@ -27,10 +27,10 @@ class Parts:
         gives no name."""
 
 
-UNCOUNTED = Parts()
+UNCOUNTED = StepClock()
 
 
-class Timeline(Parts):
+class Timeline(StepClock):
     """The time of a rank, divided into parts. A moment belongs to the innermost part that it lies in, so the parts add
     up to the whole time.
 

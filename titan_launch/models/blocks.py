@@ -17,7 +17,7 @@ from titan_launch.plan.types import enclosing, full_name, outermost, parent
 from titan_launch.plan.units.rule_assignment import nothing_matched
 
 
-class Blocks(NamedTuple):
+class ModelBlocks(NamedTuple):
     """The modules that become one FSDP2 unit each."""
 
     paths: tuple[str, ...]
@@ -25,7 +25,7 @@ class Blocks(NamedTuple):
     """The rule that chose these modules, in words, such as `by model.blocks`."""
 
 
-def choose_blocks(module: nn.Module) -> Blocks:
+def choose_blocks(module: nn.Module) -> ModelBlocks:
     """Return the blocks of a model that declares none.
 
     The blocks are the entries of the model's outermost `nn.ModuleList`s, except for entries without a matrix, such as
@@ -35,10 +35,10 @@ def choose_blocks(module: nn.Module) -> Blocks:
     """
     entries = tuple(_list_entries(module))
     if entries:
-        return Blocks(entries, "the entries of nn.ModuleList")
+        return ModelBlocks(entries, "the entries of nn.ModuleList")
     entries = _repeated(module, _sequential_entries(module))
     if _share(module, entries) > 0.5:
-        return Blocks(entries, "the repeated modules in nn.Sequential")
+        return ModelBlocks(entries, "the repeated modules in nn.Sequential")
     by_class: dict[type[nn.Module], list[str]] = {}
     for path, child in module.named_modules():
         if path and has_forward(child) and _is_composite(child):
@@ -47,8 +47,8 @@ def choose_blocks(module: nn.Module) -> Blocks:
     largest = max((_share(module, paths) for paths in classes), default=0)
     if largest > 0.5:
         almost = (paths for paths in classes if _share(module, paths) > 0.9 * largest)
-        return Blocks(max(almost, key=len), "the most repeated class")
-    return Blocks((), "")
+        return ModelBlocks(max(almost, key=len), "the most repeated class")
+    return ModelBlocks((), "")
 
 
 def _list_entries(module: nn.Module, path: str = "") -> Iterator[str]:

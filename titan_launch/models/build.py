@@ -17,7 +17,7 @@ from titan_launch.core.errors import ConfigError, Problem
 from titan_launch.core.globs import matches
 from titan_launch.core.import_string import import_factory
 from titan_launch.models.architectures import resolve_args
-from titan_launch.models.blocks import Blocks, choose_blocks, find_blocks, find_pipeline_order, has_forward
+from titan_launch.models.blocks import ModelBlocks, choose_blocks, find_blocks, find_pipeline_order, has_forward
 from titan_launch.models.decoder.mixture_of_experts import Experts
 from titan_launch.models.decoder.module import SPECS as DECODERS
 from titan_launch.models.factory import (
@@ -153,13 +153,13 @@ class BuiltModel:
     """The rule that chose the blocks, in words; empty for the blocks that a model of this package declares."""
 
 
-def _blocks_of(config: ModelConfig, module: nn.Module) -> Blocks:
+def _blocks_of(config: ModelConfig, module: nn.Module) -> ModelBlocks:
     """Return the blocks that `model.blocks` names. If that key is unset, a model of this package declares its blocks,
     and `choose_blocks` finds the blocks of a user's own model."""
     if config.blocks is not None:
-        return Blocks(find_blocks(module, config.blocks), "by model.blocks")
+        return ModelBlocks(find_blocks(module, config.blocks), "by model.blocks")
     if config.is_of_package:
-        return Blocks(find_blocks(module, SPECS[config.name].blocks), "")
+        return ModelBlocks(find_blocks(module, SPECS[config.name].blocks), "")
     return choose_blocks(module)
 
 

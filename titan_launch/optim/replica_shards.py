@@ -32,7 +32,7 @@ from titan_launch.plan.replica_shards import chunk_numel
 from titan_launch.plan.types import ModelPlan, Unit
 
 
-class Chunk(NamedTuple):
+class ReplicaChunk(NamedTuple):
     """The part of a parameter's local shard that a replica updates: consecutive elements that form a box."""
 
     start: int
@@ -50,16 +50,16 @@ class Chunk(NamedTuple):
 
 
 @cache
-def chunk_of(shape: torch.Size, replicas: int, index: int) -> Chunk:
+def chunk_of(shape: torch.Size, replicas: int, index: int) -> ReplicaChunk:
     """Return the chunk of replica `index`. `shape`: shape of the local shard, which is the same in all replicas."""
     size, numel = chunk_numel(shape, replicas), shape.numel()
     start, stop = min(index * size, numel), min((index + 1) * size, numel)
     row = numel // shape[0] if numel else 1
     if size % row == 0:
-        return Chunk(start, stop, (start // row, *[0] * (len(shape) - 1)), ((stop - start) // row, *shape[1:]))
+        return ReplicaChunk(start, stop, (start // row, *[0] * (len(shape) - 1)), ((stop - start) // row, *shape[1:]))
     _, rows, columns = shape  # a stack of matrices; the chunk is within one matrix
     matrix, offset = divmod(start // columns, rows)
-    return Chunk(start, stop, (matrix, offset, 0), (1, (stop - start) // columns, columns))
+    return ReplicaChunk(start, stop, (matrix, offset, 0), (1, (stop - start) // columns, columns))
 
 
 class _Place(NamedTuple):
@@ -161,7 +161,7 @@ class ReplicaShards:
             width += size
         return _ExchangedUnit(places, width, getattr(torch, unit.reduce_dtype))
 
-    def chunk(self, parameter: Tensor) -> Chunk:
+    def chunk(self, parameter: Tensor) -> ReplicaChunk:
         """Return this replica's chunk of a parameter."""
         return chunk_of(local_tensor(parameter).shape, self.replicas, self._index)
 

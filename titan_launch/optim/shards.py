@@ -64,13 +64,13 @@ class LocalShard:
         codes, scales = names_in_8_bits(name)
         return Codes(self.state[codes], self.state[scales])
 
-    def draw(self, what: str) -> Draw | None:
+    def draw(self, what: str) -> RandomBits | None:
         """Return the random numbers for stochastic rounding of `what`: `parameter` or the name of a state tensor.
         Return None if `what` is rounded to the nearest, or is not in bfloat16."""
         target = self.parameter if what == "parameter" else self.state[what]
         if self.seed is None or target.dtype != torch.bfloat16 or (what == "parameter" and "master" in self.state):
             return None
-        return Draw(self.seed, f"{self.name}/{what}", self.state["step"], target.shape, self.offsets)
+        return RandomBits(self.seed, f"{self.name}/{what}", self.state["step"], target.shape, self.offsets)
 
 
 class ShardGroup(NamedTuple):
@@ -157,7 +157,7 @@ def store(shards: Sequence[LocalShard], name: str, values: Sequence[Tensor]) -> 
     parameter is then rounded to the nearest.
     """
     encoded: list[tuple[Codes, Tensor]] = []
-    rounded: list[tuple[Draw, Tensor, Tensor]] = []
+    rounded: list[tuple[RandomBits, Tensor, Tensor]] = []
     nearest: list[tuple[Tensor, Tensor]] = []
     for shard, value in zip(shards, values, strict=True):
         if name != "parameter" and name not in shard.state:
@@ -189,7 +189,7 @@ _GOLDEN = -1640531527  # 2^32 divided by the golden ratio, as an int32; multiple
 
 
 @dataclass(frozen=True)
-class Draw:
+class RandomBits:
     """The random numbers of a tensor at a step. They depend only on the seed, the tensor's name, the step and the
     element. So a resumed run, or a run with another sharding, draws the same numbers."""
 
@@ -219,7 +219,7 @@ class Draw:
         return int.from_bytes(digest, "little", signed=True)
 
 
-def random_bits(draws: Sequence[Draw]) -> Tensor:
+def random_bits(draws: Sequence[RandomBits]) -> Tensor:
     """Return random integers below 2^16 for the elements of several tensors with equal `inner`, one tensor after
     another, as a flat int32 tensor.
 
@@ -247,7 +247,7 @@ def _repeated(numbers: Tensor, lengths: Tensor, total: int) -> Tensor:
     return numbers.repeat_interleave(lengths, output_size=total)
 
 
-def round_stochastically(draws: Sequence[Draw], targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+def round_stochastically(draws: Sequence[RandomBits], targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     """Store float32 values in bfloat16 tensors of the same shapes, with equal `inner`. `values` may be overwritten.
 
     Each result is one of the two neighbouring bfloat16 values, chosen at random such that the expected result equals

@@ -18,7 +18,7 @@ from titan_launch.plan.job import with_local_batch_size, with_values
 from titan_launch.plan.layout import Layout, plan_layout, with_global_batch_size
 
 Predict = Callable[[JobConfig, Layout], float]
-"""A function that predicts the memory that a job takes from a device (`Row.reserved_bytes`)."""
+"""A function that predicts the memory that a job takes from a device (`PlanRow.reserved_bytes`)."""
 
 
 @dataclass(frozen=True)

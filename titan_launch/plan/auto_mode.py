@@ -21,7 +21,7 @@ from titan_launch.core.terminal import counted
 from titan_launch.plan.hardware import GIB, NO_LIMIT, Hardware
 from titan_launch.plan.job import is_auto, with_choice, with_local_batch_size
 from titan_launch.plan.layout import Layout, plan_layout
-from titan_launch.plan.report.modes import Comparison, Row
+from titan_launch.plan.report.modes import ModeComparison, PlanRow
 from titan_launch.plan.report.table import format_comparison, format_limit
 
 SET_BY_JOB = "set by the job"
@@ -35,12 +35,12 @@ class Resolution:
     config: JobConfig
     """The job with the choice: neither mode is `auto`."""
 
-    row: Row
+    row: PlanRow
     reason: str
     """The modes and the reason for their choice, in words; `SET_BY_JOB` for a job without `auto`."""
 
 
-def resolve(comparison: Comparison, hardware: Hardware) -> Resolution:
+def resolve(comparison: ModeComparison, hardware: Hardware) -> Resolution:
     """Return the choice that the job sets; for a job with `auto`, the best of the choices that `auto` may take.
 
     Raises ConfigError if no choice is possible. For a job with `auto`, also raises ConfigError if no memory limit is
@@ -65,13 +65,13 @@ def check_limit(config: JobConfig, hardware: Hardware) -> None:
         raise ConfigError([_problem_of_auto(config, NO_LIMIT)])
 
 
-def recommend(comparison: Comparison, hardware: Hardware) -> Resolution | None:
+def recommend(comparison: ModeComparison, hardware: Hardware) -> Resolution | None:
     """Return the best of all compared choices, by the rules for a job in which both modes are `auto`. Return None if no
     choice fits, or if no limit is known."""
     return _best(comparison.config, comparison.rows, hardware, by_time=True)
 
 
-def _best(config: JobConfig, candidates: Sequence[Row], hardware: Hardware, by_time: bool) -> Resolution | None:
+def _best(config: JobConfig, candidates: Sequence[PlanRow], hardware: Hardware, by_time: bool) -> Resolution | None:
     """Return the best of the rows that fit; None if no row fits. `by_time`: True to compare step times first, and link
     traffic only if step times are equal."""
     fitting = [row for row in candidates if row.verdict == "fits"]
@@ -102,7 +102,7 @@ def _best(config: JobConfig, candidates: Sequence[Row], hardware: Hardware, by_t
     return Resolution(with_choice(config, row.choice), row, reason)
 
 
-def _durations(rows: Sequence[Row]) -> tuple[dict[str, float], str]:
+def _durations(rows: Sequence[PlanRow]) -> tuple[dict[str, float], str]:
     """Return a number for each choice, by its label, and a description of the smallest number. A smaller number means a
     shorter step. The numbers are expected seconds if the expected seconds of all choices are known. Otherwise, the
     numbers are FLOPs. If FLOPs are unknown too, the numbers are the entries of `_COST`."""
@@ -124,7 +124,7 @@ def _problem_of_auto(config: JobConfig, reason: str) -> Problem:
     return Problem((section, "mode"), reason, "auto", also=(("planner",),))
 
 
-def _why_nothing_fits(comparison: Comparison, own: Sequence[Row], hardware: Hardware) -> str:
+def _why_nothing_fits(comparison: ModeComparison, own: Sequence[PlanRow], hardware: Hardware) -> str:
     smallest = min(own, key=lambda row: row.reserved_bytes)
     return (
         f"none of {counted(len(own), 'choice')} of modes fits into {format_limit(hardware)}; the smallest "
@@ -133,7 +133,7 @@ def _why_nothing_fits(comparison: Comparison, own: Sequence[Row], hardware: Hard
     )
 
 
-def remedies(comparison: Comparison, own: Sequence[Row]) -> Iterator[str]:
+def remedies(comparison: ModeComparison, own: Sequence[PlanRow]) -> Iterator[str]:
     """Yield remedies for the case that none of the rows `own` fits."""
     others = [row.choice.label for row in comparison.rows if row.verdict == "fits"]
     if others:
@@ -151,7 +151,7 @@ def remedies(comparison: Comparison, own: Sequence[Row]) -> Iterator[str]:
 
 _BATCH = ("training", "local_batch_size")
 
-Predict = Callable[[JobConfig, Layout], Comparison]
+Predict = Callable[[JobConfig, Layout], ModeComparison]
 """A function that predicts the memory of a job in the modes that the job allows. `local_batch_size` of the job must not
 be `auto`."""
 

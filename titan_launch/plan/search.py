@@ -46,7 +46,7 @@ from titan_launch.plan.job import (
 )
 from titan_launch.plan.layout import Layout, plan_layout, with_global_batch_size
 from titan_launch.plan.memory.ledger import HELD, Category, StepPoint
-from titan_launch.plan.report.modes import Row, Subject, predict_row
+from titan_launch.plan.report.modes import ComparedJob, PlanRow, predict_row
 from titan_launch.plan.step_time import bubble_share, communication_seconds, estimate_step_time
 from titan_launch.plan.types import Inventory, outermost
 
@@ -109,7 +109,7 @@ class Found:
 
     config: JobConfig
     layout: Layout
-    row: Row
+    row: PlanRow
 
     @property
     def seconds(self) -> float:
@@ -191,7 +191,7 @@ class Search:
         world_size: int,
         hardware: Hardware,
         held: Collection[Key],
-        subject_of: Callable[[JobConfig, Layout], Subject],
+        subject_of: Callable[[JobConfig, Layout], ComparedJob],
         say: Callable[[str], None] = lambda text: None,
     ):
         """`held`: keys of `SEARCHED` that keep the values of the job. `subject_of`: function that returns the model
@@ -571,7 +571,7 @@ class Search:
             return False
         return first_problem(job) is None
 
-    def _like(self, job: JobConfig, row: Row) -> Iterator[JobConfig]:
+    def _like(self, job: JobConfig, row: PlanRow) -> Iterator[JobConfig]:
         """Yield `job` in each combination of modes with the same activation checkpointing and the same communication
         within a replica as in `row`."""
         own = row.choice.accumulation
@@ -586,7 +586,7 @@ class Search:
         layout = self._layout(job)
         return Found(job, layout, predict_row(configured_choice(job), job, layout, self._subject(job), self._hardware))
 
-    def _subject(self, job: JobConfig, world_size: int | None = None) -> Subject:
+    def _subject(self, job: JobConfig, world_size: int | None = None) -> ComparedJob:
         layout = plan_layout(job.parallelism, job.training, world_size or self._world_size)
         return self._subject_of(with_unsharded_parameters(job, layout), layout)
 

@@ -29,7 +29,7 @@ from titan_launch.precision.observation import (
 
 
 @dataclass(frozen=True)
-class Finding:
+class AuditFinding:
     """The planned and observed dtypes of one kind of tensor of a module or unit."""
 
     what: str
@@ -62,7 +62,7 @@ class Audited:
     """For a unit, the unit itself. For a module, the entry of `ModelPlan.units` or `ModelPlan.in_place` that sets the
     dtypes of its parameters."""
 
-    findings: tuple[Finding, ...]
+    findings: tuple[AuditFinding, ...]
     remark: str
     """Reason for missing dtypes: `container`, `did not run`, `frozen`, `no gradient` or `not communicated`. Empty if no
     dtype is missing."""
@@ -178,14 +178,14 @@ def _audit_unit(plan: ModelPlan, unit: Unit, gathered: str, layout: Layout, seen
     return Audited(unit.name, ", ".join(classes), unit, tuple(_findings(planned, seen)), remark)
 
 
-def _findings(planned: dict[str, tuple[str, ...]], seen: Seen) -> Iterator[Finding]:
+def _findings(planned: dict[str, tuple[str, ...]], seen: Seen) -> Iterator[AuditFinding]:
     """Yield planned findings, then findings without a plan, such as a buffer that a forward has created."""
     unplanned = {what for what, dtypes in seen.dtypes.items() if dtypes} - planned.keys()
     for what in (*planned, *sorted(unplanned)):
-        yield Finding(what, planned.get(what, ()), tuple(sorted(seen.dtypes.get(what, ()))))
+        yield AuditFinding(what, planned.get(what, ()), tuple(sorted(seen.dtypes.get(what, ()))))
 
 
-def _difference(row: Audited, finding: Finding, locate_key: KeyLocator) -> str:
+def _difference(row: Audited, finding: AuditFinding, locate_key: KeyLocator) -> str:
     where = row.unit.reason if row.unit.key is None else locate_key(row.unit.key)
     origin = row.unit.reason if where == row.unit.reason else f"{row.unit.reason}, {where}"
     observed = " and ".join(finding.observed)
@@ -222,7 +222,7 @@ _COLUMNS = (
 )
 
 
-def _column(finding: Finding) -> str:
+def _column(finding: AuditFinding) -> str:
     return finding.what if finding.what in _COLUMNS else _BUFFERS
 
 
@@ -235,7 +235,7 @@ def _cell(row: Audited, column: str) -> str:
     return ", ".join(dict.fromkeys(map(_describe, found))) or "-"
 
 
-def _describe(finding: Finding) -> str:
+def _describe(finding: AuditFinding) -> str:
     observed = " and ".join(finding.observed)
     if finding.differs:
         return f"**{observed}, planned {finding.planned_text}**"

@@ -15,7 +15,7 @@ from titan_launch.config.sections.parallelism import CompileConfig
 from titan_launch.core.errors import RunError, listed
 from titan_launch.core.terminal import counted
 from titan_launch.plan.proof.cases import Case, runs_with_parts
-from titan_launch.plan.proof.certificate import Finding
+from titan_launch.plan.proof.certificate import ProofFinding
 from titan_launch.prove.results import LOSS, OUTPUT, Departure, Difference, exceeding
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ _MOST = 0.9
 """If the gradients of more than this fraction of the parameters differ, the cause is not in a single parameter."""
 
 
-def explain(proof: Proof, case: Case, results: Sequence[Difference]) -> Finding:
+def explain(proof: Proof, case: Case, results: Sequence[Difference]) -> ProofFinding:
     """Return the finding about a case whose `results` differ from those of one process. To find the cause, run the case
     with each of its axes and modes alone. If no such run differs, run the case with each pair of axes and modes."""
     smallest, parts, is_alone, tolerances = case, list[str](), True, proof.tolerances(case)
@@ -48,7 +48,7 @@ def explain(proof: Proof, case: Case, results: Sequence[Difference]) -> Finding:
     gradients = sum(result.step == first.step and result.name.startswith("gradient ") for result in results) - 1
     module, how = _module(proof, smallest, of_step, first, gradients)
     numbers = (first.name, first.step, first.error, first.ratio, first.cosine)
-    return Finding(case.name, *numbers, module, how, tuple(parts), is_alone)
+    return ProofFinding(case.name, *numbers, module, how, tuple(parts), is_alone)
 
 
 def _compared(proof: Proof, case: Case) -> list[Difference]:

@@ -17,8 +17,8 @@ from titan_launch.plan.hardware import free_memory_gib
 from titan_launch.plan.proof.cases import Case, cases, data_ranks, has_compiler, in_precision, proven_layout
 from titan_launch.plan.proof.certificate import (
     Certificate,
-    Finding,
-    Row,
+    ProofFinding,
+    ProofRow,
     Verdict,
     digest_of,
     digests_of_files,
@@ -87,8 +87,8 @@ class Proof:
     twin: Twin
     folder: Path
     say: Say
-    rows: list[Row] = field(default_factory=list)
-    findings: list[Finding] = field(default_factory=list)
+    rows: list[ProofRow] = field(default_factory=list)
+    findings: list[ProofFinding] = field(default_factory=list)
     unproven: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -148,13 +148,13 @@ class Proof:
             return
         name, errors = f"values of {config.model.weights}, compared with transformers", largest_by_kind(results)
         seconds = time.perf_counter() - begin
-        row = Row(name, 1, "float32", errors, dict.fromkeys(errors, WEIGHTS_TOLERANCE), len(results), seconds)
+        row = ProofRow(name, 1, "float32", errors, dict.fromkeys(errors, WEIGHTS_TOLERANCE), len(results), seconds)
         self.rows.append(row)
         if wrong := exceeding(results, row.tolerances):
             first = wrong[-1]  # usually a gradient, which names one module; the logits, which are first, depend on all
             module, how = owner(first.name.partition(" ")[2]), f"{len(wrong)} results differ from transformers"
             numbers = (first.name, 1, first.error, first.ratio, first.cosine)
-            self.findings.append(Finding(name, *numbers, module, how, ("model.weights",)))
+            self.findings.append(ProofFinding(name, *numbers, module, how, ("model.weights",)))
 
     def compare(self, case: Case) -> list[Difference]:
         """Return the results of a case, each with the largest difference of all ranks. A gradient that is missing
@@ -328,11 +328,11 @@ class Proof:
         names = sorted({name for reference, _ in self._references.values() for name in reference.rounding})
         return [f"the gradient of {listed(names)}: it is 0 up to rounding"] if names else []
 
-    def _row(self, case: Case, results: Sequence[Difference], seconds: float) -> Row:
+    def _row(self, case: Case, results: Sequence[Difference], seconds: float) -> ProofRow:
         errors, tolerances = largest_by_kind(results), self.tolerances(case)
         limits = {kind: tolerances[kind] for kind in errors}
         precision = "float32" if case.is_exact else case.config.precision.param_dtype
-        return Row(case.name, case.ranks, precision, errors, limits, len(results), seconds)
+        return ProofRow(case.name, case.ranks, precision, errors, limits, len(results), seconds)
 
     def _is_pooled(self, case: Case, row: Difference, reference: Reference) -> bool:
         """Return True for running statistics that each rank computes from its own samples, and that ranks then pool.

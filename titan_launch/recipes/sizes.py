@@ -17,7 +17,7 @@ from titan_launch.plan.memory.clock import Seconds, seconds_on_line
 from titan_launch.plan.memory.ledger import Footprint, extrapolate
 from titan_launch.plan.memory.recordings import Recordings
 from titan_launch.plan.memory.replay_engine import ReplayEngine
-from titan_launch.plan.report.modes import Subject, compare
+from titan_launch.plan.report.modes import ComparedJob, compare
 
 _LARGEST_MICROBATCH = 64
 
@@ -115,7 +115,7 @@ def _candidates(config: JobConfig, machine: Machine, recordings_of: RecordingsOf
         job = with_local_batch_size(config.model_copy(update={"activation_checkpoint": auto}), size)
         layout = plan_layout(job.parallelism, job.training, machine.ranks)
         engine = _BySize(job, layout, hardware, recordings_of)
-        subject = Subject(engine.inventory, engine.flops, engine)
+        subject = ComparedJob(engine.inventory, engine.flops, engine)
         best = recommend(compare(job, layout, subject, hardware, only_own=True), hardware)
         if best is None:
             return  # neither this microbatch nor a larger one fits

@@ -61,7 +61,7 @@ class Line:
         return change(value, first) if self.is_change_relative else f"{value - first:+.3g}"
 
 
-class Comparison:
+class RunComparison:
     """Two or more runs. The first is the reference."""
 
     def __init__(self, runs: Sequence[RecordedRun]):

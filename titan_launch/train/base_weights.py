@@ -12,7 +12,7 @@ from pathlib import Path
 
 from torch import nn
 
-from titan_launch.checkpoint.manifest import Base
+from titan_launch.checkpoint.manifest import BaseRecord
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.model import LoRAConfig
 from titan_launch.core.errors import ConfigError, config_error, listed
@@ -97,7 +97,7 @@ class RunBase:
         return pieces, targets_of(adapters, places, pieces)
 
     @property
-    def record(self) -> Base | None:
+    def record(self) -> BaseRecord | None:
         """The facts about the folder that a checkpoint's manifest records; None without a readable folder."""
         if self._fingerprint is None:
             return None
@@ -106,7 +106,7 @@ class RunBase:
         # If the checkpoint omits parameters, record the URL instead of a local copy: other hosts can read the URL, too.
         weights = str(with_urls(self._config.weights) if names else self._config.weights)
         folder = weights if is_url(weights) else str(Path(weights).resolve())
-        return Base(folder, self._fingerprint, len(names), num_bytes)
+        return BaseRecord(folder, self._fingerprint, len(names), num_bytes)
 
     def begin(self) -> None:
         """Copy the weights into the model; collective. Each rank reads only the parts that it holds. Raises
@@ -114,7 +114,7 @@ class RunBase:
         self._copy(None)
         self._omit(frozenset())
 
-    def change_since(self, base: Base) -> tuple[str, str]:
+    def change_since(self, base: BaseRecord) -> tuple[str, str]:
         """Return (clause, digest). The clause says how the folder differs from `base`, the folder in a checkpoint's
         manifest. The digest is that of the folder on the lowest rank that finds a difference. Both are "" if no rank
         finds a difference, or if the folder cannot be read. Collective."""
@@ -122,7 +122,7 @@ class RunBase:
         found = on_all_ranks(lambda: ("", "") if own is None else (base.fingerprint.changed_to(own), own.digest))
         return next((of_rank for of_rank in found if of_rank[0]), ("", ""))
 
-    def find(self, checkpoint: Path, base: Base, names: Collection[str]) -> Collection[str]:
+    def find(self, checkpoint: Path, base: BaseRecord, names: Collection[str]) -> Collection[str]:
         """Return the names in `names` for which the folder has values. See `checkpoint.state.BaseWeights`."""
         needed = (
             f"{checkpoint} omits parameters that are never trained ({base.omitted}); their values are in "

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
-from titan_launch.checkpoint.state import ModelAndOptimizer, Part, Progress, TrainingState
+from titan_launch.checkpoint.state import ModelAndOptimizer, Progress, StatePart, TrainingState
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import format_key
 from titan_launch.cpu.switch import cpu_speedups
@@ -115,7 +115,7 @@ def build_run(config: JobConfig, ranks: Ranks, stack: ExitStack, process: Surrou
     if (patience := config.validation.patience) is not None:
         improvement = config.validation.min_improvement
         early_stopping = EarlyStopping(patience, improvement, checkpoint_folder(folder.path), progress)
-    parts: dict[str, Part | None] = {
+    parts: dict[str, StatePart | None] = {
         "progress": progress,
         "consumed": ConsumedSamples(data.order, progress),
         "guard": step.guard,

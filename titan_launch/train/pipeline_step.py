@@ -25,7 +25,7 @@ from titan_launch.distributed.torch_private import (
     restore_forward_order,
 )
 from titan_launch.loss.interface import Loss, means_of_step
-from titan_launch.metrics.timeline import UNCOUNTED, Parts
+from titan_launch.metrics.timeline import UNCOUNTED, StepClock
 from titan_launch.models.documents import document_arguments
 from titan_launch.parallel.fsdp import Accumulation
 from titan_launch.parallel.pipeline import LocalStage, Pipeline
@@ -143,7 +143,7 @@ class PipelinedStep:
         parallelism: ParallelismConfig,
         accumulation: Accumulation,
         device: torch.device,
-        timeline: Parts = UNCOUNTED,
+        timeline: StepClock = UNCOUNTED,
     ):
         """`timeline` measures the time of forward, backward and communication."""
         self.pipeline = pipeline

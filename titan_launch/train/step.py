@@ -19,7 +19,7 @@ from titan_launch.data.sources import Batch
 from titan_launch.distributed.mesh import Mesh
 from titan_launch.loss.build import build_loss
 from titan_launch.loss.interface import Z_LOSS, Loss, means_of_step
-from titan_launch.metrics.timeline import OTHER, UNCOUNTED, Parts
+from titan_launch.metrics.timeline import OTHER, UNCOUNTED, StepClock
 from titan_launch.models.documents import document_arguments
 from titan_launch.optim.clip import clip_grad_norm
 from titan_launch.optim.registry import replicas_of, step_unless
@@ -57,7 +57,9 @@ class MicrobatchesInTurn:
 
     computes_loss = True
 
-    def __init__(self, model: nn.Module, accumulation: Accumulation, device: torch.device, timeline: Parts = UNCOUNTED):
+    def __init__(
+        self, model: nn.Module, accumulation: Accumulation, device: torch.device, timeline: StepClock = UNCOUNTED
+    ):
         """`timeline` measures the time of forward and backward."""
         self.timeline = timeline
         self._model = model
@@ -217,7 +219,7 @@ def forward_backward(
     device: torch.device,
     num_items: Callable[[], Tensor],
     loss: Loss,
-    timeline: Parts = UNCOUNTED,
+    timeline: StepClock = UNCOUNTED,
 ) -> Tensor:
     """Run forward and backward over one microbatch. Return its sums (`Loss.sums`), divided by `num_items()`, detached.
 
@@ -290,7 +292,7 @@ def build_step(
     optimizer: Optimizer,
     device: torch.device,
     num_classes: int,
-    timeline: Parts,
+    timeline: StepClock,
 ) -> TrainStep:
     """Return the training step. `num_classes`: number of classes of the data; for tokens, the vocabulary size.
     `timeline` measures the time of forward, backward, communication and optimizer."""

@@ -18,7 +18,7 @@ from titan_launch.plan.hardware import GIB, Hardware, hardware_of
 from titan_launch.plan.job import Choice
 from titan_launch.plan.layout import plan_layout
 from titan_launch.plan.memory.ledger import Category, Footprint, Ledger, StepPoint
-from titan_launch.plan.report.modes import Comparison, Subject, compare, estimate_reserved, judge
+from titan_launch.plan.report.modes import ComparedJob, ModeComparison, compare, estimate_reserved, judge
 from titan_launch.plan.report.table import describe_comparison, format_categories, format_comparison, format_legend
 from titan_launch.plan.step_time import Flops
 from titan_launch.trace.recorder import recorded_engine
@@ -77,12 +77,12 @@ def flops_of(checkpointing: ActivationCheckpointConfig) -> Flops:
 
 def compared(
     config: JobConfig, ranks: int = 2, only_own: bool = False, records: bool = False
-) -> tuple[Comparison, Hardware]:
+) -> tuple[ModeComparison, Hardware]:
     """Compare the modes of a job. `records`: True to record the traffic, which is 0 otherwise."""
     layout, hardware = plan_layout(config.parallelism, config.training, ranks), hardware_of(config, ranks)
     inventory = replace(model_inventory(config), pipeline_order=CHAIN)
     traffic = recorded_engine(config, layout, "cpu").traffic if records else lambda choice: Traffic()
-    subject = Subject(inventory, flops_of, PredictedBy(predict, traffic))
+    subject = ComparedJob(inventory, flops_of, PredictedBy(predict, traffic))
     return compare(config, layout, subject, hardware, only_own), hardware
 
 
@@ -94,7 +94,7 @@ def choice_label(accumulation: str, checkpointing: str) -> str:
     return f"gradient accumulation {accumulation}, activation checkpointing {checkpointing}"
 
 
-def labels(comparison: Comparison) -> list[str]:
+def labels(comparison: ModeComparison) -> list[str]:
     """Return the labels of the rows without activation checkpointing."""
     rows = [row for row in comparison.rows if row.choice.activation_checkpoint.mode == "none"]
     return [row.choice.accumulation.label for row in rows]

@@ -29,7 +29,7 @@ class ContextGroup(NamedTuple):
     size: int
 
 
-class Choice(NamedTuple):
+class ExpertChoice(NamedTuple):
     """The experts that each token chooses."""
 
     experts: Tensor
@@ -42,7 +42,7 @@ class Choice(NamedTuple):
     """The scores of all experts: fp32 (batch, tokens, experts)."""
 
 
-def choose(logits: Tensor, args: ExpertArgs, selection_bias: Tensor | None = None) -> Choice:
+def choose(logits: Tensor, args: ExpertArgs, selection_bias: Tensor | None = None) -> ExpertChoice:
     """Choose the experts of each token, in fp32. `logits`: (batch, tokens, experts). `selection_bias`: (experts); it
     changes which experts are chosen, but not their weights."""
     logits = logits.float()
@@ -57,7 +57,7 @@ def choose(logits: Tensor, args: ExpertArgs, selection_bias: Tensor | None = Non
     weights = scores.gather(-1, experts)
     if args.normalize:
         weights = weights / (weights.sum(-1, keepdim=True) + torch.finfo(weights.dtype).tiny)
-    return Choice(experts, weights * args.scale, scores)
+    return ExpertChoice(experts, weights * args.scale, scores)
 
 
 Compute = Callable[[Tensor, Tensor], Tensor]
@@ -340,7 +340,7 @@ class MixtureOfExperts(nn.Module):
             combined = self._with_losses(combined, logits, choice)
         return combined if self.shared_experts is None else combined + self.shared_experts(x)
 
-    def _with_losses(self, output: Tensor, logits: Tensor, choice: Choice) -> Tensor:
+    def _with_losses(self, output: Tensor, logits: Tensor, choice: ExpertChoice) -> Tensor:
         args, group = self.args, self.context_group
         scale = 1 / len(logits) if self.loss_scale is None else self.loss_scale
         weights = args.balance_loss * scale, args.z_loss * scale
@@ -354,7 +354,8 @@ class MixtureOfExperts(nn.Module):
 
 
 class _Combined(torch.autograd.Function):
-    """Return, for each token, the weighted sum of its experts' outputs in fp32, added in the order of `Choice.experts`.
+    """Return, for each token, the weighted sum of its experts' outputs in fp32, added in the order of
+    `ExpertChoice.experts`.
 
     `outputs`: (..., top_k, dim). `weights`: fp32 (..., top_k). The backward takes less time than autograd's own
     backward, and no memory for a copy of the outputs' gradient.
@@ -376,7 +377,7 @@ class _Combined(torch.autograd.Function):
         return for_outputs, torch.stack([(output * gradients[0]).sum(-1) for output in outputs.unbind(-2)], -1)
 
 
-def balance_losses(choice: Choice, group: ContextGroup | None = None) -> Tensor:
+def balance_losses(choice: ExpertChoice, group: ContextGroup | None = None) -> Tensor:
     """Return the balance loss of each sequence (`balance_loss` in `ExpertArgs`): fp32 (batch).
 
     With a context group, the tokens of each expert are counted over all ranks of the group (collective). Each rank

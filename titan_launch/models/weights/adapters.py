@@ -66,7 +66,7 @@ class Adapter(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Part:
+class AdapterPart:
     """An adapter of this package, and the position of its output features in a `Target`."""
 
     adapter: Adapter
@@ -85,7 +85,7 @@ class Target:
     parameter: str | None
     """Name of the stacked parameter of experts in the module; None for a linear layer or an embedding."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[AdapterPart, ...]
     num_out: int
     """Number of output features of the module or stacked parameter."""
 
@@ -156,7 +156,7 @@ class Target:
             rows[:, :count] = own[:, :count]
         return a.reshape(experts * whole, num_in), b.permute(1, 2, 0).reshape(self.num_out, whole * experts)
 
-    def _columns(self, whole: int) -> Iterator[tuple[Part, slice]]:
+    def _columns(self, whole: int) -> Iterator[tuple[AdapterPart, slice]]:
         """Yield (part, slice), where the slice selects the part's rows of A in the file. `whole`: number of rows of A,
         for one expert. If `whole` is below `self.rank`, all parts share the rows."""
         start = 0
@@ -212,7 +212,7 @@ def targets_of(adapters: Sequence[Adapter], shapes: Mapping[str, Shape], pieces:
     """Return the targets of `peft` for the adapters of a model. `shapes` and `pieces`: the results of `file_places`.
     Raises WeightsError for an adapter whose weight `peft` cannot adapt."""
     whole = tensor_shapes(pieces, shapes)
-    found: defaultdict[tuple[str, str | None], list[Part]] = defaultdict(list)
+    found: defaultdict[tuple[str, str | None], list[AdapterPart]] = defaultdict(list)
     sizes: dict[tuple[str, str | None], int] = {}
     has_experts = any(piece.num_experts is not None for piece in pieces.values())
     for adapter in adapters:
@@ -235,7 +235,7 @@ def targets_of(adapters: Sequence[Adapter], shapes: Mapping[str, Shape], pieces:
         else:
             num_out = whole[piece.tensor][-1 if piece.is_transposed else 1]
         sizes[key] = num_out
-        found[key].append(Part(adapter, shape, piece))
+        found[key].append(AdapterPart(adapter, shape, piece))
     targets = []
     for (module, stacked), parts in found.items():
         siblings = [other for path, other in found if path == module]

@@ -31,7 +31,7 @@ Verdict = Literal["proven", "differs", "cannot be proven"]
 
 
 @dataclass(frozen=True)
-class Row:
+class ProofRow:
     """The comparison of one run of the twin with a single process."""
 
     name: str
@@ -57,7 +57,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Finding:
+class ProofFinding:
     """The first place where a run differs from the single process. If runs with only one or two of the axes and modes
     also show the difference, the fields from `result` to `how` describe the smallest such run."""
 
@@ -101,8 +101,8 @@ class Certificate:
 
     num_parameters: int
     steps: int
-    rows: tuple[Row, ...]
-    findings: tuple[Finding, ...]
+    rows: tuple[ProofRow, ...]
+    findings: tuple[ProofFinding, ...]
     problems: tuple[str, ...]
     """Reasons why the layout cannot be proven: parameters without a gradient, or a model that is not deterministic.
     Differences from the single process are not listed here."""
@@ -156,7 +156,7 @@ class Certificate:
 CERTIFICATE = TypeAdapter(Certificate)
 
 
-def _describe_finding(finding: Finding) -> Iterator[str]:
+def _describe_finding(finding: ProofFinding) -> Iterator[str]:
     yield f"module: {finding.module} ({finding.how})"
     yield f"first result that differs: {finding.result} in step {finding.step}, by {finding.error:.1e} of its norm;"
     yield f"  its norm is {finding.ratio:.4g} times its norm in one process, the cosine is {finding.cosine:.4f}"
@@ -164,7 +164,7 @@ def _describe_finding(finding: Finding) -> Iterator[str]:
     yield f"{shown}: {', '.join(finding.parts) or 'no part of the layout alone'} (found in: {finding.run})"
 
 
-def _table(rows: Sequence[Row]) -> Iterator[str]:
+def _table(rows: Sequence[ProofRow]) -> Iterator[str]:
     kinds = list(dict.fromkeys(kind for row in rows for kind in row.errors))
     lines = [["", *kinds, "results", "ranks", "dtype", "run"]]
     for row in rows:

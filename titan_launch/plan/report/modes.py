@@ -35,7 +35,7 @@ class Engine(Protocol):
 
 
 @dataclass(frozen=True)
-class Subject:
+class ComparedJob:
     """The model of a job, and the engine that predicts the job's memory."""
 
     inventory: Inventory
@@ -43,12 +43,12 @@ class Subject:
     engine: Engine
 
     @classmethod
-    def of(cls, recordings: Recordings, engine: Engine) -> Subject:
+    def of(cls, recordings: Recordings, engine: Engine) -> ComparedJob:
         """Return the recorded model with an engine."""
         return cls(recordings.subject().inventory, recordings.flops, engine)
 
     @classmethod
-    def replayed(cls, config: JobConfig, layout: Layout, hardware: Hardware, recordings: Recordings) -> Subject:
+    def replayed(cls, config: JobConfig, layout: Layout, hardware: Hardware, recordings: Recordings) -> ComparedJob:
         """Return the model of a job, with the engine that replays its recordings."""
         return cls.of(recordings, ReplayEngine(config, layout, hardware.kernels, recordings, hardware.speeds))
 
@@ -57,7 +57,7 @@ Verdict = Literal["fits", "tight", "does not fit"]
 
 
 @dataclass(frozen=True)
-class Row:
+class PlanRow:
     """The predictions for one combination of gradient accumulation mode and activation checkpointing mode."""
 
     choice: Choice
@@ -82,18 +82,18 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ModeComparison:
     """The predictions for a job in each combination of modes."""
 
     config: JobConfig
-    rows: tuple[Row, ...]
+    rows: tuple[PlanRow, ...]
     notes: tuple[str, ...]
     """Reasons why combinations of modes have no row, and remarks about the columns."""
 
 
 def compare(
-    config: JobConfig, layout: Layout, subject: Subject, hardware: Hardware, only_own: bool = False
-) -> Comparison:
+    config: JobConfig, layout: Layout, subject: ComparedJob, hardware: Hardware, only_own: bool = False
+) -> ModeComparison:
     """Return the predictions for each combination of modes that is possible for the job.
 
     `only_own`: True to compare only the combination that the job sets, or the combinations that `auto` may choose.
@@ -105,7 +105,7 @@ def compare(
     if layout.pipeline > 1:
         notes.append(_PIPELINE)
     rows = tuple(predict_row(choice, config, layout, subject, hardware) for choice in choices)
-    return Comparison(config, rows, tuple(notes))
+    return ModeComparison(config, rows, tuple(notes))
 
 
 _MODEL_PARALLEL = (
@@ -118,7 +118,7 @@ _PIPELINE = (
 )
 
 
-def predict_row(choice: Choice, config: JobConfig, layout: Layout, subject: Subject, hardware: Hardware) -> Row:
+def predict_row(choice: Choice, config: JobConfig, layout: Layout, subject: ComparedJob, hardware: Hardware) -> PlanRow:
     """Return the predictions for a job with the modes of a choice. Raises ConfigError as `compare` does."""
     footprint = subject.engine(choice).with_workspace(hardware.workspace_bytes)
     traffic, flops = subject.engine.traffic(choice), subject.flops_of(choice.activation_checkpoint)
@@ -137,7 +137,7 @@ def predict_row(choice: Choice, config: JobConfig, layout: Layout, subject: Subj
             busiest = per_rank * (1 + excess * flops.of_experts / max(1, flops.per_sample))
         time = estimate_step_time(busiest, link_traffic, hardware, bubble, exposed)
     reserved = estimate_reserved(footprint, hardware)
-    return Row(
+    return PlanRow(
         choice=choice,
         footprint=footprint,
         traffic=traffic,
@@ -158,7 +158,7 @@ def estimate_reserved(footprint: Footprint, hardware: Hardware) -> float:
 
 
 def judge(footprint: Footprint, reserved_bytes: float, hardware: Hardware) -> Verdict | None:
-    """Return the verdict for a step (see `Row.verdict`); None if the memory limit is unknown."""
+    """Return the verdict for a step (see `PlanRow.verdict`); None if the memory limit is unknown."""
     if hardware.memory_gib is None or hardware.usable_bytes is None:
         return None
     if footprint.peak_bytes + hardware.overhead_gib * GIB > hardware.memory_gib * GIB:

@@ -9,7 +9,7 @@ from titan_launch.core.errors import UserError
 from titan_launch.core.packages import is_installed, not_installed
 from titan_launch.plan.hardware import GIB, Hardware
 from titan_launch.plan.memory.ledger import Category
-from titan_launch.plan.report.modes import Comparison, Row
+from titan_launch.plan.report.modes import ModeComparison, PlanRow
 from titan_launch.plan.report.table import marks_of, meaning_of_marks
 
 FORMATS = (".png", ".pdf", ".svg")
@@ -29,7 +29,7 @@ def check_plot(path: str) -> None:
 
 
 def plot_comparison(
-    comparison: Comparison, hardware: Hardware, title: str, path: str, best: Row | None, meaning: str | None
+    comparison: ModeComparison, hardware: Hardware, title: str, path: str, best: PlanRow | None, meaning: str | None
 ) -> None:
     """Write a picture to `path`: a bar of memory by category for each choice, and the memory limit if it is known.
     `best`: the row that gets the mark `*`. `meaning`: the meaning of this mark. Raises UserError if the file cannot be

@@ -11,7 +11,7 @@ from titan_launch.config.job import JobConfig
 from titan_launch.core.terminal import aligned
 from titan_launch.core.torch_release import planned_release
 from titan_launch.plan.hardware import DEFAULT_MFU, GIB, Hardware
-from titan_launch.plan.report.modes import Comparison, Row
+from titan_launch.plan.report.modes import ModeComparison, PlanRow
 
 
 @dataclass(frozen=True)
@@ -22,13 +22,13 @@ class _Column:
     meaning: str
     """Text of the legend."""
 
-    cell: Callable[[Row], str]
+    cell: Callable[[PlanRow], str]
     is_detail: bool = False
     """True if only the verbose table has the column."""
 
 
 def _exchange_column(axis: Axis) -> _Column:
-    def cell(row: Row) -> str:
+    def cell(row: PlanRow) -> str:
         exchange = row.traffic.along(axis)
         return _calls(exchange.calls, exchange.sent_bytes)
 
@@ -39,7 +39,7 @@ def _exchange_column(axis: Axis) -> _Column:
 def _collective_column(name: str) -> _Column:
     field = name.replace("-", "_")
 
-    def cell(row: Row) -> str:
+    def cell(row: PlanRow) -> str:
         calls, num_bytes = getattr(row.traffic.collectives, f"{field}s"), getattr(row.traffic, f"{field}_bytes")
         return _calls(calls, num_bytes)
 
@@ -134,11 +134,11 @@ _COLUMNS = (
 )
 
 
-def _shown(rows: Sequence[Row], verbose: bool) -> list[_Column]:
+def _shown(rows: Sequence[PlanRow], verbose: bool) -> list[_Column]:
     return [column for column in _COLUMNS if (verbose or not column.is_detail) and any(map(column.cell, rows))]
 
 
-def format_comparison(comparison: Comparison, verbose: bool = False, best: Row | None = None) -> str:
+def format_comparison(comparison: ModeComparison, verbose: bool = False, best: PlanRow | None = None) -> str:
     """Return an aligned table with one line per choice, with the marks of `marks_of`, and the notes below the table.
     `verbose`: True for the detailed columns, too."""
     rows = comparison.rows
@@ -147,14 +147,14 @@ def format_comparison(comparison: Comparison, verbose: bool = False, best: Row |
     return "\n".join([*aligned(list(zip(marks, *columns, strict=True))), *comparison.notes])
 
 
-def format_legend(comparison: Comparison, verbose: bool = False, best: str | None = None) -> str:
+def format_legend(comparison: ModeComparison, verbose: bool = False, best: str | None = None) -> str:
     """Return the meaning of the marks and of every column in the table. `best`: the meaning of the mark `*`; None if
     this mark is not used."""
     lines = [*meaning_of_marks(best), *((column.title, column.meaning) for column in _shown(comparison.rows, verbose))]
     return "\n".join(aligned([(f"{name}:", meaning) for name, meaning in lines]))
 
 
-def marks_of(row: Row, best: Row | None) -> str:
+def marks_of(row: PlanRow, best: PlanRow | None) -> str:
     """Return two characters: `>` for a choice that the job sets or `auto` may take, and `*` for `best`."""
     return " >"[row.is_own] + " *"[row is best]
 
@@ -178,7 +178,7 @@ def _seconds(seconds: float | None) -> str:
     return "" if seconds is None else f"~{seconds:.3g}"
 
 
-def format_categories(comparison: Comparison) -> str:
+def format_categories(comparison: ModeComparison) -> str:
     """Return the active memory in GiB of each choice at its peak, by category, and the peak of each phase."""
     lines = []
     for row in comparison.rows:
@@ -271,12 +271,12 @@ def accuracy(config: JobConfig, has_flops: bool) -> list[tuple[str, str]]:
     return lines
 
 
-def describe_comparison(comparison: Comparison, chosen: Row | None) -> list[dict[str, Any]]:
+def describe_comparison(comparison: ModeComparison, chosen: PlanRow | None) -> list[dict[str, Any]]:
     """Return the rows for JSON, with sizes in bytes."""
     return [_describe(row, row is chosen) for row in comparison.rows]
 
 
-def _describe(row: Row, is_chosen: bool) -> dict[str, Any]:
+def _describe(row: PlanRow, is_chosen: bool) -> dict[str, Any]:
     return {
         "gradient_accumulation": row.choice.accumulation.model_dump(),
         "activation_checkpoint": row.choice.activation_checkpoint.model_dump(),

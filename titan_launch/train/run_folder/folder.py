@@ -16,7 +16,7 @@ from pathlib import Path
 from titan_launch.checkpoint.manifest import checkpoint_name, checkpoint_steps, complete_steps
 from titan_launch.checkpoint.retention import BEST, LATEST, point
 from titan_launch.config.job import JobConfig
-from titan_launch.config.resume_compatibility import Difference, differences
+from titan_launch.config.resume_compatibility import KeyDifference, differences
 from titan_launch.config.sections.parallelism import ActivationCheckpointConfig
 from titan_launch.config.sections.training import GradientAccumulationConfig
 from titan_launch.core.errors import ConfigError, KeyPath, RunError, config_error
@@ -329,7 +329,7 @@ def _check_path_goes_with_folder(config: JobConfig, load: Load) -> None:
 
 
 def _other_experiment_error(
-    config: JobConfig, load: Load, changed: Sequence[Difference], has_checkpoints: bool
+    config: JobConfig, load: Load, changed: Sequence[KeyDifference], has_checkpoints: bool
 ) -> ConfigError:
     """Return the error for an earlier run with another configuration: the differences, and what the user can do."""
     folder, ways = config.job.run_folder, []
@@ -347,7 +347,7 @@ def _other_experiment_error(
     return folder_error(config, "\n".join(lines))
 
 
-def _is_other_model(changed: Sequence[Difference]) -> bool:
+def _is_other_model(changed: Sequence[KeyDifference]) -> bool:
     """Return True if a difference changes the model. Then a run cannot load all of the earlier run's checkpoint."""
     return any(difference.role == "model" for difference in changed)
 

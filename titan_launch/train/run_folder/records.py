@@ -16,7 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.load import dump_job
 from titan_launch.config.loading.provenance import toml_value
-from titan_launch.config.resume_compatibility import Difference, differences
+from titan_launch.config.resume_compatibility import KeyDifference, differences
 from titan_launch.core.errors import ConfigError, Stopped, config_error, format_key
 from titan_launch.core.files import read_regular, replace_text
 from titan_launch.core.json_files import MOST_BYTES, JsonError, parse_as, reason_of
@@ -84,7 +84,7 @@ def record_proof(folder: Path, certificate: Certificate | None) -> None:
         replace_text(folder / PROOF_FILE, certificate.dumps())
 
 
-def describe_difference(difference: Difference) -> str:
+def describe_difference(difference: KeyDifference) -> str:
     """Return `key was a, is b` for a key whose value has changed."""
     was, now = ("unset" if v is None else toml_value(v) for v in (difference.was, difference.now))
     return f"{format_key(difference.key)} was {was}, is {now}"

@@ -58,7 +58,7 @@ SAME_COMMAND = "run the same command again"
 """Advice for a run that resumes without further options."""
 
 
-class Source(Protocol):
+class FingerprintedSource(Protocol):
     """A data source of a run, or the folder of the loss's teacher or reference model."""
 
     def fingerprint(self, seed: int) -> Fingerprint | None:
@@ -68,7 +68,7 @@ class Source(Protocol):
         """Return the number of samples."""
 
 
-Sources = Mapping[str, Source]
+Sources = Mapping[str, FingerprintedSource]
 """Sources of a run by section of the job file: `data`, `validation.data` if the run validates, and the key of the loss
 that names a teacher or reference model. A source of a mixture has a section such as `data.sources.0`."""
 
