@@ -12,6 +12,7 @@ import pytest
 from torch import Tensor, nn
 
 from tests.distributed import run_ranks
+from tests.sampling import rest_is_slow
 from tests.tensors import assert_equal, full_state
 from tests.train.jobs import run_job, this_rank, tiny_job
 from tests.train.test_any_module import Text
@@ -130,9 +131,11 @@ def test_unused_parameters_leave_after_backward_and_train_as_without_sharding(tm
     run_ranks(train_both, 4, tmp_path, model, {"max_norm": 0.0})
 
 
-def test_units_that_are_reduced_again_after_they_have_left_are_summed(tmp_path: Path) -> None:
-    """Both then sum each microbatch over the replicas, and add up these sums: the bits are those of `immediate`."""
-    run_ranks(train_both, 2, tmp_path, {}, ACCUMULATED, True)
+@pytest.mark.parametrize("ranks", rest_is_slow([2, 4]))
+def test_units_that_are_reduced_again_after_they_have_left_are_summed(tmp_path: Path, ranks: int) -> None:
+    """Both then sum each microbatch over the replicas, and add up these sums: the bits are those of `immediate`. On
+    four ranks, parameters are also sharded within a replica."""
+    run_ranks(train_both, ranks, tmp_path, {}, ACCUMULATED, True)
 
 
 class Abandoned(BaseException):
