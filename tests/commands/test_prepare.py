@@ -142,7 +142,7 @@ def test_the_command_prepares_what_it_has_chosen(tmp_path: Path) -> None:
     pytest.importorskip("jinja2")
     status, _, reported = run_command(["prepare", "chats.jsonl", "--out=o"], tmp_path)
     assert status == 2 and 'because the tokenizer "bytes" has no chat template' in reported
-    assert "set tokenizer.path (prepare: --tokenizer) to a folder that has one" in reported
+    assert "set tokenizer.path (prepare: --tokenizer) to a folder with a template" in reported
     for path, kind in (("chats.jsonl", "chat"), ("pairs.jsonl", "preferences")):
         command = ["prepare", path, f"--out={kind}", "--data.template=chatml"]
         status, printed, reported = run_command(command, tmp_path)

@@ -294,7 +294,7 @@ def test_files_of_other_programs_are_read_again_after_a_change(tmp_path: Path) -
         ("int8.npy", {}, "has negative token ids in int8.npy; write the ids as uint16 or uint32"),
         ("llmc.bin", {}, "is damaged: llmc.bin has 34 tokens, but its header says 99"),
         ("small.bin", {"dtype": "uint32"}, "data.dtype: the header of small.bin says uint16"),
-        ("floats", {}, "floats.idx says that the data are not token ids"),
+        ("floats", {}, "floats.idx has none of the dtypes uint8, int16"),
         ("other", {}, "other.idx is not an index of Megatron-LM in version 1"),
         ("short", {}, "short.idx has another size than its header says"),
         ("mixed", {}, "mixed.idx has documents that do not divide its 5 sequences in order"),
@@ -307,7 +307,11 @@ def test_files_of_other_programs_are_read_again_after_a_change(tmp_path: Path) -
             {"dtype": "uint16"},
             "begins like a file of llm.c, but its header is incomplete or unknown (known: magic number 20240520 with",
         ),
-        ("halves.npy", {"dtype": "uint16"}, "halves.npy has float64 of the shape (6,); save little-endian integers"),
+        (
+            "halves.npy",
+            {"dtype": "uint16"},
+            "halves.npy has float64 of the shape (6,); save a one-dimensional array of little-endian integers",
+        ),
         (
             "rows.npy",
             {},

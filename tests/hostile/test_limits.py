@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from titan_launch.checkpoint import index
 from titan_launch.commands import language_model
 from titan_launch.config.loading import limits as job
 from titan_launch.config.paths import MOST_SHARDS
@@ -20,6 +21,7 @@ from titan_launch.models.huggingface import adapter_config as adapters
 from titan_launch.models.huggingface import args as classes
 from titan_launch.models.huggingface import config_json
 from titan_launch.models.weights import folder
+from titan_launch.plan.proof import certificate
 from titan_launch.report import recorded_run
 from titan_launch.train.health import flight_recorder
 
@@ -57,9 +59,14 @@ LIMITS = {
     "`units.json`, `precision_audit.json`, `proof.json`": mib(recorded_run._MOST_RECORD_BYTES),
     "`metrics.jsonl`": (
         f"{mib(metrics.MOST_LINE_BYTES)} in a line, {recorded_run.MOST_REPORTS:,} reports, "
-        f"{recorded_run.MOST_METRICS:,} metrics"
+        f"{recorded_run.MOST_METRICS:,} metrics, {recorded_run._LONGEST_NAME} characters in the name of a metric"
     ),
-    "a flight record": mib(flight_recorder._MOST_BYTES),
+    "`index.json` and `.metadata` of a checkpoint": (
+        f"{index._MOST_BYTES // MIB:,} MiB each; `index.json` also a quarter of all files of the checkpoint plus 1 MiB, "
+        f"and one value for {index._BYTES_PER_VALUE} bytes"
+    ),
+    "a certificate (`prove.certificate`)": mib(certificate._MOST_BYTES),
+    "a flight record": f"{mib(flight_recorder._MOST_BYTES)}, {flight_recorder._MOST_OPCODES:,} opcodes",
     "`tokenizer.json`": (
         f"{mib(tokenizer.MOST_BYTES)}, {tokenizer._MOST_VALUES:,} values, {tokenizer._MOST_KEYS:,} keys"
     ),
@@ -77,7 +84,10 @@ LIMITS = {
     "loading a file: memory": (
         f"{mib(limited_process.MEMORY)}, plus {limited_process.MAKING.memory_per_byte} bytes for each byte of the file"
     ),
-    "an image": f"{mib(pillow.MOST_BYTES)}, {pillow.MOST_PIXELS:,} pixels",
+    "an image": (
+        f"{mib(pillow.MOST_BYTES)}, {pillow.MOST_PIXELS:,} pixels ({pillow._MOST_STORED:,} for a JPEG that is made "
+        "smaller while it is decoded)"
+    ),
     "a label in a tar file": mib(encoded._MOST_LABEL),
     "classes of images": f"{arrays.MOST_CLASSES:,}",
     "a compressed array or document, after decompression": (
@@ -88,8 +98,8 @@ LIMITS = {
         f"{text_files.LEAST_RECORD} bytes counts as {text_files.LEAST_RECORD} bytes"
     ),
     "a line of a data set": mib(jsonl.MOST_LINE),
-    "a prompt of `generate`": f"{language_model.MOST_PROMPT:,} characters",
-    "header of token files": mib(token_files.MOST_LISTED),
+    "a prompt of `generate`, a message of `chat`": f"{language_model.MOST_PROMPT:,} characters",
+    "header of token files": f"{mib(token_files.MOST_LISTED)}, {token_files._MOST_ENTRIES:,} arrays and objects",
 }
 """The rows of the table."""
 

@@ -126,7 +126,7 @@ def _check_documents() -> None:
         try:
             check_documents(on_meta, TOKENS, ("data", "packing"), "documents")
         except ConfigError as error:
-            assert reason is not None and f'of transformers, {reason}; set "concat"' in str(error), error
+            assert reason is not None and f'of transformers, {reason}; set packing = "concat"' in str(error), error
         else:
             assert reason is None, name
 

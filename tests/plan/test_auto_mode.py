@@ -24,7 +24,7 @@ from titan_launch.plan.units.order import plan_resharding
 
 
 def resolved(config: JobConfig) -> Resolution:
-    return resolve(*compared(config))
+    return resolve(*compared(config, records=True))
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_auto_without_a_memory_limit_is_an_error() -> None:
 
 
 def test_a_job_without_auto_gets_a_recommendation() -> None:
-    comparison, hardware = compared(make_job(planner={"memory_gib": 12}))
+    comparison, hardware = compared(make_job(planner={"memory_gib": 12}), records=True)
     resolution = resolve(comparison, hardware)
     assert configured_choice(resolution.config).label == choice_label("immediate", "none")
     best = recommend(comparison, hardware)

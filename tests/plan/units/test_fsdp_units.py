@@ -656,7 +656,12 @@ MIX_IN_FP32 = {"match": "layers.[01].mix", "param_dtype": "float32"}
     ("phases", "rules", "in_place", "own"),
     [
         (MIXES, [MIX_IN_FP32], {"precision.rules.0": "float32"}, {}),
-        (MIXES, [NORMS], {"trained": "bfloat16"}, {"precision.rules.0": "layers.0.norm1 computes in float32, neither"}),
+        (
+            MIXES,
+            [NORMS],
+            {"trained": "bfloat16"},
+            {"precision.rules.0": "layers.0.norm1 computes in float32, which"},
+        ),
         (
             MIXES,
             [{**NORMS, "storage_dtype": "float32"}],
