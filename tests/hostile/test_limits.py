@@ -62,8 +62,8 @@ LIMITS = {
         f"{recorded_run.MOST_METRICS:,} metrics, {recorded_run._LONGEST_NAME} characters in the name of a metric"
     ),
     "`index.json` and `.metadata` of a checkpoint": (
-        f"{index._MOST_BYTES // MIB:,} MiB each; `index.json` also a quarter of all files of the checkpoint plus 1 MiB, "
-        f"and one value for {index._BYTES_PER_VALUE} bytes"
+        f"{index._MOST_BYTES // MIB:,} MiB each; `index.json` also a quarter of all files of the checkpoint plus 1 "
+        f"MiB, and one value for {index._BYTES_PER_VALUE} bytes"
     ),
     "a certificate (`prove.certificate`)": mib(certificate._MOST_BYTES),
     "a flight record": f"{mib(flight_recorder._MOST_BYTES)}, {flight_recorder._MOST_OPCODES:,} opcodes",
