@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from titan_launch.config.job import JobConfig
-from titan_launch.config.rules.data import sources_of
+from titan_launch.config.rules.data import sources_of, sources_with
 from titan_launch.config.rules.model import args_problem
 from titan_launch.config.rules.tables import changed_keys
 from titan_launch.config.sections.data import ClassificationData, FactoryData, PreferenceData, TokensData
@@ -136,6 +136,17 @@ def outputs_suit_the_loss(config: JobConfig) -> Iterator[Problem]:
             yield Problem((*source, "kind"), reason, data.kind, also=also)
 
 
+def labels_mean_the_same(config: JobConfig) -> Iterator[Problem]:
+    """Report a problem for each source of texts with labels whose labels, or their order, differ from those of the
+    first source. The number of a label would then mean something else, or none of the model's outputs."""
+    sources = list(sources_with(config, ClassificationData))
+    for source, data in sources[1:]:
+        first, expected = sources[0]
+        if data.labels != expected.labels:
+            reason = f"must be the labels of {format_key((*first, 'labels'))}, in the same order"
+            yield Problem((*source, "labels"), reason, list(data.labels), also=((*first, "labels"),))
+
+
 def base_is_frozen(config: JobConfig) -> Iterator[Problem]:
     """For a loss with `reference = "base"`, report a problem if the job has no adapters, or if it also trains
     parameters of the base model."""
@@ -241,6 +252,7 @@ LOSS_RULES = (
     model_loss_is_supported,
     answers_are_for_their_losses,
     outputs_suit_the_loss,
+    labels_mean_the_same,
     base_is_frozen,
     second_model_fits,
 )
