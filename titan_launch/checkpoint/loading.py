@@ -356,8 +356,9 @@ def _check_optimizer(checkpoint: Path, own: Mapping[str, Values], saved: Mapping
     reason = _first_reason(find_missing)
     if reason is not None:
         raise UserError(
-            f"the checkpoint {checkpoint} is of another optimizer: {reason}; to begin with new optimizer "
-            'state, set checkpoint.load to its path, and checkpoint.exclude_from_loading = ["optimizer"]'
+            f"the checkpoint {checkpoint} is of another optimizer: {reason}; to begin with new optimizer state, set "
+            'checkpoint.exclude_from_loading = ["optimizer"], and checkpoint.load to the step, or with another job.name '
+            "to the path"
         )
 
 

@@ -207,7 +207,7 @@ def _keys_of_files() -> Iterator[str]:
     )
     yield "These keys are refused with any value but null:\n"
     yield from _table(["key", "reason"], ([_code(key), reason] for key, reason in REFUSED.items()))
-    yield "These keys have no effect:\n"
+    yield "These keys change neither the logits nor the training of a language model:\n"
     unused = {"all": WITHOUT_EFFECT, **{name: family.unused for name, family in families.items()}}
     yield from _table(
         ["keys", "families", "reason"],

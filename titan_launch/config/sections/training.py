@@ -144,9 +144,9 @@ class GradientAccumulationConfig(Section):
     mode: Annotated[str, OneOf({**ACCUMULATION_MODES, "auto": None})] = "immediate"
     """The gradient accumulation mode. `immediate`: reduce-scatter after every microbatch; a rank holds only sharded
     gradients. `deferred`: reduce-scatter after the last microbatch; the least traffic, but each rank holds all
-    gradients (4 bytes per parameter, for any number of ranks). `deferred_all_reduce` (HSDP only): reduce-scatter within
-    the replica after every microbatch, all-reduce between the replicas after the last; a rank holds only sharded
-    gradients. `auto`: of the modes whose predicted memory fits, the one with the least traffic. If
+    gradients of its pipeline stage and tensor-parallel part (4 bytes per parameter). `deferred_all_reduce` (HSDP only):
+    reduce-scatter within the replica after every microbatch, all-reduce between the replicas after the last; a rank
+    holds only sharded gradients. `auto`: of the modes whose predicted memory fits, the one with the least traffic. If
     `activation_checkpoint.mode` is also `auto`, the combination with the shortest expected step. `plan` shows the
     chosen mode and the reason. A run records the chosen mode, and keeps it on resume."""
 
