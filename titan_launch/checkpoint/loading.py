@@ -357,8 +357,8 @@ def _check_optimizer(checkpoint: Path, own: Mapping[str, Values], saved: Mapping
     if reason is not None:
         raise UserError(
             f"the checkpoint {checkpoint} is of another optimizer: {reason}; for new optimizer state, set "
-            'checkpoint.exclude_from_loading = ["optimizer"], and checkpoint.load to the step, or, with a new job.name, '
-            "to the path"
+            'checkpoint.exclude_from_loading = ["optimizer"], and checkpoint.load to the step, or, with a new '
+            "job.name, to the path"
         )
 
 
