@@ -20,10 +20,12 @@ from tests.train.run_folder.test_resume import logged
 from titan_launch.checkpoint.index import read_weights
 from titan_launch.checkpoint.manifest import read_manifest
 from titan_launch.config.job import JobConfig
+from titan_launch.config.rules.training import average_is_updated_in_the_run
 from titan_launch.core.errors import UserError
 from titan_launch.inference.export import ExportOptions, export
 from titan_launch.models.build import build_model
 from titan_launch.models.huggingface.files import WeightsError
+from titan_launch.optim.ema import update_weight
 from titan_launch.train.build import build_run
 from titan_launch.train.loop import fit, train_one_step, validation_scalars
 from titan_launch.train.run import Run
@@ -85,6 +87,15 @@ BF16 = {
     "precision": {"param_dtype": "bfloat16", "storage_dtype": "bfloat16"},
     "optimizer": {"master_weights": True, "lr": 1e-2},
 }
+
+
+@pytest.mark.parametrize(("start", "every"), [(3, 2), (5, 3), (0, 4), (7, 8)])
+def test_a_job_is_refused_if_no_step_updates_its_average(start: int, every: int) -> None:
+    ema = {"decay": 0.9, "start_step": start, "every_steps": every}
+    for steps in range(1, 10):
+        config = JobConfig.model_validate(ema_job(Path(), ema=ema, training={"steps": steps}))
+        has_update = any(0 < update_weight(config.ema, step) < 1 for step in range(1, steps + 1))
+        assert (not list(average_is_updated_in_the_run(config))) == has_update
 
 
 def test_the_average_is_that_of_a_plain_loop(tmp_path: Path) -> None:
