@@ -653,7 +653,7 @@ def main() -> None:
     parser.add_argument("--write", type=Path, help="the Markdown file with the table's markers")
     parser.add_argument("--only", nargs="*", default=list(MUTANTS), metavar="NAME", help="bugs to plant")
     arguments = parser.parse_args()
-    rows, found, named, incomparable = [("bug", "module", "shown by")], 0, 0, 0
+    rows, found, named = [("bug", "module", "shown by")], 0, 0
     for name in arguments.only:
         certificate = certificate_with(name)
         if certificate.findings:
@@ -661,11 +661,11 @@ def main() -> None:
             module, parts = finding.module, ", ".join(finding.parts)
         else:
             module, parts = "; ".join(certificate.problems), ""
-            incomparable += 1
         is_named = re.fullmatch(MUTANTS[name].module or ".+", module) is not None
         found, named = found + (certificate.verdict != "proven"), named + (is_named and bool(parts))
         rows.append((f"`{name}`", module if is_named else f"**{module}**", parts))
         print(" | ".join(rows[-1]), flush=True)
+    incomparable = sum(not parts for *_, parts in rows)
     score = (
         f"{found} of {len(rows) - 1} bugs were found. The right module was named for {named}. For {incomparable}, the "
         "certificate says why the model cannot be compared."

@@ -34,8 +34,8 @@ def run(arguments: Namespace) -> int:
     world_size = processes.world_size
     if is_dry_run(arguments):
         fake = arguments.fake_world_size
-        if None not in (fake, world_size) and fake != world_size and given.keys() & {"nnodes", "nproc-per-node"}:
-            made = f"--nnodes and --nproc-per-node make {counted(world_size or 0, 'rank')}"
+        if fake and world_size and fake != world_size and given.keys() & {"nnodes", "nproc-per-node"}:
+            made = f"--nnodes and --nproc-per-node make {counted(world_size, 'rank')}"
             reason = f"{made}; remove these options, or --fake-world-size"
             raise UserError(f"error: --fake-world-size {fake}: {reason}")
         dry_run(arguments)

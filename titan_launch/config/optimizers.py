@@ -33,14 +33,20 @@ def length_of_row(shape: Sequence[int]) -> int:
     """Return the number of elements in a row of a state tensor. A row of a matrix, or of a stack of matrices, is its
     last axis. A row of a kernel of a 2D or 3D convolution has all weights of an output channel: the last axis has only
     a few elements."""
-    return prod(shape[1:]) if len(shape) > 3 else shape[-1]
+    return _rows(shape)[1]
 
 
 def shape_of_scales(shape: Sequence[int]) -> tuple[int, ...]:
     """Return the shape of the scales of a state tensor of shape `shape`: one scale for each block of `BLOCK` elements
     in a row."""
-    rows = shape[:1] if len(shape) > 3 else shape[:-1]
-    return (*rows, -(-length_of_row(shape) // BLOCK))
+    rows, length = _rows(shape)
+    return (*rows, -(-length // BLOCK))
+
+
+def _rows(shape: Sequence[int]) -> tuple[Sequence[int], int]:
+    """Return (sizes of the axes that count the rows, elements in a row)."""
+    axes = 1 if len(shape) > 3 else len(shape) - 1
+    return shape[:axes], prod(shape[axes:])
 
 
 class ShardSize(NamedTuple):

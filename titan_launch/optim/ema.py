@@ -25,9 +25,9 @@ def update_weight(config: EMAConfig, step: int) -> float:
     assert config.decay is not None
     if step % config.every_steps:
         return 0.0
-    if step <= config.start_step:
+    if step < config.first_update:
         return 1.0
-    earlier = step // config.every_steps - config.start_step // config.every_steps - 1
+    earlier = (step - config.first_update) // config.every_steps
     return 1 - (min(config.decay, (1 + earlier) / (10 + earlier)) if config.warmup else config.decay)
 
 

@@ -255,7 +255,8 @@ class Search:
                 refused[problem] += 1
         self._probes = {}  # probes without CPU offload are not valid with it
         self._count_flops()
-        waiting, found, tried, possible = families, dict[Kind, Found](), 0, len(families)
+        number = len(families) + refused.total()
+        waiting, found, tried = families, dict[Kind, Found](), 0
         while waiting:
             limit, bounds = self._limit(found), {id(family): self._bound_of_family(family) for family in waiting}
             waiting = [family for family in waiting if bounds[id(family)] < limit]
@@ -273,13 +274,12 @@ class Search:
                     tried += 1
                 else:
                     refused[problem] += 1
-                    possible -= 1
             waiting = waiting[len(tasks) :]
             best = min((job.seconds for job in found.values()), default=None)
             shown = "nothing fits yet" if best is None else f"best {best:.3g} s"
             self._say(f"searched {tried} of {tried + len(waiting)} layouts: {shown}")
         ranked = sorted(found.values(), key=lambda job: (_rounded(job.seconds), _complexity(job.config.parallelism)))
-        return Result(tuple(ranked[:SHOWN]), tried, possible, refused)
+        return Result(tuple(ranked[:SHOWN]), tried, number - refused.total(), refused)
 
     def _limit(self, found: Mapping[Kind, Found]) -> float:
         """Return the step time in seconds that a job must stay below to be a result; infinity if `found` is empty."""

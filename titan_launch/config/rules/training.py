@@ -84,8 +84,7 @@ def average_is_updated_in_the_run(config: JobConfig) -> Iterator[Problem]:
     ema, training = config.ema, config.training
     if ema.decay is None or training.steps is None:
         return
-    first_update = (ema.start_step // ema.every_steps + 1) * ema.every_steps  # as in optim.ema.update_weight
-    if first_update > training.steps:
+    if ema.first_update > training.steps:
         name = "every_steps" if ema.every_steps > training.steps else "start_step"
         length = f"{training.steps} steps ({format_key(training.length_key)})"
         reason = f"is so large that the average is never updated in the run of {length}; set a smaller number"

@@ -380,3 +380,8 @@ class EMAConfig(Section):
     `parameters`: the parameters, with `validation/loss` and `validation/accuracy`. `both`: one validation after the
     other, which takes twice the time. `checkpoint.keep_best` and `validation.patience` compare `validation/loss`, or
     `validation/ema_loss` with `validate_with = "ema"`."""
+
+    @property
+    def first_update(self) -> int:
+        """The first step whose update does not copy the parameters: the first update after `start_step`."""
+        return (self.start_step // self.every_steps + 1) * self.every_steps

@@ -128,10 +128,11 @@ def damage_explained(name: str, config: JobConfig) -> Iterator[None]:
     folder = config.job.run_folder
     try:
         yield
-    except (OSError, JsonError, ValidationError) as error:
+    except OSError as error:
+        reason = f"{folder / name} cannot be read ({reason_of(error)}); choose another name"
+        raise folder_error(config, reason) from None
+    except (JsonError, ValidationError) as error:
         cause = error.errors()[0]["msg"] if isinstance(error, ValidationError) else reason_of(error)
-        if isinstance(error, OSError):
-            raise folder_error(config, f"{folder / name} cannot be read ({cause}); choose another name") from None
         remedy = f"move {folder} away" if name == CONFIG_FILE else "delete it"
         raise folder_error(config, f"{folder / name} is damaged ({cause}); {remedy}, or choose another name") from None
 
