@@ -36,6 +36,8 @@ from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import median
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -58,6 +60,9 @@ from titan_launch.plan.layout import Layout
 
 SEQ_LEN, BATCH_SIZES, WORKERS = 2048, (8, 64), (0, 2)
 REPEATS, FIRST_STEPS = 5, 1
+LARGEST = 5
+"""Number of configurations in the table of the largest shares."""
+
 REPEATS_OF_PREPARE = 3
 PACKED_SEQ_LENS = (2048, 8192)
 LOG_MEDIAN = math.log(1365) - 1 / 2
@@ -264,21 +269,56 @@ def share_of_step(config: Path, ranks: int, num_workers: int, steps: int) -> tup
     return step, data
 
 
+class Waiting(NamedTuple):
+    """The measurements of one configuration, as means over steps of rank 0."""
+
+    config: Path
+    ranks: int
+    workers: int
+    step_s: float
+    data_s: float
+
+    @property
+    def share(self) -> float:
+        """Part of a step in which training waits for data."""
+        return self.data_s / self.step_s
+
+    def row(self) -> str:
+        """Return a row of the table."""
+        times = f"{self.step_s:.3f} | {self.data_s:.6f} | {self.share:.3%}"
+        return f"| `{self.config}` | {self.ranks} | {self.workers} | {times} |"
+
+
 def table_of_steps(configs: Sequence[Path], steps: int) -> str:
-    """Return a Markdown table of the time that training waits for data."""
-    lines = [
-        f"{usable_cores()} CPU cores, commit {commit()}; mean of steps {FIRST_STEPS + 1} to {steps}.",
-        "",
-        "| configuration | ranks | workers per rank | `time/step_s` | `time/data_s` | share |",
-        "|---|---|---|---|---|---|",
-    ]
+    """Return Markdown tables of the time that training waits for data."""
     import_module("titan_launch.train.main")  # once, and not in every forked process
+    measured = []
     for config, num_workers in itertools.product(configs, WORKERS):
         ranks = ranks_of(config) or 1
-        step, data = share_of_step(config, ranks, num_workers, steps)
-        row = f"{step:.3f} | {data:.6f} | {data / step:.3%}"
-        lines.append(f"| `{config}` | {ranks} | {num_workers} | {row} |")
-        print(lines[-1], file=sys.stderr, flush=True)
+        measured.append(Waiting(config, ranks, num_workers, *share_of_step(config, ranks, num_workers, steps)))
+        print(measured[-1].row(), file=sys.stderr, flush=True)
+    return summary_of_steps(measured, steps)
+
+
+def summary_of_steps(measured: Sequence[Waiting], steps: int) -> str:
+    """Return two Markdown tables: the smallest, median and largest share for each number of workers, and the largest
+    shares."""
+    lines = [
+        f"{len(measured) // len(WORKERS)} configurations, {usable_cores()} CPU cores, commit {commit()}; mean of steps "
+        f"{FIRST_STEPS + 1} to {steps}.",
+        "",
+        "| workers per rank | smallest share | median | largest |",
+        "|---|---|---|---|",
+    ]
+    for num_workers in WORKERS:
+        shares = [each.share for each in measured if each.workers == num_workers]
+        lines.append(f"| {num_workers} | {min(shares):.3%} | {median(shares):.3%} | {max(shares):.3%} |")
+    lines += [
+        "",
+        "| largest shares | ranks | workers per rank | `time/step_s` | `time/data_s` | share |",
+        "|---|---|---|---|---|---|",
+        *(each.row() for each in sorted(measured, key=lambda each: -each.share)[:LARGEST]),
+    ]
     return "\n".join(lines)
 
 

@@ -185,7 +185,7 @@ def table(rounds: int, steps: int) -> str:
     lines = [
         f"{about}, commit {commit()}; {rounds} rounds of {steps} steps.",
         "",
-        "| dtype | contestant | step, ms (smallest to largest) | of plain PyTorch | tokens/s |",
+        "| dtype | contestant | step, ms (smallest to largest) | over baseline | tokens/s |",
         "|---|---|---|---|---|",
         *rows,
     ]

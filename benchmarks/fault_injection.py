@@ -507,9 +507,10 @@ def main() -> int:
     orphans = sum(other.orphans for other in others)
     deaths = sum(len(outcome.deaths) for outcome in outcomes)
     summary = (
-        f"{deaths + len(others):,} faults in {len(outcomes) + len(others)} runs, {deaths} of them kills of ranks, on "
-        f"{os.cpu_count()} cores (torch {torch.__version__}, Python {platform.python_version()}, seed {options.seed}): "
-        f"**{lost} lost, {mismatched} mismatched, {orphans} orphans**."
+        f"{deaths + len(others):,} faults in {len(outcomes) + len(others)} runs, {deaths} of them kills of ranks "
+        f"or checkpoint writers, on {os.cpu_count()} cores (torch {torch.__version__}, Python "
+        f"{platform.python_version()}, seed {options.seed}): **{lost} lost, {mismatched} mismatched, {orphans} "
+        "orphans**."
     )
     text = "\n\n".join([summary, table(outcomes), *([table_of_disturbances(others)] if others else [])])
     publish(text, "fault_injection", options.write)

@@ -116,9 +116,9 @@ def table(figures: dict[str, dict[str, list[float]]]) -> str:
             "storage",
             "bytes per parameter",
             "training loss",
-            "- fp32",
+            "minus fp32",
             "validation loss",
-            "- fp32",
+            "minus fp32",
             "changed in last step",
         ]
     ]

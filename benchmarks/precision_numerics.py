@@ -180,8 +180,8 @@ def train(runs: dict[str, Run], figures: dict[str, Figures], steps: int) -> None
 def table(job: str, figures: dict[str, Figures]) -> str:
     """Return a Markdown table with one row for each variant. Ranges are over seeds, and those of times over steps."""
     reference, base, *_ = figures.values()
-    columns = [job, "training loss", "- fp32", "validation loss", "- fp32", "gradient error", "error of the norms"]
-    rows = [[*columns, "collectives", "step time"]]
+    columns = [job, "training loss", "minus fp32", "validation loss", "minus fp32", "gradient error"]
+    rows = [[*columns, "error of the norms", "collectives", "step time"]]
     for name, found in figures.items():
         cells = [
             name,

@@ -34,6 +34,8 @@ from titan_launch.trace.recorder import TorchRecorder
 
 RUNS = Path(__file__).with_name("published_runs.toml")
 PRECISIONS = {"eager": "eager bf16", "compiled": "compiled bf16", "float8": "8 bits or fewer"}
+OWN = "this project, H200"
+"""Source of the runs of this project. They are compared with predictions, but not used for fits."""
 
 
 @dataclass(frozen=True)
@@ -180,8 +182,7 @@ def check() -> tuple[str, bool]:
         found = predict(run)
         assert run.reserved_gib is not None and found.active_ratio is not None
         is_right &= 0.75 <= found.active_ratio < 1
-        reserved = found.row.reserved_bytes / GIB
-        figures = [f"{value:.1f}" for value in (found.active, reserved, run.reserved_gib)]
+        figures = [f"{value:.1f}" for value in (found.active, found.reserved, run.reserved_gib)]
         mode = found.config.activation_checkpoint.mode
         rows.append([run.name, mode, *figures, f"{found.active_ratio:.2f}", ", ".join(run.differs)])
     return markdown_table(rows), is_right
@@ -194,12 +195,9 @@ def table_of_rows(found: Sequence[Prediction]) -> str:
         run, time = each.run, each.row.time
         figures = [""] * 6
         if each.active_ratio is not None:
-            kind = "active" if run.active_gib else "reserved"
-            figures[:3] = (
-                f"{each.active:.1f}",
-                f"{each.reserved:.1f}",
-                f"{run.active_gib or run.reserved_gib:.1f} {kind}",
-            )
+            published = {"active": run.active_gib, "reserved": run.reserved_gib}
+            stated = ", ".join(f"{gib:.1f} {kind}" for kind, gib in published.items() if gib is not None)
+            figures[:3] = (f"{each.active:.1f}", f"{each.reserved:.1f}", stated)
         if each.seconds is not None and time.interval is not None:
             figures[3:] = (
                 f"{time.interval[0]:.3g} .. {time.interval[1]:.3g}",
@@ -240,22 +238,23 @@ def _worst(ratios: Sequence[float]) -> float:
 
 
 def fit(found: Sequence[Prediction]) -> str:
-    """Return a list: for some precisions, the fragmentation fitted to every second run, and the error on the others of
+    """Return a table: for some precisions, the fragmentation fitted to every second run, and the error on the others of
     the estimates with this fragmentation and with that of a plan. `found`: runs that name everything and publish
     reserved memory."""
-    lines = []
+    planned = found[0].hardware.fragmentation
+    columns = ("precision", "fitted on", "tested on", "fitted value", "error with the fitted value")
+    rows = [[*columns, f"error with {planned:g}"]]
     for kinds in (("eager",), ("compiled",), ("float8",), tuple(PRECISIONS)):
         own = [each for each in found if each.run.kind in kinds]
         factors = [each.run.reserved_gib / each.streams for each in own if each.run.reserved_gib]
         fitted, held = median(factors[::2]), factors[1::2]
         texts = []
-        for name, factor in (("with it", fitted), ("with a plan's", 1 + own[0].hardware.fragmentation)):
+        for factor in (fitted, 1 + planned):
             errors = [abs(factor / actual - 1) for actual in held]
-            texts.append(f"{name} median {median(errors):.1%}, worst {max(errors):.1%}")
+            texts.append(f"{median(errors):.1%}, {max(errors):.1%}")
         label = "all" if len(kinds) > 1 else PRECISIONS[kinds[0]]
-        fit_on = f"{fitted - 1:.3f} on {len(factors[::2])} runs"
-        lines.append(f"- {label}: fragmentation {fit_on}; error on {len(held)} others: {'; '.join(texts)}.")
-    return "\n".join(lines)
+        rows.append([label, str(len(factors[::2])), str(len(held)), f"{fitted - 1:.3f}", *texts])
+    return markdown_table(rows, texts=1)
 
 
 def main() -> int:
@@ -273,7 +272,7 @@ def main() -> int:
         return int(not is_right)
     runs = [run for run in read_runs() if run.source.startswith(options.source or "")]
     if options.fit:
-        runs = [run for run in runs if run.reserved_gib and not run.assumed]
+        runs = [run for run in runs if run.reserved_gib and not run.assumed and run.source != OWN]
     found = [predict(run) for run in runs]
     if options.fit:
         publish(fit(found), "published_fit", options.write)

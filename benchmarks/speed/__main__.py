@@ -36,7 +36,11 @@ class Picture:
 
 
 WORLDS = Picture("speed_worlds.svg", "Seconds of plan and of a dry run against the number of ranks", plots.plot_worlds)
-SCALING = Picture("speed_scaling.svg", "Step time against the varied quantity, with straight lines", plots.plot_scaling)
+SCALING = Picture(
+    "speed_scaling.svg",
+    "Step time against the varied quantity, with straight lines where they are expected",
+    plots.plot_scaling,
+)
 
 
 @dataclass(frozen=True)

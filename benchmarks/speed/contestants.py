@@ -53,7 +53,12 @@ CONTESTANTS = {
             "titan_launch",
             options={"kernels": {"attention": "flash"}},
         ),
-        Contestant("launcher-agent", "**titan_launch**, by `launch`", "titan_launch", has_agent=True),
+        Contestant(
+            "launcher-agent",
+            "**titan_launch**, started by `titan-launch launch` instead of torchrun",
+            "titan_launch",
+            has_agent=True,
+        ),
         Contestant("trainer", "Hugging Face Trainer", _TOOLS + "transformers_trainer", package="transformers"),
         Contestant("accelerate", "Accelerate", _TOOLS + "accelerate_loop", package="accelerate"),
         Contestant("litgpt", "litgpt", _TOOLS + "litgpt_pretrain", package="litgpt"),

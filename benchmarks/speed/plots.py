@@ -24,14 +24,14 @@ def check_matplotlib() -> None:
 
 
 def plot_scaling(runs: Sequence[Run], path: Path) -> None:
-    """Plot the step time along every axis, with the fitted straight line."""
+    """Plot the step time along every axis, with the fitted straight line if the axis is linear."""
     from matplotlib.figure import Figure  # unlike pyplot, this does not need a display
 
     figure = Figure(figsize=(3 * len(AXES), 3), layout="constrained")
     for axes, axis in zip(figure.subplots(1, len(AXES)), AXES, strict=True):
         found = points(axis, runs)
         axes.plot([x for x, _ in found], [y for _, y in found], "o", color="tab:blue")
-        fitted = line(found)
+        fitted = line(axis, found)
         if fitted is not None:
             ends = [0.0, max(x for x, _ in found)]
             axes.plot(ends, [fitted(x) for x in ends], color="0.6", zorder=0)

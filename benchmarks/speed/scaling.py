@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -24,17 +23,15 @@ class Axis:
     label: str
     jobs: tuple[Job, ...]
     x: Callable[[Job], float]
-    """Quantity in which the step time is expected to be linear."""
+    """The varied quantity."""
+
+    is_linear: bool = True
+    """True if the step time is expected to be linear in `x`."""
 
 
 def _wide(dim: int) -> Job:
     """Return `BASE` with another width. The head width stays 32, and the feed-forward layer three times `dim`."""
     return replace(BASE, dim=dim, n_heads=dim // 32, n_kv_heads=dim // 64, hidden_dim=3 * dim)
-
-
-def work_per_core(job: Job) -> float:
-    """Return the work of a core relative to that of one rank: ranks that share a core take turns."""
-    return max(1.0, job.ranks / (os.cpu_count() or 1))
 
 
 AXES = (
@@ -50,6 +47,7 @@ AXES = (
         "tokens in a sequence",
         tuple(replace(BASE, seq_len=n) for n in (128, 256, 512, 1024)),
         lambda job: job.seq_len,
+        is_linear=False,
     ),
     Axis(
         "microbatches",
@@ -57,7 +55,13 @@ AXES = (
         tuple(replace(BASE, microbatches=n) for n in (1, 2, 4, 8)),
         lambda job: job.microbatches,
     ),
-    Axis("ranks", "ranks per core", tuple(replace(BASE, ranks=n, sequences=4 * n) for n in (1, 2, 4)), work_per_core),
+    Axis(
+        "ranks",
+        "ranks, of equal work",
+        tuple(replace(BASE, ranks=n, sequences=4 * n) for n in (1, 2, 4)),
+        lambda job: job.ranks,
+        is_linear=False,
+    ),
 )
 
 
@@ -77,19 +81,28 @@ def points(axis: Axis, runs: Sequence[Run]) -> list[tuple[float, float]]:
     return found
 
 
-def line(found: Sequence[tuple[float, float]]) -> Line | None:
-    """Return the fitted line; None if fewer than two points have different x."""
-    return fit(found) if len({x for x, _ in found}) > 1 else None
+def line(axis: Axis, found: Sequence[tuple[float, float]]) -> Line | None:
+    """Return the fitted line; None if the axis is not linear, or if fewer than two points have different x."""
+    return fit(found) if axis.is_linear and len({x for x, _ in found}) > 1 else None
 
 
 def tables(runs: Sequence[Run]) -> str:
-    """Return a Markdown table with the points and the fitted line of each axis."""
-    rows: list[Sequence[str]] = [("varied", "x", "step in ms at x", "ms at x = 0", "ms per x", "largest residual")]
+    """Return a Markdown table with the points of each axis, and the fitted line of each linear axis."""
+    head = ("varied", "x", "step in ms at x", "times the first step", "ms at x = 0", "ms per x", "largest residual")
+    rows: list[Sequence[str]] = [head]
     for axis in AXES:
         found = points(axis, runs)
-        fitted = line(found)
+        if not found:
+            continue
+        values = ", ".join(f"{y:.0f} at {_short(x)}" for x, y in found)
+        ratios = ", ".join(f"{y / found[0][1]:.1f}" for _, y in found[1:])
+        fitted = line(axis, found)
+        figures = ("", "", "")
         if fitted is not None:
-            values = ", ".join(f"{y:.0f} at {x:g}" for x, y in found)
             figures = (f"{fitted.intercept:.1f}", f"{fitted.slope:.3g}", f"{100 * fitted.residual:.1f} %")
-            rows.append((axis.name, axis.label, values, *figures))
+        rows.append((axis.name, axis.label, values, ratios, *figures))
     return markdown_table(rows)
+
+
+def _short(x: float) -> str:
+    return f"{x:g}" if x == int(x) else f"{x:.3g}"

@@ -11,27 +11,31 @@ from benchmarks.speed.runs import Run
 
 @dataclass(frozen=True)
 class Spread:
-    """Median and range of the values of several rounds."""
+    """Median and range of the values of one or several rounds."""
 
     median: float
     least: float
     most: float
+    rounds: int = 2
 
     def cell(self, form: str) -> str:
-        """Return the median and the range as text."""
+        """Return the median as text, and the range if there are several rounds."""
+        if self.rounds == 1:
+            return f"{self.median:{form}}"
         return f"{self.median:{form}} ({self.least:{form}} to {self.most:{form}})"
 
 
 def spread(values: Iterable[float]) -> Spread:
     """Return the median, minimum and maximum of at least one value."""
     known = list(values)
-    return Spread(median(known), min(known), max(known))
+    return Spread(median(known), min(known), max(known), len(known))
 
 
 def quartiles(values: Iterable[float]) -> Spread:
     """Return the median of at least two values, with the quartiles instead of minimum and maximum."""
-    low, middle, high = quantiles(values, n=4)
-    return Spread(middle, low, high)
+    known = list(values)
+    low, middle, high = quantiles(known, n=4)
+    return Spread(middle, low, high, len(known))
 
 
 def paired(runs: Sequence[Run], baseline: Sequence[Run], value: Callable[[Run], float]) -> Spread | None:

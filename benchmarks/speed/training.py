@@ -64,7 +64,7 @@ def heading(group: str) -> str:
 
 
 def _table(runs: Sequence[Run], names: Sequence[str]) -> str:
-    head = ("tool", "rounds", "step, ms", "over bare", "tokens/s", "launch to first step, s", "over bare")
+    head = ("tool", "rounds", "step, ms", "over baseline", "tokens/s", "launch to first step, s", "over baseline")
     baseline = [run for run in runs if run.contestant == names[0] and not run.failure]
     rows: list[Sequence[str]] = [head]
     for name in names:

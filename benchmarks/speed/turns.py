@@ -109,7 +109,7 @@ def measure(entries: Sequence[Entry], rounds: int, environments: Environments) -
 
 def table(entries: Sequence[Entry], times: Times) -> str:
     """Return a Markdown table with one row per contestant. Ratios are to the first one's step in the same round."""
-    rows: list[Sequence[str]] = [("tool", "rounds", "step, ms", "tokens/s", "over the first")]
+    rows: list[Sequence[str]] = [("tool", "rounds", "step, ms", "tokens/s", "over baseline")]
     baseline = times[entries[0].contestant.name]
     for entry in entries:
         own = times[entry.contestant.name]

@@ -64,7 +64,7 @@ def _entry(group: str, name: str, job: Job, options: Mapping[str, Any]) -> Entry
 
 def accumulation_tables(runs: Sequence[Run]) -> str:
     """Return a Markdown table of step time, collectives and peak memory by accumulation mode."""
-    head = ("mode", "step, ms", "over `immediate`", "collectives per step", "peak memory of a rank, MiB")
+    head = ("mode", "step, ms", "over baseline", "collectives per step", "peak memory of a rank, MiB")
     rows: list[Sequence[str]] = [head]
     first = _of(runs, "accumulation", next(iter(_MODES)))
     for name in _MODES:
@@ -86,7 +86,7 @@ def accumulation_tables(runs: Sequence[Run]) -> str:
 
 def precision_tables(runs: Sequence[Run]) -> str:
     """Return a Markdown table of step time by set of rules, relative to the run without rules."""
-    rows: list[Sequence[str]] = [("ranks", "rules", "step, ms", "over no rules")]
+    rows: list[Sequence[str]] = [("ranks", "rules", "step, ms", "over baseline")]
     for group in dict.fromkeys(run.group for run in runs):
         first = _of(runs, group, "no rules")
         for name in _RULES:

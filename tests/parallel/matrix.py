@@ -287,13 +287,15 @@ def table(measured: dict[Case, tuple[float, float]]) -> str:
     for case, difference in measured.items():
         rows[case.division].append((case, difference))
     lines = [
-        "| division | CPU ranks (gloo) | runs | accumulation | loss | gradient norm |",
-        "|---|---:|---:|---|---:|---:|",
+        "| layout | CPU ranks (gloo) | runs without, with checkpointing | accumulation | loss | gradient norm |",
+        "|---|---:|---|---|---:|---:|",
     ]
     for division, found in rows.items():
         loss, norm = (max(difference[index] for _, difference in found) for index in (0, 1))
         modes = ", ".join(dict.fromkeys(case.mode for case, _ in found))
-        lines.append(f"| {division.name} | {division.ranks} | {len(found)} | {modes} | {loss:.1e} | {norm:.1e} |")
+        without = sum(case.checkpointing == "none" for case, _ in found)
+        runs = f"{without}, {len(found) - without}"
+        lines.append(f"| {division.name} | {division.ranks} | {runs} | {modes} | {loss:.1e} | {norm:.1e} |")
     return "\n".join(lines)
 
 

@@ -258,7 +258,7 @@ def test_a_compiled_kernel_of_attention_runs_once(monkeypatch: pytest.MonkeyPatc
 
 def test_the_docs_name_the_saved_operations() -> None:
     page = (Path(__file__).parents[2] / "docs/explanation/activation_checkpointing.md").read_text()
-    section = page.partition("## Operations that `op` keeps")[2].partition("\n## ")[0]
+    section = page.partition("## Operations that `op` saves")[2].partition("\n## ")[0]
     patterns = [code for code in re.findall("`([^` ]+)`", section) if "." in code]
     names = [f"{op.namespace}.{op.name().rpartition('::')[2]}" for op in SAVED_OPS]
     assert [name for name in names if not any(fnmatch(name, pattern) for pattern in patterns)] == []

@@ -48,6 +48,14 @@ class Mutant:
     near: str = ""
     """The module that the certificate names by mistake, near the right one. Empty if it names the right one."""
 
+    about: str = ""
+    """The bug of a user's model in a sentence."""
+
+    @property
+    def sentence(self) -> str:
+        """The bug in a sentence: that of the function that plants it."""
+        return self.about or (self.plant.__doc__ or "" if self.plant else "")
+
 
 def _decoder(name: str = "llama3", **args: Any) -> dict[str, Any]:
     return {"model": {"name": name, "args": args}}
@@ -77,12 +85,14 @@ def _wrap(owner: Any, name: str, change: Callable[[Any], Callable[..., Any]]) ->
 
 
 def norms_are_not_reduced() -> None:
+    """Does not sum the gradients of the norms' weights over the tensor-parallel ranks."""
     from titan_launch.parallel import tensor_parallel
 
     _wrap(tensor_parallel, "_replicate", lambda old: lambda module, mesh, gradient: old(module, mesh, Replicate()))
 
 
 def outputs_are_averaged() -> None:
+    """Halves the outputs of row-wise layers, as a mean over two ranks would."""
     from titan_launch.parallel import tensor_parallel
 
     def change(old: Any) -> Any:
@@ -102,6 +112,7 @@ def outputs_are_averaged() -> None:
 
 
 def gathered_gradient_is_scaled() -> None:
+    """Doubles the gradient of a layer's gathered input."""
     from titan_launch.parallel import tensor_parallel
 
     def change(old: Any) -> Any:
@@ -115,12 +126,14 @@ def gathered_gradient_is_scaled() -> None:
 
 
 def softmax_over_local_classes() -> None:
+    """Computes the softmax of the loss over the rank's own classes only."""
     from titan_launch.loss.chunked import Classes
 
     Classes.reduced = lambda self, values, op: values  # type: ignore[method-assign]
 
 
 def heads_norm_is_not_reduced() -> None:
+    """Does not sum the gradients of the norm of each head over the ranks."""
     from titan_launch.parallel import tensor_parallel
 
     _wrap(
@@ -131,6 +144,7 @@ def heads_norm_is_not_reduced() -> None:
 
 
 def norm_over_local_heads() -> None:
+    """Replaces the sum over the ranks, in a norm over all heads, by twice the rank's own part."""
     from titan_launch.parallel import tensor_parallel
 
     def change(old: Any) -> Any:
@@ -144,6 +158,7 @@ def norm_over_local_heads() -> None:
 
 
 def adapter_without_its_sum() -> None:
+    """Does not sum the gradients of adapters over the ranks."""
     from titan_launch.parallel import tensor_parallel
 
     tensor_parallel._of_gradients = lambda placements: {  # type: ignore[assignment]
@@ -152,6 +167,7 @@ def adapter_without_its_sum() -> None:
 
 
 def bias_of_each_rank() -> None:
+    """Adds the bias of an expert on each rank, so that the sum has it several times."""
     from titan_launch.parallel import tensor_parallel
 
     def change(old: Any) -> Any:
@@ -161,12 +177,14 @@ def bias_of_each_rank() -> None:
 
 
 def tie_is_lost() -> None:
+    """Does not tie the weights of the embedding and of the output layer."""
     from titan_launch.parallel import tensor_parallel
 
     tensor_parallel._ties = lambda model: []  # type: ignore[assignment]
 
 
 def auxiliary_losses_of_each_rank() -> None:
+    """Adds the auxiliary losses of the same tokens once for each tensor-parallel rank."""
     from titan_launch.parallel import expert_balance
 
     def change(old: Any) -> Any:
@@ -186,6 +204,7 @@ def auxiliary_losses_of_each_rank() -> None:
 
 
 def expert_gradients_twice() -> None:
+    """Doubles the gradients in the backward of the all-to-all."""
     from titan_launch.parallel.expert_parallel import _Exchanged
 
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -196,12 +215,14 @@ def expert_gradients_twice() -> None:
 
 
 def rows_in_the_order_of_ranks() -> None:
+    """Leaves received rows in the order of the ranks, not of the experts."""
     from titan_launch.parallel import expert_parallel
 
     expert_parallel.order_by_expert = lambda there, num_rows: torch.arange(num_rows)  # type: ignore[assignment]
 
 
 def experts_reduced_by_mean() -> None:
+    """Averages the gradients of the experts over the ranks, instead of summing them."""
     from titan_launch.models.decoder.mixture_of_experts import Experts
     from titan_launch.parallel import fsdp
 
@@ -220,6 +241,7 @@ def experts_reduced_by_mean() -> None:
 
 
 def auxiliary_loss_is_detached() -> None:
+    """Detaches the balance loss, so that it has no effect on gradients."""
     from titan_launch.models.decoder import mixture_of_experts
 
     _wrap(mixture_of_experts, "balance_losses", lambda old: lambda *args: old(*args).detach().requires_grad_())
@@ -229,6 +251,7 @@ def auxiliary_loss_is_detached() -> None:
 
 
 def unbalanced_parts() -> None:
+    """Takes consecutive instead of balanced parts of a sequence."""
     from titan_launch.parallel import context_parallel
 
     context_parallel.SequencePart.of = (  # type: ignore[method-assign]
@@ -237,6 +260,7 @@ def unbalanced_parts() -> None:
 
 
 def positions_from_zero() -> None:
+    """Counts the positions of each rank's part of a sequence from 0."""
     from titan_launch.parallel import context_parallel
     from titan_launch.train import model
 
@@ -249,18 +273,21 @@ def positions_from_zero() -> None:
 
 
 def balance_of_local_tokens() -> None:
+    """Computes the balance loss from the rank's own tokens only."""
     from titan_launch.models.decoder import mixture_of_experts
 
     _wrap(mixture_of_experts, "balance_losses", lambda old: lambda choice, group=None: old(choice))
 
 
 def z_loss_of_each_rank() -> None:
+    """Computes the z-loss of the router from the rank's own tokens only."""
     from titan_launch.models.decoder import mixture_of_experts
 
     _wrap(mixture_of_experts, "z_losses", lambda old: lambda logits, group=None: old(logits))
 
 
 def keys_without_gradient_of_others() -> None:
+    """Halves the gradients of the keys in ring attention."""
     from titan_launch.distributed import ring_attention_on_cpu as ring
 
     def change(old: Any) -> Any:
@@ -277,6 +304,7 @@ def keys_without_gradient_of_others() -> None:
 
 
 def stages_scale_by_microbatches() -> None:
+    """Divides the loss by the number of microbatches."""
     from titan_launch.train import pipeline_step
 
     def change(old: Any) -> Any:
@@ -297,6 +325,7 @@ def stages_scale_by_microbatches() -> None:
 
 
 def stage_scales_its_gradient() -> None:
+    """Halves the gradient that a stage gets from the next one."""
     from titan_launch.train.pipeline_step import HiddenModule
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -306,6 +335,7 @@ def stage_scales_its_gradient() -> None:
 
 
 def stage_skips_its_residual() -> None:
+    """Omits the residual connection of the first block of a stage."""
     from titan_launch.models.decoder.module import TransformerBlock
     from titan_launch.train.pipeline_step import HiddenModule
 
@@ -325,6 +355,7 @@ def stage_skips_its_residual() -> None:
 
 
 def targets_of_other_microbatches() -> None:
+    """Shifts the targets by one sample and one token."""
     from titan_launch.train.pipeline_step import _Losses
 
     def change(old: Any) -> Any:
@@ -337,6 +368,7 @@ def targets_of_other_microbatches() -> None:
 
 
 def gradients_are_averaged() -> None:
+    """Averages the gradients over the ranks, instead of summing them."""
     from titan_launch.parallel import fsdp
 
     def average(unit: Any) -> None:
@@ -347,6 +379,7 @@ def gradients_are_averaged() -> None:
 
 
 def replicas_do_not_all_reduce() -> None:
+    """Does not all-reduce the gradients between the replicas."""
     from titan_launch.parallel.fsdp import Accumulation
 
     old = Accumulation.begin_microbatch
@@ -359,6 +392,7 @@ def replicas_do_not_all_reduce() -> None:
 
 
 def only_the_last_microbatch() -> None:
+    """Drops the gradients of all microbatches but the last."""
     from titan_launch.distributed.torch_private import drop_unsharded_gradients
     from titan_launch.parallel.fsdp import Accumulation
 
@@ -373,12 +407,14 @@ def only_the_last_microbatch() -> None:
 
 
 def replicas_average() -> None:
+    """Halves the gradients that a replica receives."""
     from titan_launch.optim.replica_shards import ReplicaShards
 
     _wrap(ReplicaShards, "stored", lambda old: lambda self, received, unit: old(self, received / 2, unit))
 
 
 def replicas_do_not_gather() -> None:
+    """Does not gather the parameters that other replicas have updated."""
     from titan_launch.optim.replica_shards import ReplicaShards
 
     ReplicaShards.gather_parameters = lambda self: None  # type: ignore[method-assign]
@@ -388,6 +424,7 @@ def replicas_do_not_gather() -> None:
 
 
 def divided_by_local_targets() -> None:
+    """Divides the loss by the rank's own number of targets."""
     from titan_launch.train import step
 
     def total(self: Any) -> Tensor:
@@ -399,6 +436,7 @@ def divided_by_local_targets() -> None:
 
 
 def mean_of_means() -> None:
+    """Averages the mean losses of microbatches with different numbers of targets."""
     from titan_launch.train import step
 
     old = step.forward_backward
@@ -412,6 +450,7 @@ def mean_of_means() -> None:
 
 
 def norm_of_local_shards() -> None:
+    """Computes the gradient norm from the rank's own shards only."""
     from titan_launch.optim import clip
 
     def local(mesh: Any, gradients: Any) -> Tensor:
@@ -421,6 +460,7 @@ def norm_of_local_shards() -> None:
 
 
 def norm_of_own_stages() -> None:
+    """Computes the gradient norm from the rank's own pipeline stages only."""
     from titan_launch.train import step
 
     _wrap(step, "clip_grad_norm", lambda old: lambda parameters, max_norm, *others: old(parameters, max_norm))
@@ -430,6 +470,7 @@ def norm_of_own_stages() -> None:
 
 
 def statistics_twice() -> None:
+    """Updates BatchNorm's running statistics again in the second forward."""
     from titan_launch.parallel import activation_checkpoint
 
     activation_checkpoint._Forward.__init__ = functools.partialmethod(  # type: ignore[method-assign]
@@ -438,6 +479,7 @@ def statistics_twice() -> None:
 
 
 def router_differs_in_second_forward() -> None:
+    """Chooses other experts in the second forward."""
     from titan_launch.metrics.memory import is_in_backward
     from titan_launch.models.decoder import mixture_of_experts
 
@@ -451,6 +493,7 @@ def router_differs_in_second_forward() -> None:
 
 
 def saved_results_in_wrong_order() -> None:
+    """Returns saved matrix products with an error of 1 %."""
     from titan_launch.parallel import activation_checkpoint
 
     def change(old: Any) -> Any:
@@ -469,6 +512,7 @@ def saved_results_in_wrong_order() -> None:
 
 
 def later_chunks_have_no_gradient() -> None:
+    """Omits the gradients of tokens whose target is in an earlier chunk of classes."""
     from titan_launch.loss import chunked
 
     old = chunked._gradient
@@ -482,6 +526,7 @@ def later_chunks_have_no_gradient() -> None:
 
 
 def z_loss_without_its_factor() -> None:
+    """Halves the gradient of the z-loss."""
     from titan_launch.loss import chunked
 
     old = chunked._gradient
@@ -498,12 +543,14 @@ def z_loss_without_its_factor() -> None:
 
 
 def batchnorm_backward_is_local() -> None:
+    """Does not sum over the ranks in the backward of synchronized BatchNorm."""
     from titan_launch.parallel import synchronized_batchnorm
 
     synchronized_batchnorm.all_reduced = lambda values, group: values  # type: ignore[assignment]
 
 
 def running_variance_of_one_rank() -> None:
+    """Corrects the running variance by the number of values of one rank."""
     from titan_launch.parallel.synchronized_batchnorm import _Synchronized
 
     old = _Synchronized._track
@@ -515,6 +562,7 @@ def running_variance_of_one_rank() -> None:
 
 
 def matrices_of_own_shards() -> None:
+    """Orthogonalizes each rank's part of a matrix by itself (Muon)."""
     from titan_launch.optim import muon
 
     def orthogonalized(matrices: Tensor, steps: int) -> Tensor:
@@ -526,6 +574,7 @@ def matrices_of_own_shards() -> None:
 
 
 def decay_of_replicas() -> None:
+    """Divides the averaged parameters by the number of ranks."""
     from titan_launch.optim.ema import WeightEMA
 
     def source(self: Any, parameter: Any) -> Tensor:
@@ -614,14 +663,38 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "decay_of_replicas": Mutant(r"\[ema\]", {"ema": {"decay": 0.9}}, decay_of_replicas, "shards"),
     # models of users
-    "user_over_the_batch": Mutant(r"blocks\.0.*", _user("over_the_batch"), None),
-    "user_scaled_by_ranks": Mutant(r"blocks\.3.*", _user("scaled_by_ranks"), None, "shards"),
-    "user_counts_calls": Mutant(r"blocks\.\d.*", _user("counts_calls", **FULL), None, "checkpointing"),
-    "user_mixes_tokens": Mutant(r"blocks\.0.*", _user("mixes_tokens", **TP), None, "tensor"),
-    "user_remembers": Mutant(r"blocks\.0.*", _user("remembers"), None, "accumulation"),
-    "user_random": Mutant("", _user("random"), None),
-    "user_unused": Mutant("", _user("unused"), None),
-    "user_decayed": Mutant(r"blocks\.\d", _user("decayed"), None, "accumulation"),
+    "user_over_the_batch": Mutant(
+        r"blocks\.0.*", _user("over_the_batch"), None, about="Subtracts the mean over the samples of the microbatch."
+    ),
+    "user_scaled_by_ranks": Mutant(
+        r"blocks\.3.*", _user("scaled_by_ranks"), None, "shards", about="Divides gradients by the number of ranks."
+    ),
+    "user_counts_calls": Mutant(
+        r"blocks\.\d.*",
+        _user("counts_calls", **FULL),
+        None,
+        "checkpointing",
+        about="Scales by a number of calls, which the second forward changes.",
+    ),
+    "user_mixes_tokens": Mutant(
+        r"blocks\.0.*",
+        _user("mixes_tokens", **TP),
+        None,
+        "tensor",
+        about="Mixes tokens, against its plan for tensor parallelism.",
+    ),
+    "user_remembers": Mutant(
+        r"blocks\.0.*", _user("remembers"), None, "accumulation", about="Adds the mean of the microbatch before."
+    ),
+    "user_random": Mutant("", _user("random"), None, about="Adds random numbers in its forward."),
+    "user_unused": Mutant("", _user("unused"), None, about="Has a bias without effect."),
+    "user_decayed": Mutant(
+        r"blocks\.\d",
+        _user("decayed"),
+        None,
+        "accumulation",
+        about="Has a weight whose only gradient is that of a penalty.",
+    ),
 }
 """All bugs by name. An empty `module` means that the certificate has a problem in place of a difference."""
 
@@ -653,7 +726,7 @@ def main() -> None:
     parser.add_argument("--write", type=Path, help="the Markdown file with the table's markers")
     parser.add_argument("--only", nargs="*", default=list(MUTANTS), metavar="NAME", help="bugs to plant")
     arguments = parser.parse_args()
-    rows, found, named = [("bug", "module", "shown by")], 0, 0
+    rows, found, named = [("bug", "what it does", "module", "shown by")], 0, 0
     for name in arguments.only:
         certificate = certificate_with(name)
         if certificate.findings:
@@ -663,7 +736,8 @@ def main() -> None:
             module, parts = "; ".join(certificate.problems), ""
         is_named = re.fullmatch(MUTANTS[name].module or ".+", module) is not None
         found, named = found + (certificate.verdict != "proven"), named + (is_named and bool(parts))
-        rows.append((f"`{name}`", module if is_named else f"**{module}**", parts))
+        about = MUTANTS[name].sentence.removesuffix(".")
+        rows.append((f"`{name}`", about, module if is_named else f"**{module}**", parts))
         print(" | ".join(rows[-1]), flush=True)
     incomparable = sum(not parts for *_, parts in rows)
     score = (

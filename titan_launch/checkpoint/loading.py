@@ -356,9 +356,9 @@ def _check_optimizer(checkpoint: Path, own: Mapping[str, Values], saved: Mapping
     reason = _first_reason(find_missing)
     if reason is not None:
         raise UserError(
-            f"the checkpoint {checkpoint} is of another optimizer: {reason}; for new optimizer state, set "
-            'checkpoint.exclude_from_loading = ["optimizer"], and checkpoint.load to the step, or, with a new '
-            "job.name, to the path"
+            f"the checkpoint {checkpoint} is of another optimizer: {reason}; for new optimizer state, start a new "
+            "run: set a new job.name, checkpoint.load to the path of this checkpoint, and "
+            'checkpoint.exclude_from_loading = ["optimizer"]'
         )
 
 

@@ -73,7 +73,7 @@ def explain_shapes(error: BaseException, config: JobConfig) -> ConfigError | Non
         f"the model fails{f' at {location}' if location else ''} with 1/{degree} of the heads and features on "
         "each rank; check that the model's attribute tensor_parallel has matching styles for connected layers, "
         "that reshapes use -1 in place of the number of heads, and that the number of heads is a multiple of the "
-        "degree. See docs/how_to/parallelism.md "
+        "degree. See docs/how_to/parallelize_your_model.md "
         f"(PyTorch: {text})"
     )
     return config_error(_NAME, reason, model.name, also=(TENSOR.key,))
@@ -114,7 +114,7 @@ def _tensor_problems(
     if not styles:
         reason = getattr(model, "no_tensor_parallel", None) or (
             "the model has no attribute tensor_parallel, a dict from globs of modules to styles, which declares how it "
-            "is divided; add it (see docs/how_to/parallelism.md), or set tensor_parallel_degree = 1"
+            "is divided; add it (see docs/how_to/parallelize_your_model.md), or set tensor_parallel_degree = 1"
         )
         yield Problem(TENSOR.key, reason, degree)
         return
@@ -250,7 +250,7 @@ def _context_problems(model: nn.Module, axes: Mapping[str, int] | None, config: 
         reason = (
             "the model has no attribute context_parallel, a dict from globs of buffers with one row per position to "
             "the axis of the positions, which declares that its sequences can be divided; add it (see "
-            "docs/how_to/parallelism.md), or set context_parallel_degree = 1"
+            "docs/how_to/parallelize_your_model.md), or set context_parallel_degree = 1"
         )
         yield Problem(CONTEXT.key, reason, degree)
         return

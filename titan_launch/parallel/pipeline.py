@@ -166,7 +166,7 @@ class Boundaries:
             reason = (
                 f"pipeline parallelism runs the model on the meta device, and {what} fails there: "
                 f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}; see pipeline_order in "
-                "docs/how_to/parallelism.md"
+                "docs/how_to/parallelize_your_model.md"
             )
             raise config_error(("model", "name"), reason) from error
         if not isinstance(y, Tensor):

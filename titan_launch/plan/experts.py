@@ -83,7 +83,7 @@ def active_parameters(config: JobConfig, plan: ModelPlan) -> int:
     top_k = None if args is None else args.experts_per_token()
     if top_k is None:
         return total
-    modules = (module for module in plan.inventory.modules if module.has_experts and module.same_as is None)
+    modules = (module for module in plan.inventory.distinct if module.has_experts)
     parameters = (p for module in modules for p in module.parameters)  # dim 0: the experts of a layer
     return total - sum(p.numel - p.numel // p.shape[0] * top_k for p in parameters)
 

@@ -193,7 +193,7 @@ def float8_modules(config: Float8Config, plan: ModelPlan) -> tuple[str, ...]:
         return ()
     is_named = bool(config.modules)
     roots = matched_modules(plan.inventory, config.modules, _FLOAT8_MODULES) if is_named else plan.inventory.blocks
-    linear = [m for m in plan.inventory.modules if m.classes[0] == _LINEAR and m.same_as is None]  # no subclasses
+    linear = [m for m in plan.inventory.distinct if m.classes[0] == _LINEAR]  # no subclasses
     layers = [m for m in linear if enclosing(m.path, roots)]
     stacked = [path for path in roots if is_named and plan.inventory.by_path[path].has_experts]
     if stacked:

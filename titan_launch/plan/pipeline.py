@@ -65,15 +65,15 @@ def _check_pipeline_order(inventory: Inventory, degree: int) -> None:
     if not inventory.pipeline_order:
         reason = (
             "the order of the model's modules is unknown; give the model an attribute pipeline_order (globs, in "
-            "order; see docs/how_to/parallelism.md), or set the degree to 1"
+            "order; see docs/how_to/parallelize_your_model.md), or set the degree to 1"
         )
         raise config_error(PIPELINE.key, reason, degree)
     among = set(inventory.pipeline_order)
     outside = [
         full_name(module.path, parameter.name)
-        for module in inventory.modules
+        for module in inventory.distinct
         for parameter in module.parameters
-        if module.same_as is None and not enclosing(module.path, among)
+        if not enclosing(module.path, among)
     ]
     if outside:
         remedy = "add their modules to pipeline_order, or set the degree to 1"

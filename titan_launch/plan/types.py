@@ -128,6 +128,11 @@ class Inventory:
     """The reason for the choice of blocks, in words. Empty: the model declares its blocks."""
 
     @cached_property
+    def distinct(self) -> tuple[ModuleInfo, ...]:
+        """The modules without repetition: a module with several parents is listed at its first path only."""
+        return tuple(module for module in self.modules if module.same_as is None)
+
+    @cached_property
     def by_path(self) -> dict[str, ModuleInfo]:
         """The modules by path."""
         return {module.path: module for module in self.modules}

@@ -97,9 +97,8 @@ class Audit:
 
 def compare(plan: ModelPlan, layout: Layout, observed: Observations) -> Audit:
     """Return the audit of a model, which compares planned and observed dtypes."""
-    modules = [info for info in plan.inventory.modules if info.same_as is None]
     return Audit(
-        modules=tuple(_audit_module(plan, info, observed.modules[info.path]) for info in modules),
+        modules=tuple(_audit_module(plan, info, observed.modules[info.path]) for info in plan.inventory.distinct),
         units=tuple(
             _audit_unit(plan, unit, gathered, layout, seen)
             for unit, gathered, seen in zip(plan.units, plan.gathered_dtypes(), observed.units, strict=True)

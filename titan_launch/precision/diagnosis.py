@@ -58,7 +58,7 @@ class Failure:
     def path(self) -> str | None:
         """Path of the innermost module whose forward was running. None in backward, except during activation
         checkpointing."""
-        paths = {id(self.model.get_submodule(m.path)): m.path for m in self.plan.inventory.modules if not m.same_as}
+        paths = {id(self.model.get_submodule(m.path)): m.path for m in self.plan.inventory.distinct}
         frames = [frame for frame, _ in traceback.walk_tb(self.error.__traceback__)]
         running = [paths.get(id(f.f_locals.get("self"))) for f in reversed(frames) if f.f_code.co_name == "forward"]
         return next((path for path in running if path is not None), None)

@@ -63,7 +63,7 @@ def observe(model: nn.Module, plan: ModelPlan) -> Iterator[Observations]:
     The hooks are registered after wrapping, so they get the inputs that FSDP2 has cast. On an untested release of
     PyTorch, the collectives of units are not recorded.
     """
-    paths = [info.path for info in plan.inventory.modules if info.same_as is None]
+    paths = [info.path for info in plan.inventory.distinct]
     observed = Observations({path: Seen() for path in paths}, tuple(Seen() for _ in plan.units))
     with ExitStack() as hooks:
         for path, seen in observed.modules.items():

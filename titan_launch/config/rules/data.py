@@ -210,18 +210,27 @@ def validation_samples_are_held_out(config: JobConfig) -> Iterator[Problem]:
             continue
         names = ("kind", "path", "subset", "hf_split")
         is_same = all(getattr(train, name, None) == getattr(held_out, name, None) for name in names)
-        if not is_same or held_out.split != "validation":
+        if not is_same or held_out.split == "train":  # a table with this split asks for training data
             continue
         also = (train_key, ("validation", "freq"), (*key, "path"))
-        if train.split != "train":
+        if (train.split, held_out.split) != ("train", "validation"):
             what = "documents" if isinstance(held_out, CorpusData) else "images"
-            remedy = f'set {format_key((*train_key, "split"))} = "train"'
-            reason = f"these {what} are also in the training data; {remedy}"
+            wanted = (train_key, train, "train"), (key, held_out, "validation")
+            missing = [f'{format_key((*table, "split"))} = "{split}"' for table, t, split in wanted if t.split != split]
+            reason = f"these {what} are also in the training data; set {' and '.join(missing)}"
             yield Problem((*key, "split"), reason, held_out.split, also=also)
         elif train.validation_percent != held_out.validation_percent:
             theirs = f"{format_key((*train_key, 'validation_percent'))} ({train.validation_percent})"
             reason = f"must equal {theirs}, otherwise the two splits overlap"
             yield Problem((*key, "validation_percent"), reason, held_out.validation_percent, also=also)
+
+
+def validation_tokens_are_held_out(config: JobConfig) -> Iterator[Problem]:
+    """Report a problem if validation reads the same token files as training. Token files have no splits."""
+    for (train_key, train), (key, held_out) in pairs_of(config, TokensData):
+        if train.path == held_out.path:
+            reason = "the training data has the same tokens; set the path of other token files"
+            yield Problem((*key, "path"), reason, held_out.path, also=((*train_key, "path"), ("validation", "freq")))
 
 
 def validation_sequences_are_new(config: JobConfig) -> Iterator[Problem]:
@@ -250,6 +259,7 @@ DATA_RULES = (
     streams_are_only_read_in_order,
     epochs_have_a_length,
     validation_samples_are_held_out,
+    validation_tokens_are_held_out,
     validation_sequences_are_new,
 )
 

@@ -309,7 +309,7 @@ class HuggingFaceData(RecordsData):
 
     streaming: bool = False
     """Read the rows as a stream while the run trains, instead of tokenizing all rows when it starts. A stream has no
-    random order and no epochs: see docs/how_to/data.md. Requires `shuffle = false`."""
+    random order and no epochs: see docs/how_to/streams.md. Requires `shuffle = false`."""
 
 
 class TokensData(TokenizedData):
@@ -417,7 +417,7 @@ Weight = Annotated[float, Field(ge=0)]
 
 class FactoryData(DataSource):
     """Samples from a function or class of your own, which `kind` names, such as `my_data:Sequences`. The run calls the
-    function with a context and `args`. docs/how_to/data.md describes the object that it must return."""
+    function with a context and `args`. docs/how_to/streams.md describes the object that it must return."""
 
     kind: Annotated[str, Field(pattern="^[^:]+:[^:]+$")]
     """Import string of the function or class. The working directory is importable."""
@@ -441,7 +441,7 @@ def stream_problems(data: DataSource, key: KeyPath) -> Iterator[Problem]:
     if key != ("data",):
         reason = (
             "is a stream, which can be neither validation data nor one of several sources; use data that is not a "
-            "stream (see docs/how_to/data.md)"
+            "stream (see docs/how_to/streams.md)"
         )
         yield Problem((*key, "kind"), reason, data.kind)
     if data.shuffle:

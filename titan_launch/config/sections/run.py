@@ -117,7 +117,7 @@ class DebugConfig(Section):
     """Compare the dtypes of all inputs, parameters, gradients, buffers, outputs and collectives of the first step with
     the plan. If a dtype differs, the run ends before its first update. With a release of PyTorch that is not tested, a
     warning is logged instead. The result is in `precision_audit.json`. Later steps are not affected. Unset: true for
-    the `debug` flavor and for a model of your own."""
+    the `debug` flavor, for a model of your own and for a class of `transformers`."""
 
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """Action if the loss or the gradient norm of a step is not finite on at least one rank. The update is then skipped

@@ -433,8 +433,8 @@ def _check_number(places: Collection[Place], folder: WeightsFolder) -> None:
 def _own_tensors(inventory: Inventory) -> Iterator[tuple[str, TensorInfo]]:
     """Yield (full name, tensor) of the model's tensors that a weights folder should have: all saved parameters and
     buffers, except the parameters of adapters."""
-    for module in inventory.modules:
-        if module.same_as is None and not module.is_adapter:
+    for module in inventory.distinct:
+        if not module.is_adapter:
             tensors = (*module.parameters, *module.buffers)
             yield from ((full_name(module.path, tensor.name), tensor) for tensor in tensors if tensor.is_saved)
 

@@ -88,7 +88,7 @@ def _stages(unit: Unit, plan: ModelPlan) -> list[int]:
 def _buffer_dtypes(unit: Unit, plan: ModelPlan) -> list[str]:
     """Return the dtypes of floating buffers, sorted and each once. Only modules to which the policy of `unit` applies
     count (`ModelPlan.unit_of`)."""
-    modules = [m for m in plan.inventory.modules if m.same_as is None and plan.unit_of[m.path] is unit]
+    modules = [m for m in plan.inventory.distinct if plan.unit_of[m.path] is unit]
     names = (full_name(m.path, buffer.name) for m in modules for buffer in m.buffers if buffer.is_floating)
     return sorted({plan.buffer_dtypes[name] for name in names})
 
@@ -169,12 +169,12 @@ def format_plan(config: JobConfig, plan: ModelPlan, layout: Layout, locate_key: 
     lines += _stage_lines(config, plan, layout) or [
         f"collectives: {format_collectives(plan, layout, config.gradient_accumulation)}"
     ]
-    num_norms = sum(is_batch_norm(module) and module.same_as is None for module in plan.inventory.modules)
+    num_norms = sum(map(is_batch_norm, plan.inventory.distinct))
     if num_norms and config.batchnorm.statistics == "synchronized" and layout.token_ranks > 1:
         more = Collectives(all_gathers=num_norms, all_reduces=num_norms)
         lines.append(f"synchronized BatchNorm adds {more} per microbatch, each with a few numbers per channel")
     lines += dict.fromkeys(f"{u.reason} has units of its own: {u.own_because}" for u in plan.units if u.own_because)
-    parameters = [full_name(m.path, p.name) for m in plan.inventory.modules if m.same_as is None for p in m.parameters]
+    parameters = [full_name(m.path, p.name) for m in plan.inventory.distinct for p in m.parameters]
     if table := [*describe_scales(config, parameters)]:
         width = width_scales(config).ratio
         lines += [f"muP: {width:g} x the base width, {config.mup.base_width}", *aligned(table)]
@@ -326,9 +326,9 @@ def _precision(config: JobConfig, plan: ModelPlan) -> str:
     precision = config.precision
     compute = precision.param_dtype
     others: Counter[tuple[str, str]] = Counter()
-    for module in plan.inventory.modules:
+    for module in plan.inventory.distinct:
         unit = plan.unit_of[module.path]
-        if module.parameters and module.same_as is None and unit.compute_dtype != compute:
+        if module.parameters and unit.compute_dtype != compute:
             others[unit.compute_dtype, unit.reason] += 1
     parts = [f"compute {compute}, storage {precision.storage_dtype}, gradient reduction {precision.reduce_dtype}"]
     parts += [f"{_count(count, 'module')} in {dtype} ({reason})" for (dtype, reason), count in others.items()]

@@ -86,9 +86,9 @@ def plan_model(
     _check_tied_parameters(inventory, (*units, *in_place), assignments)
     buffer_dtypes = {
         full_name(module.path, buffer.name): assignments.buffer_dtype(module) or buffer.dtype
-        for module in inventory.modules
+        for module in inventory.distinct
         for buffer in module.buffers
-        if buffer.is_floating and module.same_as is None
+        if buffer.is_floating
     }
     return ModelPlan(inventory, units, buffer_dtypes, in_place)
 
@@ -125,8 +125,8 @@ class _UnitPlanner:
     def experts(self) -> list[str]:
         """Paths of the modules that expert parallelism divides. Each has its own unit, because FSDP2 shards the other
         parameters of its block over more ranks."""
-        divided = self.inventory.modules if self.limits.expert_parallel > 1 else ()
-        return [module.path for module in divided if module.has_experts and module.same_as is None]
+        divided = self.inventory.distinct if self.limits.expert_parallel > 1 else ()
+        return [module.path for module in divided if module.has_experts]
 
     def units(self) -> tuple[tuple[Unit, ...], tuple[Unit, ...]]:
         """Return the units, and the entries for `ModelPlan.in_place`. Raises ConfigError for a rule that must be in
@@ -362,8 +362,8 @@ class _UnitPlanner:
         the phase whose training begins first."""
         return {
             module.path: max([p.trained_from if p.requires_grad else None for p in own], key=_latest_first)
-            for module in self.inventory.modules
-            if (own := module.parameters) and module.same_as is None
+            for module in self.inventory.distinct
+            if (own := module.parameters)
         }
 
     @cached_property

@@ -125,7 +125,7 @@ def _candidate_assignments(precision: PrecisionConfig) -> Iterator[RuleAssignmen
 
 def _assignable_modules(inventory: Inventory) -> list[ModuleInfo]:
     """Return the modules that a rule can match, each once: those with a forward, except the root."""
-    return [m for m in inventory.modules if m.path and m.has_forward and m.same_as is None]
+    return [m for m in inventory.distinct if m.path and m.has_forward]
 
 
 def with_batch_norm_default(inventory: Inventory, assignments: RuleAssignments) -> RuleAssignments:
