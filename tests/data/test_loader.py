@@ -5,15 +5,18 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from titan_launch.config.sections.data import IGNORED_TARGET
-from titan_launch.data.loader import Loader, Workers, build_train_loader, build_validation_loader
+from titan_launch.data import loader as loaders
+from titan_launch.data.loader import FetchedAhead, Loader, Workers, build_train_loader, build_validation_loader
 from titan_launch.data.order import SampleOrder
 from titan_launch.plan.layout import Layout
 
@@ -204,3 +207,20 @@ def test_an_unclosed_loader_lets_the_interpreter_exit_silently() -> None:
     """
     ended = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=120)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+
+
+@pytest.mark.timeout(60)
+def test_closing_waits_only_for_the_batch_that_is_being_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loaders, "_LONGEST_CLOSE", 120.0)
+    is_read = threading.Event()
+
+    def batches() -> Iterator[Any]:
+        yield 0
+        is_read.wait()
+        yield from itertools.count(1)
+
+    ahead = FetchedAhead(batches(), num_ahead=3)
+    assert next(ahead) == 0  # now the first of three batches is being fetched
+    threading.Timer(0.2, is_read.set).start()
+    ahead.close()
+    assert is_read.is_set()

@@ -216,7 +216,7 @@ def test_the_base_may_move_and_is_never_written_to(tmp_path: Path, capsys: pytes
     assert written in failure("check", "--config", job, f"--job.dump_folder={base}")
     base.rename(moved)
     digest = WeightsFolder(moved).fingerprint().digest
-    needed = f"omits parameters that are never trained (21); their values are in {base}, with the fingerprint {digest}"
+    needed = f"omits 21 never-trained parameters; their values are in {base}, with the fingerprint {digest}"
     assert needed in failure("export", run, "--out", tmp_path / "out")
     assert needed in failure("export", run, "--out", tmp_path / "out", "--base", tmp_path / "other")
     assert main(["export", str(run), "--out", str(tmp_path / "out"), "--format=plain", "--base", str(moved)]) == 0

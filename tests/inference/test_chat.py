@@ -158,7 +158,7 @@ def test_an_export_has_the_chat_format_of_the_run(
     job["data"]["template_args"] = {"name": "value"}
     run_ranks(run_job, 1, job)
     assert main(["export", str(tmp_path / "tiny"), "--out", str(tmp_path / "exported")]) == 0
-    assert "has no data.template_args" in capsys.readouterr().out
+    assert "stores no data.template_args" in capsys.readouterr().out
     theirs = AutoTokenizer.from_pretrained(tmp_path / "exported")
     messages = [{"role": "user", "content": "Hello there!"}]
     tokens = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)

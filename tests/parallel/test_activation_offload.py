@@ -23,6 +23,7 @@ from titan_launch.core.patches import replaced
 from titan_launch.distributed.torch_private import functions_wrapped, unsharded_parameter
 from titan_launch.parallel import activation_offload
 from titan_launch.parallel.activation_offload import ActivationArena, HostCopies, offload_activations
+from titan_launch.plan.memory.ledger import SMALLEST_OFFLOADED
 from titan_launch.train import kernel_choice
 
 PIPELINE = {"pipeline_parallel_degree": 2}
@@ -215,8 +216,11 @@ class Overwriting(Block):
         return result
 
 
-def test_a_saved_tensor_that_is_overwritten_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(activation_offload, "SMALLEST_OFFLOADED", 1)
+@pytest.mark.parametrize("smallest_offloaded", [1, SMALLEST_OFFLOADED], ids=["offloaded", "kept"])
+def test_a_saved_tensor_that_is_overwritten_is_an_error(
+    smallest_offloaded: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(activation_offload, "SMALLEST_OFFLOADED", smallest_offloaded)
     model = nn.Sequential(Overwriting(), Block())
     offload_activations(model, ["0", "1"], "cpu")
     loss = model(torch.randn(8, 8)).sum()

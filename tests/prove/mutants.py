@@ -681,7 +681,7 @@ MUTANTS: dict[str, Mutant] = {
         _user("mixes_tokens", **TP),
         None,
         "tensor",
-        about="Mixes tokens, against its plan for tensor parallelism.",
+        about="Mixes tokens, although its `tensor_parallel` styles say that it does not.",
     ),
     "user_remembers": Mutant(
         r"blocks\.0.*", _user("remembers"), None, "accumulation", about="Adds the mean of the microbatch before."

@@ -105,7 +105,7 @@ def test_a_resume_reads_the_omitted_parameters(tmp_path: Path) -> None:
     fingerprints = [WeightsFolder(folder).fingerprint().digest for folder in (base, other)]
     checkpoint = tmp_path / "parts/tiny/checkpoints/step-2"
     needed = (
-        f"{checkpoint} omits parameters that are never trained (9); their values are in {base}, with the fingerprint "
+        f"{checkpoint} omits 9 never-trained parameters; their values are in {base}, with the fingerprint "
         f"{fingerprints[0]}; set model.weights to the present path of this folder"
     )
     assert refusals[0].startswith(f"{other}: has the fingerprint {fingerprints[1]} (")

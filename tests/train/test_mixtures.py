@@ -136,14 +136,14 @@ def test_weights_of_later_steps_may_change_but_not_those_of_past_steps(tmp_path:
     ((unaccepted, changed, removed),) = run_ranks(resumed, 1, tmp_path)
     assert "data.sources.0.weight was 3.0, is [[0.0, 3.0], [4.0, 1.0]]" in unaccepted
     assert "checkpoint.accept_changes" in unaccepted
-    begin = "data.sources: with these sources and weights, the first 16 samples would be "
+    begin = "data.sources: the order of the data has changed: of the first 16 samples, this job takes "
     rest = (
         "keep the weights of past steps, and change only the weights of later steps (weight = [[0, 3], [1000, 1]]), or "
         "start anew with --checkpoint.load=none"
     )
     before, after = read_metrics(tmp_path)[3], read_metrics(tmp_path)[-1]
     consumed = [round(16 * before[f"data/share/{name}"]) for name in "ab"]
-    listed = "(one number per source), but the run has consumed"
+    listed = "from its sources, but the run took"
     assert changed.startswith(begin) and f"{listed} {consumed[0]} + {consumed[1]}; {rest}" in changed
     assert removed.startswith(f"{begin}16 {listed} {consumed[0]}; {rest}")
     counts = [round(32 * after[f"data/share/{name}"]) for name in "abc"]

@@ -343,6 +343,6 @@ def test_another_host_reads_omitted_parameters_from_the_store(server: Server, tm
         server.delete(name)
     lacking = run_ranks(with_variables, 1, server.environment, tensors_of, run, str(tmp_path / "other"))[0]
     assert lacking == (
-        "the checkpoint omits parameters that are never trained (1); their values are in s3://bucket/weights: there is "
+        "the checkpoint omits 1 never-trained parameter; their values are in s3://bucket/weights: there is "
         "no such object, and no object below it; check the name; or name a local copy with --base"
     )

@@ -173,8 +173,9 @@ class CheckpointStore:
             self.step_in_copy = None
 
     def _next(self) -> int | None:
-        """Return the next step to copy: the newest step, then steps that `keep_every`, `keep_best` or `keep_latest = 0`
-        keeps, newest first. Steps that have a copy, or are damaged, are skipped. Return None if no step is left."""
+        """Return the next step to copy: the newest step, then older steps that `keep_every` or `keep_best` keeps (all
+        older steps if `keep_latest` is 0), newest first. Steps that have a copy, or are damaged, are skipped. Return
+        None if no step is left."""
         losses = validation_losses(self._folder)
         omitted = {*self.known, *self._damaged, *self._waiting.expendable(losses)}
         return max((step for step in losses if step not in omitted), default=None)

@@ -74,7 +74,8 @@ class WriterProcess:
         except (EOFError, OSError) as error:
             self.process.join(5)
             if (code := self.process.exitcode) is not None:
-                raise RuntimeError(f"the process that writes checkpoints has died (exit code {code})") from None
+                how = f"has died, or was killed after {_PATIENCE} (exit code {code})"
+                raise RuntimeError(f"the process that writes checkpoints {how}") from None
             raise RuntimeError(f"the process that writes checkpoints cannot be reached ({error})") from error
         if isinstance(answer, Written):
             return answer

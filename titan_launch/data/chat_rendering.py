@@ -314,10 +314,10 @@ class _Turns:
     def _stop(self, index: int, start: int) -> int:
         """Return the end of the turn of message `index`, which begins at `start`. The turn includes its special token.
 
-        The text after the last message of the chat ends its turn. For any other message, the chat up to this message is
-        rendered twice: as it is, and with the prompt for the next answer, which is then removed. If `self.text` has the
-        same text after the message as one of the two renderings, this text ends the turn. The second rendering is
-        needed because templates often end the last turn of a chat differently.
+        The text after the last message of the chat ends its turn. For any other message there are two candidates: the
+        text after the message in the chat up to this message, and the same text in this chat with the prompt for the
+        next answer, without this prompt. The first candidate that also follows the message in `self.text` ends the
+        turn. The second candidate is needed because templates often end the last turn of a chat differently.
         """
         own = max(self._positions_of(index), default=start)
         for end in map(self.template.closed, self._ends(index, start, own)):
@@ -334,8 +334,8 @@ class _Turns:
             yield self._text_after(index, start, add_generation_prompt=True).removesuffix(self._prompt)
 
     def _is_prompt(self, end: str, index: int, start: int) -> bool:
-        """Return True if `end`, the text after a turn, is the prompt for an answer, which some templates write after
-        every chat. Such a prompt also stands directly before the turn, and is absent if a question follows the turn."""
+        """Return True if `end` does not belong to the turn, but is the prompt for an answer, which some templates write
+        after every chat. Such a prompt also precedes the turn, and is absent if a question follows the turn."""
         if not end or not self.text[:start].rstrip().endswith(end):
             return False
         return not self._text_after(index, start, _QUESTION).startswith(end)

@@ -141,6 +141,10 @@ def num_validation_batches(part: range, local_batch_size: int, dp_size: int) -> 
     return -(-len(part) // (local_batch_size * dp_size))
 
 
+_LONGEST_CLOSE = 5.0
+"""Seconds."""
+
+
 class FetchedAhead(Iterator[Batch]):
     """An endless iterator over batches from worker processes. A thread unpacks the batches while the training loop
     computes.
@@ -168,7 +172,8 @@ class FetchedAhead(Iterator[Batch]):
         """Stop fetching. Wait at most 5 s for the batch that is being fetched, because its worker may wait for a
         disk."""
         self._thread.shutdown(wait=False, cancel_futures=True)
-        wait(self._ahead, timeout=5.0)
+        # To `wait`, a future is done only if it ran, so it would wait for cancelled futures until the timeout.
+        wait([future for future in self._ahead if not future.cancelled()], timeout=_LONGEST_CLOSE)
 
 
 def copied_ahead(batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]:

@@ -137,8 +137,8 @@ class _Stage:
         """Return the number of samples of each source before block `blocks` of this stage.
 
         The exact shares are rounded down. The missing samples go to the sources with the largest remainders, one to
-        each. No number falls from one block to the next, because the exact share of a source in a block is 0, or at
-        least 1.
+        each. The number of a source never decreases from one block to the next, because the exact share of a source in
+        a block is 0, or at least 1.
         """
         positions, total = blocks * self.block_size, sum(self.weights)
         counts, remainders = zip(*(divmod(weight * positions, total) for weight in self.weights), strict=True)

@@ -46,8 +46,8 @@ def warn_of_untested_release() -> None:
             "predicted memory; measured memory on a CPU; counted traffic; the check of the collectives' dtypes in the "
             "precision audit; overlap of all-reduces with backward on a CPU; prefetching by microbatch in pipelines; "
             "the workaround for gloo's all-gather. The precision audit logs differences and does not end the run. "
-            'mode = "auto" takes the mode with the least memory. The command `plan` and dry runs cannot trace a job, '
-            "and end with an error",
+            'gradient_accumulation.mode and activation_checkpoint.mode = "auto" take the mode with the least memory. '
+            "The command `plan` and dry runs cannot trace a job, and end with an error",
             *torch_release(),
             *NEWEST_TESTED,
         )

@@ -230,7 +230,7 @@ def _write_chat_format(source: SavedModel, folder: Path) -> Iterator[str]:
         return
     (folder / TEMPLATE_FILE).write_text(template.renderer.text, encoding="utf-8")
     if dict(template_section(source.job).changed("template_args", "date")):
-        yield "the chat template in the folder has no data.template_args and no data.date; pass them to the template"
+        yield "the chat template in the folder stores no data.template_args and no data.date; pass them to the template"
     generation = read_json(folder / GENERATION_FILE)
     known: Any = generation.get("eos_token_id")
     known = [] if known is None else known if isinstance(known, list) else [known]

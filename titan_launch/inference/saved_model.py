@@ -22,6 +22,7 @@ from titan_launch.config.loading.urls import local_sections
 from titan_launch.config.sections.model import ModelConfig
 from titan_launch.core.errors import ConfigError, listed
 from titan_launch.core.object_store import StoreError, has_credentials, is_url, local_copy
+from titan_launch.core.terminal import counted
 from titan_launch.models.architectures import known_args
 from titan_launch.models.build import build_model, find_weights_of
 from titan_launch.models.decoder.huggingface_tensors import Piece, is_selection_bias
@@ -161,7 +162,7 @@ def _base_folder(job: JobConfig, recorded: BaseRecord | None, given: Path | None
         return local_copy(url)
     except StoreError as error:
         shown = "the URL of model.weights" if has_credentials(url) else url
-        needed = f"the checkpoint omits parameters that are never trained ({recorded.omitted}); their values are in"
+        needed = f"the checkpoint omits {counted(recorded.omitted, 'never-trained parameter')}; their values are in"
         raise WeightsError(f"{needed} {shown}: {error}; or name a local copy with --base") from None
 
 
@@ -173,7 +174,7 @@ def _with_base(saved: SavedModel) -> SavedModel:
     if base is None or not base.omitted:
         return saved
     needed = (
-        f"{saved.description} omits parameters that are never trained ({base.omitted}); their values are in "
+        f"{saved.description} omits {counted(base.omitted, 'never-trained parameter')}; their values are in "
         f"{base.folder}, with the fingerprint {base.fingerprint.digest}; name this folder with --base"
     )
     if saved.base is None:

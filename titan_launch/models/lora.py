@@ -240,7 +240,7 @@ def _why_ambiguous(entry: str, modules: Mapping[str, nn.Module]) -> str | None:
         return None
     globs = [*alike(ends_in(entry, modules)), *alike(stacked)]
     what = "is the name of one weight of the experts in transformers, but all weights of experts get adapters together"
-    return f"{what}; write globs of the modules that contain {entry} instead: {', '.join(globs)}"
+    return f"{what}; to select whole modules, write: {', '.join(globs)}"
 
 
 def _why_nothing(entry: str, matched: Sequence[str], modules: Mapping[str, nn.Module]) -> str:

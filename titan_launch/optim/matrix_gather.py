@@ -26,8 +26,9 @@ class MatrixGather:
     shape: (matrices, rows, columns). Every rank along FSDP2's mesh axis sends its shards of the i-th stack to the i-th
     rank in one all-to-all. A second all-to-all returns the shards of the results. If tensor parallelism also shards the
     matrices, its ranks all-gather each stack between the two all-to-alls, and all of them compute with the full
-    matrices. If the optimizer is not sharded over replicas, all replicas repeat the same work. Otherwise a shard is a
-    replica's chunk, and the stacks of a batch are distributed over the ranks of all replicas.
+    matrices. If the optimizer is not sharded over replicas, all replicas repeat the same work. If the optimizer is
+    sharded over replicas, "shard" here means the chunk of one replica, and the ranks of all replicas share the stacks
+    of a batch.
     """
 
     mesh: DeviceMesh | None

@@ -99,10 +99,11 @@ class _ExchangedUnit:
 
     reduce_dtype: torch.dtype
     seen: set[nn.Parameter] = field(default_factory=set)
-    """Parameters whose gradients FSDP2 has reduced in the last backward, and whose gradients have not left yet."""
+    """Parameters whose gradients FSDP2 has reduced in the last backward, and whose reduce-scatter over the replicas has
+    not started."""
 
     left: list[_Place] = field(default_factory=list)
-    """The places of parameters whose gradients have left."""
+    """The places of parameters whose reduce-scatter over the replicas has started."""
 
     row: Tensor | None = None
     """This replica's chunks of all gradients whose reduce-scatter is done, summed over the replicas, in the storage

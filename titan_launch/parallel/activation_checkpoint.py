@@ -182,8 +182,8 @@ def _saved_result(func: Any, inputs: Sequence[Any], result: Any) -> _Recall:
     """Return a function that returns the result of an operation in the second forward.
 
     `inputs`: the inputs of a compiled graph; empty for other operations. The result of a graph contains the tensors
-    that the graph saves for backward. If such a tensor is an input of the graph, it is not saved here: the second
-    forward computes the input again before it reaches the graph.
+    that the graph saves for backward. If such a tensor is an input of the graph, this function does not save it,
+    because the second forward has already computed it when it calls the graph.
     """
     if func is _aten.topk.default:
         # Save only the indices: the values follow from the indices, and models may change the values in place.

@@ -120,8 +120,8 @@ class ActivationArena:
 
     A place is a range of bytes that holds one tensor. The place is free again when the tensor is dropped.
 
-    At first the arena is empty. A tensor that does not fit is in ordinary memory, whose copies are slower, until `fit`
-    enlarges the arena. A free place may be used again at once, so the caller must order the copies.
+    At first the arena is empty. A tensor that does not fit gets ordinary memory, whose copies are slower. `fit`
+    enlarges the arena for later tensors. A free place may be used again at once, so the caller must order the copies.
     """
 
     def __init__(self, device: torch.device):
@@ -206,13 +206,20 @@ class _Packed(NamedTuple):
     offset: int
 
 
+class _Kept(NamedTuple):
+    """A saved tensor that is not offloaded. Autograd checks no version of what `saved_tensors_hooks` return."""
+
+    tensor: Tensor
+    version: int
+
+
 class _Group:
     """The storages that one forward of a block saved."""
 
     def __init__(self, before: _Group | None):
         self.before = before
-        """The group of the block that ran before this one. None for the first block, and after backward has started to
-        copy that group to the device."""
+        """The group of the nearest earlier block that saved storages. None for the first block, and after backward has
+        started to copy that group to the device."""
         self.by_storage: dict[tuple[int, int], _Saved] = {}
         """Storages by address and version, during the forward. An in-place operation begins a new version."""
         self.storages: list[weakref.ref[_Saved]] = []
@@ -266,19 +273,20 @@ class _Offloader:
             self._leaving = (self._copies.mark(), group, list(group.by_storage.values()))
             group.by_storage.clear()
 
-    def _pack(self, group: _Group, block: nn.Module, tensor: Tensor) -> Tensor | _Packed:
+    def _pack(self, group: _Group, block: nn.Module, tensor: Tensor) -> _Kept | _Packed:
+        kept = _Kept(tensor, tensor._version)
         if tensor.device.type != self._copies.device_type or is_traceable_wrapper_subclass(tensor):
-            return tensor
+            return kept
         storage = tensor.untyped_storage()
         num_bytes, address = storage.nbytes(), storage._cdata
         if num_bytes < SMALLEST_OFFLOADED or num_bytes % tensor.itemsize or tensor.is_conj() or tensor.is_neg():
-            return tensor
+            return kept
         key = (address, tensor._version)
         if key not in group.by_storage:
             if address not in self._resident:
                 self._add_resident(block)  # FSDP2 has all-gathered units inside of the block by now
             if address in self._resident:
-                return tensor
+                return kept
             flat = tensor.detach().as_strided((num_bytes // tensor.itemsize,), (1,), 0).view(torch.uint8)
             group.by_storage[key] = saved = _Saved(group, tensor, flat, self._copies.to_host(flat))
             group.storages.append(weakref.ref(saved))
@@ -286,9 +294,10 @@ class _Offloader:
             group.by_storage[key], tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset())
         )
 
-    def _unpack(self, packed: Tensor | _Packed) -> Tensor:
-        if isinstance(packed, Tensor):
-            return packed
+    def _unpack(self, packed: _Kept | _Packed) -> Tensor:
+        if isinstance(packed, _Kept):
+            _check_unchanged(packed.tensor._version == packed.version)
+            return packed.tensor
         saved, dtype, size, stride, offset = packed
         group = saved.group
         self._free_leaving(stays=group)
@@ -298,11 +307,7 @@ class _Offloader:
         before, group.before = group.before, None
         if before is not None:
             self._load(before)
-        if saved.is_stale:
-            raise RuntimeError(
-                "an in-place operation changed a tensor that another operation saved for backward; use an operation "
-                "that returns a new tensor"
-            )
+        _check_unchanged(not saved.is_stale)
         assert saved.device is not None
         return saved.device.view(dtype).as_strided(size, stride, offset)
 
@@ -340,15 +345,24 @@ class _Offloader:
             self._arriving = None
 
 
+def _check_unchanged(is_unchanged: bool) -> None:
+    if not is_unchanged:
+        raise RuntimeError(
+            "an in-place operation changed a tensor that another operation saved for backward; use an operation "
+            "that returns a new tensor"
+        )
+
+
 _hooks: ContextVar[tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None] = ContextVar("_hooks", default=None)
 
 
 def saved_for_backward(tensor: Tensor, may_be_offloaded: bool) -> Callable[[], Tensor]:
-    """Return a function that returns `tensor` in backward. If the forward of an offloaded block is running and
-    `may_be_offloaded` is True, the tensor is kept in host memory until then.
+    """Return a function that returns `tensor`, as it is now, in backward. If the forward of an offloaded block is
+    running and `may_be_offloaded` is True, the tensor is offloaded as tensors that autograd saves.
 
     This function is for tensors that are kept for backward, but not by autograd. The returned function raises
-    RuntimeError if an operation has changed the tensor in place.
+    RuntimeError if an operation changed the tensor in place, and no complete copy in host memory has its earlier
+    values.
     """
     hooks = _hooks.get()
     if hooks is None or not may_be_offloaded:

@@ -42,8 +42,8 @@ def prepare_experts(model: nn.Module, plan: ModelPlan, mesh: Mesh, device: str) 
 
     The losses of all ranks and microbatches of a step add up to means over the step's samples. Ranks with the same
     tokens compute the same losses, and the router's gradients are summed over these ranks. So the scale is divided by
-    their number. With context parallelism, each rank computes the part of these losses that its own tokens
-    contribute.
+    the number of ranks that have the same tokens. With context parallelism, each rank computes the part of these losses
+    that its own tokens contribute.
     """
     layers, layout, context = _layers(model), mesh.layout, mesh.along(CONTEXT)
     for layer in layers.values():
@@ -92,8 +92,9 @@ def _warn_of_slow_products(layers: Mapping[str, MixtureOfExperts], plan: ModelPl
     if odd:
         warn(
             _log,
-            "products of adapters: grouped products in bfloat16 require a LoRA rank that is a multiple of 8. The "
-            "adapters of the experts of %s are computed one after another, which is slower. Change lora.rank",
+            "products of adapters: grouped products in bfloat16 require that the LoRA rank and the widths of the "
+            "experts are multiples of 8. The adapters of the experts of %s are computed one after another, which is "
+            "slower. Change lora.rank or these widths",
             listed(odd),
         )
 

@@ -139,8 +139,8 @@ def _placement_of_experts(modules: Sequence[nn.Module], shards: int) -> Callable
 
 
 def _sum_gradients(unit: FSDPModule) -> None:
-    """Let FSDP2 sum a unit's gradients instead of averaging them: the loss is already divided by the step's global
-    target count.
+    """Let FSDP2 sum a unit's gradients instead of averaging them: the loss is already divided by the number of
+    the step's items on all ranks.
 
     Plain SUM is forced, because FSDP2 implements the divide factor 1 by PREMUL_SUM, which gloo does not have. The
     setters do not recurse, so call this function for every unit; FSDP2 would silently average the gradients of a missed

@@ -148,7 +148,7 @@ _Degrees = tuple[int, ...]
 @dataclass(frozen=True)
 class _Probe:
     """Bounds for all jobs with the same degrees of tensor, context and expert parallelism, and the same activation
-    checkpointing. The bounds come from a prediction for one of these jobs, without a pipeline: the planned job."""
+    checkpointing. One of these jobs, without a pipeline, is planned. Its prediction gives the bounds."""
 
     exposed: float
     """Lower bound of the seconds during which computation waits for communication in a step."""
@@ -306,8 +306,8 @@ class Search:
         return with_effective_keys(with_values(config, values))
 
     def _starts(self) -> list[tuple[int, bool]]:
-        """Return the pairs with which each job is planned first: (number of replicas, True if the optimizer is sharded
-        over them). The pair that needs the least memory is the last one."""
+        """Return the pairs (number of replicas, True if the optimizer is sharded over them) that the search tries first
+        for each job. The last pair needs the least memory."""
         own, sharded = value_of(self._config, _REPLICAS), value_of(self._config, _SHARDED)
         if not self._is_free(_REPLICAS):
             return [(own, way) for way in self._values(_SHARDED, (False, True)) if own > 1 or not way]

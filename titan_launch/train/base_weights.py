@@ -17,6 +17,7 @@ from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.model import LoRAConfig
 from titan_launch.core.errors import ConfigError, config_error, listed
 from titan_launch.core.object_store import is_url, with_urls
+from titan_launch.core.terminal import counted
 from titan_launch.distributed.collectives import on_all_ranks
 from titan_launch.models.architectures import resolve_args
 from titan_launch.models.decoder.huggingface_tensors import Piece
@@ -125,7 +126,7 @@ class RunBase:
     def find(self, checkpoint: Path, base: BaseRecord, names: Collection[str]) -> Collection[str]:
         """Return the names in `names` for which the folder has values. See `checkpoint.state.BaseWeights`."""
         needed = (
-            f"{checkpoint} omits parameters that are never trained ({base.omitted}); their values are in "
+            f"{checkpoint} omits {counted(base.omitted, 'never-trained parameter')}; their values are in "
             f"{base.folder}, with the fingerprint {base.fingerprint.digest}; set model.weights to the present path "
             "of this folder"
         )

@@ -84,8 +84,8 @@ class Due:
 
     restore_statistics: bool
     """After the save, restore each rank's own running statistics, which `pool` has averaged over ranks. Due if only
-    `checkpoint.interval_minutes` or a signal is the reason for the checkpoint, and `validation.freq` demands no
-    validation after the step. Such a checkpoint must not change later steps."""
+    `checkpoint.interval_minutes` or a signal causes the checkpoint: neither `checkpoint.interval`, `validation.freq`
+    nor the end of the run applies to the step. Such a checkpoint must not change later steps."""
 
 
 def due_after_step(config: JobConfig, step: int, first_step: int, stop_signal: int, save_is_due: bool) -> Due:

@@ -104,7 +104,7 @@ def test_a_wrong_key_value_or_option_is_found(hint: str) -> None:
         ("job.seed", 'use "training.seed"'),
         ("optimizer.betas", 'use "optimizer.beta1" and "optimizer.beta2"'),
         ("optimizer.beta", 'use "optimizer.beta1" and "optimizer.beta2"'),
-        ("loss.beta", 'use "loss.dpo.beta", the strength of the reference model in DPO'),
+        ("loss.beta", 'use "loss.dpo.beta", "loss.ipo.beta", "loss.kto.beta" or "loss.simpo.beta"'),
         ("lora.r", 'use "lora.rank"'),
         ("parallelism.tp", 'use "parallelism.tensor_parallel_degree"'),
         ("training.max_seq_len", 'use "training.seq_len"'),

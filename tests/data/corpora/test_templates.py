@@ -429,7 +429,7 @@ def test_the_table_of_the_docs_is_right() -> None:
         rows.append((family.model, *(answers or ("", "")), ", ".join(refused)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    page = (Path(__file__).parents[3] / "docs/how_to/chats.md").read_text()
+    page = (Path(__file__).parents[3] / "docs/verification/models.md").read_text()
     assert "```text\n" + "\n".join(lines) + "\n```" in page
 
 

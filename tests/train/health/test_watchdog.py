@@ -106,7 +106,7 @@ def test_a_timeout_ends_the_run_with_the_rank_that_was_behind(tmp_path: Path) ->
     assert status == 1, error
     error = error[error.index("error: ") :]
     assert error.startswith("error: a collective took longer than comm.timeout_seconds: Timed out waiting 5000ms")
-    assert "rank 1 is behind: all are in step 3 (forward, backward and update), but rank 1 started" in error
+    assert "all ranks are in step 3 (forward, backward and update); rank 1 is behind: it started" in error
     assert error.count("\n") == 2  # there is no other error, and the rank that hung ended without a signal
     run = tmp_path / "tiny"
     assert "in wait_for_ever" in (run / "hangs" / "rank_1.txt").read_text()
@@ -153,7 +153,7 @@ def hang_within_a_phase(comm: CommConfig) -> str:
 def test_the_rank_behind_within_a_phase_is_named(tmp_path: Path) -> None:
     """The started collectives of the ranks tell which rank is behind."""
     sentence, _ = run_ranks(hang_within_a_phase, 2, CommConfig(timeout_seconds=60, hang_seconds=1))
-    assert sentence.startswith("rank 1 is behind: all are in step 7 (forward, backward and update), but rank 1 started")
+    assert sentence.startswith("all ranks are in step 7 (forward, backward and update); rank 1 is behind: it started")
 
 
 def timeouts_of_groups(job: dict[str, Any]) -> tuple[set[float], set[float]]:

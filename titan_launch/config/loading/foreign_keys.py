@@ -188,14 +188,20 @@ _NAMES: dict[str, str] = {
     'use "lr_scheduler.min_lr_factor", a fraction of "optimizer.lr"': "min_lr min_lr_ratio cosine_min_lr_ratio",
     "training.max_norm": "grad_clip clip_grad clip_grad_norm max_grad_norm gradient_clip_val gradient_clipping",
     # The loss.
-    'use "loss.dpo.beta", the strength of the reference model in DPO': "beta dpo_beta pref_beta",
-    "loss.dpo.reference": "ref_model",
+    'use "loss.dpo.beta", "loss.ipo.beta", "loss.kto.beta" or "loss.simpo.beta"': "beta pref_beta",
+    "loss.dpo.beta": "dpo_beta",
+    'use "loss.dpo.reference", "loss.ipo.reference" or "loss.kto.reference"': "ref_model",
     "loss.simpo.gamma": "simpo_gamma",
     "loss.orpo.weight": "orpo_alpha",
+    'use "loss.name" = "dpo", or another loss of pairs, with "data.kind" = "preferences"': "pref_loss",
     (
-        'use "loss.name" = "dpo", or another loss of pairs, with "data.kind" = "preferences", or "loss.name" = '
-        '"kto" with "data.kind" = "unpaired_preferences"; for fine-tuning, use "data.kind" = "chat"'
-    ): "rl stage pref_loss",
+        'use "loss.name" = "dpo", or another loss of pairs, with "data.kind" = "preferences"; for answers with a '
+        'label, use "loss.name" = "kto"'
+    ): "rl",
+    (
+        'use "loss.name" = "dpo", "loss.name" = "kto" or "loss.name" = "reward"; for fine-tuning, use "data.kind" = '
+        '"chat"'
+    ): "stage",
     "loss.label_smoothing": "label_smoothing_factor",
     'use "loss.chunks": logits then exist for a part of the classes at a time': "use_liger_kernel enable_liger_kernel",
     "NEFTune is not supported; remove this key": "neftune_noise_alpha",
@@ -278,7 +284,7 @@ COMMON_NAMES: dict[str, str] = {
 FOREIGN_KEYS: dict[str, str] = {
     **TORCHTITAN_KEYS,
     **COMMON_NAMES,
-    "optimizer.beta": _BETAS,  # in other sections, `beta` means `loss.dpo.beta`
+    "optimizer.beta": _BETAS,  # in other sections, `beta` means a key of a loss
     # Names of sections of this job file that are keys with a single value in other tools.
     "activation_checkpoint": "activation_checkpoint.mode",
     "compile": "compile.enable",

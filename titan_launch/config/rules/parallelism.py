@@ -227,8 +227,8 @@ def misfit_of_microbatches(
         above = next(n for n in count(num_microbatches) if _makes_equal_rounds(n, degree))
         each, unit = (1, " microbatches") if samples_each is None else (samples_each, "")
         return (
-            f"{has}, but {schedule} on {degree} ranks requires a multiple of {num_microbatches // degree}; "
-            f"nearest: {below * each} or {above * each}{unit}"
+            f"{has}; {schedule} divides them into {num_microbatches // degree} rounds ({num_microbatches} // {degree} "
+            f"ranks), which must be equal; nearest: {below * each} or {above * each}{unit}"
         )
     return None
 

@@ -170,8 +170,8 @@ class Ledger:
         self._streams[_STREAM_OF[category]] -= num_bytes
 
     def move(self, num_bytes: int, old: Category, new: Category) -> None:
-        """Count bytes under another category, and in the stream of that category. (In PyTorch, memory stays with the
-        stream that allocated it.)"""
+        """Count bytes under another category, and in the stream of that category. This is a simplification: in PyTorch,
+        memory stays with the stream that allocated it."""
         if {old, new} & self.on_host:
             self.free(num_bytes, old)
             self.allocate(num_bytes, new)

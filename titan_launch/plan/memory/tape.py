@@ -124,8 +124,9 @@ class Blocks:
         variant also compute the same.
 
         Of each kind with more than four blocks, these are recorded: the first two blocks, the last two, and one block
-        of each variant between them. A recorded block of the same kind and variant stands for each unrecorded
-        block. `is_uniform` checks that the second block equals the last but one. The blocks between are assumed alike.
+        of each variant that neither the second block nor the last but one has. A recorded block of the same kind and
+        variant stands for each unrecorded block. `is_uniform` checks that the second block equals the last but one. The
+        blocks between are assumed alike.
         """
         variant_of = variants or {}
         members: dict[Hashable, list[str]] = {}
@@ -185,8 +186,8 @@ class Tape:
 
 
 def compact(events: Iterable[Event]) -> Iterator[Event]:
-    """Yield the events. Of each series of allocations and frees, keep only three states: the highest total, the highest
-    total in a matrix product, and the end.
+    """Yield the events, with each series of allocations and frees replaced by at most three: up to its highest total,
+    up to its highest total in a matrix product, and up to its end.
 
     A series ends at the next hook call, gradient or offloaded tensor. Computation and collectives do not end a series,
     because they hold no memory. Computation is moved to the next hook call. Collectives are moved to the end of all

@@ -50,8 +50,8 @@ from titan_launch.plan.units.rule_assignment import (
 )
 
 _SMALL_UNIT = 2**20
-"""Number of elements. A rule's unit with fewer elements is not divided because of its size: its unsharded parameters
-take at most 4 MiB per rank."""
+"""Number of elements. A rule's unit with fewer elements stays one unit, even if it is larger than every block: its
+unsharded parameters take at most 4 MiB per rank."""
 
 
 @dataclass(frozen=True)

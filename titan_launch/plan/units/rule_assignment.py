@@ -92,8 +92,8 @@ class RuleAssignments:
         return self.own.get(module.path) if is_batch_norm(module) else self.governing(module.path)
 
     def around(self, path: str) -> str:
-        """Return the dtype of a module's inputs if the module's precision rule does not cast inputs. This is the
-        compute dtype of the parent of the module that the rule matches."""
+        """Return the dtype of a module's inputs if its precision rule does not cast inputs: the compute dtype of the
+        parent of the nearest enclosing module that a rule matches."""
         return self.compute_dtype(parent(enclosing(path, self.own)))
 
 
@@ -195,8 +195,9 @@ def nothing_matched(pattern: str, paths: Sequence[str], containers: Sequence[str
 def suggestion(glob: str, paths: Collection[str]) -> str:
     """Return a hint for a glob that matches none of `paths`, which are paths of modules or of parameters.
 
-    The hint names the paths whose last parts match the glob, in the names of this package or of `transformers`. If
-    there are none, the hint names a similar path. If there is no similar path either, the hint is empty.
+    The hint names a longer glob, or the paths, whose last parts match the glob, in the names of this package or of
+    `transformers`. If there are none, the hint names a similar path. If there is no similar path either, the hint is
+    empty.
     """
     for ends in (glob, f"{glob}.*"):
         found = ends_in(ends, paths)

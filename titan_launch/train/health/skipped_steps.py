@@ -122,7 +122,7 @@ def _describe(run: Run, skipped: SkippedStep, losses: list[float]) -> str:
     debug = run.config.debug
     return (
         f"step {skipped.step} is a spike: {' and '.join(over)} "
-        f"(mean + {debug.spike_sigma:g} standard deviations of the last {debug.spike_window} steps)"
+        f"(mean + {debug.spike_sigma:g} standard deviations of at most {debug.spike_window} earlier steps)"
     )
 
 

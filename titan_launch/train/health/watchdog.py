@@ -299,11 +299,11 @@ def ranks_behind(board: ProgressBoard, now: ProgressPoint) -> str:
     behind = [rank for rank, point in enumerate(known) if point.progress == least.progress]
     if len(behind) == len(known):
         return f"no rank is behind: all are {least}" if len(known) > 1 else f"the only rank is {least}"
-    is_are, it_is = ("is", "it is") if len(behind) == 1 else ("are", "they are")
+    is_are, it = ("is", "it") if len(behind) == 1 else ("are", "they")
     if least.sequence < most.sequence:
-        return f"{ranks_listed(behind)} {is_are} behind: {it_is} {least} while the others are {most}"
-    counts = f"started {least.collectives} collectives, and other ranks up to {most.collectives}"
-    return f"{ranks_listed(behind)} {is_are} behind: all are {least}, but {ranks_listed(behind)} {counts}"
+        return f"{ranks_listed(behind)} {is_are} behind: {it} {is_are} {least} while the others are {most}"
+    counts = f"{it} started {least.collectives} collectives, and other ranks up to {most.collectives}"
+    return f"all ranks are {least}; {ranks_listed(behind)} {is_are} behind: {counts}"
 
 
 def _with_collectives(point: ProgressPoint) -> ProgressPoint:

@@ -228,9 +228,9 @@ def _resume(config: JobConfig, checkpoint: Path, selection: Selection, run: Resu
     if change and not config.checkpoint.accept_changes:
         raise config_error(
             ("model", "weights"),
-            f"the folder has changed since {checkpoint} was saved: {change}; this run resumes from its checkpoint and "
-            "does not read the weights: restore the folder, or resume with --checkpoint.accept_changes=true, or start "
-            "anew with --checkpoint.load=none",
+            f"the folder has changed since {checkpoint} was saved: {change}; a resumed run ignores the new weights: "
+            "restore the folder, or resume with --checkpoint.accept_changes=true, or start anew with "
+            "--checkpoint.load=none",
             config.model.weights,
         )
     second = config.loss.frozen_model()
@@ -299,9 +299,9 @@ class ConsumedSamples:
         saved = tuple(int(state.get(str(index), 0)) for index in range(len(ours)))
         if state and ours != saved:
             reason = (
-                f"with these sources and weights, the first {sum(ours):,} samples would be {_listed(ours)} (one number "
-                f"per source), but the run has consumed {_listed(saved)}; keep the weights of past steps, and change "
-                "only the weights of later steps (weight = [[0, 3], [1000, 1]]), or start anew with "
+                f"the order of the data has changed: of the first {sum(ours):,} samples, this job takes "
+                f"{_listed(ours)} from its sources, but the run took {_listed(saved)}; keep the weights of past steps, "
+                "and change only the weights of later steps (weight = [[0, 3], [1000, 1]]), or start anew with "
                 "--checkpoint.load=none"
             )
             raise config_error(("data", "sources") if isinstance(self._order, MixtureOrder) else ("data",), reason)
