@@ -16,7 +16,7 @@ class Spread:
     median: float
     least: float
     most: float
-    rounds: int = 2
+    rounds: int
 
     def cell(self, form: str) -> str:
         """Return the median as text, and the range if there are several rounds."""

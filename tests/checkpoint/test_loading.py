@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard as Sharded
 from torch.distributed.tensor import distribute_tensor
 
-from tests.checkpoint.states import ORIGIN, saved, trained
+from tests.checkpoint.states import ORIGIN, manager_of, saved, trained
 from tests.distributed import run_ranks
 from tests.tensors import assert_equal
 from titan_launch.checkpoint.index import read_index, read_weights
@@ -28,6 +29,7 @@ from titan_launch.checkpoint.writer import write_checkpoint
 from titan_launch.core.errors import UserError
 from titan_launch.distributed.dtensor import Shard, local_tensor
 from titan_launch.distributed.random_state import RandomState
+from titan_launch.parallel.batchnorm import RunningStatistics
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +59,9 @@ def test_the_newest_intact_checkpoint_is_chosen(copied: Path, tmp_path: Path) ->
     shard = max((copied / "step-3").glob("*.distcp"))
     shard.write_bytes(shard.read_bytes()[:-1])
     (copied / "step-4.tmp").mkdir()
+    (copied / "best").symlink_to("step-3")
     for chosen, there in run_ranks(choose, 2, copied):
-        assert chosen == "step-2"
+        assert chosen == "step-2" and os.readlink(copied / "latest") == "step-2"
         assert there == ["latest", "step-1", "step-2", "step-3.damaged-1", "step-4.tmp"]
     assert run_ranks(choose, 1, tmp_path / "nowhere") == [("", [])]
 
@@ -108,6 +111,30 @@ def test_another_model_is_refused_parameter_by_parameter(checkpoints: tuple[Path
     (result,) = run_ranks(attempt_with_other_names, 1, checkpoints[0])
     assert "2 tensors missing in the checkpoint: 1.new.weight, 1.new.bias" in result
     assert "2 tensors only in the checkpoint: 1.weight, 1.bias" in result
+
+
+def own_statistics_after_a_load(folder: Path) -> list[float]:
+    """Save the statistics of a BatchNorm that only rank 0 has, and load them after a change. Return the means."""
+    own = trained(1)
+    norms = nn.ModuleList([nn.BatchNorm1d(2)] if dist.get_rank() == 0 else [])
+    statistics = own.state.local_statistics = RunningStatistics(norms)
+    means = [norm.running_mean for norm in norms]
+    for mean in means:
+        mean.fill_(3.0)
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    statistics.pool(alone, temporarily=True)
+    manager = manager_of(own, folder)
+    manager.save()
+    manager.finish()
+    manager.close()
+    for mean in means:
+        mean.zero_()
+    load_state(folder / "step-1", own.state, EVERYTHING)
+    return [value for mean in means for value in mean.tolist()]
+
+
+def test_a_rank_without_batchnorm_does_not_keep_others_from_their_statistics(tmp_path: Path) -> None:
+    assert run_ranks(own_statistics_after_a_load, 2, tmp_path / "checkpoints") == [[3.0, 3.0], []]
 
 
 def read_parts(folder: Path, size: tuple[int, ...]) -> tuple[str, Tensor]:

@@ -257,6 +257,23 @@ def test_a_job_that_does_not_fit_gets_changes_with_which_it_fits(
         assert row["verdict"] == "fits", advice
 
 
+def test_the_number_of_ranks_that_suffices_is_planned_with_the_jobs_own_resharding(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The job reshards its parameters after forward only on several ranks."""
+
+    def plan(ranks: int, memory_gib: float, options: Namespace) -> dict[str, Any]:
+        planner = {"memory_gib": memory_gib, "margin_gib": 0.0, "overhead_gib": 0.0}
+        job = tiny_job(tmp_path, model={"args": {"n_layers": 4, "dim": 128, "hidden_dim": 512}}, planner=planner)
+        print_plan(JobConfig.model_validate(job), ranks, str, options)
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return found
+
+    (row,) = plan(2, 1.0, OWN_JSON)["rows"]
+    refused = plan(1, 1.001 * row["reserved_bytes_estimated"] / GIB, plan_options(*OWN, "--json", "--advise"))
+    assert refused["sufficient_ranks"] == 2
+
+
 def test_a_measurement_that_needs_more_host_memory_than_is_free_is_refused() -> None:
     job: dict[str, Any] = {
         "model": {"name": "llama3", "flavor": "405B"},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import get_args
 
 from titan_launch.config.job import JobConfig
@@ -22,6 +24,22 @@ def test_every_section_has_a_role_and_every_listed_key_exists() -> None:
                 keys = keys - {"sources"} | set(MixtureEntry.model_fields)
             assert set(role) <= keys, section
             assert set(role.values()) <= set(get_args(Role))
+
+
+def test_the_page_lists_the_keys_of_each_role() -> None:
+    page = (Path(__file__).parents[2] / "docs/how_to/checkpoints.md").read_text()
+    (sections,) = re.findall(r"^- \*\*Whole sections\*\*: (.*)\.$", page, flags=re.MULTILINE)
+    (single,) = re.findall(r"^- \*\*Single keys\*\*: (.*)\.$", page, flags=re.MULTILINE)
+    (model,) = re.findall(r"^\| model \| (.*?) \|", page, flags=re.MULTILINE)
+    keys = set()
+    for part in single.split("; "):  # such as: `path` and `name` of `[data]`
+        section = "".join(f"{name}." for name in re.findall(r" of `\[(\w+)\]`", part))
+        keys |= {section + name for name in re.findall(r"`([\w.]+)`", part)}
+    tables = {section: table for section, table in ROLES.items() if not isinstance(table, str)}
+    roles = {f"{section}.{key}": role for section, table in tables.items() for key, role in table.items()}
+    assert keys == {key for key, role in roles.items() if role == "operation"}
+    assert set(re.findall(r"`([\w.]+)`", model)) == {key for key, role in roles.items() if role == "model"}
+    assert set(re.findall(r"`\[(\w+)\]`", sections)) == {name for name, role in ROLES.items() if role == "operation"}
 
 
 def test_differences_name_key_values_and_role() -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
 
+from titan_launch.core import import_string
 from titan_launch.core.errors import ConfigError
-from titan_launch.core.import_string import import_factory, refuse_imports_from
+from titan_launch.core.import_string import import_factory, refuse_imports_from, user_files
 
 
 @pytest.fixture
@@ -75,6 +78,30 @@ def test_a_module_that_fails_shows_the_users_traceback_only(folder: Path, source
     assert reason.startswith("importing reg_broken failed:\nTraceback") or "SyntaxError" in reason
     assert "reg_broken.py" in reason and cause in reason
     assert "registry.py" not in reason and "importlib" not in reason
+
+
+def test_the_users_files_include_packages_that_an_import_string_names(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder below Python's prefix is not an installed package, but `site-packages` is."""
+    packages = folder / "lib" / "site-packages"
+    for place, names in ((packages, ("reg_named", "reg_other")), (folder / "src", ("reg_app",))):
+        for name in names:
+            (place / name).mkdir(parents=True)
+            (place / name / "__init__.py").write_text(f"from {name} import parts\nbuild = dict\n")
+            (place / name / "parts.py").write_text("")
+        monkeypatch.syspath_prepend(place)
+    paths = sysconfig.get_paths()
+    monkeypatch.setattr(sys, "base_prefix", str(folder))
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {**paths, "purelib": str(packages)})
+    monkeypatch.setattr(import_string, "_NAMED_PACKAGES", set())
+    import_factory("reg_other:build")
+    import_string._NAMED_PACKAGES.clear()
+    for name in ("reg_named", "reg_app"):
+        import_factory(f"{name}:build")
+    found = [os.path.relpath(file, folder) for file in user_files() if file.startswith(str(folder))]
+    wanted = [f"lib/site-packages/reg_named/{file}" for file in ("__init__.py", "parts.py")]
+    assert found == [*wanted, "src/reg_app/__init__.py", "src/reg_app/parts.py"]
 
 
 def test_nothing_is_imported_from_a_run_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

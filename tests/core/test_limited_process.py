@@ -128,6 +128,14 @@ def test_calls_share_the_time_beyond_that_for_their_input(calls: LimitedObject) 
         LimitedObject(LIMITS, Calls).call("spend", 0.2)
 
 
+def test_a_cheap_call_that_raises_an_error_leaves_the_time_to_the_next_call(calls: LimitedObject) -> None:
+    for method, error in (("refuse", RecordError), ("fail", CallError)):
+        with pytest.raises(error):
+            calls.call(method)
+        calls.call("spend", 0.3)
+        calls.spare_seconds = 0.5
+
+
 def test_output_is_not_shown(calls: LimitedObject, capfd: pytest.CaptureFixture[str]) -> None:
     calls.call("write")
     assert capfd.readouterr() == ("", "")

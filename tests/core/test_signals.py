@@ -30,7 +30,7 @@ with signals_handled(on_request, same_request_s=0):
 """
 
 
-def test_a_rank_ends_at_once_if_its_agent_has_ended_before() -> None:
+def test_a_rank_ends_at_once_if_its_agent_has_ended_before(tmp_path: Path) -> None:
     code = "from titan_launch.core.signals import stop_with_agent; stop_with_agent(); print('goes on')"
     child = subprocess.Popen(["true"])
     child.wait()
@@ -41,8 +41,10 @@ def test_a_rank_ends_at_once_if_its_agent_has_ended_before() -> None:
         return subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True)
 
     assert started_by(child.pid).returncode == 128 + signal.SIGTERM
-    script = ("bash", "-c", '"$@"; exit $?', "bash")  # one process is between the agent and the rank
-    assert started_by(os.getpid()).stdout == started_by(os.getpid(), *script).stdout == "goes on\n"
+    script = tmp_path / "обучение"  # one process is between the agent and the rank; the kernel cuts its name
+    script.write_text('#!/bin/bash\n"$@"; exit $?\n')
+    script.chmod(0o755)
+    assert started_by(os.getpid()).stdout == started_by(os.getpid(), str(script)).stdout == "goes on\n"
 
 
 def start(code: str) -> subprocess.Popen[str]:

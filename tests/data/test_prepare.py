@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -142,6 +143,24 @@ def test_touched_and_moved_text_continues_a_preparation(text: Path, tmp_path: Pa
     header = prepare(corpus(tmp_path / "moved"), folder)
     (tmp_path / "moved/11.txt").touch()
     assert prepare(corpus(tmp_path / "moved"), folder) == header
+
+
+def test_a_folder_that_another_process_has_just_completed_is_not_written_again(text: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "tokens"
+    interrupted(text, folder)
+    times: list[int] = []
+
+    def complete_and_lock(file: Any, operation: int) -> None:
+        patch.undo()
+        prepare(corpus(text), folder)
+        times.extend(path.stat().st_mtime_ns for path in sorted(folder.iterdir()))
+        fcntl.flock(file, operation)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fcntl, "flock", complete_and_lock)
+        header = prepare(corpus(text), folder)
+    assert times == [path.stat().st_mtime_ns for path in sorted(folder.iterdir())]
+    assert header == verify_token_files(folder)
 
 
 def test_text_that_changes_while_it_is_tokenized_is_refused(text: Path, tmp_path: Path) -> None:

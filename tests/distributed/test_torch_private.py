@@ -200,6 +200,7 @@ def train_on(folder: Path, newest_tested: tuple[int, int]) -> tuple[dict[str, to
         if torch_release.is_tested_release():
             return run_job(tiny_job(folder, **SECTIONS)), lines
         with replaced(FSDPState, "_fsdp_param_group", property(refuse)):  # PyTorch itself uses another name
+            torch_private.reset_iteration(sharded_model(JobConfig.model_validate(tiny_job(folder)), 16))  # not started
             return run_job(tiny_job(folder, **SECTIONS)), lines
 
 

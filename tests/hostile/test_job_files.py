@@ -444,9 +444,14 @@ def test_globs_follow_each_link_once_and_none_out_of_the_folder(
         ("{b,a}{,-x}.tar", ["b", "b-x", "a", "a-x"]),
         ("{a,b{1,2}}.tar", ["a", "b1", "a", "b2"]),
         ("{a}-{9..11}.tar", ["{a}-9", "{a}-10", "{a}-11"]),
+        ("{00..100}.tar", [f"{number:03}" for number in range(101)]),
+        ("{9..011}.tar", ["009", "010", "011"]),
+        ("{0..2}.tar", ["0", "1", "2"]),
+        ("{5..3}.tar", ["5", "4", "3"]),
+        ("{03..1}.tar", ["03", "02", "01"]),
     ],
 )
-def test_braces_are_expanded_as_before(
+def test_braces_are_expanded_as_in_bash(
     pattern: str, found: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

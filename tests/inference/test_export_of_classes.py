@@ -19,6 +19,7 @@ from titan_launch.core.errors import ConfigError
 from titan_launch.inference.export import ExportOptions, export
 from titan_launch.models.build import take_inventory
 from titan_launch.models.huggingface import module as huggingface
+from titan_launch.models.huggingface.files import GENERATION_FILE
 from titan_launch.models.init import load_weights
 from titan_launch.models.weights.folder import Weights, find_weights
 
@@ -49,7 +50,9 @@ CLASSES: dict[str, dict[str, Any]] = {
     "opt": _class("OPTForCausalLM", "opt", _LLAMA, ffn_dim=48, word_embed_proj_dim=32),
     "bloom": _class("BloomForCausalLM", "bloom", _GPT, hidden_size=32),
     "falcon": _class("FalconForCausalLM", "falcon", _LLAMA),
-    "llama, tied": _class("LlamaForCausalLM", "llama", _LLAMA, tie_word_embeddings=True),
+    "llama, tied, token 0 ends a text": _class(
+        "LlamaForCausalLM", "llama", _LLAMA, tie_word_embeddings=True, eos_token_id=0
+    ),
     "qwen3_moe": _class("Qwen3MoeForCausalLM", "qwen3_moe", {**_LLAMA, **_EXPERTS}, head_dim=8, decoder_sparse_step=1),
     "mamba": _class("MambaForCausalLM", "mamba", {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2}),
     "deepseek_v3": _class(
@@ -134,6 +137,8 @@ def _check_class(name: str, folder: Path) -> None:
     exported = _export(module, args, folder, max_shard_size="20KB")
     assert len(list(exported.glob("model-*.safetensors"))) > 1
     assert_equal(_tensors(exported), _tensors(folder / "theirs"))
+    ids = {key: value for key, value in args.items() if key.endswith("_token_id") and value is not None}
+    assert json.loads((exported / GENERATION_FILE).read_text()).items() >= ids.items()
     cls = getattr(transformers, args["architectures"][0])
     loaded, report = cls.from_pretrained(exported, output_loading_info=True)
     assert not any(report[keys] for keys in ("missing_keys", "unexpected_keys", "mismatched_keys")), (name, report)
@@ -164,7 +169,7 @@ def _changed(folder: Path, name: str, tensors: dict[str, Tensor]) -> Path:
 
 
 def _check_refusals(folder: Path) -> None:
-    tied, mixture = CLASSES["llama, tied"], CLASSES["mixtral"]
+    tied, mixture = CLASSES["llama, tied, token 0 ends a text"], CLASSES["mixtral"]
     module = _module(tied)
     tensors = _tensors(_export(module, tied, folder / "tied"))
     embedding = tensors["model.embed_tokens.weight"]

@@ -210,7 +210,8 @@ def test_probabilities_are_those_of_the_definition() -> None:
         drawn = torch.tensor([choose(logits, sampling, generator) for _ in range(2000)]).bincount(minlength=5) / 2000
         assert not drawn[expected == 0].any()
         torch.testing.assert_close(drawn, expected, rtol=0, atol=4 * 0.5 / 2000**0.5)
-    assert probabilities(logits, Sampling()).tolist() == [0, 1, 0, 0, 0] and choose(logits, Sampling()) == 1
+    for greedy in (Sampling(), Sampling(1.0, top_p=0.0), Sampling(1e-39), Sampling(1e-60)):
+        assert probabilities(logits, greedy).tolist() == [0, 1, 0, 0, 0] and choose(logits, greedy) == 1
 
 
 def test_a_stream_holds_back_parts_of_characters_and_of_stop_texts() -> None:

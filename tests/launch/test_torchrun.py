@@ -20,10 +20,19 @@ from typing import Any
 
 import pytest
 from torch import Tensor
+from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from tests.distributed import run_ranks
 from tests.tensors import assert_equal
 from tests.train.jobs import model_source, read_metrics, run_job, tiny_job
+from titan_launch.core.patches import environment, replaced
+from titan_launch.core.signals import signals_handled
+from titan_launch.launch.agent import ElasticAgent
+from titan_launch.launch.torchrun import Stopping
 
 REPO = Path(__file__).parents[2]
 
@@ -184,6 +193,55 @@ def test_a_rank_that_is_killed_while_it_starts_ends_the_launch_in_seconds(job: d
     assert errors.splitlines() == [
         "error: rank 0 was killed by SIGKILL; the usual cause is that the host ran out of memory"
     ]
+
+
+def build_agent(folder: Path, stopping: Stopping, code: str) -> ElasticAgent:
+    """Return the agent of a rank that runs Python code."""
+    options = RendezvousParameters("c10d", "localhost:0", "hosts", 1, 1, is_host=True)
+    rendezvous = get_rendezvous_handler(options)
+    spec = WorkerSpec("rank", 1, rendezvous, entrypoint=sys.executable, args=("-u", "-c", code))
+    return ElasticAgent(spec, DefaultLogsSpecs(str(folder)), stopping=stopping, on_failure=lambda _: None)
+
+
+def start_signalled(folder: Path) -> WorkerState:
+    """Signal an agent while it starts a rank that waits for a signal. Return the state of the rank at its end."""
+    stopping = Stopping(timeout_s=10, rank_folders=str(folder))
+    agent = build_agent(folder, stopping, "import signal; signal.alarm(60); signal.sigwait([signal.SIGTERM])")
+    start = LocalElasticAgent._start_workers
+
+    def start_and_signal(agent: LocalElasticAgent, group: WorkerGroup) -> dict[int, Any]:
+        ids: dict[int, Any] = start(agent, group)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.5)  # the thread that handles signals runs now
+        return ids
+
+    with (
+        environment(TORCHELASTIC_SIGNALS_TO_HANDLE="SIGQUIT"),  # as `launch` does
+        signals_handled(stopping.on_request),
+        replaced(LocalElasticAgent, "_start_workers", start_and_signal),
+    ):
+        return agent.run().state
+
+
+def test_a_signal_while_ranks_are_started_reaches_these_ranks(tmp_path: Path) -> None:
+    assert run_ranks(start_signalled, 1, tmp_path) == [WorkerState.SUCCEEDED]
+
+
+def runs_with_a_new_host(folder: Path, number: int | None) -> int:
+    """Let an agent notice a new host, after the signal `number` if it is not None. Return how often its rank ran."""
+    runs = folder / "runs"
+    stopping = Stopping(timeout_s=10, rank_folders=str(folder))
+    stopping.signal = number
+    agent = build_agent(folder, stopping, f"import time; print(file=open({str(runs)!r}, 'a')); time.sleep(1)")
+    waiting = iter([1])
+    with replaced(agent._worker_group.spec.rdzv_handler, "num_nodes_waiting", lambda: next(waiting, 0)):
+        assert agent.run().state == WorkerState.SUCCEEDED
+    return len(runs.read_text().splitlines())
+
+
+@pytest.mark.parametrize(("number", "runs"), [(None, 2), (signal.SIGTERM, 1)])
+def test_a_new_host_restarts_the_ranks_only_before_a_signal(number: int | None, runs: int, tmp_path: Path) -> None:
+    assert run_ranks(runs_with_a_new_host, 1, tmp_path, number) == [runs]
 
 
 PARENTS = (

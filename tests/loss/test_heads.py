@@ -175,6 +175,20 @@ def test_lines_without_text_or_label(tmp_path: Path, line: dict[str, Any], messa
     assert build_source(skipping, ByteTokenizer(), 60).describe().startswith("1 file, 1 document, ")
 
 
+def test_a_label_must_fit_the_vocabulary(tmp_path: Path) -> None:
+    """The number of a label is stored as a token. The tokenizer `bytes` has 257 tokens."""
+    (tmp_path / "x.jsonl").write_text(json.dumps({"text": "a", "label": 256}))
+    data = {"kind": "classification", "path": str(tmp_path)}
+    fitting = ClassificationData(**data, labels=[f"label {number}" for number in range(257)])
+    assert build_source(fitting, ByteTokenizer(), 5)[0][1].tolist() == [256] + [-100] * 4
+    with pytest.raises(ConfigError) as caught:
+        build_source(ClassificationData(**data, labels=[*fitting.labels, "one more"]), ByteTokenizer(), 5)
+    assert str(caught.value) == (
+        "data.labels: has 258 labels, whose numbers are stored as tokens, but the tokenizer has 257 tokens; use a "
+        "tokenizer with at least 258 tokens"
+    )
+
+
 @pytest.mark.parametrize(("truncation", "kept"), [("right", "abcde"), ("left", "fghij")])
 def test_a_long_text_is_cut_but_keeps_its_label(tmp_path: Path, truncation: Any, kept: str) -> None:
     (tmp_path / "x.jsonl").write_text(json.dumps({"text": "abcdefghij", "label": "good"}))

@@ -37,6 +37,7 @@ from titan_launch.loss.build import losses_of_next_tokens
 from titan_launch.loss.kto import KTOLoss, answers_in, mismatched
 from titan_launch.loss.preferences import orpo
 from titan_launch.loss.second_model import Base
+from titan_launch.loss.user_function import FunctionLoss
 from titan_launch.models.build import build_model
 from titan_launch.models.init import initialize
 from titan_launch.plan.hardware import GIB
@@ -253,6 +254,19 @@ def test_a_wrong_function_is_one_error(tmp_path: Path, name: str, message: str) 
     run_ranks(fail_with, 1, job_of(tmp_path, {"name": f"{__name__}:{name}"}), ("loss", "name"), message)
     in_first_step = name not in ("no_loss", "missing")
     assert (tmp_path / "tiny").exists() == in_first_step, "a function that cannot be called is found before any file"
+
+
+def test_a_mean_is_found_once_two_samples_have_items() -> None:
+    def mean(logits: Tensor, targets: Tensor) -> Tensor:
+        losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+        return losses / (targets != -100).sum().clamp(min=1)
+
+    loss = FunctionLoss("my_loss:mean", lambda shape, targets: None, lambda function: function, mean)
+    outputs, targets = torch.randn(3, 4, 5, requires_grad=True), torch.ones(3, 4, dtype=torch.int64)
+    for ignored in (0, slice(1, None)):
+        loss.sums(outputs, targets.index_fill(0, torch.arange(3)[ignored].reshape(-1), -100))
+    with pytest.raises(ConfigError, match="return a sum over samples, not a mean"):
+        loss.sums(outputs, targets)
 
 
 def fail_with(job: dict[str, Any], key: tuple[str, ...], message: str) -> None:

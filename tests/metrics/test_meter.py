@@ -125,6 +125,18 @@ def test_paused_time_is_not_part_of_the_step_time() -> None:
     assert scalars["throughput/tflops_per_device"] == 2
 
 
+def test_a_restarted_window_has_no_earlier_step() -> None:
+    clock = Clock()
+    meter = build(clock)
+    train(meter, clock, steps=3, loss=9.0)
+    clock.advance(100)
+    meter.restart_window()
+    train(meter, clock, steps=2, loss=2.0)
+    scalars = report(meter)
+    assert scalars["train/loss"] == scalars["time/step_s"] == 2
+    assert (scalars["time/data_s"], scalars["throughput/tokens_per_second"]) == (0.5, 500)
+
+
 def test_pauses_after_a_report_count_in_it_until_the_next_one() -> None:
     clock = Clock()
     meter = build(clock)

@@ -3,6 +3,8 @@ from __future__ import annotations
 import json
 import math
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -101,6 +103,26 @@ def test_a_second_call_for_a_step_adds_to_its_line(tmp_path: Path) -> None:
     sink.write(3, {"train/loss": 0.5})
     assert [line["step"] for line in read_lines(path)] == [1, 2, 3]
     sink.close()
+
+
+@pytest.mark.parametrize(
+    ("last_call", "kept"),
+    [
+        ("sink.write(2, {'time/checkpoint_s': 0.123456789})", [1, 2]),  # the line of step 2 grows
+        ("sink.rewind(1)", [1]),  # the other file already has 100 bytes
+    ],
+)
+def test_a_full_disk_leaves_whole_lines_in_order(tmp_path: Path, last_call: str, kept: list[int]) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.with_suffix(".rolled_back.jsonl").write_text(" " * 99 + "\n")
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (80, 80)); "
+    ignore = "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
+    use = "from titan_launch.metrics.sinks.jsonl import JsonlSink; sink = JsonlSink(Path(sys.argv[1])); "
+    writes = "sink.write(1, {'train/loss': 2.0}); sink.write(2, {'train/loss': 2.0}); "
+    code = f"import sys; from pathlib import Path; {limit}{ignore}{use}{writes}{last_call}"
+    result = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True)
+    assert "OSError: [Errno 27] File too large" in result.stderr
+    assert read_lines(path) == [{"step": step, "train/loss": 2.0} for step in kept]
 
 
 @pytest.mark.parametrize("torn", ["", '{"step": 7, "tra', '{"step": 7}', '{"step": 2, "train/loss": 1.0'])

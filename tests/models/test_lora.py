@@ -150,7 +150,7 @@ def test_names_as_in_peft_choose_the_modules_that_peft_chooses(case: str, names:
         ("llama3", ARGS, "self_attn", "self_attn of transformers is layers.*.attention.wq, layers.*.attention.wk, "),
         ("llama3", ARGS, "post_attention_layernorm", "matches only layers.0.ffn_norm (RMSNorm)"),
         ("gemma2", {**ARGS, "post_norms": True}, "post_attention_layernorm", "only layers.0.attention_post_norm"),
-        ("qwen3_moe", MIXTURE, "up_proj", "contain up_proj instead: layers.*.feed_forward.w3, layers.*.moe.experts"),
+        ("qwen3_moe", MIXTURE, "up_proj", "write: layers.*.feed_forward.w3, layers.*.moe.experts"),
         ("llama3", ARGS, "experts", "matches no module of the model"),
         ("resnet", {}, "all-linear", "finds no linear layers in the model's blocks"),
     ],

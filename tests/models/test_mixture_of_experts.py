@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.tensors import Operations
+from titan_launch.config.sections.model import LoRAConfig
 from titan_launch.models.decoder import mixture_of_experts
 from titan_launch.models.decoder.mixture_of_experts import (
     MixtureOfExperts,
@@ -19,6 +20,7 @@ from titan_launch.models.decoder.mixture_of_experts import (
     looped_product,
 )
 from titan_launch.models.decoder.table_args import ExpertArgs
+from titan_launch.models.lora import add_adapters
 from titan_launch.plan.experts import is_grouped
 
 DIM = 16
@@ -131,6 +133,24 @@ def test_grouped_products_are_those_of_the_loop(dtype: torch.dtype) -> None:
     gradients = [torch.autograd.grad((out * weights).sum(), given) for out in (grouped, looped)]
     for own, of_loop in zip(*gradients, strict=True):
         torch.testing.assert_close(own, of_loop, rtol=2e-2, atol=_ROUNDING[dtype])
+
+
+@pytest.mark.parametrize(("width", "rank"), [(60, 8), (64, 4), (64, 8)])
+def test_adapters_are_grouped_only_if_all_their_widths_are_suitable(
+    width: int, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A product decides as on CUDA. `F.grouped_mm` rejects unsuitable widths on a CPU too."""
+    args = ExpertArgs(num_experts=4, top_k=2, hidden_dim=width)
+    model = nn.Sequential(MixtureOfExperts(64, args, F.silu))
+    add_adapters(model, LoRAConfig(targets=["0.experts"], rank=rank), device=torch.device("cpu"))
+    for adapter in model[0].experts.lora.values():
+        nn.init.normal_(adapter.b, std=0.1)
+    x = torch.randn(1, 12, 64).bfloat16()
+    model, expected = model.bfloat16(), model.bfloat16()(x)
+    monkeypatch.setattr(mixture_of_experts, "is_grouped", lambda device, *case: is_grouped("cuda", *case))
+    actual = model(x)
+    torch.testing.assert_close(actual, expected, rtol=2e-2, atol=2e-2)
+    actual.float().sum().backward()
 
 
 def test_experts_without_rows_have_no_gradients_where_pytorch_gives_them_some(monkeypatch: pytest.MonkeyPatch) -> None:

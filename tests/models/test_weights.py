@@ -137,6 +137,8 @@ def test_auxiliary_losses_are_those_of_the_job(tmp_path: Path) -> None:
     assert differences("mixtral", resolve_args("mixtral", "8x7B", {"experts": losses}), found) == []
     args = resolve_args("mixtral", "8x7B", {"experts": {**losses, "top_k": 3}})
     assert differences("mixtral", args, found) == [("experts.top_k", 3, 2)]
+    args = resolve_args("mixtral", "8x7B", {"experts": {"selection_bias_rate": 0.001}})
+    assert differences("mixtral", args, found) == [("experts.selection_bias_rate", 0.001, None)]
     args = resolve_args("mixtral", "8x7B", {"experts": {"normalize": False}})
     assert isinstance(args, DecoderArgs)
     with pytest.raises(WeightsError, match=r"MixtralForCausalLM .* has no counterpart of model.args.experts.normalize"):

@@ -147,12 +147,13 @@ def test_muon_equals_pytorchs_muon(adjust_lr_fn: str, nesterov: bool) -> None:
         assert torch.equal(mine, other)
 
 
-def test_muon_updates_stacked_experts_as_separate_matrices() -> None:
+@pytest.mark.parametrize("ns_steps", [4, 5])
+def test_muon_updates_stacked_experts_as_separate_matrices(ns_steps: int) -> None:
     experts = Experts(6, ExpertArgs(num_experts=3, top_k=1, hidden_dim=8), nn.functional.silu)
     names = ("w1", "w2", "w3")
     matrices = [[nn.Linear(*reversed(part.shape), bias=False) for part in getattr(experts, name)] for name in names]
     separate = nn.ModuleDict({name: nn.ModuleList(of_name) for name, of_name in zip(names, matrices, strict=True)})
-    config = OptimizerConfig.model_validate({"name": "Muon", "lr": 0.1})
+    config = OptimizerConfig.model_validate({"name": "Muon", "lr": 0.1, "muon": {"ns_steps": ns_steps}})
     optimizers = [build_optimizer(model, config, head=("none",)) for model in (experts, separate)]
     for step in range(2):
         set_gradients(experts, step)

@@ -174,7 +174,9 @@ def stacked_experts(num_experts: int) -> Experts:
         ({"shard": 7}, None),  # padded to 14 experts, which stay whole
         ({"shard": 4, "tensor": 2}, "tensor_parallel_degree = 2 divides each expert"),
         ({"shard": 4, "replicate": 2, "shards_optimizer": True}, None),
-        ({"shard": 4, "replicate": 4, "shards_optimizer": True}, "each .* has 2 experts and there are 4 replicas"),
+        ({"shard": 4, "replicate": 4, "shards_optimizer": True}, "divides experts .* has 2 experts .* are 4 replicas"),
+        # shards of 3, 3 and 2 experts
+        ({"shard": 3, "replicate": 4, "shards_optimizer": True}, "divides experts .* has 2 experts .* are 4 replicas"),
     ],
 )
 def test_muon_needs_whole_matrices_of_experts(layout: dict[str, int], reason: str | None) -> None:

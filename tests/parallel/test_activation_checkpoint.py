@@ -26,6 +26,7 @@ from titan_launch.config.sections.parallelism import ActivationCheckpointConfig
 from titan_launch.models.decoder import attention, mixture_of_experts
 from titan_launch.models.decoder.mixture_of_experts import MixtureOfExperts, grouped_product
 from titan_launch.models.decoder.table_args import ExpertArgs
+from titan_launch.parallel import activation_checkpoint
 from titan_launch.parallel.activation_checkpoint import SAVED_OPS, checkpoint_activations
 from titan_launch.train.build import build_run
 from titan_launch.train.loop import fit
@@ -201,6 +202,7 @@ def assert_same_gradients(module: nn.Module, again: nn.Module, *inputs: Tensor) 
     results, counts = [], []
     for each in (module, again):
         given = [x.clone().requires_grad_() for x in inputs]
+        torch.manual_seed(0)
         output = each(*given)
         with OperationsAndGraphs() as operations:
             output.float().square().sum().backward()
@@ -214,7 +216,7 @@ def assert_same_gradients(module: nn.Module, again: nn.Module, *inputs: Tensor) 
 @pytest.mark.parametrize("num_groups", [1, 4])
 def test_experts_are_chosen_and_computed_once(num_groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        mixture_of_experts, "expert_product", lambda rows, counts, weights: grouped_product(counts)
+        mixture_of_experts, "expert_product", lambda rows, counts, *weights: grouped_product(counts)
     )  # as on CUDA
     groups = {"num_groups": num_groups, "top_k_groups": 2} if num_groups > 1 else {}
     args = ExpertArgs(num_experts=8, top_k=2, hidden_dim=16, expert_bias=True, **groups)
@@ -235,6 +237,44 @@ class Halved(nn.Module):
 def test_the_values_of_topk_may_change_in_place() -> None:
     none, op = assert_same_gradients(Halved(), by_operation(Halved()), torch.randn(4, 9, 5))
     assert op["topk"] == none["topk"] == 0
+
+
+@torch.library.custom_op("titan_launch_tests::dropped", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
+def dropped(x: Tensor, dropout_p: float) -> Tensor:
+    """A stand-in for the kernels of attention, which have dropout on GPUs only."""
+    return x * F.dropout(torch.ones_like(x), dropout_p)
+
+
+def backward_of_dropped(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    x, result = context.saved_tensors
+    return gradient * result / x, None
+
+
+dropped.register_autograd(
+    backward_of_dropped, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0], output)
+)
+
+
+class Dropping(nn.Module):
+    """It has a second dropout after that of the stand-in for attention."""
+
+    def __init__(self, dropout_p: float):
+        super().__init__()
+        self.dropout_p = dropout_p
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(dropped(x.exp(), self.dropout_p)).exp()
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
+def test_attention_with_dropout_runs_again_so_that_later_dropout_is_the_same(
+    dropout_p: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    op = torch.ops.titan_launch_tests.dropped.default
+    monkeypatch.setattr(activation_checkpoint, "SAVED_OPS", SAVED_OPS | {op})
+    module = Dropping(dropout_p)
+    _, repeated = assert_same_gradients(module, by_operation(module), torch.randn(8, 16))
+    assert repeated["titan_launch_tests.dropped"] == (dropout_p > 0)
 
 
 class Compiled(nn.Module):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -204,6 +205,38 @@ def test_addresses_of_freed_parameters_are_forgotten() -> None:
         model[0].register_parameter("weight", gathered)
         forwards[1](forwards[0](torch.randn(8, 8, requires_grad=True)))
         assert len(offloader._resident) == len([*model.parameters(), *model.buffers()])
+
+
+class Unused(Block):
+    """A block that computes a tensor that the loss does not use, and may fail after that."""
+
+    def __init__(self, fails: bool) -> None:
+        super().__init__()
+        self.fails = fails
+        self.unused: list[weakref.ref[Tensor]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = x @ self.weight
+        unused = hidden.tanh()  # saves its own result
+        self.unused.append(weakref.ref(unused))
+        if self.fails:
+            raise ValueError
+        return hidden
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("smallest_offloaded", [1, SMALLEST_OFFLOADED], ids=["offloaded", "kept"])
+def test_tensors_that_backward_does_not_reach_are_freed(
+    smallest_offloaded: int, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(activation_offload, "SMALLEST_OFFLOADED", smallest_offloaded)
+    model = nn.Sequential(Block(), Unused(fails))
+    offload_activations(model, ["0", "1"], "cpu")
+    for _ in range(2):
+        with pytest.raises(ValueError) if fails else nullcontext():
+            model(torch.randn(8, 8)).sum().backward()
+    gc.collect()
+    assert [reference() for reference in model[1].unused] == [None, None]
 
 
 class Overwriting(Block):

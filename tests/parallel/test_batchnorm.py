@@ -268,13 +268,14 @@ def test_a_run_pools_once_a_step_and_reports_the_divergence_of_ranks(tmp_path: P
 def norms_trained_on_nan(depth: int) -> tuple[nn.Module, RunningStatistics]:
     """Return norms in two dtypes after a forward on a batch that is not finite, and a copy of their earlier
     statistics."""
-    model = nn.Sequential(*(nn.BatchNorm1d(3) for _ in range(depth)), nn.BatchNorm1d(3, momentum=None).double())
+    others = nn.BatchNorm1d(3, momentum=None).double(), nn.InstanceNorm1d(3, track_running_stats=True)
+    model = nn.Sequential(*(nn.BatchNorm1d(3) for _ in range(depth)), *others)
     statistics = RunningStatistics(model)
     for norm in model:
-        norm(torch.randn(4, 3, dtype=norm.running_mean.dtype))
+        norm(torch.randn(4, 3, 2, dtype=norm.running_mean.dtype))
     statistics.save()
     for norm in model:
-        norm(torch.full((4, 3), math.nan, dtype=norm.running_mean.dtype))
+        norm(torch.full((4, 3, 2), math.nan, dtype=norm.running_mean.dtype))
     return model, statistics
 
 
@@ -284,6 +285,8 @@ def test_the_statistics_of_a_skipped_step_are_restored_bit_for_bit(restores: boo
     after = full_state(model)
     statistics.restore_if(torch.tensor(float(restores)))
     for name, buffer in model.named_buffers():
+        if name == "3.num_batches_tracked":
+            continue  # nn.InstanceNorm does not count
         changed = not torch.equal(buffer.view(-1).view(torch.uint8), after[name].view(-1).view(torch.uint8))
         assert changed is restores, name
         assert bool(buffer.isfinite().all()) is (restores or "num_batches" in name), name
@@ -403,14 +406,34 @@ def test_a_single_value_per_channel_is_an_error_that_names_the_remedy() -> None:
         prepared(BatchNormConfig())(torch.randn(1, 3))
 
 
-def one_value_on_each_rank() -> tuple[list[Tensor], list[str]]:
-    """Give one value per channel to each rank. Synchronized statistics count the values of all ranks."""
+def messages() -> list[str]:
+    """Return a list of the log messages of this process from now on. This process ends with the test."""
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("titan_launch")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
+    return records
+
+
+def train_two_stages(folder: Path) -> list[str]:
+    """Train a pipeline of two stages. Return the warnings of this rank about BatchNorm."""
+    records = messages()
+    model, pipeline = {"args": {"norm": "batchnorm", "n_layers": 2}}, {"pipeline_parallel_degree": 2}
+    run_job(tiny_job(folder, model=model, parallelism=pipeline, training={"steps": 1}))
+    return [record for record in records if "values per channel" in record]
+
+
+def test_each_pipeline_stage_warns_of_few_values_once(tmp_path: Path) -> None:
+    warnings = run_ranks(train_two_stages, 4, tmp_path)
+    assert [len(of_rank) for of_rank in warnings] == [1, 0, 1, 0]
+    assert "fewest: layers.1" in warnings[2][0]
+
+
+def one_value_on_each_rank() -> tuple[list[Tensor], list[str]]:
+    """Give one value per channel to each rank. Synchronized statistics count the values of all ranks."""
+    records = messages()
     model = prepared(SYNCHRONIZED)
     if dist.get_world_size() == 1:
         with pytest.raises(ConfigError, match="variance is 0; increase"):

@@ -18,12 +18,12 @@ from tests.tensors import assert_equal
 from tests.train.jobs import TINY_ARGS, planned_and_sharded
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.loss import LossConfig
-from titan_launch.config.sections.parallelism import CompileConfig
+from titan_launch.config.sections.parallelism import ActivationCheckpointConfig, CompileConfig
 from titan_launch.core.errors import ConfigError
 from titan_launch.core.torch_release import MIXES_DTYPES_IN_UNIT
 from titan_launch.loss.cross_entropy import CrossEntropy
 from titan_launch.models.decoder import layers as rope
-from titan_launch.parallel.compile import compile_loss, compile_time, describe_pieces, eager
+from titan_launch.parallel.compile import _prepare, compile_loss, compile_time, describe_pieces, eager
 
 COMPILE = {"enable": True, "backend": "aot_eager"}
 SHAPES = 9
@@ -175,6 +175,8 @@ def check_graphs() -> None:
     """Check numbers of graphs, and code that does not become a graph."""
     _, (_, graphs) = train({"model": {"name": f"{__name__}:Widening"}, "compile": {**COMPILE, "backend": "eager"}})
     assert graphs == SHAPES
+    _prepare(1, ActivationCheckpointConfig())  # as for a smaller pipeline stage
+    assert torch._dynamo.config.recompile_limit == 8 * SHAPES
     _explain()
     _check_stance()
     _check_loss()

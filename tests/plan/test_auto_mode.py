@@ -12,15 +12,18 @@ from tests.plan.report.test_modes import (
     compared,
     make_job,
 )
+from tests.trace.traces import model_inventory
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import ConfigError
-from titan_launch.plan.auto_mode import Resolution, recommend, resolve
-from titan_launch.plan.hardware import GIB
-from titan_launch.plan.job import configured_choice
+from titan_launch.plan.auto_mode import Resolution, largest_batch, recommend, resolve
+from titan_launch.plan.hardware import GIB, hardware_of
+from titan_launch.plan.job import configured_choice, with_local_batch_size
+from titan_launch.plan.layout import plan_layout
 from titan_launch.plan.module_selection import checkpointed_modules
 from titan_launch.plan.report.table import format_assumptions, format_comparison
 from titan_launch.plan.types import Inventory
 from titan_launch.plan.units.order import plan_resharding
+from titan_launch.train.resolve_job import _least_memory
 
 
 def resolved(config: JobConfig) -> Resolution:
@@ -105,6 +108,24 @@ def test_auto_without_a_memory_limit_is_an_error() -> None:
     assert {row.verdict for row in comparison.rows} == {None} and recommend(comparison, hardware) is None
     assert "verdict" not in format_comparison(comparison)
     assert "--memory-gib" in format_assumptions(hardware, False, "replay", make_job())
+
+
+def test_a_job_without_possible_modes_is_an_error() -> None:
+    """The units of the rules leave no module of a block to compile."""
+    leaves = ["layers.*.attention.wo", "layers.*.feed_forward.w2"]
+    config = make_job(
+        activation_checkpoint={"mode": "auto"},
+        compile={"enable": True},
+        precision={"placement": "own_unit", "rules": [{"match": leaves, "param_dtype": "float32"}]},
+        training={"seq_len": 16, "local_batch_size": "auto", "global_batch_size": 8},
+    )
+    wanted = r"activation_checkpoint\.mode: no choice of modes is possible: .* none is not compared because the job is"
+    hardware = hardware_of(config, 2)
+    with pytest.raises(ConfigError, match=wanted):
+        largest_batch(config, 2, hardware, lambda job, layout: compared(job, only_own=True)[0])
+    one = with_local_batch_size(config, 1)
+    with pytest.raises(ConfigError, match=wanted):
+        _least_memory(one, plan_layout(one.parallelism, one.training, 2), model_inventory(one))
 
 
 def test_a_job_without_auto_gets_a_recommendation() -> None:

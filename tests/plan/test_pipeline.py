@@ -207,6 +207,14 @@ def test_a_shared_module_has_another_first_path_on_a_later_stage() -> None:
     assert {"layers.1.1.running_mean", "layers.1.1.running_var"} == last.buffer_dtypes.keys()
 
 
+def test_a_second_name_of_a_module_outside_of_the_pipeline_order_is_an_error() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model.alias = model[1]
+    inventory = take_inventory(model, ("0", "1"), pipeline_order=("0", "1"))
+    with pytest.raises(ConfigError, match=r"alias and 1 are the same module, and no module .* contains alias; remove"):
+        plan_stages(inventory, job().parallelism)
+
+
 def layout(config: JobConfig) -> Any:
     return plan_layout(config.parallelism, TrainingConfig(local_batch_size=1, global_batch_size=8), 4)
 

@@ -155,6 +155,14 @@ def test_speeds_of_another_device_are_refused(device: str, words: str, tmp_path:
     assert words in str(error.value) and file in repr(error.value.problems)
 
 
+def test_speeds_of_another_device_are_refused_on_a_device_outside_of_the_table(tmp_path: Path) -> None:
+    file = written(replace(MEASURED, device="NVIDIA A30"), tmp_path)
+    config = JobConfig.model_validate({"planner": {"speeds": file}})
+    assert hardware_of(config, 1, "cuda", "NVIDIA A30", 24.0).speeds is not None
+    with pytest.raises(ConfigError, match="was measured on NVIDIA A30, not on Tesla T4"):
+        hardware_of(config, 1, "cuda", "Tesla T4", 15.0)
+
+
 Change = Callable[[dict[str, Any]], object]
 CHANGES: dict[str, Change] = {
     "speeds: Unexpected": lambda value: value.update(speeds=1),

@@ -53,6 +53,12 @@ class ModelInPlace(Model):
         return y
 
 
+class ModelWithAlias(Model):
+    def __init__(self, block: str) -> None:
+        super().__init__(block)
+        self.layers[0].alias = self.layers[0].layer
+
+
 class ModelInItsOwnPlace(Model):
     def add(self, y: Tensor, x: Tensor) -> Tensor:
         x += y
@@ -499,14 +505,15 @@ def test_a_gradient_divide_factor_set_by_the_model_is_explained() -> None:
 
 def what_no_job_can_provoke() -> None:
     """Raise errors that occur on CUDA only, or that need a model which changes its own state during the step."""
-    config = job(Case("HasRunningNorm", ""), (), "immediate")
-    model, plan, _ = wrapped(config)
-    # The words are those of PyTorch issue 105548.
-    on_cuda = RuntimeError("Expected running_mean to have type BFloat16 but got Float")
-    explained = explain_dtypes(on_cuda, model, plan, config.precision)
-    assert explained is not None and words(explained.problems[0]) == next(
-        case.reason for case in CASES if case.block == "HasRunningNorm"
-    )
+    for name in ("Model", "ModelWithAlias"):
+        config = job(Case("HasRunningNorm", "", model=name), (), "immediate")
+        model, plan, _ = wrapped(config)
+        # The words are those of PyTorch issue 105548.
+        on_cuda = RuntimeError("Expected running_mean to have type BFloat16 but got Float")
+        explained = explain_dtypes(on_cuda, model, plan, config.precision)
+        assert explained is not None and words(explained.problems[0]) == next(
+            case.reason for case in CASES if case.block == "HasRunningNorm"
+        )
 
     config = JobConfig.model_validate({**job(Case("Block", ""), (), "immediate").model_dump(exclude_unset=True)})
     config = config.model_copy(update={"precision": config.precision.model_copy(update={"storage_dtype": "bfloat16"})})

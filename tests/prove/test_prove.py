@@ -162,6 +162,23 @@ def test_a_class_of_transformers_for_images_is_shrunk(model_type: str, tmp_path:
         assert (args["depths"], args["hidden_sizes"]) == ([1] * 4, [16] * 4)
 
 
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"num_key_value_heads": None}, {"num_hidden_layers": 2, "num_attention_heads": 4}),
+        ({"no_rope_layers": []}, {"num_hidden_layers": 2, "num_attention_heads": 4}),
+        ({"num_hidden_layers": None, "n_layers": 7}, {"n_layers": 2}),
+    ],
+)
+def test_a_class_of_transformers_with_unset_values_is_shrunk(
+    values: dict[str, Any], expected: dict[str, Any], tmp_path: Path
+) -> None:
+    sizes = {"num_hidden_layers": 12, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 320}
+    write_config(tmp_path, "llama", **{**sizes, **values})
+    args = twin_of(load_job(None, ["--model.name=huggingface", f"--model.path={tmp_path}"]).config).config.model.args
+    assert {key: args[key] for key in expected} == expected
+
+
 def test_a_model_that_rounding_changes_cannot_be_proven() -> None:
     certificate = prove(job(**EXACT, **ALONE, model={"name": "tests.prove.user_models:chaotic"}))
     assert certificate.verdict == "cannot be proven"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -446,6 +447,22 @@ def test_a_changed_file_of_a_users_model_is_recorded_again(tmp_path: Path, monke
     engine_of(config, layout)(choice)
     assert engine_of(config, layout, may_record=False)(choice)
     file.write_text(f"{source}\n# changed\n")
+    with pytest.raises(NotRecordedError):
+        engine_of(config, layout, may_record=False)(choice)
+
+
+def test_a_users_loss_of_the_same_name_in_another_folder_is_recorded_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.path", [*sys.path])
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "own_loss.py").write_text("def f(logits, targets):\n    return logits.square().sum()\n")
+    monkeypatch.chdir(tmp_path / "one")
+    config, layout, choice = a_job(2, model={"args": {"n_layers": 1}}, loss={"name": "own_loss:f"})
+    engine_of(config, layout)(choice)
+    assert engine_of(config, layout, may_record=False)(choice)
+    monkeypatch.chdir(tmp_path / "other")
     with pytest.raises(NotRecordedError):
         engine_of(config, layout, may_record=False)(choice)
 

@@ -24,9 +24,14 @@ MODULES = ("layers.*", "layers.*.attention", "tok_embeddings", "norm", "output")
 WHOLE = ("layers.0", "layers.1", "tok_embeddings", "norm", "output")
 """Modules that together have every parameter once."""
 
-PRECISION = {"param_dtype": "float32", "rules": ({"match": "layers.*.*_norm", "param_dtype": "float32"},)}
+PRECISION = {
+    "param_dtype": "float32",
+    "rules": tuple(
+        {"match": match, "param_dtype": "float32"} for match in ("layers.*.*_norm", ("layers.*.attention", "output"))
+    ),
+}
 DIVISIONS: tuple[dict[str, Any], ...] = (
-    {"parallelism": {"tensor_parallel_degree": 2}},
+    {"parallelism": {"tensor_parallel_degree": 2}, "activation_checkpoint": {"mode": "full"}},
     {},
     {"parallelism": {"pipeline_parallel_degree": 2}},
     {"parallelism": {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1}},

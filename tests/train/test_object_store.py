@@ -219,6 +219,30 @@ def test_a_damaged_checkpoint_is_not_copied(server: Server, saved: Path, tmp_pat
             assert 3 not in steps
 
 
+def copies_of_a_later_save(config: dict[str, Any], step: int) -> list[list[int]]:
+    """Copy the checkpoints while that of `step` is damaged, and again after the run has returned and saved the step
+    again. Return the steps that have a copy, after each time."""
+    settings, folder = JobConfig.model_validate(config).checkpoint, Path(config["job"]["dump_folder"], "tiny")
+    store = CheckpointStore(settings, "tiny", folder / "checkpoints", folder / "config.json")
+    file = folder / f"checkpoints/step-{step}/__0_0.distcp"
+    content, found = file.read_bytes(), []
+    for saved in (content[:-1], content):
+        file.write_bytes(saved)
+        assert store.finish() == ""
+        found.append(sorted(store.steps()))
+        store.forget_after(step - 1)
+    store.close(None)
+    return found
+
+
+def test_a_damaged_checkpoint_that_is_saved_again_is_copied(server: Server, saved: Path, tmp_path: Path) -> None:
+    shutil.copytree(saved, tmp_path, symlinks=True, dirs_exist_ok=True)
+    (found,) = run_ranks(
+        with_variables, 1, server.environment, copies_of_a_later_save, job(tmp_path, 3, keep_latest=0), 2
+    )
+    assert found == [[1, 3], [1, 2, 3]]
+
+
 def test_lost_connections_do_not_fail_a_copy(server: Server, tmp_path: Path) -> None:
     server.proxy.cut(up=True, after=15_000, times=2)
     _, error, _ = run(server, job(tmp_path, 2))

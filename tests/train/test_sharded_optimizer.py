@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed import run_ranks
+from tests.parallel.conv_model import ConvNet
 from tests.sampling import rest_is_slow, sampled
 from tests.tensors import assert_equal
 from tests.train.jobs import TINY_EXPERTS, read_metrics, run_job, run_job_until, this_rank, tiny_job
@@ -73,7 +74,16 @@ CASES: dict[str, dict[str, Any]] = {
     "LoRA, empty shards": {"lora": {"targets": ["layers.*.attention.wq"], "rank": 1}},
     "tied": {"model": {"args": {"tie_embeddings": True}}},
     "frozen at first": {"training": {**UNCLIPPED, "unfreeze": [{"match": "layers.0.**", "after_step": 1}]}},
+    "convolutions in 8 bits": {
+        "model": {"name": f"{__name__}:convolutions"},
+        "optimizer": {"state_dtype": "int8"},
+    },
 }
+
+
+def convolutions(**llama: Any) -> ConvNet:
+    """Return a convolutional network. `llama`: the arguments of the other cases."""
+    return ConvNet()
 
 
 def jobs_of(
@@ -181,7 +191,7 @@ def resume_as_the_other(folder: Path, case: str) -> None:
         assert read_metrics(folder, resumed["name"])[0]["step"] == 2
 
 
-@sampled("cases", ("masters", "Muon in 8 bits"))
+@sampled("cases", ("masters", "Muon in 8 bits", "convolutions in 8 bits"))
 def test_checkpoints_of_both_are_bitwise_equal_and_each_resumes_from_the_other(
     cases: tuple[str, ...], tmp_path: Path
 ) -> None:

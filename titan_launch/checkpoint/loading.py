@@ -19,7 +19,7 @@ from titan_launch.checkpoint.manifest import (
     checkpoint_steps,
     read_manifest,
 )
-from titan_launch.checkpoint.retention import best_steps, set_aside, validation_losses
+from titan_launch.checkpoint.retention import best_steps, set_all_aside, validation_losses
 from titan_launch.checkpoint.snapshot import map_leaves
 from titan_launch.checkpoint.state import SizedPart, TrainingState, Values, rank_key
 from titan_launch.checkpoint.store import CheckpointStore
@@ -65,7 +65,7 @@ def newest_valid(
                 warn(_log, "%s is damaged, so it is not loaded: %s", place, reason)
         if None in reasons.values():
             if set_damaged_aside:
-                on_rank_0(lambda: [set_aside(path) for path in damaged if path.exists()])
+                on_rank_0(partial(set_all_aside, damaged, step))
             return candidate
         damaged.append(candidate)
     if damaged:
@@ -279,12 +279,11 @@ def _omitted(checkpoint: Path, state: TrainingState, missing: Collection[str], s
 
 
 def _has_local_statistics(state: TrainingState, saved: Mapping[str, Any]) -> bool:
-    """Return True if the checkpoint has BatchNorm statistics for each rank of this run: it was saved on as many ranks,
-    and for each rank it has the names of that rank's statistics in this run. Collective."""
+    """Return True if the checkpoint has the BatchNorm statistics of each rank of this run, and no others. A rank whose
+    pipeline stages have no BatchNorm has no statistics. Collective."""
     there = _below("local_statistics", saved)
-    if len({key.partition(".")[0] for key in there}) != dist.get_world_size():
-        return False
-    return all(on_all_ranks(lambda: state.local_statistics.targets().keys() == _below(rank_key(), there).keys()))
+    own = on_all_ranks(lambda: {f"{rank_key()}.{name}" for name in state.local_statistics.targets()})
+    return bool(there) and there.keys() == set().union(*own)
 
 
 def _takes(selection: Selection, part: str, key: str) -> bool:

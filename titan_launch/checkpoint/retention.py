@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -165,6 +165,19 @@ def set_aside(checkpoint: Path) -> Path:
     aside = free_name(checkpoint.with_name(f"{checkpoint.name}.damaged-{{}}"))
     checkpoint.rename(aside)
     return aside
+
+
+def set_all_aside(damaged: Sequence[Path], newest: int) -> None:
+    """Rename those of the checkpoints `damaged` of a folder that exist. The link `latest` then leads to the checkpoint
+    of `newest`, and a link `best` that leads to no checkpoint is removed."""
+    there = [checkpoint for checkpoint in damaged if checkpoint.exists()]
+    for checkpoint in there:
+        set_aside(checkpoint)
+    if there:
+        folder = there[0].parent
+        point(folder, LATEST, newest)
+        if not (folder / BEST).exists():
+            (folder / BEST).unlink(missing_ok=True)  # the next save links the best remaining checkpoint
 
 
 def validation_losses(folder: Path) -> dict[int, float | None]:

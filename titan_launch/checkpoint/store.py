@@ -136,6 +136,7 @@ class CheckpointStore:
 
     def _forget_after(self, step: int) -> None:
         self.known = {known for known in self.known if known <= step}
+        self._damaged = {damaged for damaged in self._damaged if damaged <= step}
         try:
             for later, files in self._names().items():
                 if later > step:

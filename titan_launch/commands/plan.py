@@ -19,7 +19,7 @@ from typing import Any, Literal, NoReturn, get_args
 
 from titan_launch.commands.parser import Parser, at_least, check_weights, load, recordings_of, torch_needed
 from titan_launch.config.job import JobConfig
-from titan_launch.config.sections.parallelism import ActivationCheckpointConfig
+from titan_launch.config.sections.parallelism import ActivationCheckpointConfig, ParallelismConfig
 from titan_launch.config.sections.run import PlannerConfig
 from titan_launch.core.errors import UserError
 from titan_launch.core.files import refuse_weights_folder
@@ -293,7 +293,7 @@ def _plan(
     check_limit(config, hardware)  # first, because recording takes seconds
     config = with_batch_size(config, world_size, engine)
     layout = plan_layout(config.parallelism, config.training, world_size)
-    config = with_unsharded_parameters(config, layout)
+    parallelism, config = config.parallelism, with_unsharded_parameters(config, layout)
     subject = _subject(config, layout, hardware, engine)
     if isinstance(subject.engine, ReplayEngine):
         choices, _ = possible_choices(config, layout, subject.inventory, only_own)
@@ -305,17 +305,19 @@ def _plan(
     best = resolution if is_auto(config) else None if only_own else recommend(comparison, hardware)
     planned = _Planned(layout, hardware, engine, subject, comparison, resolution, plan, chooses_batch, best)
     is_needed = resolution.row.verdict not in (None, "fits") and best is None and not only_own
-    return _advised(planned) if is_needed or advises else planned
+    return _advised(planned, parallelism) if is_needed or advises else planned
 
 
-def _advised(planned: _Planned) -> _Planned:
+def _advised(planned: _Planned, parallelism: ParallelismConfig) -> _Planned:
     """Return the plan with advice: changes that save memory. For a job that does not fit, also add the number of ranks
     that suffices.
 
     A change suffices if the job is then planned to fit, and to reserve at most four fifths of its present memory. The
-    second condition serves a user whose job was planned to fit, but ran out of memory.
+    second condition serves a user whose job was planned to fit, but ran out of memory. `parallelism`: section before
+    `with_unsharded_parameters` has changed it, because a changed job may have a different number of shards.
     """
-    config, layout, hardware, row = planned.resolution.config, planned.layout, planned.hardware, planned.resolution.row
+    layout, hardware, row = planned.layout, planned.hardware, planned.resolution.row
+    config = planned.resolution.config.model_copy(update={"parallelism": parallelism})
     limit = 0.8 * row.reserved_bytes
     if hardware.usable_bytes is not None:
         limit = min(limit, hardware.usable_bytes)

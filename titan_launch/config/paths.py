@@ -237,8 +237,6 @@ def tar_shards(path: str) -> list[Path]:
         shards += sorted(file for _, file in _found(entry))
         if len(shards) > MOST_SHARDS:
             raise ValueError(_TOO_MANY)
-    if not shards:
-        raise FileNotFoundError(path)
     return shards
 
 
@@ -263,13 +261,16 @@ def _expand_braces(text: str) -> list[str]:
             strings.append(pattern)
             continue
         if found[2]:
-            words: Sequence[int | str] = range(int(found[2]), int(found[3]) + 1)
+            bounds = (found[2], found[3])
+            first, last = map(int, bounds)
+            direction = 1 if first <= last else -1
+            words: Sequence[int | str] = range(first, last + direction, direction)
+            width = max(map(len, bounds)) if any(re.match("0.", bound) for bound in bounds) else 0
         else:
-            words = found[1].split(",")
+            words, width = found[1].split(","), 0
         count = len(words) + len(strings) + len(patterns)
         if count > MOST_SHARDS or count * len(pattern) > _MOST_CHARACTERS:
             raise ValueError(_TOO_MANY)
-        width = len(found[2] or "")
         before, after = pattern[: found.start()], pattern[found.end() :]
         patterns += [f"{before}{str(word).zfill(width)}{after}" for word in reversed(words)]
     return strings

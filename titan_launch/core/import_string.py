@@ -8,6 +8,7 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import os
+import site
 import sys
 import sysconfig
 import traceback
@@ -35,6 +36,7 @@ def import_factory(name: str, key: KeyPath = ("model", "name")) -> Callable[...,
     if not (module_name and colon and attribute):
         raise config_error(key, 'must have the form "package.module:attribute"', name)
     found = _import_module(module_name, name, key)
+    _NAMED_PACKAGES.add(module_name.partition(".")[0])
     path = module_name
     for part in attribute.split("."):
         if not hasattr(found, part):
@@ -48,16 +50,33 @@ def import_factory(name: str, key: KeyPath = ("model", "name")) -> Callable[...,
     return found
 
 
+_NAMED_PACKAGES: set[str] = set()
+"""Top-level packages of the modules that `import_factory` has imported in this process."""
+
 _realpath = functools.cache(os.path.realpath)
 
 
 def user_files() -> list[str]:
     """Return the files of the modules that this process has imported, except those of Python, of installed packages
-    and of this package."""
-    folders = {sys.prefix, sys.base_prefix, *sysconfig.get_paths().values()}
-    installed = (*tuple(os.path.realpath(folder) + os.sep for folder in folders), _OWN_FOLDER)
-    files = {_realpath(file) for module in [*sys.modules.values()] if (file := getattr(module, "__file__", None))}
-    return sorted(file for file in files if not file.startswith(installed) and os.path.isfile(file))
+    and of this package. An installed package that an import string has named counts as the user's own code, except for
+    PyTorch."""
+    known = (_OWN_FOLDER, _realpath(_torch_folder()) + os.sep)
+    installed = tuple(_realpath(folder) + os.sep for folder in _installed_folders())
+    files = set[str]()
+    for name, module in [*sys.modules.items()]:
+        file = _realpath(getattr(module, "__file__", None) or "")
+        is_named = name.partition(".")[0] in _NAMED_PACKAGES
+        if not file.startswith(known) and (is_named or not file.startswith(installed)) and os.path.isfile(file):
+            files.add(file)
+    return sorted(files)
+
+
+def _installed_folders() -> set[str]:
+    """Return the folders of the standard library, of installed packages and of scripts, of this environment and of the
+    installation of Python that it is based on."""
+    paths = sysconfig.get_paths()
+    own = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")}
+    return own | {*site.getsitepackages([sys.prefix, sys.base_prefix])}
 
 
 class RefusedImportError(ImportError):

@@ -124,13 +124,15 @@ class _Helper:
             if self._process is not None and self._process.poll() is not None:
                 self._end()
             if target.number not in self._made:
-                self._exchange(target.number, *target.recipe, SECONDS, MAKING)
+                kind, value, _ = self._exchange(target.number, *target.recipe, SECONDS, MAKING)
+                _result(kind, value)
                 self._made.add(target.number)
             spare = min(SECONDS, target.spare_seconds + _REGAINED_SECONDS)
             target.spare_seconds = 0.0
-            value, left = self._exchange(target.number, method, arguments, spare + seconds, target.limits)
-            target.spare_seconds = min(spare, left)
-            return value
+            kind, value, left = self._exchange(target.number, method, arguments, spare + seconds, target.limits)
+            if kind != "stopped":
+                target.spare_seconds = min(spare, left)
+            return _result(kind, value)
 
     def close(self) -> None:
         """End the helper process."""
@@ -145,9 +147,10 @@ class _Helper:
 
     def _exchange(
         self, number: int, action: Any, arguments: tuple[Any, ...], seconds: float, limits: Limits
-    ) -> tuple[Any, float]:
-        """Send a request. Return the value of the answer, and the CPU time in seconds that the call has left. `action`:
-        the name of a method of the object with the id `number`, or the function that creates this object."""
+    ) -> tuple[str, Any, float]:
+        """Send a request. Return the kind and the value of the answer (see `_result`), and the CPU time in seconds that
+        the call has left; 0 if the helper ended. `action`: the name of a method of the object with the id `number`, or
+        the function that creates this object."""
         forgotten, self.forgotten = self.forgotten, []
         self._made -= set(forgotten)
         request = pickle.dumps((forgotten, number, action, arguments), pickle.HIGHEST_PROTOCOL)
@@ -155,6 +158,7 @@ class _Helper:
         seconds += size * limits.seconds_per_byte
         memory = MEMORY + size * limits.memory_per_byte
         header = _REQUEST.pack(size, seconds, memory, limits.answer + size * limits.answer_per_byte)
+        spent = seconds
         process = self._process or self._start()
         assert process.stdin is not None and process.stdout is not None
         try:
@@ -166,13 +170,9 @@ class _Helper:
         except BaseException:  # such as KeyboardInterrupt: the next call must not read the answer to this one
             self._end()
             raise
-        if kind == "error":
-            raise value
         if kind == "stopped":
-            raise CallError(f"{value} (input: {size:,} bytes)", is_stopped=True)
-        if kind == "failed":
-            raise CallError(value, is_stopped=False)
-        return value, seconds - spent
+            value = f"{value} (input: {size:,} bytes)"
+        return kind, value, seconds - spent
 
     def _start(self) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "titan_launch.core.limited_process"]
@@ -202,6 +202,16 @@ class _Helper:
         process.kill()
         _close_pipes(process)
         return process.wait()
+
+
+def _result(kind: str, value: Any) -> Any:
+    """Return the value of an answer whose kind is "value". Raise `value` for "error", an error of this package. Raise
+    CallError for "failed" and "stopped", with the reason `value`."""
+    if kind == "error":
+        raise value
+    if kind != "value":
+        raise CallError(value, is_stopped=kind == "stopped")
+    return value
 
 
 _STOP_WITH_PARENT = "--stop-with-parent"

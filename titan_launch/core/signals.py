@@ -37,8 +37,9 @@ def signals_handled(
 ) -> Iterator[None]:
     """Call `on_request(number, is_repeated)` for signals that ask this process to end, until the end of the block.
 
-    `numbers`: the signals. `is_repeated` is False for the first signal, and True for each signal that arrives at least
-    `same_request_s` seconds after the first. Earlier repetitions are ignored. Enter the block in the main thread.
+    `numbers`: the signals. RESTART_SIGNAL is one request, and all other signals together are another. `is_repeated` is
+    False for the first signal of a request, and True for each signal that arrives at least `same_request_s` seconds
+    after the first. Earlier repetitions are ignored. Enter the block in the main thread.
 
     A thread makes the calls. Python runs a signal handler only when the main thread returns to the interpreter, which
     never happens during a collective that hangs. A handler also must not log, since the interrupted code may hold the
@@ -48,16 +49,16 @@ def signals_handled(
     os.set_blocking(writing, False)
 
     def listen() -> None:
-        first_at: float | None = None
+        firsts: dict[bool, float] = {}  # time of the first signal of each request
         while received := os.read(reading, 1):
             number = received[0]
             if number not in numbers:  # belongs to another handler
                 continue
             now = time.monotonic()
-            if first_at is None:
-                first_at = now
+            first = firsts.setdefault(number == RESTART_SIGNAL, now)
+            if first is now:
                 on_request(number, False)
-            elif now - first_at >= same_request_s:
+            elif now - first >= same_request_s:
                 on_request(number, True)
         os.close(reading)
 
@@ -157,7 +158,8 @@ def is_orphan() -> bool:
 def process_fields(pid: int) -> list[str] | None:
     """Return the fields of /proc/PID/stat after the process name: state, parent, ...; None if there is no such file."""
     try:
-        with open(f"/proc/{pid}/stat") as file:
+        # The kernel cuts the name after 15 bytes, perhaps within a character.
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             return file.read().rpartition(")")[2].split()  # the name may contain spaces
     except OSError:
         return None

@@ -103,6 +103,9 @@ def prepare(
         return header
     parts = {f"{index:05}": part for index, part in enumerate(corpus.parts())}
     with _claimed(corpus, folder, source):
+        header = _header_of(corpus, folder, source)
+        if header is not None:  # another process completed the folder before this one locked it
+            return header
         rest = {}
         for name, part in parts.items():
             if _record(folder, name).exists():

@@ -403,7 +403,8 @@ def reset_iteration(root: nn.Module) -> None:
     if not isinstance(root, FSDPModule):
         return  # nothing is sharded
     if not is_tested_release():
-        root.reset_iter_state()
+        with suppress(AttributeError):  # raised if no forward has started
+            root.reset_iter_state()
         return
     if not _has_started(root):
         return

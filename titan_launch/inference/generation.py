@@ -31,8 +31,8 @@ class Sampling:
     """Choose only among the `top_k` tokens with the largest logits. None: among all tokens."""
 
     top_p: float = 1.0
-    """Choose only among the most probable tokens: as few as possible, so that their probabilities add up to at least
-    `top_p`."""
+    """Choose only among the most probable tokens: as few as possible, but at least one, so that their probabilities add
+    up to at least `top_p`."""
 
 
 def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
@@ -41,11 +41,14 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
     logits = logits.float()
     if sampling.temperature == 0:
         return torch.zeros_like(logits).index_fill_(0, logits.argmax(), 1.0)
-    shares, order = (logits / sampling.temperature).softmax(-1).sort(descending=True, stable=True)
+    scaled = (logits - logits.max()).double() / sampling.temperature  # at most 0: a small temperature gives no inf
+    shares, order = scaled.softmax(-1).float().sort(descending=True, stable=True)
     if sampling.top_k is not None:
         shares[sampling.top_k :] = 0
         shares /= shares.sum()
-    shares[shares.cumsum(-1) - shares >= sampling.top_p] = 0  # the first token stays: the sum before it is 0
+    dropped = shares.cumsum(-1) - shares >= sampling.top_p
+    dropped[0] = False  # also if `top_p` is 0
+    shares[dropped] = 0
     return torch.zeros_like(shares).scatter_(0, order, shares / shares.sum())
 
 

@@ -27,8 +27,10 @@ class ElasticAgent(LocalElasticAgent):
 
     After a signal, torchrun's own agent stops monitoring, kills its ranks after 30 s, and does not report how the ranks
     ended. This agent continues to monitor its ranks, and `launch.torchrun` forwards the signal to the ranks. If all
-    ranks then save and end with status 0, the run has succeeded. After a signal, this agent does not restart the ranks.
-    It also does not restart them if a rank ended with the status BAD_INPUT, because the ranks would fail again.
+    ranks then save and end with status 0, the run has succeeded. After a signal, this agent restarts the ranks neither
+    after a failure nor for a new host. But if the ranks have ended for a new host already, it restarts them, and they
+    get the signal. This agent also does not restart the ranks if a rank ended with the status BAD_INPUT, because the
+    ranks would fail again.
     """
 
     def __init__(
@@ -46,12 +48,19 @@ class ElasticAgent(LocalElasticAgent):
         self._has_failed = False
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        with signals_blocked():
-            ids: dict[int, Any] = super()._start_workers(worker_group)
-        context = self._pcontext
-        assert isinstance(context, SubprocessContext)
-        self._stopping.started([handler.proc for handler in context.subprocess_handlers.values()])
+        with self._stopping.starting():
+            with signals_blocked():
+                ids: dict[int, Any] = super()._start_workers(worker_group)
+            context = self._pcontext
+            assert isinstance(context, SubprocessContext)
+            self._stopping.started([handler.proc for handler in context.subprocess_handlers.values()])
         return ids
+
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        """Restart the ranks after a failure or for a new host. After a signal, do nothing if the ranks still run: they
+        end by themselves."""
+        if self._stopping.signal is None or worker_group.state != WorkerState.HEALTHY:
+            super()._restart_workers(worker_group)
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         """End the ranks, before a restart or at the end of the run.

@@ -19,7 +19,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -128,7 +129,17 @@ class Stopping:
         """Number of the last signal that arrived. None: no signal has arrived."""
 
         self._workers: Sequence[subprocess.Popen[bytes]] = ()
+        self._is_starting = False
         self._lock = threading.Lock()  # a signal may arrive while workers are started
+
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        """Start workers in this block, and end the block with `started`. A signal then does not end this process."""
+        self._is_starting = True
+        try:
+            yield
+        finally:
+            self._is_starting = False
 
     def started(self, workers: Sequence[subprocess.Popen[bytes]]) -> None:
         """Register the processes of a new start of the workers. If a signal has arrived already, forward it to these
@@ -140,12 +151,13 @@ class Stopping:
                 self._pass_on(self.signal)
 
     def on_request(self, number: int, is_repeated: bool) -> None:
-        """Forward the signal `number` to the workers. If no worker is running, end this process: with status 0, or with
-        128 + `number` if a worker has failed. After the timeout, kill the workers that still run; a repeated signal
-        shortens the timeout to at most 5 s. This method is called in a thread other than the main thread."""
+        """Forward the signal `number` to the workers. If no worker is running or being started, end this process: with
+        status 0, or with 128 + `number` if a worker has failed. After the timeout, kill the workers that still run; a
+        repeated signal shortens the timeout to at most 5 s. This method is called in a thread other than the main
+        thread."""
         with self._lock:
             self.signal = number
-            if not any(worker.poll() is None for worker in self._workers):
+            if not (self._is_starting or any(worker.poll() is None for worker in self._workers)):
                 os.write(2, f"stopped by {signal_name(number)} while no rank was running on this host\n".encode())
                 remove_folders(self.rank_folders)
                 os._exit(128 + number if any(worker.returncode for worker in self._workers) else 0)

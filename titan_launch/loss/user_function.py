@@ -74,8 +74,8 @@ class FunctionLoss(Loss):
         predictions, for the accuracy in validation.
 
         Raises ConfigError if the logits have the wrong shape, or if the function fails, returns no scalar or, with
-        gradients enabled, returns a scalar without a gradient. In training, the first microbatch with several samples
-        also raises ConfigError if the function returns a mean instead of a sum.
+        gradients enabled, returns a scalar without a gradient. In training, the first microbatch with items in its
+        first sample and in others also raises ConfigError if the function returns a mean instead of a sum.
         """
         self._check(outputs.shape, targets)
         logits = outputs.float()
@@ -101,10 +101,14 @@ class FunctionLoss(Loss):
 
     @torch.no_grad()
     def _check_is_sum(self, logits: Tensor, targets: Tensor, value: Tensor) -> None:
-        """Raise ConfigError if the loss of a microbatch is not the sum of the losses of its samples. The check makes
-        the host wait for the device, so it runs only once."""
+        """Raise ConfigError if the loss of a microbatch is not the sum of the losses of its samples. If the first
+        sample or the others have no items, a mean may equal this sum, so a later microbatch is checked. The check makes
+        the host wait for the device, so it ends with the first microbatch that it can decide."""
+        parts = slice(1), slice(1, None)
+        if not all(int(self._count(targets[part])) for part in parts):
+            return
         self._checks_sum = False
-        first, rest = (self._value(self._function, logits[part], targets[part]) for part in (slice(1), slice(1, None)))
+        first, rest = (self._value(self._function, logits[part], targets[part]) for part in parts)
         if not (first + rest - value).abs() <= 1e-3 * (first.abs() + rest.abs()):
             values = f"{value:.6g} for a microbatch, but {first:.6g} for its first sample and {rest:.6g} for the others"
             raise self._error(f"returns {values}; return a sum over samples, not a mean: the launcher divides it")

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from titan_launch.core.observer import Observer, StepResult, WatchedStep
 from titan_launch.distributed.dtensor import local_tensor, number_of_copies
+from titan_launch.metrics.memory import is_in_backward
 from titan_launch.plan.types import is_within
 
 _NORMS = ("learned/grad_norm", "learned/param_norm", "learned/update_norm")
@@ -101,8 +102,8 @@ class Learned(Observer):
 
     def _add_outputs(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
         """Add the outputs of a forward to the sums of the module or group with the number `index`."""
-        if not self._is_on or not torch.is_grad_enabled():  # a loss may run the model without gradients
-            return
+        if not self._is_on or not torch.is_grad_enabled() or is_in_backward():
+            return  # a loss may run the model without gradients, and activation checkpointing runs forwards again
         limits = torch.finfo(torch.bfloat16)
         for tensor in output if isinstance(output, (tuple, list)) else [output]:
             if isinstance(tensor, Tensor) and tensor.is_floating_point():

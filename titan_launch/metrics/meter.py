@@ -34,7 +34,8 @@ class Meter(Observer):
             ...
         scalars |= meter.pauses()
 
-    Only `report` and both ends of `paused` wait for the device. The first window starts when the meter is created.
+    Only `report`, `restart_window` and both ends of `paused` wait for the device. The first window starts when the
+    meter is created.
     """
 
     def __init__(
@@ -71,6 +72,10 @@ class Meter(Observer):
         self._told_pauses: dict[str, float] = {}
         self._reported_steps = 0
         self._last: StepResult | None = None
+        self.restart_window()
+
+    def restart_window(self) -> None:
+        """Drop all steps since the last report. The next window starts now. On CUDA, the host waits for the device."""
         self.timeline.take()
         self._start_window()
 

@@ -10,6 +10,8 @@ from torch import nn
 from titan_launch.config.optimizers import ALGORITHMS, GroupSettings
 from titan_launch.config.sections.training import OptimizerConfig, ParamGroup
 from titan_launch.core.errors import ConfigError, KeyPath, Problem
+from titan_launch.core.terminal import counted
+from titan_launch.distributed.dtensor import chunk_sizes
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.mup import UNSCALED, WidthScales
 from titan_launch.plan.param_groups import (
@@ -160,14 +162,16 @@ def check_stacks(model: nn.Module, config: OptimizerConfig, head: Collection[str
             if parameter not in stacked:
                 continue
             experts, others = parameter.shape[0] // layout.expert, parameter.shape[1:]
+            of_ranks = set(chunk_sizes(experts, shards))
+            divided_ones = [own for own in of_ranks if is_within_matrix((own, *others), layout.optimizer_replicas)]
             if layout.tensor > 1:
                 divided = f"parallelism.tensor_parallel_degree = {layout.tensor} divides each expert of {path}"
             elif sharded_dim((experts, *others), shards, is_stacked=True):
                 divided = f"FSDP2 divides each expert of {path}: it shards {experts} experts over {shards} ranks"
-            elif is_within_matrix((-(-experts // shards), *others), layout.optimizer_replicas):
+            elif divided_ones:
                 divided = (
-                    f"parallelism.shard_optimizer_over_replicas = true divides each expert of {path}, because a rank "
-                    f"has {-(-experts // shards)} experts and there are {layout.replicate} replicas"
+                    f"parallelism.shard_optimizer_over_replicas = true divides experts of {path}, because a rank "
+                    f"has {counted(divided_ones[0], 'expert')} and there are {layout.replicate} replicas"
                 )
             else:
                 continue

@@ -176,7 +176,7 @@ class ReplicaShards:
         """Return a chunk with its place in the whole tensor of shape `size`, which is sharded like `parameter`."""
         assert isinstance(parameter, DTensor), "FSDP2 shards all trained parameters"
         offsets, _ = own_box(size, parameter)
-        within = self.chunk(parameter).offsets
+        within = self.chunk(parameter).offsets[: len(size)]  # scales of a kernel have fewer axes than the parameter
         return Shard(chunk, tuple(a + b for a, b in zip(offsets, within, strict=True)), size)
 
     def begin_microbatch(self, is_last: bool) -> None:

@@ -254,7 +254,7 @@ def round_stochastically(draws: Sequence[RandomBits], targets: Sequence[Tensor],
     the value.
     """
     added = random_bits(draws)
-    flat = joined(values)
+    flat = joined(values).nan_to_num_(torch.nan, torch.inf, -torch.inf)  # to bits of NaN that no carry can overflow
     # A carry from the dropped bits into the kept bits rounds away from zero.
     flat.view(torch.int32).add_(added).bitwise_and_(-(1 << _DROPPED_BITS))
     del added

@@ -54,8 +54,9 @@ SAVED_OPS = _MATRIX_PRODUCTS | {
     _higher_order.inductor_compiled_code,
 }
 """Operations whose results `selective_ac_option = "op"` saves: costly operations, collectives, and the `topk` that
-chooses experts. Of the matrix products, only every second one is saved, beginning with the first. In a compiled block,
-FlexAttention is `flex_attention`; elsewhere it is a compiled graph of its own, `inductor_compiled_code`
+chooses experts. Of the matrix products, only every second one is saved, beginning with the first. Outside of graphs,
+attention with dropout is not saved (`_draws_random_numbers`). In a compiled block, FlexAttention is `flex_attention`;
+elsewhere it is a compiled graph of its own, `inductor_compiled_code`
 (`models.decoder.attention._compiled_flex_attention`)."""
 
 
@@ -163,7 +164,7 @@ class _SelectiveMode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not self._policy.saves(func):
+        if not self._policy.saves(func) or _draws_random_numbers(func, args, kwargs):
             return func(*args, **kwargs)
         if not self._is_first:
             return self._results.popleft()(args, kwargs)
@@ -171,6 +172,15 @@ class _SelectiveMode(TorchDispatchMode):
         result = func(*args, **kwargs)
         self._results.append(_saved_result(func, inputs, result))
         return result
+
+
+def _draws_random_numbers(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Return True for a call of attention with dropout. Both forwards must run this call, so that they draw the same
+    numbers in later operations, too."""
+    if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
+        return False
+    names = [argument.name for argument in func._schema.arguments]
+    return bool({**dict(zip(names, args, strict=False)), **kwargs}.get("dropout_p", 0.0))
 
 
 _Recall = Callable[[Any, Any], Any]

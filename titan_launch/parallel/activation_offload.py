@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from titan_launch.checkpoint.snapshot import page_locked
 from titan_launch.distributed.dtensor import local_tensor
+from titan_launch.distributed.torch_private import detached
 from titan_launch.plan.memory.ledger import SMALLEST_OFFLOADED
 
 
@@ -187,8 +188,9 @@ class _Saved:
 
     def __init__(self, group: _Group, original: Tensor, device: Tensor, host: Tensor):
         self.group = group
-        self.original: tuple[Tensor, int] | None = (original, original._version)
-        """The saved tensor with its version, until the copy to the host is complete."""
+        self.original: tuple[Tensor, int] | None = (detached(original), original._version)
+        """An alias of the saved tensor with its version, until the copy to the host is complete. The tensor itself may
+        refer to this object through its graph, in a cycle that is never freed."""
         self.device: Tensor | None = device
         """The bytes on the device; None while they are only on the host."""
         self.host: Tensor | None = host
@@ -207,7 +209,8 @@ class _Packed(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    """A saved tensor that is not offloaded. Autograd checks no version of what `saved_tensors_hooks` return."""
+    """An alias of a saved tensor that is not offloaded. (The tensor itself may refer to this object through its graph,
+    in a cycle that is never freed.) Autograd checks no version of what `saved_tensors_hooks` return."""
 
     tensor: Tensor
     version: int
@@ -274,7 +277,7 @@ class _Offloader:
             group.by_storage.clear()
 
     def _pack(self, group: _Group, block: nn.Module, tensor: Tensor) -> _Kept | _Packed:
-        kept = _Kept(tensor, tensor._version)
+        kept = _Kept(detached(tensor), tensor._version)
         if tensor.device.type != self._copies.device_type or is_traceable_wrapper_subclass(tensor):
             return kept
         storage = tensor.untyped_storage()

@@ -56,7 +56,8 @@ def parallelize(
     convert_to_float8(model, plan, config.float8)
     apply_tensor_parallel(model, styles, mesh.along(TENSOR), config.parallelism, plan.loss_head is not None)
     divide_experts(model, mesh)
-    prepare_batch_norms(model, config.batchnorm, mesh.layout.num_microbatches, statistics_group)
+    is_first_of_stage = dist.get_rank() % mesh.layout.ranks_per_stage == 0
+    prepare_batch_norms(model, config.batchnorm, mesh.layout.num_microbatches, statistics_group, is_first_of_stage)
     prepare_experts(model, plan, mesh, mesh.ranks.device_type)
     if checkpoints_compiled(config):
         compile_pieces(model, plan, config.compile, activation_checkpoint)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from titan_launch.config.sections.precision import BatchNormConfig
 from titan_launch.core.errors import ConfigError, Problem, config_error
@@ -25,11 +25,16 @@ variance exceeds 1/4: for n normally distributed values it is `sqrt(2 / (n - 1))
 
 
 def prepare_batch_norms(
-    model: nn.Module, config: BatchNormConfig, num_microbatches: int, group: dist.ProcessGroup | None
+    model: nn.Module,
+    config: BatchNormConfig,
+    num_microbatches: int,
+    group: dist.ProcessGroup | None,
+    warns: bool = True,
 ) -> None:
     """Apply the section `[batchnorm]` in place to a model that FSDP2 has not wrapped yet. Nothing is allocated.
 
-    `group`: the data-parallel ranks if statistics are synchronized, else None. Call `check_batch_norms` first.
+    `group`: the data-parallel ranks if statistics are synchronized, else None. `warns`: True if this rank logs a
+    warning about layers with few values. Call `check_batch_norms` first.
     """
     norms = dict(_batch_norms(model))
     if config.of_frozen == "fixed":
@@ -46,7 +51,7 @@ def prepare_batch_norms(
         synchronize(list(norms.values()), group)
         _log.info("%s", _describe_synchronized(len(norms), group.size()))
     if norms:
-        _ValuesCheck(group).watch(model, norms)
+        _ValuesCheck(group, warns).watch(model, norms)
 
 
 def _is_frozen(norm: _BatchNorm) -> bool:
@@ -95,14 +100,15 @@ class _ValuesCheck:
     """A check, in the first training forward, that each layer computes its statistics from enough values per
     channel."""
 
-    def __init__(self, group: dist.ProcessGroup | None):
+    def __init__(self, group: dist.ProcessGroup | None, warns: bool):
         self._group = group
+        self._warns = warns
         self._counts: dict[str, int] = {}
 
     def watch(self, model: nn.Module, norms: Mapping[str, _BatchNorm]) -> None:
         """Register hooks that count values in the first training forward, and then remove themselves. The hooks raise
-        ConfigError for a layer with one value per channel. At the end of the forward, rank 0 logs a warning if layers
-        have few values."""
+        ConfigError for a layer with one value per channel. At the end of the forward, a rank with `warns` logs a
+        warning if layers have few values."""
         for path, norm in norms.items():
             if not isinstance(norm, nn.SyncBatchNorm):  # its statistics come from the values of all ranks
                 self._watch(path, norm)
@@ -139,7 +145,7 @@ class _ValuesCheck:
 
     def _report(self) -> None:
         few = {path: count for path, count in self._counts.items() if count < _FEW_VALUES}
-        if few and not (dist.is_initialized() and dist.get_rank()):
+        if few and self._warns:
             worst = min(few, key=lambda path: few[path])
             _log.warning(
                 "batchnorm statistics: %s with fewer than %d values per channel and microbatch "
@@ -170,7 +176,8 @@ def largest_divergence(of_stages: Iterable[Divergence | None]) -> Divergence | N
 
 
 class RunningStatistics:
-    """The running statistics of a model's BatchNorm layers on this rank, and one copy of them.
+    """The running statistics of a model's BatchNorm and InstanceNorm layers on this rank, and one copy of them. Only
+    those of BatchNorm layers are pooled.
 
     The copy has two uses. A training step saves the statistics at its beginning, and restores them if the step is
     skipped or fails. A checkpoint outside of the regular steps, after a time interval or a signal, pools the statistics
@@ -183,10 +190,10 @@ class RunningStatistics:
 
     def __init__(self, model: nn.Module):
         """Save the statistics. From now on the buffers of the norms may be written to, but must not be replaced."""
-        norms = dict(_batch_norms(model))
+        norms = {path: module for path, module in model.named_modules() if isinstance(module, _NormBase)}
         for norm in norms.values():
             norm._buffers.update({name: b.contiguous() for name, b in norm._buffers.items() if b is not None})
-        self._tracking = [norm for norm in norms.values() if norm.running_mean is not None]
+        self._tracking = [norm for _, norm in _batch_norms(model) if norm.running_mean is not None]
         self._buffers = {
             f"{path}.{name}": b for path, norm in norms.items() for name, b in norm.named_buffers(recurse=False)
         }

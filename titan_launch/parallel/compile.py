@@ -77,14 +77,15 @@ def describe_pieces(plan: ModelPlan, config: CompileConfig) -> str:
 
 
 def _prepare(num_pieces: int, activation_checkpoint: ActivationCheckpointConfig) -> None:
-    """Set options of the compiler for the whole process."""
-    import torch._dynamo.config
+    """Set options of the compiler for the whole process, which may compile several models or pipeline stages."""
+    import torch._dynamo.config as options
     import torch._functorch.config
 
-    torch._dynamo.config.recompile_limit = _GRAPHS_PER_MODULE * num_pieces
-    torch._dynamo.config.accumulated_recompile_limit = 2 * _GRAPHS_PER_MODULE * num_pieces
+    graphs = _GRAPHS_PER_MODULE * num_pieces
+    options.recompile_limit = max(options.recompile_limit, graphs)
+    options.accumulated_recompile_limit = max(options.accumulated_recompile_limit, 2 * graphs)
     # Needed for modules that tensor parallelism replicates: their forward replaces DTensors by local parameters.
-    torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
+    options.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     budget = activation_checkpoint.memory_budget if activation_checkpoint.mode == "memory_budget" else 1.0
     torch._functorch.config.activation_memory_budget = budget
 

@@ -173,6 +173,11 @@ class ExpertBalance:
         if buffers:
             torch._foreach_zero_(buffers)
 
+    def restart_window(self) -> None:
+        """Drop all steps since the last report, and start the next window."""
+        for tensor in (self._window, self._losses, self._num_steps):
+            tensor.zero_()
+
     @torch.no_grad()
     def take(self, layers: Sequence[str]) -> dict[str, Tensor]:
         """Return this rank's part of the metrics `experts/*` by tag, and start the next window.
@@ -190,8 +195,7 @@ class ExpertBalance:
         for name, of_layers in self._statistics(load).items():
             own = dict(zip(self._layers, of_layers.unbind(), strict=True))
             values |= {f"experts/{name}/{path}": own.get(path, dropped) for path in layers}
-        for tensor in (self._window, self._losses, self._num_steps):
-            tensor.zero_()
+        self.restart_window()
         return {
             "experts/balance_loss": losses[0],
             "experts/z_loss": losses[1],

@@ -47,9 +47,7 @@ def resolve(comparison: ModeComparison, hardware: Hardware) -> Resolution:
     known, or if no choice fits. If no choice fits, the error contains the table of all compared choices, and remedies.
     """
     config = comparison.config
-    own = [row for row in comparison.rows if row.is_own]
-    if not own:
-        raise ConfigError([_problem_of_auto(config, f"no choice of modes is possible: {'; '.join(comparison.notes)}")])
+    own = _own_rows(comparison)
     if not is_auto(config):
         return Resolution(with_choice(config, own[0].choice), own[0], SET_BY_JOB)
     check_limit(config, hardware)
@@ -57,6 +55,20 @@ def resolve(comparison: ModeComparison, hardware: Hardware) -> Resolution:
     if best is None:
         raise ConfigError([_problem_of_auto(config, _why_nothing_fits(comparison, own, hardware))])
     return best
+
+
+def _own_rows(comparison: ModeComparison) -> list[PlanRow]:
+    """Return the rows of the choices that the job allows. Raises ConfigError if there are none."""
+    own = [row for row in comparison.rows if row.is_own]
+    if not own:
+        raise no_possible_choice(comparison.config, comparison.notes)
+    return own
+
+
+def no_possible_choice(config: JobConfig, notes: Sequence[str]) -> ConfigError:
+    """Return the error for a job with `auto` that allows no choice of modes. `notes`: the notes of
+    `possible_choices`."""
+    return ConfigError([_problem_of_auto(config, f"no choice of modes is possible: {'; '.join(notes)}")])
 
 
 def check_limit(config: JobConfig, hardware: Hardware) -> None:
@@ -176,8 +188,8 @@ def possible_batch_sizes(config: JobConfig, world_size: int) -> list[int]:
 
 def largest_batch(config: JobConfig, world_size: int, hardware: Hardware, predict: Predict) -> int:
     """Return the largest microbatch size with which the job has the verdict `fits` in at least one of its choices of
-    modes. Raises ConfigError if no memory limit is known, if no size is possible, or if not even the smallest size
-    fits."""
+    modes. Raises ConfigError if no memory limit is known, if no size or no choice of modes is possible, or if not even
+    the smallest size fits."""
     if hardware.memory_gib is None:
         raise config_error(_BATCH, NO_LIMIT, "auto", also=(("planner",),))
     sizes, fitting, needed = possible_batch_sizes(config, world_size), 0, 0.0
@@ -186,7 +198,7 @@ def largest_batch(config: JobConfig, world_size: int, hardware: Hardware, predic
         middle = (low + high) // 2
         resized = with_local_batch_size(config, sizes[middle])
         comparison = predict(resized, plan_layout(config.parallelism, resized.training, world_size))
-        own = [row for row in comparison.rows if row.is_own]
+        own = _own_rows(comparison)
         if any(row.verdict == "fits" for row in own):
             low, fitting = middle + 1, sizes[middle]
         else:

@@ -208,7 +208,7 @@ def _measured_here(config: JobConfig, name: str | None, known: Device | None, ke
             f"was measured on {measured.device}, but the job is planned for {kernels} kernels; measure the planned "
             "device with titan-launch measure-device"
         )
-    elif name is not None and measured.device != name and find_device(measured.device) != known:
+    elif name is not None and measured.device != name and (known is None or find_device(measured.device) != known):
         reason = (
             f"was measured on {measured.device}, not on {name}; measure the planned device with titan-launch "
             "measure-device"

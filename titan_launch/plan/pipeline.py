@@ -79,6 +79,13 @@ def _check_pipeline_order(inventory: Inventory, degree: int) -> None:
         remedy = "add their modules to pipeline_order, or set the degree to 1"
         reason = f"would drop {listed(outside)}, which no module of the model's pipeline_order contains; {remedy}"
         raise config_error(PIPELINE.key, reason, degree)
+    for module in inventory.modules:
+        if module.parameters and not enclosing(module.path, among):
+            reason = (
+                f"{module.path} and {module.same_as} are the same module, and no module of the model's pipeline_order "
+                f"contains {module.path}; remove one of the two names from the model, or set the degree to 1"
+            )
+            raise config_error(PIPELINE.key, reason, degree)
 
 
 def _given_starts(inventory: Inventory, parallelism: ParallelismConfig) -> tuple[int, ...]:

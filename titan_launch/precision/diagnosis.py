@@ -176,7 +176,7 @@ def batch_norm_clash(failure: Failure) -> Problem | None:
     """Explain a dtype error of CUDA's BatchNorm kernels. Backward raises this error, so the module that failed is
     unknown. The first BatchNorm whose buffers and parameters have different dtypes is named. Return None if there is
     none."""
-    modules = failure.plan.inventory.modules
+    modules = failure.plan.inventory.distinct
     found = [m.path for m in modules if "running_mean" in failure.buffers_in_another_dtype(m)]
     return _beside_buffers(failure, found[0]) if found else None
 

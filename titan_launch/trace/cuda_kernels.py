@@ -225,9 +225,9 @@ def _flex_attention(
     return attention.Attended(*_FlexAttention.apply(note, options.window, q, k, v))
 
 
-def _expert_product(kernels: Kernels, rows: Tensor, counts: Tensor, weights: Tensor) -> ExpertProduct:
+def _expert_product(kernels: Kernels, rows: Tensor, counts: Tensor, *weights: Tensor) -> ExpertProduct:
     """Replace `mixture_of_experts.expert_product`. The values of `counts` are not read."""
-    if is_grouped(kernels, dtype_of(rows), weights.shape[1:]):
+    if is_grouped(kernels, dtype_of(rows), [width for stacked in weights for width in stacked.shape[1:]]):
         return grouped_product(counts)
     return looped_product(equal_parts(rows.shape[0], counts.shape[0]))
 

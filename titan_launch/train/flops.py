@@ -197,7 +197,7 @@ def _attend_with_logsumexp(
     return attention.Attended(values, values.sum(-1, dtype=torch.float32))
 
 
-def _expert_product(rows: Tensor, counts: Tensor, weights: Tensor) -> ExpertProduct:
+def _expert_product(rows: Tensor, counts: Tensor, *weights: Tensor) -> ExpertProduct:
     """Replace `mixture_of_experts.expert_product`. Values and strides do not change the FLOPs."""
 
     def product(rows: Tensor, weights: Tensor, bias: Tensor | None) -> Tensor:

@@ -160,6 +160,7 @@ def fit(run: Run) -> None:
     if pauses := run.observers.meter.late_pauses():
         run.output.write(run.progress.step, pauses)
     run.output.clear_progress()
+    run.observers.profiler.finish()
     _log.info("%s", ending(run))
 
 

@@ -33,7 +33,8 @@ _log = logging.getLogger(__name__)
 
 def is_audited(config: JobConfig) -> bool:
     """Return True if the job audits the first step: the value of `debug.audit_precision`. If this key is not set,
-    return True for a user's own model and for the flavor "debug"."""
+    return True for the flavor "debug" and for models that are not of this package: a user's own model, and classes of
+    `transformers`."""
     by_default = not config.model.is_of_package or config.model.flavor == "debug"
     wanted = config.debug.audit_precision
     return by_default if wanted is None else wanted

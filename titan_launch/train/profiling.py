@@ -56,6 +56,7 @@ class StepProfiler(Observer):
         is_planned = first is not None and first <= step.number < first + config.num_steps
         is_planned &= self._ranks.rank in config.ranks
         if not (is_planned or self._was_signalled):
+            self.finish()  # after a rollback to a step before the planned steps
             return
         self._step = step.number
         if self._profile is None:
@@ -74,6 +75,12 @@ class StepProfiler(Observer):
         first = self._config.start_step
         if self._was_signalled or first is None or step.number == first + self._config.num_steps - 1:
             self._was_signalled = False
+            self.finish()
+
+    def finish(self) -> None:
+        """Write the profile of the steps so far, if the profiler runs. Call this method at the end of a run, too,
+        because the run may end before the last planned step."""
+        if self._profile is not None:
             self._write(self._end())
 
     def abandon_step(self, error: BaseException) -> None:

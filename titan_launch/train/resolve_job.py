@@ -26,7 +26,7 @@ from titan_launch.distributed.process_group import Ranks
 from titan_launch.loss.user_function import import_loss
 from titan_launch.models.build import BuiltModel
 from titan_launch.optim.groups import check_param_groups, check_stacks
-from titan_launch.plan.auto_mode import possible_batch_sizes
+from titan_launch.plan.auto_mode import no_possible_choice, possible_batch_sizes
 from titan_launch.plan.hardware import GIB, Hardware, hardware_of
 from titan_launch.plan.job import (
     Choice,
@@ -233,8 +233,10 @@ def _resolved(config: JobConfig, layout: Layout, built: BuiltModel, hardware: Ha
 
 def _least_memory(config: JobConfig, layout: Layout, inventory: Inventory) -> _Decision:
     """Return the modes that need the least memory: the strongest activation checkpointing that the job allows, with the
-    first gradient accumulation mode of `possible_choices`."""
-    own, _ = possible_choices(config, layout, inventory, only_own=True)
+    first gradient accumulation mode of `possible_choices`. Raises ConfigError if no choice of modes is possible."""
+    own, notes = possible_choices(config, layout, inventory, only_own=True)
+    if not own:
+        raise no_possible_choice(config, notes)
     choice = next(choice for choice in own if choice.activation_checkpoint == own[-1].activation_checkpoint)
     reason = (
         "because these modes need the least memory; on an untested release of PyTorch, the planner cannot compare modes"

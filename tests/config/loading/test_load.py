@@ -111,6 +111,15 @@ def test_a_section_without_kind_has_the_default_kind() -> None:
     assert config.validation.data == TextData(split="train")
 
 
+def test_validation_may_read_training_data_if_the_job_asks_for_it_or_never_validates() -> None:
+    text = "[data]\nsplit = 'train'\n[validation]\nfreq = 1\n[validation.data]\nsplit = 'train'\n"
+    assert load(text).config.validation.freq == 1
+    Path("tokens").mkdir()
+    text = "[data]\nkind = 'tokens'\npath = 'tokens'\n[validation.data]\nkind = 'tokens'\npath = 'tokens'\n"
+    assert load(text).config.validation.freq == 0
+    assert "the training data has the same tokens" in complaint(text, "--validation.freq=1")
+
+
 @pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*.toml")), ids=lambda path: path.stem)
 def test_round_trip_through_json_of_the_shipped_configs(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -14,6 +14,7 @@ from titan_launch.config.sections.data import CorpusData, HuggingFaceData, Jsonl
 from titan_launch.core.errors import ConfigError
 from titan_launch.core.files import CACHE_VARIABLE
 from titan_launch.data.corpora.interface import Corpus, is_held_out
+from titan_launch.data.corpora.parquet import ParquetCorpus
 from titan_launch.data.sources import build_source
 from titan_launch.data.sources.tokens import TokenSource
 from titan_launch.data.tokenizers import ByteTokenizer
@@ -162,6 +163,22 @@ def test_each_line_belongs_to_one_part(part_bytes: int, tmp_path: Path, monkeypa
     tokens = itertools.chain.from_iterable(source[index][0].tolist() for index in range(len(source)))
     assert ByteTokenizer().decode(tokens) == "firstsecondthi"
     assert source.describe() == "1 file, 3 documents, 19 tokens, 2 samples of 8"
+
+
+def test_parts_of_parquet_files_have_the_size_of_the_column_of_text(tmp_path: Path) -> None:
+    """A struct is one column of Arrow, and several columns of Parquet."""
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    meta, documents = [{"a": number, "b": str(number)} for number in range(20)], [text * 50 for text in texts(20)]
+    parts = []
+    for name, columns in (("flat", {"text": documents}), ("nested", {"meta": meta, "text": documents, "n": meta})):
+        parquet.write_table(pyarrow.table(columns), tmp_path / name, row_group_size=5)
+        corpus = ParquetCorpus(
+            ParquetData(kind="parquet", path=str(tmp_path / name)), ByteTokenizer(), ("data",), seq_len=8
+        )
+        parts.append([part.num_bytes for part in corpus.parts()])
+    assert parts[0] == parts[1] and parts[0][0] > 10_000
 
 
 def test_records_are_held_out_by_their_text(tmp_path: Path) -> None:

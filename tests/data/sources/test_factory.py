@@ -212,8 +212,13 @@ def test_documents_are_a_third_tensor() -> None:
     ignored = torch.full((4,), IGNORED_TARGET)
     source = build("Given", samples="documents", args={"samples": [(GOOD[0], ignored, LAST)]})
     assert torch.equal(source[0][2], LAST)
-    assert problem("Given", samples="documents", args={"samples": [(*GOOD, LAST.flip(0))]}) == (
-        "data.kind: sample 0: documents must be numbers that do not decrease along the sequence"
+
+
+@pytest.mark.parametrize("documents", [[2, 1, 0, 0], [1, 1, 2, 3], [0, 0, 2, 3], [-1, 0, 0, 1]])
+def test_document_numbers_begin_at_0_and_rise_by_at_most_1(documents: list[int]) -> None:
+    samples = [(*GOOD, torch.tensor(documents, dtype=torch.int32))]
+    assert problem("Given", samples="documents", args={"samples": samples}) == (
+        "data.kind: sample 0: documents must be numbers that begin at 0 and rise by 0 or 1 from token to token"
     )
 
 

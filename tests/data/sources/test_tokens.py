@@ -7,7 +7,7 @@ import torch
 from tests.distributed import run_command
 from tests.train.jobs import TINY_JOB_FILE
 from titan_launch.config.sections.data import TextData
-from titan_launch.core.errors import ConfigError
+from titan_launch.core.errors import ConfigError, UserError
 from titan_launch.data.corpora.interface import is_held_out
 from titan_launch.data.corpora.text_files import is_text
 from titan_launch.data.sources import build_source
@@ -147,6 +147,18 @@ def test_errors_name_the_key_and_the_remedy(tmp_path: Path) -> None:
         "data.split: is empty: with validation_percent = 50, no document belongs to it; provide more documents (each "
         'file is one document), or other data with split = "all"'
     )
+
+
+def test_a_tokenizer_with_ids_outside_of_its_vocabulary_is_one_error(tmp_path: Path) -> None:
+    class Wrong(ByteTokenizer):
+        vocab_size = 256  # the id of the token that ends a document is 256
+        digest = "wrong"
+
+    write_documents(tmp_path)
+    with pytest.raises(
+        UserError, match=r"tokens/\w+: has the token id 256 in 00000\.tokens, but the vocabulary has 256"
+    ):
+        build_source(TextData(path=str(tmp_path)), Wrong(), 4)
 
 
 def test_an_unreadable_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

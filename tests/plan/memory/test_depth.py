@@ -1,8 +1,31 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import nn
 
-from titan_launch.plan.memory.depth import Repeat, longest_repeat, shorten
+from titan_launch.config.sections.precision import PrecisionConfig, PrecisionRule
+from titan_launch.models.build import take_inventory
+from titan_launch.plan.memory.depth import Repeat, block_signatures, longest_repeat, shorten
+from titan_launch.plan.units.fsdp_units import plan_model
+from titan_launch.plan.units.order import Resharding
+
+
+class Table(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("values", torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def test_a_block_with_another_buffer_dtype_has_another_signature() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), Table()) for _ in range(4)))
+    precision = PrecisionConfig(rules=(PrecisionRule(match="2.1", buffer_dtype="bfloat16"),))
+    plan = plan_model(take_inventory(model, ("0", "1", "2", "3")), precision, Resharding(blocks=True, late=True))
+    one, same, other, last = block_signatures(plan)
+    assert one == same == last != other
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,7 @@ CASES: dict[str, tuple[dict[str, Any], torch.dtype]] = {
     "sgd, stochastic": ({"name": "SGD", "rounding": "stochastic"}, torch.bfloat16),
     "sgd, masters": ({"name": "SGD", "master_weights": True, "state_dtype": "float32"}, torch.bfloat16),
     "muon, masters": ({"name": "Muon", "master_weights": True}, torch.bfloat16),
+    "muon, even number of iterations": ({"name": "Muon", "muon": {"ns_steps": 4}}, torch.float32),
 }
 
 

@@ -12,10 +12,12 @@ from torch import nn
 
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.precision import PrecisionConfig, PrecisionRule
+from titan_launch.config.sections.training import TrainingConfig
 from titan_launch.core.errors import ConfigError
 from titan_launch.models.build import build_model, take_inventory
 from titan_launch.models.decoder.mixture_of_experts import MixtureOfExperts
 from titan_launch.models.decoder.table_args import ExpertArgs
+from titan_launch.plan.freezing import freeze
 from titan_launch.plan.job import with_unsharded_parameters
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.report.unit_table import describe_units, format_units
@@ -183,6 +185,24 @@ def test_units_nested_in_each_other_are_split_by_module_and_inner_units_come_fir
     assert units[-1].reason == "root"
 
 
+def test_units_that_are_split_by_module_count_the_parameters_of_their_own_modules() -> None:
+    class Outer(nn.Module):
+        def __init__(self, inside: str) -> None:
+            super().__init__()
+            self.add_module(inside, nn.Linear(2, 2, bias=False))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+    model = nn.Module()
+    model.a, model.b = Outer("x"), Outer("y")
+    rules = (PrecisionRule(match=("a", "b.y"), param_dtype="float32"), PrecisionRule(match=("b", "a.x")))
+    units = plan_model(take_inventory(model, ()), PrecisionConfig(param_dtype="float32", rules=rules), RESHARDING).units
+    counts = {unit.name: (unit.num_parameters, unit.is_trained, unit.gradient_dtype) for unit in units}
+    own, none = (4, True, "float32"), (0, False, None)
+    assert counts == {"a.x": own, "b.y": own, "a": none, "b": none, "(root)": none}
+
+
 def test_a_unit_larger_than_a_block_is_divided_by_blocks() -> None:
     rule = {"type": "Linear", "param_dtype": "float32"}
     units = units_of(rule, model={"dim": 1024})
@@ -281,6 +301,28 @@ def test_a_rule_that_would_round_running_statistics_is_an_error(storage: str) ->
 def test_batchnorm_is_fp32_by_default_with_bf16_storage_too() -> None:
     unit = by_reason(units_of(model={"norm": nn.BatchNorm1d}, storage_dtype="bfloat16"), BATCH_NORM_DEFAULT)
     assert unit.policy == Policy("float32", "float32", output_dtype="bfloat16", cast_forward_inputs=False)
+
+
+def frozen_plan(*rules: dict[str, object], norm: type[nn.Module] = nn.LayerNorm, **precision: object) -> ModelPlan:
+    """Return a plan in which the parameters of the blocks are frozen and stored in bfloat16."""
+    inventory = freeze(inventory_of(norm=norm), TrainingConfig(frozen=("layers.**",)))
+    config = PrecisionConfig.model_validate({"frozen_storage_dtype": "bfloat16", **precision, "rules": list(rules)})
+    return plan_model(inventory, config, RESHARDING)
+
+
+def test_a_frozen_batchnorm_with_bf16_storage_computes_in_fp32_by_default() -> None:
+    for rules in ((), ({"match": "layers.*"},)):
+        plan = frozen_plan(*rules, norm=nn.BatchNorm1d)
+        unit = plan.unit_of["layers.0.norm1"]
+        assert (unit.reason, unit.storage_dtype, unit.compute_dtype) == (BATCH_NORM_DEFAULT, "bfloat16", "float32")
+
+
+def test_rules_for_frozen_modules_are_checked_with_their_storage_dtype() -> None:
+    with pytest.raises(ConfigError, match="bfloat16 parameters and float32 running statistics"):
+        frozen_plan({"match": "layers.*.norm1"}, norm=nn.BatchNorm1d)
+    with pytest.raises(ConfigError, match="float32 inputs with bfloat16 weights"):
+        frozen_plan({"match": "layers.*.mix"}, param_dtype="float32")
+    assert frozen_plan({"match": "layers.*.mix"}).unit_of["layers.0.mix"].compute_dtype == "bfloat16"
 
 
 def test_modules_without_parameters_get_no_unit() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.distributed import run_ranks
+from titan_launch.core.signals import RESTART_SIGNAL, SAME_REQUEST_S
 from titan_launch.train.health.coordination import StepCoordinator
 
 
@@ -87,3 +89,21 @@ def test_the_sentences_about_a_first_and_a_second_signal_are_true(state: str, en
     assert errors == (
         "error: a second signal (SIGINT) ended the run at once; steps after the last complete checkpoint are lost\n"
     )
+
+
+@pytest.mark.parametrize("numbers", [(RESTART_SIGNAL, signal.SIGTERM), (signal.SIGTERM, RESTART_SIGNAL)])
+def test_a_stop_and_a_restart_for_a_new_host_are_two_requests(numbers: tuple[int, int]) -> None:
+    """They do not end the rank at once, and the stop wins."""
+    code = RANK.replace("threading.Event().wait()", "input(); print(stop.signal)")
+    root, pipe = Path(__file__).parents[3], subprocess.PIPE
+    command = [sys.executable, "-c", code, "built"]
+    with subprocess.Popen(command, cwd=root, stdin=pipe, stdout=pipe, text=True) as rank:
+        assert rank.stdout is not None and rank.stdout.readline() == "ready\n"
+        rank.send_signal(numbers[0])
+        rank.stdout.readline()
+        time.sleep(SAME_REQUEST_S + 0.1)
+        rank.send_signal(numbers[1])
+        with suppress(subprocess.TimeoutExpired):
+            rank.wait(timeout=0.3)
+        output, _ = rank.communicate("\n")
+    assert (rank.returncode, output.split()[-1:]) == (0, [str(int(signal.SIGTERM))])

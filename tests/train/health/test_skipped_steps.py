@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from tests.distributed import run_ranks
 from tests.tensors import assert_equal, full_state
-from tests.train.jobs import read_metrics, this_rank, tiny_job
+from tests.train.jobs import TINY_EXPERTS, read_metrics, this_rank, tiny_job
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import RunError
 from titan_launch.data.sources import build_source
@@ -111,6 +111,21 @@ def test_a_run_returns_to_its_checkpoint_and_skips_the_bad_data(tmp_path: Path) 
             assert len(given) == len(named) == 2 and all(map(torch.equal, given, named))
 
 
+def test_the_first_report_after_a_rollback_covers_only_the_repeated_steps(tmp_path: Path) -> None:
+    metrics = ("train/loss", "experts/balance_loss", "experts/z_loss")
+    means = []
+    for log_freq in (1, 100):
+        job = job_with(tmp_path / str(log_freq), 6, on_repeated_skips="rollback")
+        job["model"]["args"]["experts"] = {**TINY_EXPERTS, "first_dense_layers": 0}
+        job["metrics"]["log_freq"] = log_freq
+        ((_, error, _),) = run_ranks(train_poisoned, 1, job, BAD)
+        assert not error
+        reports = [report for report in read_metrics(tmp_path / str(log_freq)) if report["step"] > 3]
+        assert len(reports) == (3 if log_freq == 1 else 1) and reports[0]["train/rollbacks"] == 1
+        means.append([sum(report[name] for report in reports) / len(reports) for name in metrics])
+    assert means[1] == pytest.approx(means[0])
+
+
 def test_a_return_to_a_checkpoint_recomputes_the_scales_of_float8_all_gather(tmp_path: Path) -> None:
     pytest.importorskip("torchao")
     jobs = [job_with(tmp_path / name, 6, on_repeated_skips="rollback") for name in ("run", "other")]
@@ -121,6 +136,17 @@ def test_a_return_to_a_checkpoint_recomputes_the_scales_of_float8_all_gather(tmp
     assert not error
     assert [report["train/rollbacks"] for report in read_metrics(tmp_path / "run")][-1] == 1
     assert_equal(run_ranks(train_past, 2, jobs[1], 3, BAD.stop)[0], state)
+
+
+def test_the_record_of_a_stream_names_no_samples(tmp_path: Path) -> None:
+    job = job_with(tmp_path, 1)
+    job["model"]["args"]["vocab_size"] = 257
+    job["data"] = {"kind": "tests.data.sources.test_factory:Stream", "shuffle": False}
+    job["debug"]["max_skips"] = 1
+    ((_, message, _),) = run_ranks(train_poisoned, 1, job, range(4))
+    path = tmp_path / "tiny" / "skipped_steps" / "step-1.json"
+    assert message.endswith(f"Its numbers are in {path}")
+    assert [rank["samples"] for rank in json.loads(path.read_text())["ranks"]] == [None]
 
 
 def test_a_run_returns_to_a_checkpoint_a_limited_number_of_times(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import pickle
 import re
 import signal
@@ -15,10 +16,11 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 
 from tests.distributed import run_command, run_ranks
-from tests.train.jobs import this_rank, tiny_job
+from tests.train.jobs import run_job, this_rank, tiny_job
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.run import CommConfig
 from titan_launch.data.sources import Batch
@@ -156,18 +158,19 @@ def test_the_rank_behind_within_a_phase_is_named(tmp_path: Path) -> None:
     assert sentence.startswith("all ranks are in step 7 (forward, backward and update); rank 1 is behind: it started")
 
 
+def timeouts() -> set[float]:
+    """Return the timeouts of all groups, in seconds."""
+    groups = distributed_c10d._world.pg_map
+    return {group._get_backend(this_rank().device).options._timeout.total_seconds() for group in groups}
+
+
 def timeouts_of_groups(job: dict[str, Any]) -> tuple[set[float], set[float]]:
     """Return the timeouts of all groups while a run is built and at its end."""
-
-    def seconds() -> set[float]:
-        groups = distributed_c10d._world.pg_map
-        return {group._get_backend(this_rank().device).options._timeout.total_seconds() for group in groups}
-
     with ExitStack() as stack:
         run = build_run(JobConfig.model_validate(job), this_rank(), stack)
-        before = seconds()
+        before = timeouts()
         fit(run)
-        return before, seconds()
+        return before, timeouts()
 
 
 def test_every_group_has_the_timeout_of_the_job(tmp_path: Path) -> None:
@@ -177,6 +180,37 @@ def test_every_group_has_the_timeout_of_the_job(tmp_path: Path) -> None:
     statistics = {"statistics": "synchronized"}
     job = tiny_job(tmp_path, model=norm, comm=comm, parallelism=parallelism, batchnorm=statistics)
     assert run_ranks(timeouts_of_groups, 2, job) == [({99.0}, {77.0})] * 2
+
+
+def timeouts_after_a_rollback(job: dict[str, Any]) -> list[float]:
+    """Train three steps. Resume, and go back to the checkpoint after the first step of the resumed run. Return the
+    timeout of collectives in each forward after the rollback."""
+    run_job(job)
+    found: list[float] = []
+    with ExitStack() as stack:
+        longer = {**job, "training": {**job["training"], "steps": 5}}
+        run = build_run(JobConfig.model_validate(longer), this_rank(), stack)
+
+        def hook(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+            if run.progress.rollbacks:
+                found.append(min(timeouts()))  # the group that checkpoints use has a longer timeout
+            return output * (1.0 if run.progress.rollbacks else math.inf)
+
+        run.model.get_submodule("tok_embeddings").register_forward_hook(hook)
+        fit(run)
+    return found
+
+
+def test_a_rollback_in_the_first_step_of_a_process_keeps_its_timeout(tmp_path: Path) -> None:
+    job = tiny_job(
+        tmp_path,
+        training={"steps": 3, "local_batch_size": 4},
+        comm={"timeout_seconds": 77, "init_timeout_seconds": 99},
+        debug={"on_nonfinite": "skip", "max_skips": 1, "on_repeated_skips": "rollback"},
+        checkpoint={"enable": True},
+        lr_scheduler={"kind": "constant"},
+    )
+    assert run_ranks(timeouts_after_a_rollback, 1, job) == [[99.0, 77.0]]
 
 
 @pytest.mark.parametrize(("hang_seconds", "limits"), [(None, (90, 30, 90)), (20, (60, 20, 60))])

@@ -208,8 +208,9 @@ def validation_samples_are_held_out(config: JobConfig) -> Iterator[Problem]:
     for (train_key, train), (key, held_out) in pairs_of(config, DataSource):
         if not (isinstance(train, _Split) and isinstance(held_out, _Split)):
             continue
-        names = ("kind", "path", "subset", "hf_split")
+        names = ("kind", "subset", "hf_split")
         is_same = all(getattr(train, name, None) == getattr(held_out, name, None) for name in names)
+        is_same = is_same and _normal_entries(train.path) == _normal_entries(held_out.path)
         if not is_same or held_out.split == "train":  # a table with this split asks for training data
             continue
         also = (train_key, ("validation", "freq"), (*key, "path"))
@@ -228,7 +229,7 @@ def validation_samples_are_held_out(config: JobConfig) -> Iterator[Problem]:
 def validation_tokens_are_held_out(config: JobConfig) -> Iterator[Problem]:
     """Report a problem if validation reads the same token files as training. Token files have no splits."""
     for (train_key, train), (key, held_out) in pairs_of(config, TokensData):
-        if train.path == held_out.path:
+        if _normal_entries(train.path) == _normal_entries(held_out.path):
             reason = "the training data has the same tokens; set the path of other token files"
             yield Problem((*key, "path"), reason, held_out.path, also=((*train_key, "path"), ("validation", "freq")))
 
@@ -292,6 +293,11 @@ def entries_of(source: KeyPath, data: FilesData) -> Iterator[tuple[KeyPath, str]
         yield (*source, "path"), data.path
     else:
         yield from (((*source, "path", index), entry) for index, entry in enumerate(data.path))
+
+
+def _normal_entries(path: str | tuple[str, ...]) -> tuple[str, ...]:
+    """Return the entries of a `path`, each in one spelling: without `.`, `..` and superfluous slashes."""
+    return tuple(os.path.normpath(entry) for entry in ((path,) if isinstance(path, str) else path))
 
 
 def pairs_of(config: JobConfig, kind: type[Kind]) -> Iterator[tuple[tuple[KeyPath, Kind], tuple[KeyPath, Kind]]]:

@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from titan_launch.config.sections.data import ClassificationData, JsonlData, LinesData
-from titan_launch.core.errors import did_you_mean, listed
+from titan_launch.core.errors import KeyPath, config_error, did_you_mean, listed
 from titan_launch.core.files import MIB
 from titan_launch.core.json_files import JsonError, parse_record
 from titan_launch.data.chat_rendering import RecordError
@@ -18,6 +18,7 @@ from titan_launch.data.corpora.interface import Document, File, Part, Skipped
 from titan_launch.data.corpora.records import RecordCorpus
 from titan_launch.data.corpora.text_files import LEAST_RECORD, FileCorpus, is_compressed, most_of_records
 from titan_launch.data.token_files import Encoded, Tokens
+from titan_launch.data.tokenizers import Tokenizer
 
 MOST_LINE = 32 * MIB
 """Largest size of a line in bytes. The parsed values of a line may take 20 times as much memory."""
@@ -135,6 +136,17 @@ class ClassificationCorpus(TokenizedLinesCorpus):
 
     config: ClassificationData
     remedy = "name files with one text and its label per line"
+
+    def __init__(self, config: ClassificationData, tokenizer: Tokenizer, key: KeyPath, seq_len: int):
+        """Raises ConfigError if there are more labels than tokens in the vocabulary."""
+        super().__init__(config, tokenizer, key, seq_len)
+        number, vocab_size = len(config.labels), tokenizer.vocab_size
+        if number > vocab_size:
+            reason = (
+                f"has {number:,} labels, whose numbers are stored as tokens, but the tokenizer has {vocab_size:,} "
+                f"tokens; use a tokenizer with at least {number:,} tokens"
+            )
+            raise config_error((*key, "labels"), reason, also=(("tokenizer",),))
 
     @property
     def identity(self) -> list[object]:

@@ -36,7 +36,8 @@ class ParquetCorpus(FileCorpus, ColumnCorpus):
         for file in self.files:
             start, size, of_all, limit = 0, 0, 0, most_of_records(file)
             with self._table(file) as (table, _):
-                last, column = table.num_row_groups - 1, table.schema_arrow.names.index(self.config.column)
+                last, leaves = table.num_row_groups - 1, table.metadata.schema  # a struct has several leaves
+                column = next(i for i in range(len(leaves)) if leaves.column(i).path == self.config.column)
                 for group in range(table.num_row_groups):
                     # If metadata is damaged, this read raises an exception, and the next line would crash the process.
                     next(table.iter_batches(1, [group], [self.config.column], use_threads=False), None)

@@ -263,8 +263,6 @@ def _folders(folder: Path) -> Iterator[Path]:
     while rest:
         folder = rest.pop()
         yield folder
-        if folder.stat().st_nlink == 2:  # on ext4 and XFS, each subfolder adds a link, so there is none
-            continue
         with os.scandir(folder) as entries:
             below = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False) and entry.name[0] != "."]
         rest += (folder / name for name in sorted(below, reverse=True))

@@ -177,8 +177,9 @@ class SampleCheck:
         if not _in_range(targets[targets != IGNORED_TARGET], self.num_classes):
             allowed = f"0 to {self.num_classes - 1}, or {IGNORED_TARGET} for a target that does not count"
             raise self._error(where, f"target must be {allowed}")
-        if documents and not bool((documents[0].diff() >= 0).all()):
-            raise self._error(where, "documents must be numbers that do not decrease along the sequence")
+        if documents and (int(documents[0][0]) != 0 or not _in_range(documents[0].diff(), 2)):
+            reason = "documents must be numbers that begin at 0 and rise by 0 or 1 from token to token"
+            raise self._error(where, reason)
         return sample
 
     def _error(self, where: str, reason: str) -> UserError:

@@ -21,8 +21,8 @@ Sample = tuple[Tensor, ...]
 """A pair (input, target). Samples of several documents are triples (input, target, documents).
 
 A target of `IGNORED_TARGET` does not count. `documents`, int32 `[seq_len]`, has a number for each token. The numbers
-never decrease along the sequence. Tokens with the same number are one document: they attend to each other only, and
-their positions count from 0. Padding has document numbers that no document has, and ignored targets.
+begin at 0 and rise by 0 or 1 from token to token. Tokens with the same number are one document: they attend to each
+other only, and their positions count from 0. Padding has document numbers that no document has, and ignored targets.
 """
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from titan_launch.config.sections.data import IGNORED_TARGET, CorpusData, TokensData
-from titan_launch.core.errors import ConfigError, config_error
+from titan_launch.core.errors import ConfigError, UserError, config_error
 from titan_launch.core.fingerprint import Fingerprint, fingerprint_of
 from titan_launch.core.terminal import counted, one_line
 from titan_launch.data.corpora import CORPORA
@@ -164,11 +164,14 @@ class PackedSource(_TokenFilesSource):
 
 def build_corpus(config: CorpusData, context: SourceContext) -> TokenSource | PackedSource:
     """Return the source of a corpus's tokens in the cache. If the cache does not have the tokens, tokenize the corpus
-    first. Raises ConfigError on a key below `context.key`, UserError if the cache cannot be written, and RunError if a
-    process that tokenizes is killed."""
+    first. Raises ConfigError on a key below `context.key`, UserError if the cache cannot be written or has an invalid
+    header, and RunError if a process that tokenizes is killed."""
     corpus = CORPORA[config.kind](config, context.tokenizer, context.key, context.seq_len)
     folder = cached_token_files(corpus)
-    header = read_header(folder)
+    try:
+        header = read_header(folder)
+    except TokenFilesError as error:
+        raise UserError(f"{folder}: {error}") from None
     skipped = _skipped(corpus, header)
     if not header.num_documents:
         raise _without_documents(corpus, skipped)

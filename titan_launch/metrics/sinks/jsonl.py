@@ -6,6 +6,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 
 from pydantic import BaseModel, ValidationError
@@ -57,8 +58,9 @@ class JsonlSink(Sink):
         content = {**before, **finite}
         line = json.dumps({"step": step, **content}, allow_nan=False).encode().ljust(length - 1) + b"\n"
         if length:
+            self._file.append(bytes(len(line) - length))  # on a full disk, this fails, and the old line stays whole
             with self._path.open("r+b", buffering=0) as file:
-                file.seek(-length, os.SEEK_END)
+                file.seek(-len(line), os.SEEK_END)
                 file.write(line)  # a single write, so that a kill leaves a whole line
         else:
             self._file.append(line)
@@ -66,13 +68,18 @@ class JsonlSink(Sink):
 
     def rewind(self, step: int) -> None:
         """Move the lines of steps after `step` to the end of `metrics.rolled_back.jsonl`. The run repeats these steps
-        with other samples."""
+        with other samples. If the lines cannot be written there, such as on a full disk, they are deleted."""
         kept = _length_until(self._path, step)
-        with self._path.open("rb") as file, self._path.with_suffix(".rolled_back.jsonl").open("ab") as rolled_back:
-            file.seek(kept)
-            rolled_back.write(file.read())
-        os.truncate(self._path, kept)
-        self._last = _NO_LINE
+        try:
+            with (
+                self._path.open("rb") as file,
+                closing(RecordFile(self._path.with_suffix(".rolled_back.jsonl"), "ab")) as rolled_back,
+            ):
+                file.seek(kept)
+                rolled_back.append(file.read())
+        finally:
+            os.truncate(self._path, kept)  # otherwise the steps of the file would decrease
+            self._last = _NO_LINE
 
     def close(self, failed: bool = False) -> None:
         self._file.close()

@@ -107,10 +107,9 @@ class Experts(nn.Module):
 
     def compute(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Map rows that are sorted by expert, (rows, dim), to the same shape. `counts`: rows of each expert."""
-        multiply = expert_product(rows, counts, self.w1)
-        of_adapters = (
-            multiply if self.lora is None else expert_product(rows, counts, self.lora["w1"].get_parameter("a"))
-        )
+        multiply = of_adapters = expert_product(rows, counts, self.w1)
+        if self.lora is not None:  # the shape of w1 has this rank's widths; that of a sharded `b` has the widths of all
+            of_adapters = expert_product(rows, counts, self.w1, self.lora["w1"].get_parameter("a"))
 
         def product(rows: Tensor, name: str, weights: Tensor, bias: Tensor | None) -> Tensor:
             result = multiply(rows, weights, bias)
@@ -136,14 +135,15 @@ ExpertProduct = Callable[[Tensor, Tensor, "Tensor | None"], Tensor]
 multiplies each row by the matrix of its expert, and adds the bias of its expert."""
 
 
-def expert_product(rows: Tensor, counts: Tensor, weights: Tensor) -> ExpertProduct:
+def expert_product(rows: Tensor, counts: Tensor, *weights: Tensor) -> ExpertProduct:
     """Return a function that multiplies each row by the matrix of its expert. The rows are sorted by expert.
 
-    `rows`: (rows, in). `counts`: number of rows of each expert. `weights`: stacked matrices (experts, out, in) of the
-    first product. `plan.experts.is_grouped` decides by the shape of `weights`, the dtype and the device whether one
-    kernel computes all experts. If not, the experts are computed one after another, and the host waits for the counts.
+    `rows`: (rows, in). `counts`: number of rows of each expert. `weights`: stacked matrices (experts, out, in) that
+    together have all widths of the products. `plan.experts.is_grouped` decides by these widths, the dtype and the
+    device whether one kernel computes all experts. If not, the experts are computed one after another, and the host
+    waits for the counts.
     """
-    kind, (_, *widths) = rows.device.type, weights.shape
+    kind, widths = rows.device.type, [width for stacked in weights for width in stacked.shape[1:]]
     if len(rows) and is_grouped(kind, str(rows.dtype).removeprefix("torch."), widths):
         return grouped_product(counts)
     return looped_product(counts_on_host(counts, len(rows)))

@@ -306,12 +306,17 @@ def differences(name: str, own: ModelArgs, folder: FolderConfig) -> list[tuple[s
 
 def _differing(own: ModelArgs, other: ModelArgs) -> list[tuple[str, Any, Any]]:
     """Return (argument, value in `own`, value in `other`) for each argument whose effective values differ, including
-    arguments in tables, such as `experts.top_k`. An argument that is set equally in both, or unset in both, is omitted:
-    its effective values differ only because other arguments differ."""
+    arguments in tables, such as `experts.top_k`. A value is the argument as set, or its effective value if it is unset.
+    An argument that is set equally in both, or unset in both, is omitted: its effective values differ only
+    because other arguments differ."""
     ours, theirs = (dict(leaves(args.effective())) for args in (own, other))
     set_here, set_there = (dict(leaves(args.model_dump(mode="json"))) for args in (own, other))
+    own_values, other_values = (
+        {**effective, **{key: value for key, value in given.items() if value is not None}}
+        for effective, given in ((ours, set_here), (theirs, set_there))
+    )
     return [
-        (key, ours.get(key), theirs.get(key))
+        (key, own_values.get(key), other_values.get(key))
         for key in {**ours, **theirs}
         if ours.get(key) != theirs.get(key) and set_here.get(key) != set_there.get(key)
     ]

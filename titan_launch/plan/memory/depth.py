@@ -15,6 +15,7 @@ from titan_launch.plan.types import (
     ModuleInfo,
     Unit,
     enclosing,
+    full_name,
     is_within,
     outermost,
     parent,
@@ -58,9 +59,9 @@ def _inside(block: str, paths: Collection[str]) -> tuple[str, ...]:
 def block_signatures(plan: ModelPlan) -> list[Hashable]:
     """Return a signature of each outer block. Blocks with the same forward and backward have equal signatures.
 
-    A signature has the path of the module around the block, the block's modules with their tensors and units, and the
-    block's checkpointed modules. It also has the dtypes of the previous block (for the first block, its own dtypes),
-    and a flag that is True if backward computes a gradient of the block's inputs.
+    A signature has the path of the module around the block, the block's modules with their tensors, units and buffer
+    dtypes, and the block's checkpointed modules. It also has the dtypes of the previous block (for the first block, its
+    own dtypes), and a flag that is True if backward computes a gradient of the block's inputs.
     """
     inside: dict[str, list[ModuleInfo]] = {path: [] for path in outermost(plan.inventory.blocks)}
     for module in plan.inventory.modules:
@@ -74,7 +75,10 @@ def block_signatures(plan: ModelPlan) -> list[Hashable]:
     blocks = [*inside]
     for before, (block, own) in zip(blocks[:1] + blocks, inside.items(), strict=False):
         context = plan.unit_of[before].policy, follows_trained
-        described = [(_relative(module, block), _unit_signature(plan.unit_of[module.path], block)) for module in own]
+        described = [
+            (_relative(module, block), _unit_signature(plan.unit_of[module.path], block), _buffer_dtypes(plan, module))
+            for module in own
+        ]
         signatures.append((parent(block), _inside(block, plan.checkpointed), *context, *described))
         follows_trained |= any(parameter.requires_grad for module in own for parameter in module.parameters)
     return signatures
@@ -86,6 +90,12 @@ def _relative(module: ModuleInfo, block: str) -> Hashable:
     ties = tuple(_within(parameter.tied_to, block) for parameter in module.parameters)
     parameters = tuple((p.name, p.shape, p.dtype, p.requires_grad) for p in module.parameters)
     return own, module.classes, same_as, parameters, ties, module.buffers if module.same_as is None else ()
+
+
+def _buffer_dtypes(plan: ModelPlan, module: ModuleInfo) -> tuple[str | None, ...]:
+    """Return the planned dtype of each buffer of a module; None for a buffer that is not floating."""
+    path = module.path if module.same_as is None else module.same_as
+    return tuple(plan.buffer_dtypes.get(full_name(path, buffer.name)) for buffer in module.buffers)
 
 
 def _within(path: str | None, block: str) -> str | None:

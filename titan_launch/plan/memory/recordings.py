@@ -295,7 +295,8 @@ def _key(what: str, job: JobConfig, kernels: Kernels | None) -> str:
     modules are not part of the digest: `_load` compares them."""
     known = job.model_dump(mode="json")
     versions = [_version(name) for name in ("torch", "transformers", "peft", "torchao")]
-    folder = None if job.model.is_of_package and job.model.loss is None else os.getcwd()
+    is_of_package = job.model.is_of_package and job.model.loss is None and job.loss.is_of_package
+    folder = None if is_of_package else os.getcwd()  # the user's own modules are imported from the working directory
     of_job = [folder, separates_documents(job.data), known, _files_named_in(known)]
     return _digest(json.dumps([what, *of_job, kernels, versions, _package_digest()], sort_keys=True).encode())
 

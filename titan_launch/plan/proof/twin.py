@@ -267,11 +267,12 @@ def _of_transformers(
     image, patch = args.get("image_size"), args.get("patch_size")
     if isinstance(image, int) and isinstance(patch, int) and image > 2 * patch and "depths" not in args:
         small["image_size"] = 2 * patch  # later stages of a model make the image smaller
+    numbers = [key for key, value in args.items() if type(value) is int and value > 0]
     depth, heads, kv_heads = (
-        next((key for key in args if re.fullmatch(pattern, key)), None) for pattern, _ in _SIZES[:3]
+        next((key for key in numbers if re.fullmatch(pattern, key)), None) for pattern, _ in _SIZES[:3]
     )
     if depth is not None:
-        kinds = {key: list(dict.fromkeys(args[key])) for key in _LISTS if isinstance(args.get(key), list)}
+        kinds = {key: list(dict.fromkeys(args[key])) for key in _LISTS if isinstance(args.get(key), list) and args[key]}
         needed = max(small[depth], _stages_of_twin(config.parallelism), *map(len, kinds.values()))
         small[depth] = min(args[depth], needed)
         small |= {key: [own[index % len(own)] for index in range(small[depth])] for key, own in kinds.items()}

@@ -82,7 +82,6 @@ def plan_model(
     check_rules(inventory, assignments)
     assignments = with_batch_norm_default(inventory, assignments)
     units, in_place = _UnitPlanner(inventory, precision, resharding, assignments, limits).units()
-    units = in_wrapping_order(units)
     _check_tied_parameters(inventory, (*units, *in_place), assignments)
     buffer_dtypes = {
         full_name(module.path, buffer.name): assignments.buffer_dtype(module) or buffer.dtype
@@ -109,8 +108,7 @@ def _kept(phases: Iterable[_Phase]) -> _Phase:
 
 @dataclass
 class _UnitPlanner:
-    """Builder of the units of one model. The units have no particular order. Drafts are the units before `_uniform`
-    divides them."""
+    """Builder of the units of one model. Drafts are the units before `_uniform` divides them."""
 
     inventory: Inventory
     precision: PrecisionConfig
@@ -129,13 +127,14 @@ class _UnitPlanner:
         return [module.path for module in divided if module.has_experts]
 
     def units(self) -> tuple[tuple[Unit, ...], tuple[Unit, ...]]:
-        """Return the units, and the entries for `ModelPlan.in_place`. Raises ConfigError for a rule that must be in
-        place but cannot be."""
+        """Return the units in wrapping order, and the entries for `ModelPlan.in_place`. Raises ConfigError for a rule
+        that must be in place but cannot be."""
         drafts = self._drafts()
         while why := self._not_in_place(drafts):
             self._own_because |= why
             drafts = self._drafts()
-        units, in_place = with_parameters(self.inventory, *self._uniform(drafts, self._in_place_units()))
+        uniform, rules = self._uniform(drafts, self._in_place_units())
+        units, in_place = with_parameters(self.inventory, in_wrapping_order(uniform), rules)
         before = self._before_gradients()
         return (
             tuple(self._finished(unit, self._governing(unit.modules[0]), before) for unit in units),

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from titan_launch.config.sections.precision import PrecisionConfig, PrecisionRule
 from titan_launch.core.errors import ConfigError, KeyPath, Problem, did_you_mean, listed
@@ -19,6 +19,7 @@ from titan_launch.plan.types import (
     ModuleInfo,
     enclosing,
     is_within,
+    outward,
     parent,
 )
 
@@ -53,6 +54,9 @@ class RuleAssignments:
     """Assignment of each module that a rule matches directly, by path. For each rule, parents come before children."""
 
     precision: PrecisionConfig
+    frozen: Collection[str] = ()
+    """Paths of the modules whose own parameters are never trained. A module without parameters of its own is listed if
+    it contains parameters that are never trained, and no others."""
 
     def governing(self, path: str) -> RuleAssignment | None:
         """Return the assignment of a module, or of the nearest enclosing module that has one; None if there is none."""
@@ -63,7 +67,7 @@ class RuleAssignments:
         assignment = self.governing(path)
         if assignment is None:
             return self.precision.param_dtype
-        return assignment.rule.param_dtype or self.storage_dtype(assignment)
+        return assignment.rule.param_dtype or self.storage_dtype(assignment, path in self.frozen)
 
     def storage_dtype(self, assignment: RuleAssignment | None, is_frozen: bool = False) -> str:
         """Return the storage dtype of parameters. `assignment`: the rule that covers the parameters; None if no rule
@@ -114,7 +118,15 @@ def assign_rules(inventory: Inventory, precision: PrecisionConfig) -> RuleAssign
         for module in _assignable_modules(inventory):
             if _rule_matches(assignment.rule, module):
                 own.setdefault(module.path, assignment)
-    return RuleAssignments(own, precision)
+    return RuleAssignments(own, precision, _frozen_modules(inventory))
+
+
+def _frozen_modules(inventory: Inventory) -> frozenset[str]:
+    """Return the paths for `RuleAssignments.frozen`."""
+    own = {module.path for module in inventory.modules if module.is_frozen}
+    trained = {module.path for module in inventory.modules if module.parameters and not module.is_frozen}
+    around_frozen, around_trained = ({around for path in paths for around in outward(path)} for paths in (own, trained))
+    return frozenset(own | (around_frozen - around_trained))
 
 
 def _candidate_assignments(precision: PrecisionConfig) -> Iterator[RuleAssignment]:
@@ -136,12 +148,12 @@ def with_batch_norm_default(inventory: Inventory, assignments: RuleAssignments) 
     inputs are not cast. BatchNorm kernels allow inputs in another dtype.
     """
     rule, precision = PrecisionRule(type="BatchNorm"), assignments.precision
-    if precision.storage_dtype in _REDUCED:
+    if _REDUCED & {precision.storage_dtype, precision.frozen_storage_dtype}:
         rule = PrecisionRule(type="BatchNorm", param_dtype="float32", cast_forward_inputs=False)
     default = RuleAssignment(rule, BATCH_NORM_DEFAULT, None)
     unruled = [m.path for m in _assignable_modules(inventory) if is_batch_norm(m) and m.path not in assignments.own]
     defaults = {path: default for path in unruled if assignments.compute_dtype(path) in _REDUCED}
-    return RuleAssignments({**assignments.own, **defaults}, precision)
+    return replace(assignments, own={**assignments.own, **defaults})
 
 
 def _rule_matches(rule: PrecisionRule, module: ModuleInfo) -> bool:

@@ -29,14 +29,15 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.signal = 0
-        """Number of the first signal; 0 before a signal arrives."""
+        """Number of the first stop signal. Before a stop signal arrives: RESTART_SIGNAL if it has arrived, else 0."""
 
         self._is_built = threading.Event()
 
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Handle signals until the end of the block. The first signal ends the run after its current step. A second
-        signal, SAME_REQUEST_S seconds later or more, ends this process at once, with status 128 + the signal number.
+        stop signal, SAME_REQUEST_S seconds after the first or later, ends this process at once, with status 128 + the
+        signal number. RESTART_SIGNAL never ends this process at once, and does nothing after a stop signal.
 
         Before `mark_run_built` the process also ends at once in two cases: its agent (`launch` or torchrun) ends, or
         SIGTERM arrives after a rank of this host has failed. Nothing can be saved yet, and this rank may be waiting for
@@ -60,6 +61,8 @@ class StopRequest:
                 exit_immediately(128 + signal.SIGTERM)
 
     def _on_signal(self, number: int, is_repeated: bool) -> None:
+        if number == RESTART_SIGNAL and (self.signal or is_repeated):
+            return
         name = signal_name(number)
         if not is_repeated:
             self.signal = number

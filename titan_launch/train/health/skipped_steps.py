@@ -49,7 +49,7 @@ def act_on_skipped_steps(run: Run) -> bool:
 
 def _stop_or_go_back(run: Run, skipped: SkippedStep, what: str, recorded: str) -> None:
     """Go back to a checkpoint or raise RunError, as `[debug]` demands. `skipped`: the step with `is_last`. `what`:
-    clause that says why the step was skipped. `recorded`: sentence that names the file with the step's samples."""
+    clause that says why the step was skipped. `recorded`: the result of `_record`."""
     debug = run.config.debug
     if skipped.reason == "nonfinite" and debug.on_nonfinite == "stop":
         raise RunError(
@@ -78,7 +78,8 @@ def _go_back(run: Run, reason: str) -> None:
     with run.observers.meter.paused("checkpoint"):
         set_timeouts(run.config.comm.init_timeout_seconds)
         checkpoint = run.checkpoints.return_to_last()
-        set_timeouts(run.config.comm.timeout_seconds)
+        if run.watchdog.is_warm:
+            set_timeouts(run.config.comm.timeout_seconds)
         if checkpoint is None:
             raise RunError(f"{reason}; there is no checkpoint to go back to, and the run stops")
         progress.samples_skipped = position - progress.samples_seen
@@ -87,6 +88,8 @@ def _go_back(run: Run, reason: str) -> None:
         run.step.guard.reset_skips()
         if isinstance(run.batches.train, TrainBatches):  # a stream has not gone back, so it continues anyway
             run.batches.train.move_to(position)
+    run.observers.meter.restart_window()
+    run.step.experts.restart_window()
     for sink in run.output.sinks:
         sink.rewind(progress.step)
     run.observers.measurements.end_window(progress.step, only_training=False)
@@ -133,20 +136,23 @@ def _record(run: Run, skipped: SkippedStep, losses: list[float]) -> str:
     # After a rollback the same step has other samples, and another file.
     rollback = f".rollback-{run.progress.rollbacks}" if run.progress.rollbacks else ""
     path = folder / f"step-{skipped.step}{rollback}.json"
+    content = "samples" if isinstance(run.batches.train, TrainBatches) else "numbers"
     try:
         folder.mkdir(exist_ok=True)
         if not skipped.is_last and not path.exists() and sum(1 for _ in folder.iterdir()) >= MAX_RECORDS:
-            return f"Its samples are not recorded: {folder} has {MAX_RECORDS} files already"
+            return f"Its {content} are not recorded: {folder} has {MAX_RECORDS} files already"
         path.write_text(json.dumps(_to_json(run, skipped, losses), indent=2, allow_nan=False) + "\n")
     except OSError as error:
-        return f"Its samples could not be written to {path}: {error.strerror}"
-    return f"Its samples are in {path}"
+        return f"Its {content} could not be written to {path}: {error.strerror}"
+    return f"Its {content} are in {path}"
 
 
 def _to_json(run: Run, skipped: SkippedStep, losses: list[float]) -> dict[str, Any]:
     batch = run.job.layout.global_batch_size
     position = run.progress.data_position - (run.progress.step - skipped.step + 1) * batch
-    samples = samples_of_step(run.batches.order, run.job.layout, position)
+    samples: list[Any] = [None] * run.job.layout.data_parallel  # a stream has no sample indices
+    if isinstance(run.batches.train, TrainBatches):
+        samples = samples_of_step(run.batches.order, run.job.layout, position)
     return {
         "step": skipped.step,
         "reason": skipped.reason,

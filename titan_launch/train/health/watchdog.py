@@ -147,7 +147,9 @@ class Watchdog:
         self._ranks = ranks
         self._limit_s = config.timeout_seconds / 2 if config.hang_seconds is None else float(config.hang_seconds)
         self._slow_factor = max(1.0, config.init_timeout_seconds / config.timeout_seconds)
-        self._is_warm = False
+        self.is_warm = False
+        """True after `end_warm_up`."""
+
         self._folder: Path | None = None
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
@@ -171,7 +173,7 @@ class Watchdog:
     def enter(self, phase: str, step: int, *, is_slow: bool = False) -> None:
         """Record that the main thread enters a phase of a step. `is_slow`: True gives the phase the limit of slow
         phases."""
-        limit = self._limit_s * (self._slow_factor if is_slow or not self._is_warm else 1.0)
+        limit = self._limit_s * (self._slow_factor if is_slow or not self.is_warm else 1.0)
         self._now = ProgressPoint(self._now.sequence + 1, step, phase, time.monotonic(), limit)
 
     def each_validation_batch(self, batches: Iterable[T], step: int) -> Iterator[T]:
@@ -182,7 +184,7 @@ class Watchdog:
 
     def end_warm_up(self) -> None:
         """Use the limit of regular phases from now on. Call this method after the slow first steps."""
-        self._is_warm = True
+        self.is_warm = True
 
     def set_run_folder(self, run_folder: Path) -> None:
         """Write later stacks and flight records to the run folder. Stacks before this call go to standard error."""
@@ -211,7 +213,7 @@ class Watchdog:
         # The message begins with gloo's source location in brackets, and may end with advice.
         text = re.sub(r"^\[[^]]*\] ", "", str(error).partition("\n")[0]).partition(". This is typically caused by")[0]
         if any(words in text for words in _TIMED_OUT):
-            key = "timeout_seconds" if self._is_warm else "init_timeout_seconds"
+            key = "timeout_seconds" if self.is_warm else "init_timeout_seconds"
             return RunError(f"a collective took longer than comm.{key}: {text}\n{self._describe_hang()}")
         if any(words in text for words in _CONNECTION_LOST):
             reason = f"rank {self._ranks.rank} lost the connection to another rank, which has ended: {text}"
