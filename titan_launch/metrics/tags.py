@@ -480,8 +480,8 @@ TAGS = [
     Tag(
         "experts/load_max_over_mean/<layer>",
         "Load of the expert with the largest load, divided by the mean load of the layer's experts. The load of an "
-        "expert is the number of tokens for which it was chosen since the last report, over all ranks. 1 is an equal load; "
-        "`num_experts / top_k` is the largest possible value.",
+        "expert is the number of tokens for which it was chosen since the last report, over all ranks. 1 is an equal "
+        "load; `num_experts / top_k` is the largest possible value.",
         combine="max",
         chart=("Experts", "largest load over mean load"),
     ),
