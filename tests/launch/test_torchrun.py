@@ -30,7 +30,7 @@ from tests.distributed import run_ranks
 from tests.tensors import assert_equal
 from tests.train.jobs import model_source, read_metrics, run_job, tiny_job
 from titan_launch.core.patches import environment, replaced
-from titan_launch.core.signals import signals_handled
+from titan_launch.core.signals import RESTART_SIGNAL, signals_handled
 from titan_launch.launch.agent import ElasticAgent
 from titan_launch.launch.torchrun import Stopping
 
@@ -212,7 +212,8 @@ def start_signalled(folder: Path) -> WorkerState:
     def start_and_signal(agent: LocalElasticAgent, group: WorkerGroup) -> dict[int, Any]:
         ids: dict[int, Any] = start(agent, group)
         os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(0.5)  # the thread that handles signals runs now
+        while stopping.signal is None:  # until the thread that handles signals has run
+            time.sleep(0.01)
         return ids
 
     with (
@@ -232,7 +233,16 @@ def runs_with_a_new_host(folder: Path, number: int | None) -> int:
     runs = folder / "runs"
     stopping = Stopping(timeout_s=10, rank_folders=str(folder))
     stopping.signal = number
-    agent = build_agent(folder, stopping, f"import time; print(file=open({str(runs)!r}, 'a')); time.sleep(1)")
+    # Without a signal, the first run lasts until the agent ends it.
+    code = f"""
+import signal, time
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [{RESTART_SIGNAL:d}])  # the agent starts ranks with blocked signals
+with open({str(runs)!r}, "a+") as file:
+    print(file=file, flush=True)
+    file.seek(0)
+    time.sleep(60 if {number is None} and len(file.readlines()) == 1 else 1)
+"""
+    agent = build_agent(folder, stopping, code)
     waiting = iter([1])
     with replaced(agent._worker_group.spec.rdzv_handler, "num_nodes_waiting", lambda: next(waiting, 0)):
         assert agent.run().state == WorkerState.SUCCEEDED

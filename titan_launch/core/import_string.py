@@ -76,7 +76,7 @@ def _installed_folders() -> set[str]:
     installation of Python that it is based on."""
     paths = sysconfig.get_paths()
     own = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")}
-    return own | {*site.getsitepackages([sys.prefix, sys.base_prefix])}
+    return own | {*site.getsitepackages([sys.prefix, sys.base_prefix]), site.getusersitepackages()}
 
 
 class RefusedImportError(ImportError):

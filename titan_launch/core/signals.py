@@ -55,10 +55,11 @@ def signals_handled(
             if number not in numbers:  # belongs to another handler
                 continue
             now = time.monotonic()
-            first = firsts.setdefault(number == RESTART_SIGNAL, now)
-            if first is now:
+            request = number == RESTART_SIGNAL
+            if request not in firsts:
+                firsts[request] = now
                 on_request(number, False)
-            elif now - first >= same_request_s:
+            elif now - firsts[request] >= same_request_s:
                 on_request(number, True)
         os.close(reading)
 

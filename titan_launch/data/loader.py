@@ -169,8 +169,8 @@ class FetchedAhead(Iterator[Batch]):
         return batch
 
     def close(self) -> None:
-        """Stop fetching. Wait at most 5 s for the batch that is being fetched, because its worker may wait for a
-        disk."""
+        """Stop fetching. Wait at most _LONGEST_CLOSE for the batch that is being fetched, because its worker may wait
+        for a disk."""
         self._thread.shutdown(wait=False, cancel_futures=True)
         # To `wait`, a future is done only if it ran, so it would wait for cancelled futures until the timeout.
         wait([future for future in self._ahead if not future.cancelled()], timeout=_LONGEST_CLOSE)

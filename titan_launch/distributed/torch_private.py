@@ -403,8 +403,9 @@ def reset_iteration(root: nn.Module) -> None:
     if not isinstance(root, FSDPModule):
         return  # nothing is sharded
     if not is_tested_release():
+        reset = root.reset_iter_state
         with suppress(AttributeError):  # raised if no forward has started
-            root.reset_iter_state()
+            reset()
         return
     if not _has_started(root):
         return

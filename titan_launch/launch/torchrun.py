@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 from titan_launch.core.errors import UserError
 from titan_launch.core.patches import environment, replaced, without_garbage_collection
 from titan_launch.core.process import BAD_INPUT, EXITED_DIRECTLY, FAILED, remove_folders, usable_cores
-from titan_launch.core.signals import AGENT_PID, signal_name, signals_handled
+from titan_launch.core.signals import AGENT_PID, RESTART_STATUS, signal_name, signals_handled
 from titan_launch.core.terminal import as_message, counted, say, shortened
 from titan_launch.launch.options import Processes
 
@@ -135,11 +135,13 @@ class Stopping:
     @contextmanager
     def starting(self) -> Iterator[None]:
         """Start workers in this block, and end the block with `started`. A signal then does not end this process."""
-        self._is_starting = True
+        with self._lock:
+            self._is_starting = True
         try:
             yield
         finally:
-            self._is_starting = False
+            with self._lock:
+                self._is_starting = False
 
     def started(self, workers: Sequence[subprocess.Popen[bytes]]) -> None:
         """Register the processes of a new start of the workers. If a signal has arrived already, forward it to these
@@ -160,7 +162,8 @@ class Stopping:
             if not (self._is_starting or any(worker.poll() is None for worker in self._workers)):
                 os.write(2, f"stopped by {signal_name(number)} while no rank was running on this host\n".encode())
                 remove_folders(self.rank_folders)
-                os._exit(128 + number if any(worker.returncode for worker in self._workers) else 0)
+                has_failed = any(worker.returncode not in (0, RESTART_STATUS) for worker in self._workers)
+                os._exit(128 + number if has_failed else 0)
             self._pass_on(number)
         wait_s = min(_AFTER_SECOND_SIGNAL_S, self.timeout_s) if is_repeated else self.timeout_s
         cause = f"a second {signal_name(number)}" if is_repeated else f"{signal_name(number)} (--shutdown-timeout)"

@@ -215,6 +215,11 @@ class _Kept(NamedTuple):
     tensor: Tensor
     version: int
 
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Kept:
+        """Return the entry of a tensor."""
+        return cls(detached(tensor), tensor._version)
+
 
 class _Group:
     """The storages that one forward of a block saved."""
@@ -277,19 +282,18 @@ class _Offloader:
             group.by_storage.clear()
 
     def _pack(self, group: _Group, block: nn.Module, tensor: Tensor) -> _Kept | _Packed:
-        kept = _Kept(detached(tensor), tensor._version)
         if tensor.device.type != self._copies.device_type or is_traceable_wrapper_subclass(tensor):
-            return kept
+            return _Kept.of(tensor)
         storage = tensor.untyped_storage()
         num_bytes, address = storage.nbytes(), storage._cdata
         if num_bytes < SMALLEST_OFFLOADED or num_bytes % tensor.itemsize or tensor.is_conj() or tensor.is_neg():
-            return kept
+            return _Kept.of(tensor)
         key = (address, tensor._version)
         if key not in group.by_storage:
             if address not in self._resident:
                 self._add_resident(block)  # FSDP2 has all-gathered units inside of the block by now
             if address in self._resident:
-                return kept
+                return _Kept.of(tensor)
             flat = tensor.detach().as_strided((num_bytes // tensor.itemsize,), (1,), 0).view(torch.uint8)
             group.by_storage[key] = saved = _Saved(group, tensor, flat, self._copies.to_host(flat))
             group.storages.append(weakref.ref(saved))

@@ -232,7 +232,7 @@ class TorchRecorder:
         return True
 
     def files(self) -> list[str]:
-        """Return the files of modules that this process has imported from outside of Python's folders."""
+        """Return the files of the user's modules that this process has imported."""
         return user_files()
 
 

@@ -114,6 +114,11 @@ def test_a_section_without_kind_has_the_default_kind() -> None:
 def test_validation_may_read_training_data_if_the_job_asks_for_it_or_never_validates() -> None:
     text = "[data]\nsplit = 'train'\n[validation]\nfreq = 1\n[validation.data]\nsplit = 'train'\n"
     assert load(text).config.validation.freq == 1
+    Path("a.jsonl").touch()
+    text = "[data]\nkind = 'jsonl'\npath = 'a.jsonl'\n[validation]\nfreq = 1\n[validation.data]\nkind = 'jsonl'\n"
+    text += "path = './a.jsonl'\n"
+    assert "also in the training data" in complaint(text)
+    assert load(f"{text}field = 'summary'\n").config.validation.freq == 1
     Path("tokens").mkdir()
     text = "[data]\nkind = 'tokens'\npath = 'tokens'\n[validation.data]\nkind = 'tokens'\npath = 'tokens'\n"
     assert load(text).config.validation.freq == 0

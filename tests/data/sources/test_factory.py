@@ -218,7 +218,7 @@ def test_documents_are_a_third_tensor() -> None:
 def test_document_numbers_begin_at_0_and_rise_by_at_most_1(documents: list[int]) -> None:
     samples = [(*GOOD, torch.tensor(documents, dtype=torch.int32))]
     assert problem("Given", samples="documents", args={"samples": samples}) == (
-        "data.kind: sample 0: documents must be numbers that begin at 0 and rise by 0 or 1 from token to token"
+        "data.kind: sample 0: documents must begin at 0 in each sample and rise by 0 or 1 from token to token"
     )
 
 

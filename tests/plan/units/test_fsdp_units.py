@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from tests.train.jobs import tiny_job
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.precision import PrecisionConfig, PrecisionRule
 from titan_launch.config.sections.training import TrainingConfig
@@ -25,6 +27,7 @@ from titan_launch.plan.types import Inventory, ModelPlan, ModuleInfo, Policy, Un
 from titan_launch.plan.units.fsdp_units import UnitLimits, plan_model
 from titan_launch.plan.units.order import Resharding
 from titan_launch.plan.units.rule_assignment import BATCH_NORM_DEFAULT
+from titan_launch.train.model import build_job_model, plan_precision
 
 RESHARDING = Resharding(blocks=True, late=False)
 
@@ -323,6 +326,14 @@ def test_rules_for_frozen_modules_are_checked_with_their_storage_dtype() -> None
     with pytest.raises(ConfigError, match="float32 inputs with bfloat16 weights"):
         frozen_plan({"match": "layers.*.mix"}, param_dtype="float32")
     assert frozen_plan({"match": "layers.*.mix"}).unit_of["layers.0.mix"].compute_dtype == "bfloat16"
+
+
+def test_a_rule_for_a_frozen_module_is_also_checked_for_its_adapter() -> None:
+    precision = {"frozen_storage_dtype": "bfloat16", "rules": [{"match": "**.wq", "reduce_dtype": "float32"}]}
+    job = tiny_job(Path(), lora={"targets": ["**.wq"]}, precision={"param_dtype": "bfloat16", **precision})
+    config = JobConfig.model_validate({**job, "model": {**job["model"], "weights": "weights"}})
+    with pytest.raises(ConfigError, match=r"layers\.0\.attention\.wq\.lora, .* bfloat16 inputs with float32 weights"):
+        plan_precision(config, build_job_model(config))
 
 
 def test_modules_without_parameters_get_no_unit() -> None:

@@ -43,13 +43,15 @@ def agree() -> list[tuple[int, bool]]:
         seen.append((control.stop_signal, control.save_is_due))
         if control.save_is_due:
             control.saved()
-    request.signal = 15 * dist.get_rank()
-    control.agree()
-    return [*seen, (control.stop_signal, control.save_is_due)]
+    for own, other in ((0, signal.SIGTERM), (RESTART_SIGNAL, signal.SIGINT)):
+        request.signal = own if dist.get_rank() == 0 else other
+        control.agree()
+        seen.append((control.stop_signal, control.save_is_due))
+    return seen
 
 
 def test_all_ranks_act_on_the_clock_or_signal_of_one() -> None:
-    expected = [(0, False), (0, True), (0, False), (0, True), (15, False)]
+    expected = [(0, False), (0, True), (0, False), (0, True), (15, False), (2, False)]
     assert run_ranks(agree, 2) == [expected, expected]
 
 
@@ -91,19 +93,29 @@ def test_the_sentences_about_a_first_and_a_second_signal_are_true(state: str, en
     )
 
 
+HANDLED = """
+from titan_launch.train.health.coordination import StopRequest
+
+def reported(self, number, is_repeated, handle=StopRequest._on_signal):
+    handle(self, number, is_repeated)
+    print("handled", flush=True)
+
+StopRequest._on_signal = reported
+"""
+
+
 @pytest.mark.parametrize("numbers", [(RESTART_SIGNAL, signal.SIGTERM), (signal.SIGTERM, RESTART_SIGNAL)])
 def test_a_stop_and_a_restart_for_a_new_host_are_two_requests(numbers: tuple[int, int]) -> None:
     """They do not end the rank at once, and the stop wins."""
-    code = RANK.replace("threading.Event().wait()", "input(); print(stop.signal)")
+    code = HANDLED + RANK.replace("threading.Event().wait()", "input(); print(stop.signal)")
     root, pipe = Path(__file__).parents[3], subprocess.PIPE
     command = [sys.executable, "-c", code, "built"]
     with subprocess.Popen(command, cwd=root, stdin=pipe, stdout=pipe, text=True) as rank:
         assert rank.stdout is not None and rank.stdout.readline() == "ready\n"
-        rank.send_signal(numbers[0])
-        rank.stdout.readline()
-        time.sleep(SAME_REQUEST_S + 0.1)
-        rank.send_signal(numbers[1])
-        with suppress(subprocess.TimeoutExpired):
-            rank.wait(timeout=0.3)
+        for number in numbers:
+            rank.send_signal(number)
+            while rank.stdout.readline() not in ("handled\n", ""):
+                pass
+            time.sleep(SAME_REQUEST_S + 0.1)
         output, _ = rank.communicate("\n")
     assert (rank.returncode, output.split()[-1:]) == (0, [str(int(signal.SIGTERM))])

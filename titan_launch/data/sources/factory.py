@@ -178,7 +178,7 @@ class SampleCheck:
             allowed = f"0 to {self.num_classes - 1}, or {IGNORED_TARGET} for a target that does not count"
             raise self._error(where, f"target must be {allowed}")
         if documents and (int(documents[0][0]) != 0 or not _in_range(documents[0].diff(), 2)):
-            reason = "documents must be numbers that begin at 0 and rise by 0 or 1 from token to token"
+            reason = "documents must begin at 0 in each sample and rise by 0 or 1 from token to token"
             raise self._error(where, reason)
         return sample
 

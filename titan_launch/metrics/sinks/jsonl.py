@@ -60,8 +60,12 @@ class JsonlSink(Sink):
         if length:
             self._file.append(bytes(len(line) - length))  # on a full disk, this fails, and the old line stays whole
             with self._path.open("r+b", buffering=0) as file:
-                file.seek(-len(line), os.SEEK_END)
-                file.write(line)  # a single write, so that a kill leaves a whole line
+                start = file.seek(-len(line), os.SEEK_END)
+                try:
+                    file.write(line)  # a single write, so that a kill leaves a whole line
+                except OSError:
+                    file.truncate(start + length)
+                    raise
         else:
             self._file.append(line)
         self._last = step, content, len(line)

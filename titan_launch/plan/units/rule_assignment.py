@@ -14,6 +14,7 @@ from titan_launch.core.terminal import short_name
 from titan_launch.models.decoder.huggingface_tensors import ends_in
 from titan_launch.plan.types import (
     EXPERTS,
+    LORA,
     MIXTURE_OF_EXPERTS,
     Inventory,
     ModuleInfo,
@@ -29,7 +30,7 @@ BATCH_NORM_DEFAULT = "BatchNorm default"
 _BATCH_NORM = "torch.nn.modules.batchnorm._BatchNorm"
 _REDUCED = {"bfloat16"}
 
-_MATMULS = {"torch.nn.modules.linear.Linear", "torch.nn.modules.conv._ConvNd", EXPERTS}
+_MATMULS = {"torch.nn.modules.linear.Linear", "torch.nn.modules.conv._ConvNd", EXPERTS, LORA}
 """Classes of the modules that compute matrix products."""
 
 

@@ -84,7 +84,7 @@ class StopRequest:
 
 class StepCoordinator:
     """The decisions whether to stop and whether to save a checkpoint, equal on all ranks. After every step, gloo
-    all-reduces two integers in a CPU tensor, so the host does not wait for the device."""
+    all-reduces three integers in a CPU tensor, so the host does not wait for the device."""
 
     def __init__(self, stop: StopRequest, interval_minutes: float | None, clock: Callable[[], float] = time.monotonic):
         """`interval_minutes`: minutes between two checkpoints; None disables checkpoints by time."""
@@ -94,7 +94,7 @@ class StepCoordinator:
         self._last_save = clock()
         self.stop_signal = 0
         """Number of the signal that ends the run after this step, or 0. If ranks received different signals, this is
-        the largest of their numbers."""
+        the largest number of a stop signal. It is RESTART_SIGNAL only if no rank received a stop signal."""
 
         self.save_is_due = False
         """True if `checkpoint.interval_minutes` have passed on any rank since the last save."""
@@ -106,9 +106,12 @@ class StepCoordinator:
 
         waited = self._clock() - self._last_save
         is_due = self._interval_s is not None and waited >= self._interval_s
-        flags = torch.tensor([self._stop.signal, int(is_due)], dtype=torch.int64)
+        own = self._stop.signal
+        of_kinds = (0, own) if own == RESTART_SIGNAL else (own, 0)
+        flags = torch.tensor([*of_kinds, int(is_due)], dtype=torch.int64)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-        self.stop_signal, due = flags.tolist()
+        stop, restart, due = flags.tolist()
+        self.stop_signal = stop or restart
         self.save_is_due = bool(due)
 
     def saved(self) -> None:
