@@ -168,7 +168,7 @@ def test_a_run_that_resumes_does_not_read_the_weights_but_notices_other_ones(
     run_ranks(run_job, 1, job)
     job["training"]["steps"] += 1
     random_model("Llama 2", tmp_path / "hf", initializer_range=0.5)
-    with pytest.raises(AssertionError, match=r"the folder has changed since .*step-3 was saved: .*; a resumed run ignores the new weights"):
+    with pytest.raises(AssertionError, match=r"has changed since .*step-3 was saved: .* a resumed run ignores the new"):
         run_ranks(run_job, 1, job)
     shutil.rmtree(tmp_path / "hf")
     run_ranks(run_job, 1, job)
