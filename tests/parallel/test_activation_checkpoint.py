@@ -256,7 +256,7 @@ dropped.register_autograd(
 
 
 class Dropping(nn.Module):
-    """It has a second dropout after that of the stand-in for attention."""
+    """A block whose stand-in for attention has dropout, followed by a second dropout."""
 
     def __init__(self, dropout_p: float):
         super().__init__()

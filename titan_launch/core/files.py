@@ -62,6 +62,19 @@ class RecordFile:
             self._file.seek(end)
             raise
 
+    def replace_last(self, length: int, record: bytes) -> None:
+        """Overwrite the last record, which has `length` bytes, by a record that is at least as long. A kill leaves one
+        of the two, perhaps with NUL bytes after it. Raises OSError if a write fails; on a full disk, the old record
+        stays."""
+        self.append(bytes(len(record) - length))  # the disk has room for the record now
+        with open(self._file.name, "r+b", buffering=0) as file:
+            start = file.seek(-len(record), os.SEEK_END)
+            try:
+                file.write(record)  # a single write, so that a kill leaves a whole record
+            except OSError:
+                file.truncate(start + length)
+                raise
+
     def close(self) -> None:
         self._file.close()
 

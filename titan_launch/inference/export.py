@@ -168,9 +168,9 @@ def _write_huggingface(source: SavedModel, folder: Path, options: ExportOptions)
     _copy_companions(source, folder)
     write_json(folder / CONFIG_FILE, config)
     if not (folder / GENERATION_FILE).exists():  # write the file that `transformers` would make from the config
-        ids = {key: config.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-        set_ids = {key: value for key, value in ids.items() if value is not None}
-        write_json(folder / GENERATION_FILE, {"_from_model_config": True, **set_ids})
+        keys = ("bos_token_id", "eos_token_id", "pad_token_id")
+        ids = {key: value for key in keys if (value := config.get(key)) is not None}
+        write_json(folder / GENERATION_FILE, {"_from_model_config": True, **ids})
     return len(entries), num_bytes
 
 

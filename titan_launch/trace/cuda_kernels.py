@@ -45,7 +45,7 @@ from torch.autograd.function import once_differentiable
 from titan_launch.core.patches import replaced
 from titan_launch.distributed.torch_private import functions_wrapped, grouped_products_have_shapes, shard_to_send
 from titan_launch.models.decoder import attention, layers, mixture_of_experts
-from titan_launch.models.decoder.mixture_of_experts import ExpertProduct, grouped_product, looped_product
+from titan_launch.models.decoder.mixture_of_experts import ExpertProduct, grouped_product, looped_product, widths_of
 from titan_launch.parallel import expert_parallel
 from titan_launch.plan.attention_kernels import WIDEST_FLASH
 from titan_launch.plan.experts import equal_parts, is_grouped, received_rows
@@ -227,7 +227,7 @@ def _flex_attention(
 
 def _expert_product(kernels: Kernels, rows: Tensor, counts: Tensor, *weights: Tensor) -> ExpertProduct:
     """Replace `mixture_of_experts.expert_product`. The values of `counts` are not read."""
-    if is_grouped(kernels, dtype_of(rows), [width for stacked in weights for width in stacked.shape[1:]]):
+    if is_grouped(kernels, dtype_of(rows), widths_of(weights)):
         return grouped_product(counts)
     return looped_product(equal_parts(rows.shape[0], counts.shape[0]))
 

@@ -170,6 +170,11 @@ class RunBatches:
     validation: ValidationBatches | None
     """None if the run has no validation source."""
 
+    @property
+    def indexed(self) -> TrainBatches | None:
+        """The training batches if their samples have indices; None for a stream."""
+        return self.train if isinstance(self.train, TrainBatches) else None
+
 
 @dataclass(frozen=True)
 class RunData:

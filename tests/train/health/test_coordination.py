@@ -106,7 +106,7 @@ StopRequest._on_signal = reported
 
 @pytest.mark.parametrize("numbers", [(RESTART_SIGNAL, signal.SIGTERM), (signal.SIGTERM, RESTART_SIGNAL)])
 def test_a_stop_and_a_restart_for_a_new_host_are_two_requests(numbers: tuple[int, int]) -> None:
-    """They do not end the rank at once, and the stop wins."""
+    """Neither signal ends the rank at once. In both orders, the run stops and does not restart."""
     code = HANDLED + RANK.replace("threading.Event().wait()", "input(); print(stop.signal)")
     root, pipe = Path(__file__).parents[3], subprocess.PIPE
     command = [sys.executable, "-c", code, "built"]

@@ -210,7 +210,7 @@ def validation_samples_are_held_out(config: JobConfig) -> Iterator[Problem]:
             continue
         names = ("kind", "subset", "hf_split", "field", "column")
         is_same = all(getattr(train, name, None) == getattr(held_out, name, None) for name in names)
-        is_same = is_same and _normal_entries(train.path) == _normal_entries(held_out.path)
+        is_same = is_same and _normal_entries(train) == _normal_entries(held_out)
         if not is_same or held_out.split == "train":  # a table with this split asks for training data
             continue
         also = (train_key, ("validation", "freq"), (*key, "path"))
@@ -229,7 +229,7 @@ def validation_samples_are_held_out(config: JobConfig) -> Iterator[Problem]:
 def validation_tokens_are_held_out(config: JobConfig) -> Iterator[Problem]:
     """Report a problem if validation reads the same token files as training. Token files have no splits."""
     for (train_key, train), (key, held_out) in pairs_of(config, TokensData):
-        if _normal_entries(train.path) == _normal_entries(held_out.path):
+        if _normal_entries(train) == _normal_entries(held_out):
             reason = "the training data has the same tokens; set the path of other token files"
             yield Problem((*key, "path"), reason, held_out.path, also=((*train_key, "path"), ("validation", "freq")))
 
@@ -287,7 +287,7 @@ def sources_with(config: JobConfig, kind: type[Kind]) -> Iterator[tuple[KeyPath,
     yield from ((key, data) for key, data in sources_of(config) if isinstance(data, kind))
 
 
-def entries_of(source: KeyPath, data: FilesData) -> Iterator[tuple[KeyPath, str]]:
+def entries_of(source: KeyPath, data: _Split | TokensData) -> Iterator[tuple[KeyPath, str]]:
     """Yield (key, entry) for each entry of the `path` of a data source."""
     if isinstance(data.path, str):
         yield (*source, "path"), data.path
@@ -295,9 +295,9 @@ def entries_of(source: KeyPath, data: FilesData) -> Iterator[tuple[KeyPath, str]
         yield from (((*source, "path", index), entry) for index, entry in enumerate(data.path))
 
 
-def _normal_entries(path: str | tuple[str, ...]) -> tuple[str, ...]:
-    """Return the entries of a `path`, each in one spelling: without `.`, `..` and superfluous slashes."""
-    return tuple(os.path.normpath(entry) for entry in ((path,) if isinstance(path, str) else path))
+def _normal_entries(data: _Split | TokensData) -> list[str]:
+    """Return the entries of a table's `path`, each in one spelling: without `.`, `..` and superfluous slashes."""
+    return [os.path.normpath(entry) for _, entry in entries_of((), data)]
 
 
 def pairs_of(config: JobConfig, kind: type[Kind]) -> Iterator[tuple[tuple[KeyPath, Kind], tuple[KeyPath, Kind]]]:

@@ -58,14 +58,7 @@ class JsonlSink(Sink):
         content = {**before, **finite}
         line = json.dumps({"step": step, **content}, allow_nan=False).encode().ljust(length - 1) + b"\n"
         if length:
-            self._file.append(bytes(len(line) - length))  # on a full disk, this fails, and the old line stays whole
-            with self._path.open("r+b", buffering=0) as file:
-                start = file.seek(-len(line), os.SEEK_END)
-                try:
-                    file.write(line)  # a single write, so that a kill leaves a whole line
-                except OSError:
-                    file.truncate(start + length)
-                    raise
+            self._file.replace_last(length, line)
         else:
             self._file.append(line)
         self._last = step, content, len(line)

@@ -10,7 +10,7 @@ the order of the tokens. Both sorts are gathers, in forward and in backward, so 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -143,10 +143,14 @@ def expert_product(rows: Tensor, counts: Tensor, *weights: Tensor) -> ExpertProd
     device whether one kernel computes all experts. If not, the experts are computed one after another, and the host
     waits for the counts.
     """
-    kind, widths = rows.device.type, [width for stacked in weights for width in stacked.shape[1:]]
-    if len(rows) and is_grouped(kind, str(rows.dtype).removeprefix("torch."), widths):
+    if len(rows) and is_grouped(rows.device.type, str(rows.dtype).removeprefix("torch."), widths_of(weights)):
         return grouped_product(counts)
     return looped_product(counts_on_host(counts, len(rows)))
+
+
+def widths_of(weights: Iterable[Tensor]) -> list[int]:
+    """Return the widths of stacked matrices (experts, out, in): out and in of each stack."""
+    return [width for stacked in weights for width in stacked.shape[1:]]
 
 
 def counts_on_host(counts: Tensor, num_rows: int) -> list[int]:

@@ -13,7 +13,6 @@ from titan_launch.data.loader import samples_of_step
 from titan_launch.distributed.collectives import on_all_ranks, on_rank_0
 from titan_launch.distributed.process_group import set_timeouts
 from titan_launch.metrics.sinks.jsonl import json_number
-from titan_launch.train.batches import TrainBatches
 from titan_launch.train.health.step_guard import SkippedStep
 from titan_launch.train.run import Run
 
@@ -86,8 +85,8 @@ def _go_back(run: Run, reason: str) -> None:
         progress.rollbacks = rollbacks + 1
         run.step.parameters_changed()
         run.step.guard.reset_skips()
-        if isinstance(run.batches.train, TrainBatches):  # a stream has not gone back, so it continues anyway
-            run.batches.train.move_to(position)
+        if run.batches.indexed is not None:  # a stream has not gone back, so it continues anyway
+            run.batches.indexed.move_to(position)
     run.observers.meter.restart_window()
     run.step.experts.restart_window()
     for sink in run.output.sinks:
@@ -136,7 +135,7 @@ def _record(run: Run, skipped: SkippedStep, losses: list[float]) -> str:
     # After a rollback the same step has other samples, and another file.
     rollback = f".rollback-{run.progress.rollbacks}" if run.progress.rollbacks else ""
     path = folder / f"step-{skipped.step}{rollback}.json"
-    content = "samples" if isinstance(run.batches.train, TrainBatches) else "numbers"
+    content = "numbers" if run.batches.indexed is None else "samples"
     try:
         folder.mkdir(exist_ok=True)
         if not skipped.is_last and not path.exists() and sum(1 for _ in folder.iterdir()) >= MAX_RECORDS:
@@ -151,7 +150,7 @@ def _to_json(run: Run, skipped: SkippedStep, losses: list[float]) -> dict[str, A
     batch = run.job.layout.global_batch_size
     position = run.progress.data_position - (run.progress.step - skipped.step + 1) * batch
     samples: list[Any] = [None] * run.job.layout.data_parallel  # a stream has no sample indices
-    if isinstance(run.batches.train, TrainBatches):
+    if run.batches.indexed is not None:
         samples = samples_of_step(run.batches.order, run.job.layout, position)
     return {
         "step": skipped.step,
