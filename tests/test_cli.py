@@ -302,7 +302,7 @@ def test_check_refuses_an_unknown_planner_device(job: Path, capsys: pytest.Captu
             "unknown option --world_size; it is an option of init, migrate, check, plan and data",
         ),
         ("check --config x.toml --batch-size 2", 'unknown option --batch-size; use "training.local_batch_size"'),
-        ("check --config x.toml --config=--x", "--config needs a value"),
+        ("check --config x.toml --config=--x", "--x: no such file"),
         ("check --config x.toml --steps=5", 'unknown option --steps; did you mean "--training.steps"?'),
         ("check --config x.toml --lr 5", 'unknown option --lr; did you mean "--optimizer.lr"?'),
         ("check --config x.toml --max_steps=5", 'unknown option --max_steps; use "training.steps"'),
@@ -396,9 +396,9 @@ def test_command_line_options_and_overrides_of_keys_are_told_apart() -> None:
         "--config a.toml --training.steps 20 --debug.x --world_size 2 --lr_scheduler={} --memory_gib=3 --job.name -n"
     )
     arguments = parse_arguments(
-        ["plan", *words.split(), "--data.path=a b", "--mfu", "0.5", "--json", "--planner.mfu=1"]
+        ["plan", *words.split(), "--data.path=a b", "--mfu", "0.5", "--max_batch", "--planner.mfu=1"]
     )
-    assert (arguments.config, arguments.world_size, arguments.json) == ("a.toml", 2, True)
+    assert (arguments.config, arguments.world_size, arguments.max_batch) == ("a.toml", 2, True)
     in_order = "--training.steps 20 --debug.x --lr_scheduler={} --memory-gib=3 --job.name -n --data.path=a_b --mfu 0.5"
     assert arguments.overrides == [*(word.replace("a_b", "a b") for word in in_order.split()), "--planner.mfu=1"]
 
@@ -434,6 +434,24 @@ def test_launch_requires_a_global_batch_size_if_the_number_of_ranks_may_change(j
     result = run_loaded("launch", "--nnodes", "1:2", "--config", job)
     assert (result.returncode, len(result.stderr.splitlines())) == (2, 1)
     assert "training.global_batch_size: is required with --nnodes" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--nnodes=1:2", "--nnodes 1:2: hosts can join and leave only with --rdzv-backend c10d --rdzv-endpoint HOST:P"),
+        ("--nnodes=2", "--nnodes 2: the hosts need an address: add --rdzv-backend c10d --rdzv-endpoint HOST:PORT, or"),
+        ("--nnodes=2 --rdzv-backend=c10d", "--rdzv-backend c10d: needs --rdzv-endpoint HOST:PORT, with the same value"),
+        ("--nnodes=2 --profiling.start_step=1 --profiling.ranks=[1,4]", "ranks.1 = 4: the run has 4 ranks; set a numb"),
+        ("--nnodes=1:3 --profiling.start_step=1 --profiling.ranks=[2]", "ranks.0 = 2: the run has 2 ranks; set a numb"),
+    ],
+)
+def test_options_that_no_run_can_start_with_are_one_error(
+    options: str, words: str, job: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["launch", "--config", str(job), "--nproc-per-node=2", *options.split()]) == 2
+    error = capsys.readouterr().err
+    assert words in error and len(error.splitlines()) == 1
 
 
 @pytest.mark.slow

@@ -47,7 +47,10 @@ DESCRIPTIONS = {
     path
     for glob in ("args.py", "architectures.py", "*/args.py", "*/*_args.py", "*/families.py", "*/huggingface_*.py")
     for path in (ROOT / "models").glob(glob)
-} | {ROOT / "models" / "huggingface" / name for name in ("files.py", "config_json.py", "adapter_config.py")}
+} | {
+    ROOT / "models" / "huggingface" / name
+    for name in ("files.py", "config_json.py", "adapter_config.py", "image_processor.py")
+}
 """The files of `models` that describe models without torch: arguments, sizes, names in the files of Hugging Face. They
 have the layer of the job file, whose table `[model.args]` they define."""
 

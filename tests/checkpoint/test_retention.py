@@ -71,10 +71,16 @@ def test_a_killed_deletion_leaves_no_partial_checkpoint(tmp_path: Path, monkeypa
         if not ignore_errors:
             raise KeyboardInterrupt
 
+    def busy(path: Path) -> None:
+        raise OSError(errno.EBUSY, "Device or resource busy", str(path))
+
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(shutil, "rmtree", killed)
         tidy(tmp_path, 2, Retention(latest=1, every=0, best=0))
     assert checkpoint_steps(tmp_path) == [2]
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", busy)
+        clean(tmp_path)  # the next save tries again
     clean(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-2"]
 

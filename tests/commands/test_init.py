@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -25,6 +26,7 @@ from titan_launch.config.loading.load import load_job
 from titan_launch.core.errors import config_error
 from titan_launch.data.tokenizers import train_tokenizer
 from titan_launch.launch import options
+from titan_launch.plan.hardware import DEVICES
 from titan_launch.recipes.recipes import RECIPES
 from titan_launch.recipes.sizes import _Candidate
 from titan_launch.train.build import build_run
@@ -116,9 +118,10 @@ def test_a_recipe_without_folders_names_what_is_missing(name: str, capsys: pytes
 
 
 def test_every_comment_of_a_command_is_a_valid_command(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["init", "pretrain"])
-    lines = Path("pretrain.toml").read_text().splitlines()
-    commands = [line.split()[2:] for line in lines if line.startswith("#   titan-launch")]
+    main(["init", "pretrain", "--out", "my job.toml"])
+    assert "next: titan-launch launch --config 'my job.toml'" in capsys.readouterr().out
+    lines = Path("my job.toml").read_text().splitlines()
+    commands = [shlex.split(line)[2:] for line in lines if line.startswith("#   titan-launch")]
     assert [command[0] for command in commands] == ["check", "data", "plan", "launch"]
     assert main(commands[0]) == 0
 
@@ -141,7 +144,7 @@ def test_a_file_is_never_overwritten(capsys: pytest.CaptureFixture[str]) -> None
             ["sft", "job.toml"],
             "unrecognized arguments: job.toml; the option --out names the output (see titan-launch init",
         ),
-        (["sft", "--out", "no/such/folder.toml"], "no/such/folder.toml cannot be written: No such file or directory"),
+        (["sft", "--out", "no/such/folder.toml"], "no/such/folder.toml: there is no folder no/such"),
         (["sft", "--model", "nowhere"], "--model nowhere: there is no such folder"),
         (["sft", "--data", "nowhere"], "--data nowhere: no such file or folder"),
         (["sft", "--data", "text.txt"], 'has 1 text file (data.kind = "text"), but the recipe sft needs "chat"'),
@@ -151,7 +154,8 @@ def test_a_file_is_never_overwritten(capsys: pytest.CaptureFixture[str]) -> None
         (["pretrain", "--data", "empty.jsonl"], "its files have no lines"),
         (["pretrain", "--data", "array.jsonl"], "line 1 of array.jsonl is not a JSON object"),
         (["image_classification", "--data", "bad.npz"], "is not a valid .npz file of plain arrays"),
-        (["pretrain", "--device", "h100"], "--device h100: unknown device"),
+        (["pretrain", "--device", "h100"], f'{DEVICES[-1].name}; did you mean "h100-80gb"'),
+        (["llama_bn", "--world-size", "2"], '--world-size has no effect on the config "llama_bn", which init only cop'),
     ],
 )
 def test_bad_input_is_one_error_and_writes_nothing(
@@ -205,6 +209,9 @@ def test_columns_of_tables_are_found(capsys: pytest.CaptureFixture[str]) -> None
     data = written("pretrain", "b.toml", "--data", "set")["data"]
     assert data == {"kind": "huggingface", "path": "set", "split": "train", "column": "text", "hf_split": "train"}
     assert main(["check", "--config", "a.toml"]) == 0 == main(["check", "--config", "b.toml"])
+    shutil.copy("set/train/dataset_info.json", ".")
+    Path("set/dataset_dict.json").write_text('{"splits": [".."]}')
+    assert "hf_split" not in written("pretrain", "c.toml", "--data", "set")["data"]
 
 
 def length_of(name: str, *args: str) -> tuple[dict[str, Any], str]:
@@ -248,6 +255,11 @@ def test_images_decide_sizes_and_classes(capsys: pytest.CaptureFixture[str]) -> 
     write_config(Path("vit"), "vit", architectures=["ViTForImageClassification"])
     job = written("image_classification", "b.toml", "--data", "photos", "--model", "vit")
     assert job["model"]["args"] == {"num_labels": 2} and job["model"]["exclude_from_weights"] == ["classifier.*"]
+    assert job["data"]["mean"] == [0.485, 0.456, 0.406]
+    Path("vit/preprocessor_config.json").write_text(json.dumps({"image_mean": [0.5] * 3, "image_std": [0.4] * 3}))
+    job = written("image_classification", "d.toml", "--data", "photos", "--model", "vit")
+    for data in (job["data"], job["validation"]["data"]):
+        assert (data["mean"], data["std"], data["resize"], data["crop"]) == ([0.5] * 3, [0.4] * 3, 256, 224)
     make_data("images")
     job = written("image_classification", "c.toml", "--data", "images.npz")
     assert job["model"]["args"] == {"image_size": 8, "in_channels": 3, "stem": "small", "num_classes": 3}
@@ -333,7 +345,8 @@ def test_the_gpus_of_the_machine_are_planned_for(monkeypatch: pytest.MonkeyPatch
 
 def test_the_visible_gpus_are_those_that_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(options, "_ask_driver", lambda *args: ["A, 1024", "B, 2048", "C, [N/A]"])
-    for visible, names in {"1": ["B"], "1, 0": ["B", "A"], "2": [], "7": [], "GPU-a1b2,GPU-c3d4": ["A", "B"]}.items():
+    numbers = {"1": ["B"], "1, 0": ["B", "A"], "1,-1,0": ["B"], "2": [], "7": []}
+    for visible, names in {**numbers, "GPU-a1b2,GPU-c3d4": ["A", "B"]}.items():
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         assert [name for name, _ in options.find_gpus()] == names, visible
 

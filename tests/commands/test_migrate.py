@@ -281,6 +281,7 @@ def test_bad_input_is_one_error(capsys: pytest.CaptureFixture[str]) -> None:
         (["old.toml"], "error: old.toml:1: steps: not a section"),
         (["old.toml", "--out", "mine.toml"], "mine.toml exists, and migrate never overwrites a file"),
         (["none.toml"], "none.toml: no such file"),
+        (["."], "error: .: is a folder"),
         (["old.toml", "--out", "new.yaml"], "the name of a job file must end in .toml"),
     ):
         assert main(["migrate", *args]) == 2

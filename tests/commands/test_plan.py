@@ -163,6 +163,7 @@ def test_plan_refuses_settings_that_do_not_fit_the_model(tmp_path: Path) -> None
     for sections, key in (
         ({"batchnorm": {"statistics": "synchronized"}}, "batchnorm.statistics: norm is a Whitened"),
         ({"activation_checkpoint": {"mode": "full"}}, "activation_checkpoint.mode: needs blocks"),
+        ({"optimizer": {"param_groups": [{"match": "nothing.*"}]}}, "param_groups.0.match: matches no trainable param"),
     ):
         job = {**tiny_job(tmp_path, **sections), "model": model}
         with pytest.raises(ConfigError, match=key):
@@ -263,8 +264,13 @@ def test_the_number_of_ranks_that_suffices_is_planned_with_the_jobs_own_reshardi
     """The job reshards its parameters after forward only on several ranks."""
 
     def plan(ranks: int, memory_gib: float, options: Namespace) -> dict[str, Any]:
-        planner = {"memory_gib": memory_gib, "margin_gib": 0.0, "overhead_gib": 0.0}
-        job = tiny_job(tmp_path, model={"args": {"n_layers": 4, "dim": 128, "hidden_dim": 512}}, planner=planner)
+        sections: dict[str, Any] = {
+            "model": {"args": {"n_layers": 4, "dim": 128, "hidden_dim": 512}},
+            "planner": {"memory_gib": memory_gib, "margin_gib": 0.0, "overhead_gib": 0.0},
+            "precision": {"rules": RULES[:1], "placement": "own_unit"},
+            "compile": {"enable": True},
+        }
+        job = tiny_job(tmp_path, **sections)
         print_plan(JobConfig.model_validate(job), ranks, str, options)
         found: dict[str, Any] = json.loads(capsys.readouterr().out)
         return found
@@ -272,6 +278,11 @@ def test_the_number_of_ranks_that_suffices_is_planned_with_the_jobs_own_reshardi
     (row,) = plan(2, 1.0, OWN_JSON)["rows"]
     refused = plan(1, 1.001 * row["reserved_bytes_estimated"] / GIB, plan_options(*OWN, "--json", "--advise"))
     assert refused["sufficient_ranks"] == 2
+    almost = 0.99 * refused["rows"][0]["reserved_bytes_estimated"]
+    advice = plan(1, almost / GIB, plan_options(*OWN, "--json", "--advise"))["advice"]
+    assert advice and all(change["fits"] for change in advice)
+    # A compiled part of a block cannot be checkpointed per operation.
+    assert 'activation_checkpoint.mode = "selective"' not in [line for change in advice for line in change["lines"]]
 
 
 def test_a_measurement_that_needs_more_host_memory_than_is_free_is_refused() -> None:

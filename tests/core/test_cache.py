@@ -76,6 +76,15 @@ def test_a_damaged_entry_is_built_again(cache: Path, damage: Callable[[Path], ob
     assert built_once("kind", 1, build) == folder and build.calls == 2
 
 
+def test_a_list_of_files_that_was_not_completely_written_is_not_part_of_the_entry(cache: Path) -> None:
+    folder = built_once("kind", 1, Build())
+    folder.rename(folder.with_suffix(".partial"))
+    (folder.with_suffix(".partial") / "files.json").rename(folder.with_suffix(".partial") / "files.json.tmp")
+    built_once("kind", 1, build := Build())
+    built_once("kind", 1, build)
+    assert build.calls == 1
+
+
 def test_an_entry_without_a_list_of_files_is_not_compared(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="titan_launch")
     (built_once("kind", 1, Build()) / "files.json").write_text("[1]")

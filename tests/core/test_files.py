@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from titan_launch.core.files import open_regular, read_regular
+from titan_launch.core.errors import UserError
+from titan_launch.core.files import CACHE_VARIABLE, cache_folder, open_regular, read_regular
 
 OTHERS: dict[str, Callable[[Path], object]] = {
     "FIFO": os.mkfifo,
@@ -39,3 +40,14 @@ def test_a_file_is_read_up_to_its_limit(tmp_path: Path) -> None:
     assert read_regular(path) == read_regular(path, 3) == b"abc"
     with pytest.raises(OSError, match="larger than"):
         read_regular(path, 2)
+
+
+def test_a_user_without_a_home_folder_is_told_how_to_set_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for variable in (CACHE_VARIABLE, "XDG_CACHE_HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    with pytest.raises(UserError, match=f"no home folder for the cache; set {CACHE_VARIABLE}"):
+        cache_folder()

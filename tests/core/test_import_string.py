@@ -45,7 +45,8 @@ def test_a_name_that_is_not_an_import_string_is_an_error(name: str) -> None:
 
 def test_a_missing_module_is_named_with_the_folder_that_was_searched(folder: Path) -> None:
     assert _error("reg_absent.nets:build") == (
-        f'there is no module "reg_absent" in {folder} or the installed packages; correct the name, or install it'
+        f'there is no module "reg_absent" in {folder} or the installed packages; correct the name, or install the '
+        "module"
     )
     assert 'no module "json.absent"' in _error("json.absent:build")
 

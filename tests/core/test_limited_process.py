@@ -171,8 +171,11 @@ def test_objects_are_dropped_with_their_handles(calls: LimitedObject) -> None:
     assert number in helper._made
     del other
     gc.collect()
+    with pytest.raises(TypeError, match="cannot pickle"):
+        calls.call("add", threading.Lock())
+    assert number in helper.forgotten
     calls.call("add")
-    assert number not in helper._made
+    assert number not in helper._made and number not in helper.forgotten
 
 
 def test_a_handle_cannot_be_pickled(calls: LimitedObject) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import subprocess
@@ -11,7 +12,14 @@ from pathlib import Path
 import pytest
 
 from titan_launch.core import process
-from titan_launch.core.process import has_exited_directly, in_forks, remove_folders
+from titan_launch.core.process import (
+    announce_once,
+    has_exited_directly,
+    in_forks,
+    print_hidden_announcement,
+    remove_folders,
+    wrong_path,
+)
 
 REPO = Path(__file__).parents[2]
 
@@ -59,6 +67,23 @@ def test_a_process_without_a_temporary_folder_runs_its_action() -> None:
     code = f"import tempfile\ntempfile._candidate_tempdir_list = lambda: ['/missing']{WITHOUT_FOLDER}"
     ended = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "ran\n", "")
+
+
+def test_the_error_of_a_rank_whose_output_is_hidden_is_printed_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "1" / "error.json"))
+    with open(os.devnull, "w") as hidden, monkeypatch.context() as patch:  # `--local-ranks-filter` without this rank
+        patch.setattr(sys, "stderr", hidden)
+        announce_once("error: no memory", "Traceback")
+    announce_once("error: rank 1 is gone")
+    print_hidden_announcement(os.environ)
+    assert capsys.readouterr().err == "Traceback\nerror: no memory\n"
+
+
+@pytest.mark.parametrize(("number", "is_wrong"), [(errno.EISDIR, True), (errno.EROFS, True), (errno.ENOSPC, False)])
+def test_errors_that_another_path_mends(number: int, is_wrong: bool) -> None:
+    assert (wrong_path(OSError(number, os.strerror(number), "out")) is not None) == is_wrong
 
 
 def test_forks_share_the_items(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,16 @@ import sys
 import threading
 from pathlib import Path
 
-from titan_launch.core.signals import AGENT_PID, RESTART_SIGNAL, STOP_SIGNALS, signals_blocked, signals_handled
+import pytest
+
+from titan_launch.core.signals import (
+    AGENT_PID,
+    RESTART_SIGNAL,
+    STOP_SIGNALS,
+    is_orphan,
+    signals_blocked,
+    signals_handled,
+)
 
 REPO = Path(__file__).parents[2]
 
@@ -45,6 +54,16 @@ def test_a_rank_ends_at_once_if_its_agent_has_ended_before(tmp_path: Path) -> No
     script.write_text('#!/bin/bash\n"$@"; exit $?\n')
     script.chmod(0o755)
     assert started_by(os.getpid()).stdout == started_by(os.getpid(), str(script)).stdout == "goes on\n"
+
+
+def test_a_system_without_proc_asks_for_the_agent_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    child = subprocess.Popen(["true"])
+    child.wait()
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr("titan_launch.core.signals.process_fields", lambda pid: None)
+    for agent, is_gone in ((child.pid, True), (os.getpid(), False)):
+        monkeypatch.setenv(AGENT_PID, str(agent))
+        assert is_orphan() == is_gone
 
 
 def start(code: str) -> subprocess.Popen[str]:

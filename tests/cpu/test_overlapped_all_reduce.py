@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -122,6 +123,18 @@ def test_all_reduces_that_are_added_to_earlier_gradients_do_not_overlap() -> Non
 def test_all_reduces_whose_result_is_cast_do_not_overlap() -> None:
     for _, begun in run_ranks(compare_with_waiting, 2, "deferred", "bfloat16", 2):
         assert begun == []
+
+
+def test_the_dtype_of_the_trained_parameters_decides_whether_the_result_is_cast() -> None:
+    """A frozen parameter may have another dtype (`precision.frozen_storage_dtype`)."""
+    frozen = nn.Parameter(torch.ones(1, dtype=torch.bfloat16), requires_grad=False)
+    trained = nn.Parameter(torch.ones(1))
+    unit = SimpleNamespace(fsdp_params=[SimpleNamespace(sharded_param=p) for p in (frozen, trained)])
+    group = overlapped._OverlappingGroup(overlapped._PendingAllReduces(), cast(Any, None), unit)
+    found: list[bool] = []
+    trained.register_hook(lambda g: found.extend(group._is_read_at_once(g.to(p.dtype)) for p in (frozen, trained)))
+    trained.sum().backward()
+    assert found == [True, False]
 
 
 class FailedError(Exception):

@@ -24,6 +24,7 @@ from titan_launch.config.sections.data import JsonlData, TextData
 from titan_launch.config.sections.tokenizer import TokenizerConfig
 from titan_launch.core.errors import ConfigError, UserError
 from titan_launch.core.files import CACHE_VARIABLE
+from titan_launch.data import prepare as preparation
 from titan_launch.data.corpora.jsonl import JsonlCorpus
 from titan_launch.data.corpora.text_files import TextCorpus
 from titan_launch.data.prepare import UNFINISHED, cached_token_files, file_digests, prepare
@@ -92,6 +93,8 @@ def test_an_interrupted_preparation_continues(text: Path, tmp_path: Path) -> Non
     header = prepare(corpus(text), folder)
     after = {path.name: path.stat().st_mtime_ns for path in folder.glob("*.tokens")}
     assert len(after) == 4 and before.items() < after.items()
+    (tmp_path / "at once").mkdir()
+    (tmp_path / "at once" / UNFINISHED).touch()  # as after a kill before the file got its content
     prepare(corpus(text), tmp_path / "at once")
     assert content(folder) == content(tmp_path / "at once")
     assert prepare(corpus(text), folder) == header, "a complete folder is kept"
@@ -145,19 +148,22 @@ def test_touched_and_moved_text_continues_a_preparation(text: Path, tmp_path: Pa
     assert prepare(corpus(tmp_path / "moved"), folder) == header
 
 
-def test_a_folder_that_another_process_has_just_completed_is_not_written_again(text: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("module", "name"), [(fcntl, "flock"), (preparation, "refuse_weights_folder")])
+def test_a_folder_that_another_process_has_just_completed_is_not_written_again(
+    text: Path, tmp_path: Path, module: Any, name: str
+) -> None:
     folder = tmp_path / "tokens"
     interrupted(text, folder)
     times: list[int] = []
 
-    def complete_and_lock(file: Any, operation: int) -> None:
+    def complete_first(*arguments: Any) -> None:
         patch.undo()
         prepare(corpus(text), folder)
         times.extend(path.stat().st_mtime_ns for path in sorted(folder.iterdir()))
-        fcntl.flock(file, operation)
+        getattr(module, name)(*arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fcntl, "flock", complete_and_lock)
+        patch.setattr(module, name, complete_first)
         header = prepare(corpus(text), folder)
     assert times == [path.stat().st_mtime_ns for path in sorted(folder.iterdir())]
     assert header == verify_token_files(folder)
@@ -244,7 +250,10 @@ def test_text_in_the_image_of_a_disk_has_other_tokens(
     monkeypatch.setattr("titan_launch.data.corpora.text_files.file_state", lambda path: [path.stat().st_size, 0, 0, 0])
     before = cached_token_files(corpus(text))
     rewrite(text / "07.txt", "hello", "olleh")
-    assert cached_token_files(corpus(text)) != before
+    after = cached_token_files(corpus(text))
+    assert after != before
+    monkeypatch.setattr("titan_launch.data.prepare._CODE", [text / "07.txt"])
+    assert cached_token_files(corpus(text)) != after, "other code may give other tokens"
 
 
 def test_the_same_text_elsewhere_has_the_same_tokens(
@@ -322,6 +331,13 @@ def test_the_command_trains_a_tokenizer_and_splits(text: Path, tmp_path: Path) -
         (["text", "--out=o", "--validation-percent=100"], "must be a whole number from 1 to 99"),
         (["text", "--out=o", "--tokenizer=none"], "tokenizer.path"),
         (["text", "--out=text"], "error: text has files that are not token files; name another folder, or delete them"),
+        (["text", "--out=text", "--train-tokenizer=280"], "error: text has files, but no tokens of the new tokenizer"),
+        (["text", "--out=text/00.txt/o"], "error: text/00.txt/o cannot be written: Not a directory; name"),
+        (
+            ["text", "--out=o", "--train-tokenizer=280", "--tokenizer.path=p"],
+            "error: --tokenizer.path=p cannot be used with --train-tokenizer, which sets this key; remove one of them",
+        ),
+        (["text", "--out=o", "--data.path=p"], "error: --data.path=p cannot be used with PATH, which sets this key; "),
         (["--out=o", "--data.kind=synthetic"], 'prepare reads one source of text: set kind = "text"'),
         (["fifo", "--out=o"], "no such file or folder"),
         (

@@ -142,6 +142,11 @@ def fifo(file: Path) -> None:
             {},
             "tokenizer.end_of_document: must name the token that ends a document",
         ),
+        (
+            lambda file: file.with_name("tokenizer_config.json").write_text('{"eos_token": "</s>"}'),
+            {},
+            'tokenizer.path: has no token "</s>", which is the "eos_token" of ',
+        ),
         (edited(lambda c: None), {"end_of_document": "<|endoftex|>"}, 'did you mean "<|endoftext|>"?'),
         (edited(lambda c: None), {"begin_of_document": "<s>"}, "tokenizer.begin_of_document: is not a token of"),
     ],

@@ -49,9 +49,9 @@ def test_missing_ranks_are_named() -> None:
 
 def test_a_signal_ends_the_wait_for_missing_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("titan_launch.distributed.process_group._WAIT_AFTER_SIGNAL_S", 0.5)
-    zero, one = meet_all(dist.HashStore(), [0, 1], 3, signal_on_zero=signal.SIGTERM)
-    for end in (zero, one):
-        assert isinstance(end, Stopped) and end.status == 0 and "SIGTERM while waiting" in str(end)
+    for number, status, text in ((signal.SIGTERM, 0, "SIGTERM while waiting"), (signal.SIGUSR2, 75, "a new host")):
+        for end in meet_all(dist.HashStore(), [0, 1], 3, signal_on_zero=number):
+            assert isinstance(end, Stopped) and end.status == status and text in str(end)
 
 
 def test_a_rank_does_not_wait_for_a_store_whose_agent_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,7 +77,10 @@ LIMITED = {
     "strftime": ("{{ strftime_now('%Y' * 10**9) }}", MEMORY),
     "loops": ("{% for a in range(10**5) %}{% for b in range(10**5) %}{% endfor %}{% endfor %}", TIME),
     "power": ("{{ 10 ** (10 ** 9) }}", ""),
-    "long text": ("{{ 'a' * 20000000 }}", RESULT),
+    "long text": (
+        "{{ 'a' * 20000000 }}{% for m in messages %}<{{ m.role }}>{{ m.content }}|{% endfor %}",
+        RESULT,
+    ),
     "long error": ("{{ raise_exception('x' * 10**9) }}", MEMORY),
     "nested blocks": ("{% if 1 %}" * 200 + "{% endif %}" * 200, ""),
     "nested brackets": ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", SYNTAX),

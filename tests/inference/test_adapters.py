@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,15 @@ from tests.tensors import assert_equal, full_state
 from tests.train.jobs import this_rank, tiny_job
 from titan_launch.checkpoint.index import read_weights
 from titan_launch.cli import main
+from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.load import load_job
 from titan_launch.core.errors import UserError
-from titan_launch.models.build import recorded_model
+from titan_launch.inference.export import ExportOptions, _write_adapter
+from titan_launch.inference.saved_model import SavedModel
+from titan_launch.models.build import build_model, recorded_model
+from titan_launch.models.huggingface.files import WeightsError
 from titan_launch.models.weights.folder import WeightsFolder
+from titan_launch.models.weights.writing import Entry
 from titan_launch.train.build import build_run
 from titan_launch.train.loop import fit
 
@@ -171,6 +176,29 @@ def test_adapters_of_another_job_are_refused(tmp_path: Path) -> None:
         assert "lora.adapter" in error and expected in error
 
 
+_RESNET: dict[str, Any] = {"model": {"name": "resnet"}, "lora": {"targets": ["fc"], "rank": 2}}
+
+
+@pytest.mark.parametrize(
+    ("sections", "changed"),
+    [
+        ({"model": {"name": "deepseek_v3"}, "lora": {"targets": ["**.attention.*"]}}, "layers.1.moe.selection_bias"),
+        (_RESNET, "bn1.running_mean"),
+        ({**_RESNET, "batchnorm": {"of_frozen": "fixed"}}, ""),
+    ],
+)
+def test_adapters_of_a_run_that_changed_buffers_are_not_exported(
+    sections: dict[str, Any], changed: str, tmp_path: Path
+) -> None:
+    job = JobConfig.model_validate(sections)
+    module = build_model(job.model, 8, lora=job.lora).module
+    entries = {name: Entry(name, tuple(tensor.shape), tensor.dtype) for name, tensor in module.state_dict().items()}
+    saved = SavedModel({}, job, entries, lambda name: torch.zeros(entries[name].shape), "", None)
+    options = ExportOptions(is_plain=True, is_adapter=True)
+    with pytest.raises(WeightsError, match=changed) if changed else nullcontext():
+        _write_adapter(saved, tmp_path, options)
+
+
 def test_scales_of_one_module_of_transformers_are_not_exported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -214,6 +242,7 @@ def test_the_base_may_move_and_is_never_written_to(tmp_path: Path, capsys: pytes
     )
     written = f"{base / 'tiny'} is in {base}, a folder with weights (*.safetensors); {nothing}; choose another folder"
     assert written in failure("check", "--config", job, f"--job.dump_folder={base}")
+    assert "hf: it has no checkpoint, so --base has no effect" in failure("export", base, "--out", job, "--base", base)
     base.rename(moved)
     digest = WeightsFolder(moved).fingerprint().digest
     needed = f"omits 21 never-trained parameters; their values are in {base}, with the fingerprint {digest}"

@@ -11,11 +11,14 @@ import torch
 from torch import Tensor
 
 from tests.distributed import run_ranks
+from tests.inference.test_generation import byte_level_tokenizer
 from tests.models.huggingface_folders import CONFIGS, VOCABULARY, needs_transformers
 from tests.sampling import sampled
 from tests.tensors import assert_equal
+from titan_launch.config.sections.data import ImageData
 from titan_launch.config.sections.model import ModelConfig
 from titan_launch.core.errors import ConfigError
+from titan_launch.data.images.transform import Transform
 from titan_launch.inference.export import ExportOptions, export
 from titan_launch.models.build import take_inventory
 from titan_launch.models.huggingface import module as huggingface
@@ -77,6 +80,9 @@ CLASSES: dict[str, dict[str, Any]] = {
 }
 
 
+DATA = ImageData(kind="images", path="photos", resize=10, crop=6, mean=0.4, std=(0.25,))
+
+
 def _module(args: dict[str, Any]) -> Any:
     """Return a module of which no two tensors have equal values."""
     torch.manual_seed(0)
@@ -98,7 +104,11 @@ def _export(module: Any, args: dict[str, Any], folder: Path, **options: Any) -> 
 
     (folder / "plain").mkdir(parents=True)
     save_file(_state(module), folder / "plain/model.safetensors")
-    record = {"model": {"name": "huggingface", "args": args}, "training": {"seq_len": TOKENS}}
+    record: dict[str, Any] = {"model": {"name": "huggingface", "args": args}, "training": {"seq_len": TOKENS}}
+    if "num_channels" in args:
+        record["data"] = DATA.model_dump(exclude_none=True)
+    if (folder / "new.json").exists():
+        record["tokenizer"] = {"kind": "huggingface", "path": str(folder / "new.json")}
     (folder / "plain/config.json").write_text(json.dumps(record))
     export(folder / "plain", folder / "exported", ExportOptions(**options))
     return folder / "exported"
@@ -146,10 +156,26 @@ def _check_class(name: str, folder: Path) -> None:
     assert_equal(dict(loaded.state_dict()), dict(module.state_dict()))
     with torch.no_grad():
         torch.testing.assert_close(loaded.eval()(inputs).logits, module(inputs).logits, rtol=1e-5, atol=1e-5)
+    if "num_channels" in args:
+        _check_images(exported)
     ours, weights = _find(exported, args)
     load_weights(ours, weights)
     assert_equal(dict(ours.state_dict()), dict(module.state_dict()))
     _read_in_parts(weights, module.state_dict())
+
+
+def _check_images(exported: Path) -> None:
+    """Compare the images that `transformers` prepares from an export with those of the run. The filters of both round
+    pixels to whole numbers."""
+    from PIL.Image import fromarray
+    from transformers import AutoImageProcessor
+
+    image = torch.randint(0, 256, (1, 20, 31), dtype=torch.uint8)
+    processor = AutoImageProcessor.from_pretrained(exported)
+    theirs = processor(fromarray(image[0].numpy()), return_tensors="pt").pixel_values
+    transform = Transform(DATA, ("data",))
+    ours = transform.normalized(transform.changed(image, 0, None)[None])
+    torch.testing.assert_close(theirs, ours, rtol=0, atol=1.01 / 255 / 0.25)
 
 
 def _refused(folder: Path, args: dict[str, Any], **keys: Any) -> str:
@@ -221,3 +247,21 @@ def test_the_files_are_those_of_save_pretrained_and_other_tensors_are_refused(
 ) -> None:
     """In one process, because importing the library takes seconds."""
     run_ranks(_check_all, 1, tmp_path, names, timeout=300)
+
+
+def test_an_export_has_the_tokenizer_of_the_run(tmp_path: Path) -> None:
+    """The tokenizer has another name than the file beside it, and the run began without weights."""
+    byte_level_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").rename(tmp_path / "new.json")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates/rag.jinja").write_text("rag")
+    args = _class("LlamaForCausalLM", "llama", _LLAMA, eos_token_id=None)
+    exported = _export(_module(args), args, tmp_path)
+    assert (exported / "tokenizer.json").read_text() == (tmp_path / "new.json").read_text()
+    assert (exported / "additional_chat_templates/rag.jinja").read_text() == "rag"
+    for name in ("config.json", GENERATION_FILE):
+        assert json.loads((exported / name).read_text())["eos_token_id"] == 256, name
+    (tmp_path / "new.json").unlink()
+    note = f"note: the folder lacks the run's tokenizer, because {tmp_path}/new.json is not found; copy it there"
+    assert note in export(tmp_path / "plain", tmp_path / "again", ExportOptions())

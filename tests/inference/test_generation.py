@@ -182,7 +182,7 @@ def test_a_run_prints_what_it_has_learned(
     assert printed("--prompt=Grüße").rstrip("\n\ufffd") == expected
     assert printed("--prompt=Grüße", "--max-new-tokens=4") == ", \ufffd\n"
     assert printed("--prompt=Grüße", "--stop=\N{EARTH GLOBE EUROPE-AFRICA}!") == ", 世界 \n"
-    (tmp_path / "prompt.txt").write_text("Grüße, 世")
+    (tmp_path / "prompt.txt").write_text("Grüße, 世", encoding="utf-8-sig")
     assert printed(f"--prompt-file={tmp_path}/prompt.txt", "--max-new-tokens=3") == "界\n"
     monkeypatch.setattr(sys, "stdin", io.StringIO("Grüß\nGrüße, \n"))
     assert printed("--max-new-tokens=3") == "e, \n世\n"

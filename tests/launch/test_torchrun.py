@@ -180,8 +180,8 @@ def test_a_host_without_others_ends_after_the_timeout_of_the_rendezvous(job: dic
     options = ("--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--rdzv-conf=join_timeout=1")
     with launched(job, *options) as process:
         _, reported = process.communicate(timeout=60)
-    expected = "error: fewer hosts than --nnodes joined before the timeout (--rdzv-conf)"
-    assert (process.returncode, reported.strip()) == (1, expected)
+    expected = "error: fewer hosts than --nnodes joined before the timeout; start the missing hosts, or set --rdzv-conf"
+    assert (process.returncode, reported.strip()) == (1, f"{expected} join_timeout=SECONDS")
 
 
 def test_a_rank_that_is_killed_while_it_starts_ends_the_launch_in_seconds(job: dict[str, Any]) -> None:

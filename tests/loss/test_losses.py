@@ -243,7 +243,7 @@ def test_a_function_of_the_user_trains_as_a_plain_loop(
     ("name", "message"),
     [
         ("losses_of_tokens", "returns a tensor of the shape (64,) instead of one sum, a scalar tensor"),
-        ("mean_loss", "return a sum over samples, not a mean: the launcher divides it"),
+        ("mean_loss", "return a sum over samples, not a mean: the launcher divides the sum"),
         ("constant_loss", "returns a value without a gradient; compute it from the logits"),
         ("failing_loss", "failed:\nTraceback"),
         ("no_loss", "cannot be called with two arguments, logits and targets"),
@@ -537,6 +537,13 @@ def test_kto_with_the_base_of_adapters_is_kto_with_its_folder(tmp_path: Path) ->
         )
 
 
+def test_a_base_whose_statistics_change_is_no_reference() -> None:
+    key, model = ("loss", "kto", "reference"), nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    with pytest.raises(ConfigError, match=r'changes running statistics of 1; set batchnorm.of_frozen = "fixed", or'):
+        Base(model, key)
+    Base(model.eval(), key)  # as with batchnorm.of_frozen = "fixed"
+
+
 def test_documents_without_labels_are_refused_by_kto(tmp_path: Path) -> None:
     pytest.importorskip("jinja2")
     job = kto_job(tmp_path)
@@ -561,9 +568,8 @@ def test_documents_without_labels_are_refused_by_kto(tmp_path: Path) -> None:
     reason += '"unpaired_preferences"'
     run_ranks(fail_with, 1, {**job, "data": plain}, ("data", "path"), reason)
     targets, documents = torch.tensor([[-100, 65, 7]]), torch.zeros(1, 3, dtype=torch.int32)
-    loss = KTOLoss(
-        lambda *_: None, lambda function: function, KTOConfig(reference="base"), nn.Linear(1, 1), Base(nn.Linear(1, 1))
-    )
+    model = nn.Linear(1, 1)
+    loss = KTOLoss(lambda *_: None, lambda function: function, KTOConfig(reference="base"), model, Base(model, ()))
     with pytest.raises(ConfigError, match="has a document whose last target is no label"):
         loss.counts(targets, documents)
 

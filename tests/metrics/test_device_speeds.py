@@ -72,7 +72,7 @@ def test_groups_divide_the_ranks_and_know_whether_they_cross_nodes(world_size: i
     [
         ("missing/speeds.json", "there is no folder missing"),
         ("notes.txt", "exists, and is not a file of measurements, so it is not replaced"),
-        ("folder", "exists, and is not a file of measurements"),
+        ("folder", "is not a regular file"),
         ("weights/speeds.json", "a folder with weights"),
         ("", "--out needs a value"),
     ],

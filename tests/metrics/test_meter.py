@@ -153,7 +153,13 @@ def test_pauses_after_a_report_count_in_it_until_the_next_one() -> None:
         clock.advance(4)
     assert meter.late_pauses() == {"time/checkpoint_s": 3}
     train(meter, clock, steps=4)
-    assert report(meter)["time/checkpoint_s"] == 0
+    meter.report({})
+    for _ in range(2):  # `pauses` has not been called
+        assert not meter.late_pauses()
+        with meter.paused("checkpoint"):
+            clock.advance(4)
+    train(meter, clock, steps=4)
+    assert report(meter)["time/checkpoint_s"] == 2
 
 
 def test_communication_in_a_pause_belongs_to_the_pause() -> None:
@@ -241,6 +247,13 @@ def test_the_maximum_loss_is_omitted_without_targets() -> None:
     meter = build(clock)
     train(meter, clock, steps=1)
     assert "train/loss_max" not in report(meter, loss=math.nan, valid=0, valid_global=0)
+
+
+def test_a_time_that_no_rank_could_measure_is_omitted() -> None:
+    clock = Clock()
+    meter = build(clock)
+    train(meter, clock, steps=1)
+    assert "comm/exposed_s" not in meter.report({"comm/exposed_s": -math.inf})
 
 
 def _unequal_ranks() -> dict[str, float]:

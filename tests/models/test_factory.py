@@ -23,7 +23,7 @@ from titan_launch.core.errors import ConfigError, Problem
 from titan_launch.distributed.mesh import build_mesh
 from titan_launch.models.build import BuiltModel, build_model
 from titan_launch.models.factory import HostBuild
-from titan_launch.models.host_values import HostValues
+from titan_launch.models.host_values import HostValues, num_bytes
 from titan_launch.models.init import allocate, initialize
 from titan_launch.plan.layout import plan_layout
 from titan_launch.train.model import build_on_all_ranks, plan_precision, shard_model
@@ -104,6 +104,11 @@ def test_initial_values_are_those_of_the_factory(factory: Callable[[], nn.Module
     initialize(module, built.initializer, 0, CPU)
     assert_equal({name: module.state_dict(keep_vars=True).get(name, module.positions) for name in expected}, expected)
     assert list(module.state_dict()) == list(factory().state_dict())
+
+
+def test_views_of_one_storage_count_once_and_whole() -> None:
+    whole = torch.zeros(8)
+    assert num_bytes([whole, whole[:2], torch.zeros(3)]) == 4 * (8 + 3)
 
 
 def _sharded_values() -> dict[str, torch.Tensor]:

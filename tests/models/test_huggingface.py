@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,16 @@ from tests.distributed import run_ranks
 from tests.models.huggingface_folders import CONFIGS, POSITIONS, VOCABULARY, needs_transformers, write_config
 from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.load import dump_job, load_job
+from titan_launch.config.rules import first_problem
 from titan_launch.config.sections.model import ModelConfig
-from titan_launch.core.errors import ConfigError
+from titan_launch.core.errors import ConfigError, Problem, format_key
 from titan_launch.models.build import BuiltModel, build_model
 from titan_launch.models.documents import check_documents, document_arguments
 from titan_launch.models.factory import HostBuild
 from titan_launch.models.host_values import HostValues
 from titan_launch.models.huggingface import module as huggingface
+from titan_launch.models.huggingface.config_json import read_folder_config
+from titan_launch.models.huggingface.image_processor import FILE, read_image_keys
 from titan_launch.models.weights.folder import find_weights
 from titan_launch.train.model import inspect_model
 
@@ -41,6 +45,67 @@ def test_a_job_takes_the_keys_of_the_folder(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "config.json").write_text(dump_job(config))
     (tmp_path / "vit/config.json").unlink()
     assert load_job("config.json").config == config
+
+
+def test_names_of_classes_have_the_order_of_the_folder(tmp_path: Path) -> None:
+    """A new output layer may have any order. Class folders with other names are not compared."""
+    names: dict[str, Any] = {"id2label": {"0": "dogs", "1": "cats"}}
+    for name in ("cats", "dogs"):
+        (tmp_path / "images" / name).mkdir(parents=True)
+    images = {"kind": "images", "path": str(tmp_path / "images")}
+    texts = {"kind": "classification", "path": __file__, "labels": ["cats", "dogs"]}
+    vit: dict[str, Any] = {"name": "huggingface", "args": {**CONFIGS["vit"], **names}}
+    keys = {"architectures": ["LlamaForSequenceClassification"], "vocab_size": 257, **names}
+    folder = write_config(tmp_path / "llama", "llama", **keys)
+    args = dict(read_folder_config(folder).args)
+    llama: dict[str, Any] = {"name": "llama3", "flavor": "none", "args": args, "weights": folder}
+    of_folders = "data.path: its class folder cats is class 0, which is dogs in model.args.id2label; rename the folders"
+    of_labels = f'data.labels: must have the order of id2label in {folder}/config.json, ["dogs", "cats"]; or, for a new'
+    jobs: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+        (vit, images, of_folders),
+        ({**vit, "args": {**CONFIGS["vit"], "num_labels": 2, "id2label": None}}, images, ""),
+        ({**vit, "args": CONFIGS["vit"]}, images, ""),
+        (llama, texts, of_labels),
+        (llama, {**texts, "labels": ["dogs", "cats"]}, ""),
+        ({**llama, "exclude_from_weights": ["output.weight"]}, texts, ""),
+    ]
+    for model, data, message in jobs:
+        problem = first_problem(JobConfig.model_validate({"model": model, "data": data}))
+        found = "" if problem is None else f"{format_key(problem.key)}: {problem.reason}"
+        assert found.startswith(message) and bool(found) == bool(message), found
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"size": 224, "crop_pct": 0.875, "do_resize": True}, (256, 224)),  # as of ResNet
+        ({"size": {"shortest_edge": 384}, "crop_pct": 0.95}, (384, 384)),
+        ({"size": {"height": 224, "width": 224}}, (224, 224)),  # as of ViT
+        ({"size": {"shortest_edge": 256}, "crop_size": {"height": 224}, "do_center_crop": True}, (256, 224)),
+        ({"size": 256, "do_resize": False}, (None, None)),
+        ({"size": "large"}, (None, None)),
+    ],
+)
+def test_the_size_of_images_is_that_of_the_folder(keys: dict[str, Any], expected: object, tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text(json.dumps({**keys, "image_mean": [1, 0.5], "do_normalize": keys.get("size") != 256}))
+    found = read_image_keys(tmp_path)
+    assert (found.get("resize"), found.get("crop")) == expected
+    assert found.get("mean") == (None if keys["size"] == 256 else [1.0, 0.5])
+
+
+def test_images_are_normalized_as_the_weights_expect(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text(json.dumps({"image_mean": [0.4, 0.5], "image_std": [0.5, 0.5]}))
+    args = {**CONFIGS["vit"], "id2label": None, "num_labels": 10}
+    model = {"name": "huggingface", "args": args, "weights": str(tmp_path)}
+
+    def problem(**keys: Any) -> Problem | None:
+        data = {"kind": "images", "path": "sklearn-digits", "resize": 6, "crop": 6, **keys}
+        return first_problem(JobConfig.model_validate({"model": model, "data": data}))
+
+    found = problem()
+    assert found is not None and found.key == ("data", "mean")
+    assert found.reason.endswith("image_mean = [0.4, 0.5], but the default is 0.5; set [0.4, 0.5]")
+    assert problem(mean=0.5) is None, "a job may set other values"
 
 
 def _built(

@@ -66,6 +66,7 @@ def test_published_sizes_are_expressed_as_transformers_reads_them(model_type: st
         args = resolve_args(name, flavor, {})
         assert isinstance(args, DecoderArgs)
         config = config_of(name, args, "bfloat16", 4096)
+        assert config.items() >= FAMILIES[model_type].neutral.items()
         assert resolve_args(name, ALL_IN_ARGS, arguments_of(config)).num_layers() == args.n_layers
         read = AutoConfig.for_model(**json.loads(json.dumps(config))).to_dict()  # it changes tables in place
         assert config_of(name, resolve_args(name, ALL_IN_ARGS, arguments_of(read)), "bfloat16", 4096) == config
@@ -223,16 +224,26 @@ def test_a_model_that_no_class_computes_is_not_written(changes: dict[str, Any], 
 
 
 @pytest.mark.parametrize("case", ["Qwen 3, tied", "DeepSeek-V3"])
-def test_a_hugging_face_folder_is_exported_without_an_import(case: str, tmp_path: Path) -> None:
+def test_a_hugging_face_folder_is_exported_without_an_import(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """`--dtype` converts all tensors but the biases of the choice of experts."""
     random_model(case, tmp_path / "hf")
-    assert main(["import", str(tmp_path / "hf"), "--out", str(tmp_path / "imported")]) == 0
+    config(auto_map={"AutoModelForCausalLM": "code.Model"})(tmp_path / "hf")
+    imported = tmp_path / "an import"
+    assert main(["import", str(tmp_path / "hf"), "--out", str(imported)]) == 0
+    assert load_job(str(imported / "job.toml"), rules=()).config.job.name == "job", "a name has no spaces"
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    assert main(["import", str(tmp_path / "hf"), "--out", "."]) == 2
+    assert "error: . is the working directory, which cannot be replaced; name another" in capsys.readouterr().err
     for name, options in (("plain", ["--format=plain"]), ("bf16", ["--dtype=bfloat16"])):
         assert main(["export", str(tmp_path / "hf"), "--out", str(tmp_path / name), *options]) == 0
-    assert same_tensors(tmp_path / "imported", tmp_path / "plain")
+    assert same_tensors(imported, tmp_path / "plain")
     original, rounded = tensors_of(tmp_path / "hf"), tensors_of(tmp_path / "bf16")
     assert original.keys() == rounded.keys()
-    assert json.loads((tmp_path / "bf16" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    exported = json.loads((tmp_path / "bf16" / "config.json").read_text())
+    assert exported["torch_dtype"] == "bfloat16" and "auto_map" not in exported, "the export has no code"
     for name, tensor in original.items():
         kept = name.endswith("e_score_correction_bias")
         assert torch.equal(rounded[name], tensor if kept else tensor.to(torch.bfloat16))
@@ -361,6 +372,13 @@ BAD: dict[str, tuple[Change, str]] = {
     "outside": (index(a="../y.safetensors"), r'names "../y.safetensors", which is not a \*.safetensors file in the'),
     "missing_shards": (index(a="y.safetensors", b="z.safetensors"), "it lacks 2 of its 3 files: y.safetensors, z"),
     "not_in_its_shard": (index(a="x.safetensors"), "x.safetensors lacks tensors that .* lists: a"),
+    "in_two_files": (
+        lambda folder: (
+            index(**{Q: "y.safetensors"})(folder),
+            (folder / "y.safetensors").write_bytes((folder / "x.safetensors").read_bytes()),
+        ),
+        "x.safetensors and y.safetensors both have .* and 18 more: one file is probably of another save; copy or",
+    ),
     "fifo": (
         lambda folder: ((folder / "model.safetensors").unlink(), os.mkfifo(folder / "model.safetensors")),
         "model.safetensors cannot be read: not a regular file",

@@ -12,10 +12,12 @@ from torch import nn
 from titan_launch.config.optimizers import GroupSettings
 from titan_launch.config.sections.training import OptimizerConfig
 from titan_launch.core.errors import ConfigError, Problem
+from titan_launch.models.build import take_inventory
 from titan_launch.models.decoder.mixture_of_experts import Experts
 from titan_launch.models.decoder.table_args import ExpertArgs
-from titan_launch.optim.groups import check_param_groups, check_stacks, group_parameters
+from titan_launch.optim.groups import group_parameters
 from titan_launch.plan.layout import Layout
+from titan_launch.plan.param_groups import check_param_groups, check_stacks, trained_parameters
 
 
 class ScaleNorm(nn.Module):
@@ -44,14 +46,20 @@ class Model(nn.Module):
 
 def _named(model: nn.Module, **config: Any) -> dict[str, list[str]]:
     names = {parameter: name for name, parameter in model.named_parameters()}
-    groups = group_parameters(model, OptimizerConfig.model_validate(config), head=("output",))
-    return {group.name: [names[parameter] for parameter in group.parameters.values()] for group in groups}
+    settings = OptimizerConfig.model_validate(config)
+    groups = group_parameters(model, settings, head=("output",))
+    found = {group.name: [names[parameter] for parameter in group.parameters.values()] for group in groups}
+    planned = dict[str, list[str]]()
+    for name, parameter in trained_parameters(take_inventory(model, (), ("output",)), settings).items():
+        planned.setdefault(parameter.group, []).append(name)
+    assert planned == found
+    return found
 
 
 def _problems(model: nn.Module, *matches: str) -> tuple[Problem, ...]:
     config = OptimizerConfig.model_validate({"param_groups": [{"match": match} for match in matches]})
     with pytest.raises(ConfigError) as caught:
-        check_param_groups(model, config)
+        check_param_groups(take_inventory(model, ()), config)
     return caught.value.problems
 
 
@@ -116,7 +124,7 @@ def test_weight_decay_is_not_inherited_by_another_algorithm() -> None:
 def test_a_parameter_that_muon_cannot_update_is_an_error() -> None:
     def reasons(model: nn.Module, head: tuple[str, ...] = (), **config: Any) -> list[str]:
         with pytest.raises(ConfigError) as caught:
-            check_param_groups(model, OptimizerConfig.model_validate(config), head)
+            check_param_groups(take_inventory(model, (), head), OptimizerConfig.model_validate(config))
         return [problem.reason for problem in caught.value.problems]
 
     group = {"match": "layers.0.**", "algorithm": "Muon"}
@@ -139,7 +147,9 @@ def test_groups_without_effect_are_errors() -> None:
     key = ("optimizer", "param_groups")
     assert _problems(Model(), "layers.**", "layers.0.**", "possitions.weight") == (
         Problem(
-            (*key, 1, "match"), "every parameter that this glob matches is already in an earlier group", "layers.0.**"
+            (*key, 1, "match"),
+            "every parameter that this glob matches is already in an earlier group; put the narrower group first",
+            "layers.0.**",
         ),
         Problem(
             (*key, 2, "match"),
@@ -158,7 +168,7 @@ def test_stacked_parameters_of_experts_are_matrices_and_their_biases_vectors() -
     assert {"experts.b1", "experts.b2", "experts.b3"} < {*named["default, weight decay 0"]}
     config = OptimizerConfig.model_validate({"name": "Muon", "param_groups": [{"match": "**.b1", "algorithm": "Muon"}]})
     with pytest.raises(ConfigError, match="Muon is for matrices"):
-        check_param_groups(model, config, ("output",))
+        check_param_groups(take_inventory(model, (), ("output",)), config)
 
 
 def stacked_experts(num_experts: int) -> Experts:
@@ -181,11 +191,12 @@ def stacked_experts(num_experts: int) -> Experts:
 )
 def test_muon_needs_whole_matrices_of_experts(layout: dict[str, int], reason: str | None) -> None:
     model = nn.ModuleDict({"experts": stacked_experts(8), "output": nn.Linear(6, 7)})
+    inventory = take_inventory(model, (), ("output",))
     grid = Layout(**{"replicate": 1, "local_batch_size": 1, "num_microbatches": 1, **layout})
     config = OptimizerConfig(name="Muon")
     with nullcontext() if reason is None else pytest.raises(ConfigError, match=reason):
-        check_stacks(model, config, ("output",), grid)
+        check_stacks(inventory, config, grid)
     other = OptimizerConfig.model_validate(
         {"name": "Muon", "param_groups": [{"match": "**.experts.*", "algorithm": "AdamW"}]}
     )
-    check_stacks(model, other, ("output",), grid)
+    check_stacks(inventory, other, grid)

@@ -132,7 +132,7 @@ def test_layers_that_compute_their_own_statistics_are_refused_by_name() -> None:
     ours, torchs = message.splitlines()
     assert ours == (
         "batchnorm.statistics: 1 is a Whitened, whose forward does not call super().forward(...), so its statistics "
-        'cannot be synchronized; call it, or set batchnorm.statistics = "local"'
+        'cannot be synchronized; add this call, or set batchnorm.statistics = "local"'
     )
     assert "2 is a SyncBatchNorm" in torchs
 

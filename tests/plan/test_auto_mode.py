@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from tests.plan.report.test_modes import (
+    ARGS,
     PEAK,
     UNSHARDED,
     auto,
@@ -15,11 +19,13 @@ from tests.plan.report.test_modes import (
 from tests.trace.traces import model_inventory
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import ConfigError
-from titan_launch.plan.auto_mode import Resolution, largest_batch, recommend, resolve
+from titan_launch.plan.advice import advise
+from titan_launch.plan.auto_mode import Resolution, largest_batch, recommend, remedies, resolve
 from titan_launch.plan.hardware import GIB, hardware_of
 from titan_launch.plan.job import configured_choice, with_local_batch_size
-from titan_launch.plan.layout import plan_layout
+from titan_launch.plan.layout import Layout, plan_layout
 from titan_launch.plan.module_selection import checkpointed_modules
+from titan_launch.plan.report.modes import ModeComparison, Verdict
 from titan_launch.plan.report.table import format_assumptions, format_comparison
 from titan_launch.plan.types import Inventory
 from titan_launch.plan.units.order import plan_resharding
@@ -166,3 +172,49 @@ def test_auto_weighs_traffic_between_nodes() -> None:
     assert (
         resolution.row.link_traffic.within == 0 and resolution.row.choice.accumulation.label == f"deferred{UNSHARDED}"
     )
+
+
+AUTO_BATCH = {"seq_len": 16, "local_batch_size": "auto", "global_batch_size": 8}
+
+
+def test_a_deferring_job_may_fit_only_with_a_single_microbatch() -> None:
+    config = make_job(gradient_accumulation={"mode": "deferred"}, training=AUTO_BATCH)
+
+    def predict(job: JobConfig, layout: Layout) -> ModeComparison:
+        comparison, _ = compared(job, only_own=True)
+        verdict: Verdict = "fits" if layout.num_microbatches == 1 else "does not fit"
+        return replace(comparison, rows=tuple(replace(row, verdict=verdict) for row in comparison.rows))
+
+    assert largest_batch(config, 2, hardware_of(config, 2), predict) == 4
+
+
+@pytest.mark.parametrize(
+    ("sections", "keys"),
+    [
+        ({}, 'try activation_checkpoint.mode = "auto", a smaller training.seq_len, a larger loss.chunks, more ranks'),
+        ({"activation_checkpoint": {"mode": "auto"}}, "try a smaller training.seq_len, a larger loss.chunks, more ran"),
+        (
+            {"data": {"kind": "images", "path": "images"}, "model": {"name": "resnet"}},
+            'try activation_checkpoint.mode = "auto", more ranks',
+        ),
+    ],
+)
+def test_remedies_suit_the_job(sections: dict[str, Any], keys: str) -> None:
+    config = make_job(training=AUTO_BATCH, **sections)
+    comparison, _ = compared(make_job(planner={"memory_gib": 1}), only_own=True)
+    with pytest.raises(ConfigError) as caught:
+        largest_batch(config, 2, hardware_of(config, 2), lambda job, layout: comparison)
+    assert keys in str(caught.value)
+    (text,) = remedies(replace(comparison, config=config), comparison.rows)
+    assert ("seq_len" in text) == ("loss.chunks" in text) == ("seq_len" in keys)
+
+
+def test_advice_combines_the_strongest_changes_that_the_job_allows() -> None:
+    """Tensor parallelism refuses state in int8."""
+    config = make_job(parallelism={"tensor_parallel_degree": 2}, model={"args": {**ARGS, "vocab_size": 300}})
+
+    def predict(job: JobConfig, layout: Layout) -> float:
+        return 10 - 3 * (job.optimizer.state_dtype == "bfloat16") - 3 * (job.activation_checkpoint.mode == "full")
+
+    first, *_ = advise(config, plan_layout(config.parallelism, config.training, 2), 5, predict)
+    assert first.fits and first.lines == ('activation_checkpoint.mode = "full"', 'optimizer.state_dtype = "bfloat16"')

@@ -13,15 +13,14 @@ from torch import nn
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.model import ModelConfig
 from titan_launch.config.sections.parallelism import ParallelismConfig
-from titan_launch.config.sections.training import GradientAccumulationConfig, TrainingConfig
+from titan_launch.config.sections.training import TrainingConfig
 from titan_launch.core.errors import ConfigError
 from titan_launch.core.torch_release import CAN_SHARE_UNITS, MIXES_DTYPES_IN_UNIT
 from titan_launch.models.blocks import find_pipeline_order
 from titan_launch.models.build import build_model, take_inventory
-from titan_launch.plan.communication import Collectives, Exchange, Traffic, scaled_to_step
 from titan_launch.plan.job import plan_job
 from titan_launch.plan.layout import Layout, plan_layout
-from titan_launch.plan.pipeline import balance, parts_on_rank, plan_stages
+from titan_launch.plan.pipeline import balance, counts_to_run, parts_on_rank, plan_stages, representative_ranks
 from titan_launch.plan.report.unit_table import describe_units, format_plan
 from titan_launch.plan.types import Inventory, ModelPlan
 from titan_launch.train.model import inspect_model
@@ -72,6 +71,13 @@ def test_stages_are_as_equal_as_whole_layers_allow() -> None:
     large_output = cuts(llama(6, vocab_size=4000), pipeline_parallel_degree=3)
     # The stages have 2 layers, 3 layers, and 1 layer with the output.
     assert [len(part) for part in large_output] == [3, 3, 3]
+
+
+def test_the_rank_with_the_largest_matrices_is_predicted_too() -> None:
+    """3 layers with the embedding have more parameters than 4 layers, but 4 layers take longer."""
+    whole = plan_job(job(9, pipeline_parallel_degree=3), llama(9, vocab_size=300))
+    assert [len(stage.modules) for stage in whole.stages] == [4, 4, 4]
+    assert representative_ranks(whole) == [0, 1, 2]
 
 
 def test_stages_begin_at_the_split_points_of_the_job() -> None:
@@ -226,30 +232,20 @@ def test_the_text_of_a_plan_describes_the_pipeline_stages() -> None:
 
 
 @pytest.mark.parametrize(
-    ("accumulation", "grow"),
+    ("schedule", "microbatches", "counts"),
     [
-        ({"mode": "immediate"}, (3, 3, 3)),
-        ({"mode": "deferred_all_reduce"}, (3, 3, 1)),
-        ({"mode": "deferred"}, (3, 1, 1)),
-        ({"mode": "deferred", "keep_params_unsharded": True}, (1, 1, 1)),
-        ({"mode": "immediate", "keep_params_unsharded": True}, (1, 3, 3)),
+        ("GPipe", 9, (9,)),
+        ("1F1B", 9, (6, 7)),
+        ("Interleaved1F1B", 25, (15, 20)),
+        ("Interleaved1F1B", 24, (18, 24)),  # 4 rounds, each of 6 microbatches instead of 5
     ],
 )
-def test_traffic_of_a_longer_step_is_extrapolated_by_microbatch(
-    accumulation: dict[str, Any], grow: tuple[int, int, int]
+def test_the_planned_steps_of_a_pipeline_have_whole_rounds(
+    schedule: str, microbatches: int, counts: tuple[int, ...]
 ) -> None:
-    """Extrapolate the collectives of 12 microbatches from a step of 4."""
-    seen = Traffic(Collectives(8, 4, 12), 80, 40, 120, *(Exchange(calls, 10 * calls) for calls in (16, 20, 24)))
-    layout = Layout(2, 1, local_batch_size=1, num_microbatches=12, pipeline=2)
-    long = scaled_to_step(seen, 4, layout, GradientAccumulationConfig.model_validate(accumulation))
-    gathers, scatters, sums = grow
-    assert long == Traffic(
-        Collectives(8 * gathers, 4 * scatters, 12 * sums),
-        80 * gathers,
-        40 * scatters,
-        120 * sums,
-        *(Exchange(3 * calls, 30 * calls) for calls in (16, 20, 24)),
-    )
+    parallelism = ParallelismConfig.model_validate({"pipeline_parallel_schedule": schedule})
+    grid = Layout(1, 1, local_batch_size=1, num_microbatches=microbatches, pipeline=5)
+    assert counts_to_run(parallelism, grid) == counts
 
 
 @pytest.mark.parametrize(

@@ -3,29 +3,33 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 from tests.distributed import run_command
+from tests.plan.report.test_modes import PredictedBy, flops_of, footprint
 from tests.plan.test_speeds import MEASURED
 from tests.sampling import rest_is_slow
+from tests.trace.traces import model_inventory
 from titan_launch.cli import main
 from titan_launch.commands.parser import recordings_of
 from titan_launch.commands.plan_search import search_layouts
 from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.load import load_job
 from titan_launch.config.rules import first_problem
-from titan_launch.core.errors import ConfigError
+from titan_launch.core.errors import ConfigError, UserError
+from titan_launch.plan.communication import Traffic
 from titan_launch.plan.hardware import hardware_of
 from titan_launch.plan.job import with_unsharded_parameters, with_values
 from titan_launch.plan.layout import Layout, plan_layout
 from titan_launch.plan.report.found import overlay
 from titan_launch.plan.report.modes import ComparedJob, PlanRow, compare
-from titan_launch.plan.search import SEARCHED, Search, _without_pipeline, value_of
+from titan_launch.plan.search import SEARCHED, Key, Search, _without_pipeline, value_of
 
 RANKS = 4
 DEVICE = [
@@ -128,6 +132,23 @@ def test_keys_of_an_axis_do_not_exclude_layouts_without_it(options: list[str], a
     assert ("extends" in overlay(config, plain.config, "base.toml")) == (axis == "tensor")
 
 
+def test_the_file_of_the_job_may_need_the_overrides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop(search: object, describe: object) -> NoReturn:
+        raise UserError("error: the search begins")
+
+    monkeypatch.setattr("titan_launch.commands.plan_search.run_and_exit", stop)
+    file, text = tmp_path / "job.toml", tmp_path / "text.jsonl"
+    file.write_text('[data]\nkind = "jsonl"\n')
+    text.touch()
+    options = ["--world-size=2", "--search", f"--out={tmp_path}/best.toml", f"--data.path={text}"]
+    assert main(["plan", f"--config={file}", *options]) == 2
+    assert capsys.readouterr().err == "error: the search begins\n"
+    complete = overlay(None, load_job(str(file), options[-1:]).config, str(file))
+    assert "extends" not in complete and f'path = "{text}"' in complete
+
+
 def test_held_values_are_kept() -> None:
     config = job("--planner.memory_gib=1", "--job.device=cpu", "--training.local_batch_size=2")
     replicated = with_values(
@@ -140,6 +161,36 @@ def test_held_values_are_kept() -> None:
     keys = [("training", "local_batch_size"), ("parallelism", "shard_optimizer_over_replicas")]
     (found,) = search_layouts(replicated, RANKS, [*HELD, *AXES, *keys]).best
     assert found.layout.local_batch_size == 2 and found.layout.shards_optimizer and found.layout.replicate > 1
+
+
+def test_a_deferring_job_may_fit_only_with_a_single_microbatch() -> None:
+    """A held key with the value `auto` stays open."""
+    options = ["--job.device=cpu", "--gradient_accumulation.mode=deferred", "--training.local_batch_size=auto"]
+    keys = [("training", "local_batch_size"), ("gradient_accumulation", "mode")]
+    (found,) = search_without_recordings(job("--planner.memory_gib=4", *options), [*HELD, *AXES, *keys]).run().best
+    assert found.layout.num_microbatches == 1
+
+
+def search_without_recordings(config: JobConfig, held: Sequence[Key]) -> Search:
+    """Return a search in which a job needs 3 GiB with a single microbatch, and 5 GiB with several."""
+    inventory = model_inventory(config)
+
+    def subject_of(config: JobConfig, layout: Layout) -> ComparedJob:
+        gib = 3 if layout.num_microbatches == 1 else 5
+        return ComparedJob(inventory, flops_of, PredictedBy(lambda choice: footprint(gib), lambda choice: Traffic()))
+
+    return Search(config, RANKS, hardware_of(config, 2), held, subject_of)
+
+
+def test_a_job_that_a_run_would_refuse_is_not_found() -> None:
+    options = ["--planner.memory_gib=4", "--job.device=cpu"]
+    with pytest.raises(ConfigError, match="matches no trainable parameter"):
+        search_without_recordings(job(*options, "--optimizer.param_groups=[{match = 'nothing'}]"), HELD)
+    experts = job(*options, "--model.name=qwen3_moe", "--optimizer.name=Muon")
+    divided = with_values(experts, {("parallelism", "tensor_parallel_degree"): 2})
+    search = search_without_recordings(experts, HELD)
+    assert search._problem(experts) is None
+    assert "tensor_parallel_degree = 2 divides each expert" in str(search._problem(divided))
 
 
 def test_cpu_offload_is_used_only_if_nothing_fits_without_it() -> None:

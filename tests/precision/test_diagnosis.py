@@ -288,7 +288,7 @@ def foreign(module: str, match: str) -> str:
 
 IN_PLACE = (
     "changes in place a tensor that it got through the boundary of an FSDP2 unit (test_diagnosis.py:LINE); write "
-    "x = x + y for x += y, drop inplace=True, or change a copy, x.clone()"
+    "x = x + y in place of x += y, drop inplace=True, or change a copy, x.clone()"
 )
 RUNNING_NORM = (
     "layers.0.layer (RunningNorm) has bfloat16 parameters beside float32 buffers (running_mean, running_var), but "
@@ -397,8 +397,8 @@ CASES = (
     Case(
         "ReturnsView",
         "backward used sharded parameters: most likely the output of layers.0 (ReturnsView) or of a unit "
-        "after it is a view (x.view, x[...]) that is then changed in place; write x = x + y for x += y, drop "
-        "inplace=True, or return x.clone()",
+        "after it is a view (x.view, x[...]) that is then changed in place; write x = x + y in place of x += y, "
+        "drop inplace=True, or return x.clone()",
         key="model.name",
         model="ModelInPlace",
     ),

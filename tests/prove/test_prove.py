@@ -305,7 +305,8 @@ def test_the_command_shows_the_certificate_of_the_cache(tmp_path: Path) -> None:
     path.write_text('[data]\nkind = "synthetic"\n')
     known = certificate(digest_of(load_job(str(path)).config))
     store_certificate(known)
-    command, variables = ["prove", "--config=job.toml", "--out=proof.json"], {CACHE_VARIABLE: str(tmp_path / "cache")}
+    command = ["prove", "--config=job.toml", "--out=proof.json", "--prove.certificate=proof.json"]
+    variables = {CACHE_VARIABLE: str(tmp_path / "cache")}
     status, output, reported = run_command(command, tmp_path, environment=variables)
     assert status == 0 and output.startswith("layout proven (shards 2)"), output + reported
     assert parse_as(CERTIFICATE, (tmp_path / "proof.json").read_bytes()) == known
@@ -323,6 +324,13 @@ def test_launch_requires_a_proof(tmp_path: Path, capsys: pytest.CaptureFixture[s
     store_certificate(certificate(digest_of(load_job(str(path)).config), "differs"))
     assert main(launch) == 2
     assert "layout differs (shards 2): the twin does not train as in one process" in capsys.readouterr().err
+    old = tmp_path / "old proof.json"
+    old.write_text(certificate("of another job").dumps())
+    assert main([*launch, f"--prove.certificate={old}"]) == 2
+    assert f"certificate {old} is not of this job, " in (error := capsys.readouterr().err)
+    assert f"run titan-launch prove --config {path} --out '{old}' with the same overrides" in error
+    assert main(["prove", "--config", str(path), f"--out={tmp_path}"]) == 2
+    assert f"--out {tmp_path}: is not a regular file" in capsys.readouterr().err
 
 
 def test_a_run_records_its_certificate_and_its_page_has_it(tmp_path: Path) -> None:

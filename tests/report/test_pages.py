@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ from titan_launch.cli import main
 from titan_launch.config.job import JobConfig
 from titan_launch.plan.report.unit_table import model_name
 from titan_launch.report.charts import line_chart
-from titan_launch.report.figures import spread, summary, time_parts
+from titan_launch.report.comparison import RunComparison
+from titan_launch.report.figures import spread, step_columns, summary, time_parts
 from titan_launch.report.recorded_run import load_run
 
 FP32, BF16 = {"precision": {"param_dtype": "float32"}}, {"precision": {"param_dtype": "bfloat16"}}
@@ -84,6 +86,22 @@ def test_pauses_are_means_over_all_steps(tmp_path: Path) -> None:
     reports = {1: {"time/validation_s": 3.0}, 10: {"time/validation_s": 4 / 9}}
     run = load_run(record(tmp_path / "run", {step: {"time/step_s": 1.0, **report} for step, report in reports.items()}))
     assert time_parts(run)["validation"] == pytest.approx(0.7)
+
+
+def test_a_run_that_loaded_a_checkpoint_begins_at_its_step(tmp_path: Path) -> None:
+    """3 s of validation in the one step of the first report, and 1 s in each of the two steps of the second."""
+    reports = {501: {"time/validation_s": 3.0}, 503: {"time/validation_s": 1.0}}
+    run = load_run(record(tmp_path / "run", {step: {"time/step_s": 1.0, **report} for step, report in reports.items()}))
+    add_log(run.folder, 1, "INFO titan_launch.train: resumed from /other/checkpoint/step-500")
+    assert time_parts(run)["validation"] == pytest.approx(5 / 3)
+    assert [(column.first, column.last) for column in step_columns(run)] == [(501, 501), (502, 503)]
+
+
+def test_the_27th_run_of_a_comparison_has_a_letter_and_a_number(tmp_path: Path) -> None:
+    record(tmp_path / "run", reports())
+    run = load_run(tmp_path / "run")
+    text = RunComparison([replace(run, folder=tmp_path / str(index)) for index in range(27)]).as_text()
+    assert " Z " in text and " A1 " in text
 
 
 def test_compare_names_what_differs_and_the_figures_in_its_first_lines(

@@ -78,30 +78,32 @@ def test_stages_send_activations_and_their_gradients(rank: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "mode", "num_microbatches", "rank"),
+    ("schedule", "mode", "num_microbatches", "rank", "tensor"),
     rest_is_slow(
         [
-            ("1F1B", "immediate", 5, 2),
-            ("1F1B", "deferred", 5, 2),
-            ("ZBVZeroBubble", "deferred", 8, 2),
-            ("Interleaved1F1B", "immediate", 8, 0),
+            ("1F1B", "deferred", 5, 4, 2),  # gradients are reduced once per step, activations in every microbatch
+            ("1F1B", "immediate", 5, 2, 1),
+            ("1F1B", "deferred", 5, 2, 1),
+            ("ZBVZeroBubble", "deferred", 8, 2, 1),
+            ("Interleaved1F1B", "immediate", 8, 0, 1),
         ],
         4,
     ),
 )
 def test_a_longer_pipeline_step_is_extrapolated_from_a_full_one(
-    schedule: str, mode: str, num_microbatches: int, rank: int, monkeypatch: pytest.MonkeyPatch
+    schedule: str, mode: str, num_microbatches: int, rank: int, tensor: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    parallelism = {"pipeline_parallel_degree": 2, "tensor_parallel_degree": tensor}
     sections: dict[str, Any] = {
-        "parallelism": {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": schedule},
+        "parallelism": {**parallelism, "pipeline_parallel_schedule": schedule},
         "gradient_accumulation": {"mode": mode, "keep_params_unsharded": "Zero" in schedule},
         "training": {"global_batch_size": 2 * num_microbatches},
     }
     n_layers = 2 if schedule == "1F1B" else 4
-    short = trace(4, rank, n_layers, **sections)
+    short = trace(4 * tensor, rank, n_layers, **sections)
     with monkeypatch.context() as whole:
         whole.setattr(step, "counts_to_run", lambda parallelism, layout: (layout.num_microbatches,))
-        long = trace(4, rank, n_layers, **sections)
+        long = trace(4 * tensor, rank, n_layers, **sections)
     assert short.traffic == long.traffic
     assert short.footprint.peak_bytes == pytest.approx(long.footprint.peak_bytes, abs=64)  # a loss for each microbatch
 

@@ -47,8 +47,8 @@ def test_the_position_in_a_stream_fits_only_as_many_ranks_and_workers(tmp_path: 
     job = stream_job(tmp_path)
     run_ranks(run_job_until, 2, job, 2)
     remedy = (
-        "resume with the numbers of the checkpoint, or load a step (--checkpoint.load=1000) and begin the stream again "
-        "with --checkpoint.exclude_from_loading='[\"data\"]'"
+        "resume with the same numbers as the checkpoint, or load a step (--checkpoint.load=1000) and begin the stream "
+        "again with --checkpoint.exclude_from_loading='[\"data\"]'"
     )
     saved = "data.kind: the checkpoint has the positions of a stream on 2 data-parallel ranks with 0 workers each, and"
     assert run_ranks(refusal, 1, job) == [f"{saved} this run has 1 data-parallel rank with 0 workers each; {remedy}"]

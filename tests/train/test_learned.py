@@ -34,8 +34,8 @@ DIVISIONS: tuple[dict[str, Any], ...] = (
     {"parallelism": {"tensor_parallel_degree": 2}, "activation_checkpoint": {"mode": "full"}},
     {},
     {"parallelism": {"pipeline_parallel_degree": 2}},
-    {"parallelism": {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1}},
     {"gradient_accumulation": {"mode": "deferred"}, "training": {"enable_cpu_offload": True}},
+    {"parallelism": {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1}},  # FSDP2 ignores `norm`
 )
 
 
@@ -45,9 +45,10 @@ def measured_job(folder: Path, name: str, **sections: Any) -> dict[str, Any]:
         job={"name": name},
         model={"args": {"vocab_size": 62}},
         metrics={"modules": MODULES, "log_freq": 2},
+        optimizer={"param_groups": [{"match": "output.*", "lr_factor": 0.5}]},  # only on the last pipeline rank
         precision=PRECISION,
         checkpoint={"enable": False},
-        **{**sections, "training": {"steps": 2, **sections.get("training", {})}},
+        **{**sections, "training": {"steps": 2, "frozen": ["norm.*"], **sections.get("training", {})}},
     )
 
 
@@ -89,7 +90,8 @@ def test_norms_of_modules_are_those_of_the_whole_tensors_in_every_division(
         assert report["activations/rms/precision.rules.0"] == pytest.approx(1, rel=0.05)
         assert report["activations/underflow/output"] == report["activations/overflow/output"] == 0
     run_ranks(train_divided, 2, tmp_path, divisions, timeout=200)
-    tags = [tag for tag in alone[0] if tag.startswith(("learned/", "activations/"))]
+    tags = [tag for tag in alone[0] if tag.startswith(("learned/", "activations/", "train/lr"))]
+    assert "train/lr/param_groups.0, weight decay 0.1" in tags
     for index in range(len(divisions)):
         for report, expected in zip(read_metrics(tmp_path, f"division{index}"), alone, strict=True):
             assert [report[tag] for tag in tags] == pytest.approx([expected[tag] for tag in tags], rel=1e-3)

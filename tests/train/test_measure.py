@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -264,6 +265,17 @@ def test_windows_without_validation_or_checkpoint_are_steady_after_the_first() -
             measurements.end_window(last, only_training)
             steady.append(measurements.is_steady)
     assert steady == [False, True, False, True]
+
+
+def test_a_rank_that_writes_a_profile_reports_the_same_tags_as_the_others() -> None:
+    step: Any = SimpleNamespace(device=torch.device("cuda"), loss=CrossEntropy())
+    timeline = Timeline(torch.device("cpu"))
+    timeline.is_profiled = True
+    with ExitStack() as stack:
+        job = JobConfig.model_validate({"model": {"name": "llama3"}, "comm": {"profile_freq": 5}})
+        measurements = StepMeasurements(job, step, timeline, None, stack)
+        measurements.before_step(WatchedStep(5, is_reported=False, microbatches=()))
+    assert measurements.take_metrics() == {"comm/exposed_s": -math.inf}
 
 
 def test_a_job_on_gpus_is_recorded_in_the_background(tmp_path: Path) -> None:

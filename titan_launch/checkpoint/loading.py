@@ -42,8 +42,8 @@ def newest_valid(
     """Return the newest undamaged checkpoint of a folder. Return None if the folder has no checkpoint.
 
     Collective: every rank reads a share of the files. Damaged checkpoints are logged. With `set_damaged_aside`, damaged
-    checkpoints are renamed if an older undamaged checkpoint is found. Raises UserError if all checkpoints are damaged.
-    `remedy`: last clause of the message of this error.
+    checkpoints are renamed if an older undamaged checkpoint is found, and the link `latest` leads to it. Raises
+    UserError if all checkpoints are damaged. `remedy`: last clause of the message of this error.
 
     `store`: on rank 0, the copies of the checkpoints in an object store; None without copies, and on other ranks. If
     the folder has no undamaged checkpoint of a step, the copy of the step is downloaded.
@@ -65,7 +65,7 @@ def newest_valid(
                 warn(_log, "%s is damaged, so it is not loaded: %s", place, reason)
         if None in reasons.values():
             if set_damaged_aside:
-                on_rank_0(partial(set_all_aside, damaged, step))
+                on_rank_0(partial(set_all_aside, folder, damaged, step))
             return candidate
         damaged.append(candidate)
     if damaged:
@@ -76,10 +76,13 @@ def newest_valid(
 
 def damage(checkpoint: Path) -> str | None:
     """Return a clause that describes the damage of a checkpoint; None if the checkpoint is valid. Collective: every
-    rank reads a share of the files."""
+    rank reads a share of the files. Raises UserError if rank 0 has the checkpoint, and another rank does not see its
+    folder."""
 
     def look() -> str | None:
         try:
+            if not checkpoint.is_dir():
+                return _NO_FOLDER
             manifest = check(checkpoint, share=slice(dist.get_rank(), None, dist.get_world_size()))
             if dist.get_rank() == 0:
                 check_step(checkpoint, manifest.step)
@@ -89,7 +92,14 @@ def damage(checkpoint: Path) -> str | None:
             return f"it cannot be read: {error}"
         return None
 
-    return _first_reason(look)
+    reasons = on_all_ranks(look)
+    if reasons[0] is None and _NO_FOLDER in reasons:
+        rank = reasons.index(_NO_FOLDER)
+        raise UserError(f"rank {rank} does not see {checkpoint}, but rank 0 does; put it on a shared file system")
+    return next(filter(None, reasons), None)
+
+
+_NO_FOLDER = "its folder is missing"
 
 
 def _first_reason(find: Callable[[], str | None]) -> str | None:
@@ -113,8 +123,8 @@ def find_checkpoint(path: Path, key: KeyPath) -> Path:
     """Return the checkpoint that a path in the job file names. Collective.
 
     If the path is a run folder or a folder of checkpoints, return its newest valid checkpoint. Otherwise return the
-    path itself. On all ranks, raises UserError if all checkpoints of the folder are damaged, and ConfigError for `key`
-    if the path is no folder or no valid checkpoint.
+    path itself, with links resolved. On all ranks, raises UserError if all checkpoints of the folder are damaged, and
+    ConfigError for `key` if the path is no folder or no valid checkpoint.
     """
     for folder in (path / "checkpoints", path):
         if on_rank_0(lambda folder=folder: bool(checkpoint_steps(folder))):  # type: ignore[misc]
@@ -125,10 +135,11 @@ def find_checkpoint(path: Path, key: KeyPath) -> Path:
     if not on_rank_0(path.is_dir):
         reason = "there is no such folder; name a checkpoint (.../step-100) or a run's folder"
         raise config_error(key, reason, str(path))
-    damaged = damage(path)
+    checkpoint = on_rank_0(path.resolve)  # a run that still trains may change its link `latest` now
+    damaged = damage(checkpoint)
     if damaged is not None:
         raise config_error(key, f"cannot be loaded as a checkpoint: {damaged}; name another checkpoint", str(path))
-    return path
+    return checkpoint
 
 
 def find_result(path: Path, key: KeyPath) -> Path:
@@ -139,7 +150,7 @@ def find_result(path: Path, key: KeyPath) -> Path:
     `find_checkpoint`.
     """
     found = find_checkpoint(path, key)
-    if found == path:  # the path names a checkpoint
+    if found.parent not in (path, path / "checkpoints"):  # the path names a checkpoint
         return found
 
     def look() -> Path:
@@ -194,7 +205,8 @@ def load_state(checkpoint: Path, state: TrainingState, selection: Selection) -> 
     try:
         _load(checkpoint, state, selection)
     except (DamagedCheckpointError, OSError) as error:
-        raise UserError(f"the checkpoint {checkpoint} cannot be loaded: {_reason(error)}") from error
+        remedy = "name another checkpoint, or restore its files"
+        raise UserError(f"the checkpoint {checkpoint} cannot be loaded: {_reason(error)}; {remedy}") from error
 
 
 def _reason(error: Exception) -> str:
@@ -352,7 +364,7 @@ def _check_optimizer(checkpoint: Path, own: Mapping[str, Values], saved: Mapping
             if missing:
                 kept = [key for key in _below(name, saved) if "." not in key]
                 found, needed = (", ".join(sorted(keys)) or "no state" for keys in (kept, values))
-                return f"for {name} it has {found}, and this job needs {needed}"
+                return f"for {name}, the checkpoint has {found}, and this job needs {needed}"
         return None
 
     reason = _first_reason(find_missing)

@@ -54,6 +54,8 @@ class CheckpointManager:
         self._progress = progress
         self._origin = origin
         self._retention = Retention(config.keep_latest, config.keep_every, config.keep_best)
+        is_partly_loaded = isinstance(config.load, int) and bool(config.exclude_from_loading)
+        self._partly_loaded = folder / checkpoint_name(int(config.load)) if is_partly_loaded else None
         self._has_store = config.store is not None
         self._store: CheckpointStore | None = None
         self._background = build_background(config.async_mode if config.enable else "disabled", device)
@@ -83,8 +85,8 @@ class CheckpointManager:
         except OSError as error:  # all ranks have the same error
             warn(
                 _log,
-                "could not allocate host memory for checkpoints: %s. Training continues. Each save tries to allocate "
-                "the memory again, and fails if it cannot",
+                "could not allocate host memory for checkpoints: %s. Training continues. Each save tries again; if "
+                "the memory still does not suffice, that checkpoint is not saved",
                 error,
             )
 
@@ -155,15 +157,17 @@ class CheckpointManager:
     def return_to_last(self) -> Path | None:
         """Load the whole state of this run's newest valid checkpoint. Collective. Waits for the save in flight.
 
-        Return the checkpoint's folder, or None if there is no checkpoint. Newer damaged checkpoints are renamed. Raises
-        UserError if all checkpoints are damaged, and the errors of `load_state`.
+        Return the checkpoint's folder, or None if there is no checkpoint. The checkpoint of `checkpoint.load` does not
+        count if `exclude_from_loading` excludes parts of it: the run did not begin with its whole state. Newer damaged
+        checkpoints are renamed. Raises UserError if all checkpoints are damaged, and the errors of `load_state`.
         """
         self._finish_pending()
         checkpoint = newest_valid(self._folder, set_damaged_aside=True)
-        if checkpoint is not None:
-            load_state(checkpoint, self._state, EVERYTHING)
-            if self._store is not None:
-                self._store.forget_after(self._progress.step)
+        if checkpoint is None or checkpoint == self._partly_loaded:
+            return None
+        load_state(checkpoint, self._state, EVERYTHING)
+        if self._store is not None:
+            self._store.forget_after(self._progress.step)
         return checkpoint
 
     def close(self, *, after_error: bool = False) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -155,9 +155,11 @@ def delete(checkpoint: Path) -> None:
 
 
 def clean(folder: Path) -> None:
-    """Remove the temporary folders and links that interrupted saves and deletions have left."""
+    """Remove the temporary folders and links that interrupted saves and deletions have left. Entries that cannot be
+    removed stay."""
     for entry in folder.glob(f"*{TEMPORARY}"):
-        remove(entry)
+        with suppress(OSError):  # NFS keeps a deleted file that a process has open; the next save tries again
+            remove(entry)
 
 
 def set_aside(checkpoint: Path) -> Path:
@@ -167,15 +169,16 @@ def set_aside(checkpoint: Path) -> Path:
     return aside
 
 
-def set_all_aside(damaged: Sequence[Path], newest: int) -> None:
-    """Rename those of the checkpoints `damaged` of a folder that exist. The link `latest` then leads to the checkpoint
-    of `newest`, and a link `best` that leads to no checkpoint is removed."""
-    there = [checkpoint for checkpoint in damaged if checkpoint.exists()]
-    for checkpoint in there:
-        set_aside(checkpoint)
-    if there:
-        folder = there[0].parent
-        point(folder, LATEST, newest)
+def set_all_aside(folder: Path, damaged: Sequence[Path], newest: int) -> None:
+    """Rename each checkpoint in `damaged` that exists; all are in `folder`. The link `latest` then leads to the
+    checkpoint of `newest`, and a link `best` that leads to no checkpoint is removed. A folder in place of `latest`
+    stays, and so does a link that cannot be changed."""
+    for checkpoint in damaged:
+        if checkpoint.exists():
+            set_aside(checkpoint)
+    with suppress(OSError):  # the next save tries again, and reports the error
+        if (folder / LATEST).is_symlink() or not (folder / LATEST).exists():
+            point(folder, LATEST, newest)
         if not (folder / BEST).exists():
             (folder / BEST).unlink(missing_ok=True)  # the next save links the best remaining checkpoint
 

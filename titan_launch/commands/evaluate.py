@@ -8,7 +8,7 @@ from pathlib import Path
 from titan_launch.commands.language_model import add_chat, add_model, check_chat, load_model
 from titan_launch.commands.parser import Parser, at_least
 from titan_launch.core.errors import UserError
-from titan_launch.core.files import refuse_weights_folder
+from titan_launch.core.files import check_output, replace_text
 from titan_launch.core.packages import is_installed, not_installed
 from titan_launch.core.process import OK
 from titan_launch.core.terminal import say
@@ -44,9 +44,7 @@ def run(arguments: Namespace) -> int:
     if include is not None and not include.is_dir():
         raise UserError(f"error: --include-path {include}: there is no such folder")
     if out is not None:
-        if not out.parent.is_dir():
-            raise UserError(f"error: --out {out}: there is no folder {out.parent}")
-        refuse_weights_folder(out)
+        check_output(out)
     check_chat(arguments, "single_turn")
     model = load_model(arguments)
 
@@ -58,5 +56,5 @@ def run(arguments: Namespace) -> int:
     for table in tables(results):
         say(table)
     if out is not None:
-        out.write_text(as_json(results), encoding="utf-8")
+        replace_text(out, as_json(results))
     return OK

@@ -20,7 +20,7 @@ def add_arguments(parser: Parser) -> None:
     text = "write the mean of the checkpoints of these steps, such as 800,900,1000; or with weights: 800,1000=2"
     parser.add_argument("--average", type=_steps, metavar="STEPS", default={}, help=text)
     text = "write the mean of SOURCE (weight 1) and this model (weight W, default: 1), a model soup; repeatable"
-    parser.add_argument("--soup", type=_weighted, action="append", metavar="FOLDER[=W]", default=[], help=text)
+    parser.add_argument("--soup", type=_soup, action="append", metavar="FOLDER[=W]", default=[], help=text)
     parser.add_argument("--out", required=True, metavar="OUT", help="folder to write; must be new or empty (required)")
     text = "hf: config.json, *.safetensors and tokenizer of Hugging Face (the default); plain: one model.safetensors "
     parser.add_argument("--format", choices=("hf", "plain"), default="hf", help=f"{text}with this package's names")
@@ -48,6 +48,11 @@ def _weighted(text: str) -> tuple[str, float]:
     return name, value
 
 
+def _soup(text: str) -> tuple[str, float]:
+    """Return (folder, weight) of `FOLDER=W`. The name of an existing folder may have a `=` itself."""
+    return (text, 1.0) if Path(text).is_dir() else _weighted(text)
+
+
 def _steps(text: str) -> dict[int, float]:
     """Return the weight of each step of a list such as `800,1000=2`. Raises ArgumentTypeError for a wrong step or
     weight, and for a list that has fewer than two steps or has a step twice."""
@@ -69,6 +74,11 @@ def run(arguments: Namespace) -> int:
         for option in ("max_shard_size", "vocab_size"):
             if getattr(arguments, option) is not None:
                 raise UserError(f"error: --{option.replace('_', '-')} has no effect with --format plain; remove it")
+    if arguments.adapter and arguments.max_shard_size is not None:
+        raise UserError("error: --max-shard-size has no effect with --adapter, which writes one file; remove it")
+    soup = {Path(folder): weight for folder, weight in arguments.soup}
+    if len({folder.resolve() for folder in soup}) < len(arguments.soup):
+        raise UserError("error: --soup names a folder twice; name each folder once, with its weight")
     if arguments.average and arguments.step is not None:
         raise UserError("error: --average names the steps; remove --step")
     if (arguments.average or arguments.soup) and arguments.adapter:
@@ -83,7 +93,7 @@ def run(arguments: Namespace) -> int:
         is_adapter=arguments.adapter,
         base=arguments.base,
         average=arguments.average,
-        soup={Path(folder): weight for folder, weight in arguments.soup},
+        soup=soup,
     )
     try:
         say(as_message(export(Path(arguments.source), Path(arguments.out), options)))

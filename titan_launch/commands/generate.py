@@ -63,7 +63,7 @@ def _prompts(arguments: Namespace) -> list[str] | None:
     if arguments.prompt_file is not None:
         where = f"--prompt-file {arguments.prompt_file}"
         try:
-            with open(arguments.prompt_file, encoding="utf-8") as file:
+            with open(arguments.prompt_file, encoding="utf-8-sig") as file:
                 return [language_model.bounded(file.read(language_model.MOST_PROMPT + 1), where)]
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"

@@ -11,6 +11,7 @@ from titan_launch.config.loading.provenance import toml_value
 from titan_launch.core.errors import UserError
 from titan_launch.core.process import OK
 from titan_launch.core.terminal import counted, one_line, say
+from titan_launch.recipes.writing import job_name
 
 if TYPE_CHECKING:
     from titan_launch.inference.saved_model import SavedModel
@@ -54,7 +55,7 @@ def _write(source: Path, saved: SavedModel, out: Path) -> str:
         write_json(folder / CONFIG_FILE, saved.record)
         copy_companions(source, folder / COMPANIONS)
         about = f"# {name} with {saved.num_parameters:,} parameters, from {source}."
-        fields = {"name": toml_value(out.name), "weights": toml_value(str(out))}
+        fields = {"name": toml_value(job_name(out.name)), "weights": toml_value(str(out))}
         job = _JOB.format(about=about, seq_len=saved.job.training.seq_len, **fields)
         (folder / "job.toml").write_text(job, encoding="utf-8")
     return f"wrote {counted(len(entries), 'tensor')} ({num_bytes / 1e6:,.1f} MB) and job.toml to {out}"

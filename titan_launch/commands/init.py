@@ -6,22 +6,22 @@ import re
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
+from shlex import quote
 from tempfile import TemporaryDirectory
 
 from titan_launch.commands.parser import NoTorchError, Parser, at_least, recordings_of
 from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.job_files import carried_configs
 from titan_launch.config.loading.load import load_job
-from titan_launch.config.sections.run import PlannerConfig
 from titan_launch.core.errors import UserError, did_you_mean
 from titan_launch.core.process import OK
 from titan_launch.core.terminal import one_line, say
 from titan_launch.launch.options import PROCESSES_WITHOUT_GPU, find_gpus
-from titan_launch.plan.hardware import find_device, planned_device_exists
+from titan_launch.plan.hardware import find_device, unknown_device
 from titan_launch.recipes.facts import look_at_model
 from titan_launch.recipes.recipes import RECIPES, Inputs, find_data, head_of, tables_of
 from titan_launch.recipes.sizes import Machine, Sizes, planned_sizes
-from titan_launch.recipes.writing import check_new, job_text, print_open_problems, write_new
+from titan_launch.recipes.writing import check_new, job_name, job_text, print_open_problems, write_new
 
 _NO_GPU = (
     "Sizes: small ones, since this machine has no GPU. `titan-launch plan --device h100-80gb` shows what fits a GPU.",
@@ -57,6 +57,10 @@ def run(arguments: Namespace) -> int:
     if name not in RECIPES and name not in carried_configs():
         hint = did_you_mean(name, [*RECIPES, *carried_configs()])
         raise UserError(f'error: init has no recipe or config "{name}"{hint}; titan-launch init --list shows all')
+    given = [option for option in ("model", "data", "device", "world_size") if getattr(arguments, option) is not None]
+    if given and name not in RECIPES:
+        reason = f'has no effect on the config "{name}", which init only copies; remove it, or choose a recipe'
+        raise UserError(f"error: --{given[0].replace('_', '-')} {reason}: {', '.join(RECIPES)}")
     file = arguments.out or f"{Path(name).name}.toml"
     check_new(file, "init")
     if name in RECIPES:
@@ -66,7 +70,7 @@ def run(arguments: Namespace) -> int:
     else:
         write_new(file, _copy(name, file))
         say(one_line(f"wrote {file}: a copy of the config {name}"))
-    say(one_line(f"next: titan-launch launch --config {file}"))
+    say(one_line(f"next: titan-launch launch --config {quote(file)}"))
     return OK
 
 
@@ -103,7 +107,7 @@ def _copy(name: str, file: str) -> str:
             continue
         if line.startswith("extends"):
             line = re.sub(r'"([^"]+)"', named, line)
-        lines.append(line.replace(f"configs/{name}.toml", file) if line.startswith("#") else line)
+        lines.append(line.replace(f"configs/{name}.toml", quote(file)) if line.startswith("#") else line)
     return "\n".join(lines) + "\n"
 
 
@@ -113,9 +117,8 @@ def _recipe(arguments: Namespace, file: str) -> str:
     name = arguments.name
     model = None if arguments.model is None else look_at_model(arguments.model)
     data, machine = find_data(name, arguments.data), _machine(arguments)
-    stem = Path(file).stem
     inputs = Inputs(
-        name=stem if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", stem) else "job",
+        name=job_name(Path(file).stem),
         model=model,
         data=data,
         ranks=machine.ranks if machine else arguments.world_size or PROCESSES_WITHOUT_GPU,
@@ -149,9 +152,8 @@ def _machine(arguments: Namespace) -> Machine | None:
     """Return the GPUs to choose sizes for. Return None if `--device` is not set and this machine has no GPU. Raises
     UserError for an unknown `--device`."""
     if arguments.device is not None:
-        planned = JobConfig(planner=PlannerConfig(device=arguments.device))
-        if problem := next(planned_device_exists(planned), None):
-            raise UserError(f"error: --device {arguments.device}: {problem.reason}")
+        if reason := unknown_device(arguments.device):
+            raise UserError(f"error: --device {arguments.device}: {reason}")
         return Machine(arguments.world_size or 1, arguments.device, None)
     gpus = find_gpus()
     if not gpus:

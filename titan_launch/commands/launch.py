@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from argparse import SUPPRESS, Namespace
 from collections.abc import Iterator
+from functools import partial
+from shlex import quote
 
 from titan_launch.commands.parser import Parser, check_weights, load_to_train
 from titan_launch.commands.train import add_dry_run, add_output, dry_run, is_dry_run
 from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.load import LoadedJob
+from titan_launch.config.rules import Rule
+from titan_launch.config.rules.training import profiled_ranks_exist
 from titan_launch.core.errors import ConfigError, Problem, UserError
 from titan_launch.core.terminal import counted
-from titan_launch.launch.options import LAUNCH_OPTIONS, plan_processes
+from titan_launch.launch.options import LAUNCH_OPTIONS, check_rendezvous, plan_processes
 from titan_launch.launch.torchrun import launch
 from titan_launch.plan.proof.certificate import find_certificate
 
@@ -39,10 +43,15 @@ def run(arguments: Namespace) -> int:
             reason = f"{made}; remove these options, or --fake-world-size"
             raise UserError(f"error: --fake-world-size {fake}: {reason}")
         dry_run(arguments)
-    loaded = load_to_train(arguments, world_size, more_rules=(_global_batch_is_set,) if world_size is None else ())
+    more_rules: tuple[Rule, ...] = ()
+    if world_size is None:
+        fewest = processes.per_node * int(processes.nodes.partition(":")[0])
+        more_rules = (_global_batch_is_set, partial(profiled_ranks_exist, world_size=fewest))
+    loaded = load_to_train(arguments, world_size, more_rules)
     check_weights(loaded)
     if arguments.require_proof:
         _check_proof(loaded, arguments.config)
+    check_rendezvous(given)
     output = ["--quiet"] * arguments.quiet + ([f"--log-level={arguments.log_level}"] if arguments.log_level else [])
     worker_args = ["--config", arguments.config, *output, *arguments.overrides]
     return launch(processes, worker_args, loaded.config.job.run_folder)
@@ -61,9 +70,12 @@ def _check_proof(loaded: LoadedJob, file: str) -> None:
     except ConfigError as error:
         raise UserError(loaded.provenance.describe(error.problems)) from None
     if certificate is None:
-        command = f"titan-launch prove --config {file}"
+        of_this = "this job, this code and these versions of torch and transformers"
+        command, named = f"titan-launch prove --config {quote(file)}", loaded.config.prove.certificate
+        if named is not None:
+            remedy = f"run {command} --out {quote(named)} with the same overrides"
+            raise UserError(f"error: --require-proof: the certificate {named} is not of {of_this}; {remedy}")
         remedy = f"run {command} with the same overrides, or set prove.certificate to the file of its --out"
-        reason = f"found no certificate for this job, this code and these versions of torch and transformers; {remedy}"
-        raise UserError(f"error: --require-proof: {reason}")
+        raise UserError(f"error: --require-proof: found no certificate for {of_this}; {remedy}")
     if certificate.verdict != "proven":
         raise UserError(f"error: --require-proof: {certificate.text()}")

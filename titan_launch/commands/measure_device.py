@@ -12,7 +12,7 @@ from typing import NoReturn
 from titan_launch.commands.parser import Parser
 from titan_launch.commands.train import torchrun_world_size
 from titan_launch.core.errors import ConfigError, Problem, UserError
-from titan_launch.core.files import refuse_weights_folder, replace_text
+from titan_launch.core.files import check_output, replace_text
 from titan_launch.core.phantom import is_phantom
 from titan_launch.core.process import run_and_exit
 from titan_launch.core.terminal import one_line, say
@@ -49,11 +49,7 @@ def run(arguments: Namespace) -> NoReturn:
 
 def _check_out(out: Path) -> None:
     """Raise UserError if the file `out` cannot be written, or if it exists and is not a file of measurements."""
-    refuse_weights_folder(out)
-    if not out.parent.is_dir():
-        raise UserError(f"error: --out {out}: there is no folder {out.parent}")
-    if not os.access(out.parent, os.W_OK):
-        raise UserError(f"error: --out {out}: this user may not write to the folder {out.parent}")
+    check_output(out)
     if os.path.lexists(out):
         try:
             read_measured(str(out))

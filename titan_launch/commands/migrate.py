@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from pathlib import Path
+from shlex import quote
 
 from titan_launch.commands.parser import Parser, at_least
 from titan_launch.config.job import JobConfig
@@ -28,9 +29,9 @@ def add_arguments(parser: Parser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Write the new job file. Print a line for each key of the old file that is not converted, or not exactly."""
+    (old,) = read_job(arguments.old)[-1:]
     new = arguments.out or str(Path(arguments.old).with_suffix(".migrated.toml"))
     check_new(new, "migrate")
-    (old,) = read_job(arguments.old)[-1:]
     if unknown := [name for name, value in old.table.items() if not isinstance(value, dict)]:
         place = old.find((unknown[0],))[1]
         raise UserError(f"error: {place}: {unknown[0]}: not a section; migrate reads job files of TorchTitan v0.2")
@@ -52,7 +53,7 @@ def run(arguments: Namespace) -> int:
         if notes:
             say("\n".join([f"{title}:", *(f"  {one_line(line)}" for line in _lines(old, notes))]))
     print_open_problems(new)
-    say(one_line(f"next: titan-launch plan --config {new}"))
+    say(one_line(f"next: titan-launch plan --config {quote(new)}"))
     return OK
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.load import LoadedJob, load_job
 from titan_launch.config.rules import RULES, Rule
+from titan_launch.config.rules.training import profiled_ranks_exist
 from titan_launch.config.sections.checkpoint import LOAD_KEYWORDS
 from titan_launch.core.errors import ConfigError, Problem, UserError, did_you_mean
 from titan_launch.core.import_string import refuse_imports_from
@@ -81,8 +82,8 @@ class Parser(ArgumentParser):
                     self._refuse_unknown(name, commands_with)
                 overrides += words
             elif action.nargs == 0:
-                options += words
-            elif not value or value.startswith("--"):
+                options.append(option + words[0].removeprefix(name))
+            elif not value:
                 self.error(f"{option} needs a value")
             elif option in self.key_options:
                 overrides += [option + words[0].removeprefix(name), *words[1:]]
@@ -152,16 +153,18 @@ def add_source(parser: Parser) -> None:
 
 def load(arguments: Namespace, world_size: int | None, more_rules: Sequence[Rule] = ()) -> LoadedJob:
     """Return the checked job. With a world size, also check that the parallelism degrees match this number of ranks,
-    and that the global batch can be divided among them. After this call, Python refuses imports from the folders of
-    runs, checkpoints and weights that the job names (see `refuse_imports_from`).
+    that the global batch can be divided among them, and that the profiled ranks exist. After this call, Python refuses
+    imports from the folders of runs, checkpoints and weights that the job names (see `refuse_imports_from`).
 
     `more_rules`: further rules to check. Raises UserError with all problems.
     """
 
     def layout_rule(config: JobConfig) -> Iterator[Problem]:
+        if world_size is None:
+            return
+        yield from profiled_ranks_exist(config, world_size)
         try:
-            if world_size is not None:
-                plan_layout(config.parallelism, config.training, world_size)
+            plan_layout(config.parallelism, config.training, world_size)
         except ConfigError as error:
             yield from error.problems
 

@@ -14,7 +14,6 @@ import time
 from argparse import SUPPRESS, Namespace
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args
 
 from titan_launch.commands.parser import Parser, at_least, check_weights, load, recordings_of, torch_needed
@@ -22,7 +21,6 @@ from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.parallelism import ActivationCheckpointConfig, ParallelismConfig
 from titan_launch.config.sections.run import PlannerConfig
 from titan_launch.core.errors import UserError
-from titan_launch.core.files import refuse_weights_folder
 from titan_launch.core.patches import environment
 from titan_launch.core.phantom import is_phantom
 from titan_launch.core.process import run_and_exit
@@ -33,10 +31,12 @@ from titan_launch.plan.auto_mode import Resolution, check_limit, largest_batch, 
 from titan_launch.plan.experts import active_parameters, describe_load
 from titan_launch.plan.hardware import GIB, Hardware, format_memory, free_memory_gib, planned_hardware
 from titan_launch.plan.job import (
+    check_plan,
     configured_choice,
     is_auto,
     is_auto_batch,
     plan_job,
+    plan_units,
     possible_choices,
     with_local_batch_size,
     with_unsharded_parameters,
@@ -121,7 +121,6 @@ def run(arguments: Namespace) -> NoReturn:
         difference = "--measure trains on a phantom GPU, --trial on this device"
         raise UserError(f"error: --measure and --trial cannot be used together; remove one ({difference})")
     if arguments.plot is not None:
-        refuse_weights_folder(Path(arguments.plot))
         check_plot(arguments.plot)
     loaded, world_size = load(arguments, arguments.world_size), arguments.world_size
     check_weights(loaded)
@@ -295,6 +294,7 @@ def _plan(
     layout = plan_layout(config.parallelism, config.training, world_size)
     parallelism, config = config.parallelism, with_unsharded_parameters(config, layout)
     subject = _subject(config, layout, hardware, engine)
+    check_plan(config, plan_units(config, subject.inventory, keep_params_unsharded=False), layout)
     if isinstance(subject.engine, ReplayEngine):
         choices, _ = possible_choices(config, layout, subject.inventory, only_own)
         subject.engine.record_ahead(choices)
@@ -312,23 +312,26 @@ def _advised(planned: _Planned, parallelism: ParallelismConfig) -> _Planned:
     """Return the plan with advice: changes that save memory. For a job that does not fit, also add the number of ranks
     that suffices.
 
-    A change suffices if the job is then planned to fit, and to reserve at most four fifths of its present memory. The
-    second condition serves a user whose job was planned to fit, but ran out of memory. `parallelism`: section before
-    `with_unsharded_parameters` has changed it, because a changed job may have a different number of shards.
+    A change suffices if the job is then planned to fit. If the present job is planned to fit already, or if no memory
+    limit is known, the user may have seen it run out of memory. A change then suffices if the job reserves at most four
+    fifths of its present memory. `parallelism`: section before `with_unsharded_parameters` has changed it, because a
+    changed job may have a different number of shards.
     """
     layout, hardware, row = planned.layout, planned.hardware, planned.resolution.row
     config = planned.resolution.config.model_copy(update={"parallelism": parallelism})
-    limit = 0.8 * row.reserved_bytes
-    if hardware.usable_bytes is not None:
-        limit = min(limit, hardware.usable_bytes)
+    fits = row.verdict in (None, "fits")
+    limit = 0.8 * row.reserved_bytes if fits else hardware.usable_bytes
+    assert limit is not None, "a job with a verdict has a memory limit"
 
     def predict(config: JobConfig, layout: Layout) -> float:
         config = with_unsharded_parameters(config, layout)
-        footprint = _subject(config, layout, hardware).engine(configured_choice(config))
+        subject = _subject(config, layout, hardware)
+        check_plan(config, plan_job(config, subject.inventory), layout)
+        footprint = subject.engine(configured_choice(config))
         return estimate_reserved(footprint.with_workspace(hardware.workspace_bytes), hardware)
 
     found = tuple(advise(config, layout, limit, predict))
-    ranks = None if row.verdict in (None, "fits") else smallest_sufficient(config, layout, limit, predict)
+    ranks = None if fits else smallest_sufficient(config, layout, limit, predict)
     return replace(planned, advice=found, sufficient_ranks=ranks)
 
 

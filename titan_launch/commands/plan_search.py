@@ -7,6 +7,7 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -34,10 +35,10 @@ def run_search(arguments: Namespace) -> NoReturn:
     out = arguments.out
     if out is not None:
         check_new(out, "plan")
-        if not Path(out).parent.is_dir():
-            raise UserError(f"error: --out {one_line(out)}: its folder does not exist; name an existing folder")
     loaded = load(arguments, world_size=None)
-    base = None if out is None else load_job(arguments.config).config
+    base = None
+    with suppress(UserError):  # the file alone may be invalid: the overrides may set what it lacks
+        base = load_job(arguments.config).config
     check_weights(loaded)
 
     def search() -> None:
@@ -55,7 +56,7 @@ def run_search(arguments: Namespace) -> NoReturn:
         fitting = [size for size, result in results.items() if result.best]
         if not fitting:
             raise UserError("error: no layout fits; try more ranks, a smaller global batch or shorter sequences")
-        if base is not None:
+        if out is not None:
             best = results[fitting[-1]].best[0].config
             # The value of `extends` is a path relative to the new job file, or the name of a config of the package.
             is_file = Path(arguments.config).is_file()

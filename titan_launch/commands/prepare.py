@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from argparse import Namespace
@@ -17,6 +18,7 @@ from titan_launch.config.rules.data import CORPUS_RULES
 from titan_launch.config.sections.data import DATA_KINDS, CorpusData
 from titan_launch.config.sections.tokenizer import BYTES_VOCABULARY, TokenizerConfig
 from titan_launch.core.errors import RunError, Stopped, UserError, config_error
+from titan_launch.core.files import refuse_weights_folder
 from titan_launch.core.process import INTERRUPTED, run_and_exit, usable_cores
 from titan_launch.core.terminal import CLEAR_LINE, counted, one_line, say, say_escaped
 from titan_launch.recipes.facts import DataFolder, UnknownDataError, look_at_data
@@ -28,6 +30,9 @@ if TYPE_CHECKING:
     from titan_launch.data.token_files import Header
 
 _SPLITS = ("train", "validation")
+
+_TOKENIZER = "tokenizer"
+"""Folder of the trained tokenizer in OUT."""
 
 _REPORT_S = 10.0
 """Seconds between the lines of progress if standard error is not a terminal."""
@@ -82,6 +87,16 @@ def _overrides(arguments: Namespace) -> list[str]:
         other = "--config" if arguments.config else "--tokenizer"
         example = "titan-launch prepare corpus/ --out tokens --train-tokenizer 8192"
         raise UserError(f"error: --train-tokenizer cannot be used with {other}; give the text as PATH: {example}")
+    for override in parse_overrides(given):
+        if arguments.paths and override.key == ("data", "path"):
+            other = "PATH"
+        elif arguments.tokenizer and override.key == ("tokenizer", "path"):
+            other = "--tokenizer"
+        elif arguments.train_tokenizer and override.key[0] == "tokenizer":
+            other = "--train-tokenizer"
+        else:
+            continue
+        raise UserError(f"error: {override.text} cannot be used with {other}, which sets this key; remove one of them")
     if arguments.paths:
         given = [*_chosen(arguments.paths, given), *given, _override("path", arguments.paths)]
     if arguments.tokenizer:
@@ -161,6 +176,9 @@ def _prepare(arguments: Namespace, config: JobConfig) -> None:
     split = {"validation_percent": percent}
     datas = {name: data.model_copy(update={"split": name, **split}) for name in _SPLITS} if percent else {"": data}
     tokenizer, seq_len = config.tokenizer, config.training.seq_len
+    trains = arguments.train_tokenizer is not None and not (out / _TOKENIZER).exists()
+    for name in datas:
+        _make_folder(out / name, is_empty=trains)
     if arguments.train_tokenizer:
         first = next(iter(datas.values()))
         corpus = CORPORA[data.kind](first, build_tokenizer(tokenizer), ("data",), seq_len)
@@ -172,13 +190,28 @@ def _prepare(arguments: Namespace, config: JobConfig) -> None:
         _write(corpus, digests, out / name, workers, arguments.verify)
 
 
+def _make_folder(folder: Path, is_empty: bool) -> None:
+    """Create a folder for token files, unless it exists. Raises UserError if it cannot be written or, with `is_empty`,
+    if it has files, such as the tokens of an earlier tokenizer."""
+    refuse_weights_folder(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        has_files = any(entry.is_file() for entry in folder.iterdir())
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written: {error.strerror}; name another folder") from None
+    if not os.access(folder, os.W_OK):
+        raise UserError(f"{folder} cannot be written by this user; name another folder")
+    if is_empty and has_files:
+        raise UserError(f"{folder} has files, but no tokens of the new tokenizer; name another folder, or delete them")
+
+
 def _train_tokenizer(corpus: Corpus, arguments: Namespace) -> TokenizerConfig:
     """Train a tokenizer on a corpus and write it to OUT/tokenizer, unless this folder exists. Return the configuration
     of the tokenizer."""
     from titan_launch.data.prepare import training_texts
     from titan_launch.data.tokenizers import train_tokenizer
 
-    folder = Path(arguments.out, "tokenizer")
+    folder = Path(arguments.out, _TOKENIZER)
     config = TokenizerConfig(kind="huggingface", path=str(folder))
     if folder.exists():
         again = f"to train a new one, delete {arguments.out}, which also deletes its prepared tokens"

@@ -9,9 +9,10 @@ from typing import NoReturn
 
 from titan_launch.commands.parser import Parser, load
 from titan_launch.core.errors import RunError
-from titan_launch.core.files import refuse_weights_folder, replace_text
+from titan_launch.core.files import check_output, replace_text
 from titan_launch.core.process import run_and_exit
 from titan_launch.core.terminal import one_line, say, say_data
+from titan_launch.plan.job import with_values
 from titan_launch.plan.proof.certificate import find_certificate, store_certificate
 
 
@@ -26,18 +27,19 @@ def run(arguments: Namespace) -> NoReturn:
     """Print the certificate of the job, and end the process. The exit status is 1 if the layout is not proven."""
     loaded = load(arguments, None)
     if arguments.out is not None:
-        refuse_weights_folder(arguments.out)
+        check_output(arguments.out)
+    in_cache = with_values(loaded.config, {("prove", "certificate"): None})  # the file may not exist yet, or be old
 
     def print_certificate() -> None:
-        certificate = None if arguments.again else find_certificate(loaded.config)
+        certificate = None if arguments.again else find_certificate(in_cache)
         if certificate is None:
             from titan_launch.prove.main import prove
 
             certificate = prove(loaded.config, lambda text: say(one_line(text), file=sys.stderr, flush=True))
             store_certificate(certificate)
+        say_data(certificate.dumps()) if arguments.json else say(certificate.text())
         if arguments.out is not None:
             replace_text(arguments.out, certificate.dumps())
-        say_data(certificate.dumps()) if arguments.json else say(certificate.text())
         if certificate.verdict != "proven":
             raise RunError(certificate.headline)
 

@@ -104,7 +104,8 @@ def _make_folders(folder: Path) -> None:
 
 def _seal(folder: Path) -> None:
     """Write the files and subfolders of an entry to disk (fsync), and then the list of the files."""
-    paths = sorted(path for path in folder.rglob("*") if path != folder / _FILES)
+    lists = (folder / _FILES, folder / f"{_FILES}.tmp")  # an interrupted call of `replace_text` leaves the second file
+    paths = sorted(path for path in folder.rglob("*") if path not in lists)
     for path in paths:
         sync_file(path)
     files = {str(path.relative_to(folder)): path for path in paths if not path.is_dir()}

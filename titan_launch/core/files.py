@@ -22,10 +22,13 @@ CACHE_VARIABLE = "TITAN_LAUNCH_CACHE"
 
 def cache_folder() -> Path:
     """Return the cache folder: `$TITAN_LAUNCH_CACHE`, else `$XDG_CACHE_HOME/titan_launch`, else
-    `~/.cache/titan_launch`."""
+    `~/.cache/titan_launch`. Raises UserError for a user without a home folder."""
     if own := os.environ.get(CACHE_VARIABLE):
         return Path(own)
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    try:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:
+        raise UserError(f"error: this user has no home folder for the cache; set {CACHE_VARIABLE}") from None
     return Path(base) / "titan_launch"
 
 
@@ -215,3 +218,15 @@ def refuse_weights_folder(path: Path) -> None:
             f"error: {path} is in {found}, a folder with weights (*.safetensors); nothing is written into such a "
             "folder; choose another path"
         )
+
+
+def check_output(path: Path, option: str = "--out") -> None:
+    """Raise UserError if a file cannot be written: its folder is missing, may not be written to or has weights, or
+    `path` is a folder or a device. Commands call this function before they compute the content of the file."""
+    refuse_weights_folder(path)
+    if not path.parent.is_dir():
+        raise UserError(f"error: {option} {path}: there is no folder {path.parent}")
+    if not os.access(path.parent, os.W_OK):
+        raise UserError(f"error: {option} {path}: this user may not write to the folder {path.parent}")
+    if path.exists() and not path.is_file():
+        raise UserError(f"error: {option} {path}: is not a regular file; name another file")

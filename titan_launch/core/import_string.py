@@ -179,7 +179,7 @@ def _import_module(module_name: str, name: str, key: KeyPath) -> Any:
     except ModuleNotFoundError as error:
         if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
             missing = f'there is no module "{error.name}" in {os.getcwd()} or the installed packages'
-            raise config_error(key, f"{missing}; correct the name, or install it", name) from None
+            raise config_error(key, f"{missing}; correct the name, or install the module", name) from None
         raise config_error(key, f"importing {module_name} failed:\n{user_traceback(error)}", name) from error
     except (Exception, SystemExit) as error:  # a script without `if __name__ == "__main__"` may call sys.exit
         raise config_error(key, f"importing {module_name} failed:\n{user_traceback(error)}", name) from error

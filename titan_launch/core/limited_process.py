@@ -151,9 +151,10 @@ class _Helper:
         """Send a request. Return the kind and the value of the answer (see `_result`), and the CPU time in seconds that
         the call has left; 0 if the helper ended. `action`: the name of a method of the object with the id `number`, or
         the function that creates this object."""
-        forgotten, self.forgotten = self.forgotten, []
-        self._made -= set(forgotten)
+        forgotten = list(self.forgotten)
         request = pickle.dumps((forgotten, number, action, arguments), pickle.HIGHEST_PROTOCOL)
+        del self.forgotten[: len(forgotten)]  # not before: if `pickle.dumps` fails, the next request has the list
+        self._made -= set(forgotten)
         size = len(request)
         seconds += size * limits.seconds_per_byte
         memory = MEMORY + size * limits.memory_per_byte

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import NoReturn, TextIO, TypeVar
 
 from titan_launch.core.errors import ConfigError, Problem, RunError, Stopped, UserError
 from titan_launch.core.signals import stop_with_parent
@@ -222,11 +222,13 @@ UNEXPECTED = "the run failed"
 
 
 def wrong_path(error: OSError) -> str | None:
-    """Return the message for an error about a path that is too long, forbidden, below a file, or a loop of links; None
-    for any other error."""
-    if error.errno not in (errno.EACCES, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR) or error.filename is None:
+    """Return the message for an error about a path that is too long, forbidden, read-only, a folder, below a file, or a
+    loop of links; None for any other error."""
+    wrong = (errno.EACCES, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EROFS)
+    if error.errno not in wrong or error.filename is None:
         return None
-    return f"error: {shortened(str(error.filename), 300)}: {error.strerror}; name another path, or correct it"
+    remedy = "name another path, or correct its permissions or links"
+    return f"error: {shortened(str(error.filename), 300)}: {error.strerror}; {remedy}"
 
 
 def _announce(text: str, status: int) -> int:
@@ -239,30 +241,49 @@ def announce_once(text: str, traceback: str = "") -> None:
 
     The later errors of other ranks are consequences of the first one. The first rank to create the file of
     `claim_announcement` prints its error. This need not be rank 0, because torchrun may stop rank 0 before rank 0
-    prints. `traceback`: text that is printed above the error, without indentation.
+    prints. `traceback`: text that is printed above the error, without indentation. If `--local-ranks-filter` hides the
+    output of this rank, `launch` prints the error (`print_hidden_announcement`).
     """
-    if claim_announcement(os.environ):
+    above = f"{printable(traceback)}\n" if traceback else ""
+    message = above + as_message(text)
+    if claim_announcement(os.environ, message if _is_discarded(sys.stderr) else ""):
         clear_line = CLEAR_LINE if sys.stderr.isatty() else ""  # a progress bar may be in this line
-        above = f"{printable(traceback)}\n" if traceback else ""
-        say_escaped(f"{clear_line}{above}{as_message(text)}", sys.stderr, flush=True)
+        say_escaped(clear_line + message, sys.stderr, flush=True)
 
 
-def claim_announcement(environment: Mapping[str, str]) -> bool:
+def _is_discarded(stream: TextIO) -> bool:
+    with suppress(OSError):  # a stream of a test may have no descriptor
+        return os.path.samestat(os.fstat(stream.fileno()), os.stat(os.devnull))
+    return False
+
+
+def claim_announcement(environment: Mapping[str, str], hidden: str = "") -> bool:
     """Create the file that marks a failure as printed. Return True if the caller must print the failure, and False if
     the file already exists. If torchrun did not start the caller, or if the file cannot be created, return True.
 
     `environment`: environment variables of a rank, which name the folder that torchrun has created for this start.
+    `hidden`: content of the file, the text that `print_hidden_announcement` prints.
     """
     path = _announcement_mark(environment)
     if path is None:  # torchrun did not start this process, so nothing stops the other ranks: each rank prints
         return True
     try:
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+        with open(path, "x", encoding="utf-8") as file:
+            file.write(hidden)
     except FileExistsError:
         return False
     except OSError:  # printing twice is better than not at all
         return True
     return True
+
+
+def print_hidden_announcement(environment: Mapping[str, str]) -> None:
+    """Print the failure that a rank of this host could not print, if there is one. `environment`: environment variables
+    of any rank of this start."""
+    path = _announcement_mark(environment)
+    with suppress(OSError):
+        if path is not None and (text := Path(path).read_text(encoding="utf-8")):
+            say_escaped(text, sys.stderr, flush=True)
 
 
 def is_announced() -> bool:

@@ -148,6 +148,12 @@ def is_orphan() -> bool:
     earlier ancestor if a script started this process."""
     agent = os.environ.get(AGENT_PID)
     pid = os.getppid()
+    if agent is not None and str(pid) != agent and sys.platform != "linux":  # there is no /proc
+        try:
+            os.kill(int(agent), 0)
+        except ProcessLookupError:
+            return True
+        return False
     while agent is not None and str(pid) != agent:
         fields = process_fields(pid)
         if fields is None or pid <= 1:

@@ -2,9 +2,9 @@
 
 The file replaces FSDP2's all-reduce. On a GPU, that all-reduce runs on a separate stream, but on a CPU it blocks
 backward. gloo has no streams, but its threads can all-reduce while backward continues. With this file, FSDP2's call
-starts the all-reduce, and the end of backward waits for it. If FSDP2 reads the sum at once, the call itself waits, as
-with gradients that earlier microbatches have left (`_is_read_at_once`). Gradients are bitwise equal to those of FSDP2's
-own all-reduce (tests/cpu/test_overlapped_all_reduce.py).
+starts the all-reduce, and the end of backward waits for it. If FSDP2 reads the sum at once, the call itself waits; for
+example, if earlier microbatches have left gradients (`_is_read_at_once`). Gradients are bitwise equal to those of
+FSDP2's own all-reduce (tests/cpu/test_overlapped_all_reduce.py).
 """
 
 from __future__ import annotations
@@ -90,11 +90,11 @@ class _OverlappingGroup:
     def _is_read_at_once(self, reduced: Tensor) -> bool:
         """Return True if FSDP2 reads the sum before backward ends, or if no backward runs.
 
-        FSDP2 reads the sum in three cases: its dtype is not that of the parameters, earlier microbatches have left
-        gradients, or parameters have hooks. A pipeline reduces its gradients outside of backward.
+        FSDP2 reads the sum in three cases: its dtype is not that of the trained parameters, earlier microbatches have
+        left gradients, or parameters have hooks. A pipeline reduces its gradients outside of backward.
         """
         return (
-            reduced.dtype != self._parameters[0].dtype
+            reduced.dtype != next(parameter.dtype for parameter in self._parameters if parameter.requires_grad)
             or any(parameter.grad is not None for parameter in self._parameters)
             or any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in self._parameters)
             or torch._C._current_graph_task_id() == -1

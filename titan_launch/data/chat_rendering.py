@@ -15,6 +15,7 @@ from datetime import date, datetime, time
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
+from titan_launch.core.json_files import JsonError, parse_json
 from titan_launch.core.terminal import one_line
 
 Message = Mapping[str, Any]
@@ -105,24 +106,39 @@ class Renderer:
 
         If the template has `generation` blocks, their texts are the turns of the assistant (see `_Turns.blocks`).
         Otherwise `_Turns.turn` finds the turns, and a chat is refused if a turn would contain text of another message.
+
+        Arguments of tool calls that are a JSON object in a string (OpenAI) are decoded, because most templates write
+        them as JSON. If the template refuses the decoded arguments, it gets the strings.
         """
-        self._check_strings([messages, tools])
         messages = [_with_thoughts(message) for message in messages]
-        text = self.rendered(messages, tools).text
-        if train_on == "all":
-            return text, [Span(0, len(text))]
+        decoded = [_with_decoded_arguments(message) for message in messages]
+        self._check_strings([messages, decoded, tools])
+        try:
+            text, messages = self.rendered(decoded, tools).text, decoded
+        except RecordError:
+            text = self.rendered(messages, tools).text
+        chat = _Turns(self, messages, tools, text)
+        spans = [Span(0, len(text))] if train_on == "all" else self._targets(chat, train_on)
+        for index, message in enumerate(messages):
+            if message["role"] != "assistant" and chat.is_omitted(index):
+                detail = f"message {index + 1}, of the role {message['role']}; use a template that writes this role"
+                raise RecordError("a chat with a message that the template omits", detail, "template")
+        return text, spans
+
+    def _targets(self, chat: _Turns, train_on: str) -> list[Span]:
+        """Return the turns of the assistant that are targets. Raises RecordError."""
+        messages = chat.messages
         answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         answers = answers[-1:] if train_on == "last" else answers
         answers = [index for index in answers if _is_target(messages[index])]
-        chat = _Turns(self, messages, tools, text)
         has_blocks = re.search(r"{%[-+]?\s*generation\b", self.text) is not None
         spans = chat.blocks(answers, train_on) if has_blocks else [chat.turn(index) for index in answers]
-        targets = "".join(text[span.start : span.stop] for span in spans)
+        targets = "".join(chat.text[span.start : span.stop] for span in spans)
         for index in answers:
             if lost := [name for name in _called(messages[index]) if name not in targets]:
                 detail = f"message {index + 1} calls {lost[0]}; use a template that writes tool calls"
                 raise RecordError("a chat with a tool call that the template omits", detail, "template")
-        return text, spans
+        return spans
 
     def prompt(self, messages: Sequence[Message], allows_special: bool = False) -> str:
         """Return the text of a chat up to the answer that a model is to generate. If the last message is the
@@ -384,6 +400,13 @@ class _Turns:
                     return _Marked(messages, found.marks)
         return _Marked([], [])
 
+    def is_omitted(self, index: int) -> bool:
+        """Return True if the chat's text has no part of the text of message `index`. Return False if marks would change
+        the chat's text."""
+        content = self.messages[index].get("content")
+        has_text = isinstance(content, str) and bool(content.strip())
+        return has_text and bool(self._marked.messages) and not self._positions_of(index)
+
     def _positions_of(self, index: int) -> list[int]:
         return [mark.position for mark in self._marked.marks if mark.message == index]
 
@@ -429,6 +452,23 @@ def _with_thoughts(message: Message) -> Message:
     """Return a message with its thoughts under both keys that templates read, as in `transformers`."""
     thoughts = next((message[key] for key in _THOUGHTS if message.get(key) is not None), None)
     return message if thoughts is None else {"thinking": thoughts, **message, "reasoning_content": thoughts}
+
+
+def _with_decoded_arguments(message: Message) -> Message:
+    """Return a message whose tool calls have objects as arguments."""
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": [_decoded(call) for call in calls]} if isinstance(calls, list) else message
+
+
+def _decoded(call: Any) -> Any:
+    """Return a tool call, or its `function`, with the JSON object in `arguments` in place of a string."""
+    if isinstance(call, Mapping) and "function" in call:
+        return {**call, "function": _decoded(call["function"])}
+    if isinstance(call, Mapping) and isinstance(text := call.get("arguments"), str):
+        with suppress(JsonError):
+            if isinstance(arguments := parse_json(text), dict):
+                return {**call, "arguments": arguments}
+    return call
 
 
 def _with_marks(messages: Sequence[Message], places: Sequence[str]) -> list[Message]:

@@ -96,9 +96,9 @@ def _write(folder: Path, packing: Packing) -> None:
 def pack(document_ends: Indices, seq_len: int, has_pairs: bool = False) -> Packing:
     """Return the packing of documents. `document_ends`: number of tokens up to the end of each document.
 
-    `has_pairs`: True if documents 2k and 2k + 1 are a pair. Both documents of a pair then get into one sample, with the
-    document numbers 2j and 2j + 1. Each document must have at least two tokens, and each pair must fit into a sample
-    (`longest_pair`).
+    `has_pairs`: True if documents 2k and 2k + 1 are a pair. Both documents of a pair are then put into one sample, next
+    to each other. In the sample, the first document of a pair has an even number, and the second document has the next
+    number. Each document must have at least two tokens, and each pair must fit into a sample (`longest_pair`).
     """
     num_pairs = np.maximum(np.diff(document_ends, prepend=0) - 1, 0)
     starts, lengths = _pieces(document_ends, num_pairs, seq_len)

@@ -14,6 +14,7 @@ from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_compl
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -21,7 +22,7 @@ import numpy as np
 
 from titan_launch.core.cache import built_once
 from titan_launch.core.errors import ConfigError, Problem, RunError, UserError, config_error
-from titan_launch.core.files import file_state, open_regular, read_regular, refuse_weights_folder, replace_text
+from titan_launch.core.files import file_state, read_regular, refuse_weights_folder, replace_text
 from titan_launch.core.fingerprint import content_digest, fingerprint_of_files
 from titan_launch.core.json_files import parse_record, read_json
 from titan_launch.core.process import usable_cores
@@ -54,6 +55,13 @@ _BATCH_BYTES = 1 << 20
 
 _LARGE_CORPUS = 1 << 26
 """Bytes of text above which a run tokenizes the text in several processes, which take a second to start."""
+
+_CODE = sorted(
+    path
+    for pattern in ("corpora/*.py", "chat_rendering.py", "*tokenizer*.py")
+    for path in Path(__file__).parent.glob(pattern)
+)
+"""The modules that decide the tokens of a document."""
 
 _NOT_IN_TOKENS = {"path", "packing", "shuffle", "num_workers", "name", "weight", "streaming"}
 """Keys of the section that `_source` ignores, because they do not change the tokens. In place of `path`, `_source` uses
@@ -154,12 +162,14 @@ def training_texts(corpus: Corpus) -> Iterator[str]:
 
 def cached_token_files(corpus: Corpus) -> Path:
     """Return the folder of a corpus's token files in the cache. Write the folder if it does not exist or is damaged.
-    The name of the folder depends on the tokenizer, the keys of the section, and the content of the files."""
+    The name of the folder depends on the tokenizer, the keys of the section, the content of the files, and the code
+    that tokenizes."""
     digests = _cached_digests(corpus)
     size = sum(file.size for file in corpus.files)
     num_workers = usable_cores() if size > _LARGE_CORPUS else 1
     task = f"{'tokenizing:':26} {counted(len(corpus.files), 'file')}, {size / 1e6:,.1f} MB"
-    identity = [VERSION, corpus.tokenizer.digest, _source(corpus, digests)]
+    package = version("tokenizers") if corpus.tokenizer.folder is not None else ""
+    identity = [VERSION, corpus.tokenizer.digest, _source(corpus, digests), content_digest(_CODE), package]
 
     def build(folder: Path) -> None:
         prepare(corpus, folder, num_workers, digests=digests)
@@ -250,17 +260,23 @@ def _claimed(corpus: Corpus, folder: Path, source: str) -> Iterator[None]:
     refuse_weights_folder(folder)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / UNFINISHED
-    identity = json.dumps([VERSION, corpus.tokenizer.digest, source])
-    if not path.exists():
-        if any(entry.is_file() for entry in folder.iterdir()):
-            raise UserError(f"{folder} has files that are not token files; name another folder, or delete them")
-        replace_text(path, identity)
-    with open_regular(path) as file:
+    identity = json.dumps([VERSION, corpus.tokenizer.digest, source]).encode()
+    # All processes lock the same file, because the file is created first and gets its content under the lock.
+    with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666), "r+b") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"another process is writing {folder}; wait for its end, or name another folder") from None
-        if file.read(len(identity) + 1) != identity.encode():
+        found = file.read(len(identity) + 1)
+        if (folder / HEADER).exists():  # another process has just completed the folder
+            path.unlink(missing_ok=True)
+        elif not found:  # no process has written into the folder
+            if any(entry.is_file() and entry != path for entry in folder.iterdir()):
+                path.unlink()
+                raise UserError(f"{folder} has files that are not token files; name another folder, or delete them")
+            os.write(file.fileno(), identity)
+            os.fsync(file.fileno())
+        elif found != identity:
             reason = "has unfinished token files of different text, different keys of [data] or a different tokenizer"
             raise UserError(f"{folder} {reason}; delete it, or name another folder")
         yield

@@ -128,7 +128,7 @@ class HuggingFaceTokenizer:
         if self.vocab_size > vocabulary_size(config):
             listed = f"the file lists ids only up to {vocabulary_size(config) - 1:,}"
             reason = f"has token ids up to {self.vocab_size - 1:,} after loading, but {listed}"
-            raise unusable(config, reason)
+            raise unusable(config, f"{reason}; write it again with save_pretrained of transformers")
         self._dtype = token_dtype(self.vocab_size)
         self._begin = [] if config.begin_of_document is None else [self.token(config.begin_of_document)]
         self.end_of_document = self.token(end_of_document)

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from titan_launch.config.axes import REPLICATE
+
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import WriteItem
 
@@ -30,12 +32,15 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return inner
 
 
-def number_of_copies(tensor: Tensor) -> int:
-    """Return the number of ranks that hold each element of a DTensor; 1 for a plain tensor."""
-    if not isinstance(tensor, DTensor):
-        return 1
-    mesh = tensor.device_mesh
-    return math.prod(mesh.size(axis) for axis, place in enumerate(tensor.placements) if place.is_replicate())
+def number_of_copies(parameter: Tensor, replicas: int) -> int:
+    """Return the number of ranks that hold each element of a parameter, without the ranks of other pipeline stages.
+    `replicas`: result of `Layout.fsdp_replicas`. Each replica also has the parameters that FSDP2 ignores
+    (`Layout.is_ignored`), whose mesh has no axis for the replicas."""
+    if not isinstance(parameter, DTensor):
+        return replicas
+    mesh = parameter.device_mesh
+    own = math.prod(mesh.size(axis) for axis, place in enumerate(parameter.placements) if place.is_replicate())
+    return own if REPLICATE.short in (mesh.mesh_dim_names or ()) else own * replicas
 
 
 def own_part(full: Tensor, like: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch.distributed.rendezvous import rendezvous
 from titan_launch.config.sections.run import UNWATCHED_GROUPS
 from titan_launch.core.errors import RunError, Stopped, config_error, listed
 from titan_launch.core.phantom import check_operators
-from titan_launch.core.signals import agent_keeps_store, signal_name, store_is_gone
+from titan_launch.core.signals import RESTART_SIGNAL, RESTART_STATUS, agent_keeps_store, signal_name, store_is_gone
 from titan_launch.distributed.torch_private import process_groups, set_timeout
 
 
@@ -105,7 +105,7 @@ def _connect(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
         return dist.HashStore()
     if store_is_gone():
         place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        reason = f"the agent of host 0, which hosts the store at {place}, has ended"
+        reason = f"the agent of host 0, which hosts the store at {place}, has ended; start all hosts again"
         raise RunError(f"rank {rank} of {world_size} cannot reach the other ranks: {reason}")
     store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
     return store
@@ -211,7 +211,8 @@ def _admit_ranks(store: dist.Store, world_size: int, clock: _Clock, stop_signal:
             missing = [str(rank) for rank, key in enumerate(greetings, start=1) if not store.check([key])]
             ranks, have = ("rank", "has") if len(missing) == 1 else ("ranks", "have")
             late = f"{ranks} {listed(missing, most=8)} of {world_size} {have}"
-            raise RunError(f"{late} not joined the process group in {clock.timeout_seconds:g} s")
+            remedy = "read the logs of their hosts, or increase comm.init_timeout_seconds"
+            raise RunError(f"{late} not joined the process group in {clock.timeout_seconds:g} s; {remedy}")
     _reply(store, greetings, start)
     return start
 
@@ -224,10 +225,10 @@ def _join(store: dist.Store, rank: int, clock: _Clock) -> str:
             store.set(f"{leader}/{rank}", own_name)
             known_leader = leader
         if not clock.pause():
-            reason = "rank 0 did not start, or it waits for other ranks"
-            raise RunError(
-                f"rank {rank} was not admitted to the process group in {clock.timeout_seconds:g} s: {reason}"
-            )
+            reason = "rank 0 did not start, or waits for other ranks"
+            remedy = "read the log of rank 0, or increase comm.init_timeout_seconds"
+            late = f"rank {rank} was not admitted to the process group in {clock.timeout_seconds:g} s"
+            raise RunError(f"{late}: {reason}; {remedy}")
     reply = store.get(own_name).decode()
     if reply.startswith("stop "):
         raise _stopped(int(reply.removeprefix("stop ")))
@@ -241,4 +242,6 @@ def _reply(store: dist.Store, greetings: list[str], reply: str) -> None:
 
 
 def _stopped(number: int) -> Stopped:
+    if number == RESTART_SIGNAL:
+        return Stopped("a new host joined while ranks waited for other ranks: all ranks will restart", RESTART_STATUS)
     return Stopped(f"stopped by {signal_name(number)} while waiting for other ranks; nothing was trained", 0)

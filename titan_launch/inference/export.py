@@ -18,9 +18,9 @@ from titan_launch import __version__
 from titan_launch.checkpoint.index import read_index, read_tensor
 from titan_launch.checkpoint.manifest import checkpoint_name
 from titan_launch.config.loading.provenance import toml_value
-from titan_launch.config.sections.data import ChatData, ClassificationData, single_sources
+from titan_launch.config.sections.data import ChatData, ClassificationData, ImageData, single_sources
 from titan_launch.config.sections.model import HUGGINGFACE
-from titan_launch.config.sections.tokenizer import TEMPLATE_FILE, TOKENIZER_FILE
+from titan_launch.config.sections.tokenizer import TEMPLATE_FILE, TOKENIZER_FILE, read_tokenizer_json, tokenizer_file
 from titan_launch.core.errors import ConfigError, listed
 from titan_launch.core.terminal import counted
 from titan_launch.data.tokenizers import build_tokenizer
@@ -31,6 +31,7 @@ from titan_launch.models.architectures import ARCHITECTURES, known_args, resolve
 from titan_launch.models.build import build_model
 from titan_launch.models.decoder.args import DecoderArgs
 from titan_launch.models.decoder.huggingface_tensors import is_selection_bias, tensor_shapes
+from titan_launch.models.huggingface.args import image_format
 from titan_launch.models.huggingface.config_json import config_of, read_json
 from titan_launch.models.huggingface.files import (
     ADAPTER_CONFIG_FILE,
@@ -39,7 +40,9 @@ from titan_launch.models.huggingface.files import (
     WeightsError,
     as_text,
 )
-from titan_launch.models.huggingface.module import in_published_format
+from titan_launch.models.huggingface.image_processor import FILE as IMAGE_PROCESSOR_FILE
+from titan_launch.models.huggingface.image_processor import image_processor
+from titan_launch.models.huggingface.module import in_published_format, without_code
 from titan_launch.models.weights.adapters import BASE, Target, file_places, targets_of
 from titan_launch.models.weights.adapters import FILE as ADAPTER_FILE
 from titan_launch.models.weights.adapters import config_of as adapter_config
@@ -124,7 +127,8 @@ def export(run: Path, out: Path, options: ExportOptions) -> str:
     with new_folder(out) as folder:
         num_tensors, num_bytes = write(source, folder, options)
         if write is _write_huggingface:
-            notes += _write_chat_format(source, folder)
+            notes += [*_write_chat_format(source, folder), *_write_image_processor(source, folder)]
+            notes += _missing_tokenizer(source)
         library = "peft" if options.is_adapter else "titan_launch" if options.is_plain else "transformers"
         _write_card(folder, saved, run, library)
     written = f"wrote {counted(num_tensors, 'tensor')} ({num_bytes / 1e6:,.1f} MB) of {source.description} to {out}"
@@ -166,7 +170,9 @@ def _write_huggingface(source: SavedModel, folder: Path, options: ExportOptions)
     entries, read, config = files_of(source, options)
     num_bytes = write_tensors(folder, entries, read, parse_size(options.max_shard_size))
     _copy_companions(source, folder)
-    write_json(folder / CONFIG_FILE, config)
+    if source.companions is None and config.get("eos_token_id") is None and _tokenizer_file(source) is not None:
+        config = {**config, "eos_token_id": build_tokenizer(source.job.tokenizer).end_of_document}
+    write_json(folder / CONFIG_FILE, without_code(config))
     if not (folder / GENERATION_FILE).exists():  # write the file that `transformers` would make from the config
         keys = ("bos_token_id", "eos_token_id", "pad_token_id")
         ids = {key: value for key in keys if (value := config.get(key)) is not None}
@@ -197,21 +203,26 @@ def _files_of_family(source: SavedModel, options: ExportOptions) -> _HuggingFace
 def _copy_companions(source: SavedModel, folder: Path) -> None:
     """Copy the Hugging Face configuration and tokenizer of the weights with which the run began. If the run's own
     tokenizer has files, copy these files in place of the tokenizer of the weights."""
-    names = MODEL_FILES if (own := _tokenizer_folder(source)) else (*MODEL_FILES, *TOKENIZER_FILES)
+    names = MODEL_FILES if (own := _tokenizer_file(source)) else (*MODEL_FILES, *TOKENIZER_FILES)
     if source.companions is not None:
         copy_companions(source.companions, folder, names)
     if own is not None:
-        copy_companions(own, folder, TOKENIZER_FILES)
+        copy_companions(own.parent, folder, TOKENIZER_FILES)
+        (folder / TOKENIZER_FILE).write_bytes(read_tokenizer_json(source.job.tokenizer))  # its name may be another
 
 
-def _tokenizer_folder(source: SavedModel) -> Path | None:
-    """Return the folder of the run's tokenizer; None if the tokenizer has no files, or if its files no longer exist."""
+def _tokenizer_file(source: SavedModel) -> Path | None:
+    """Return the `tokenizer.json` of the run; None if the tokenizer has no files, or if the file no longer exists."""
     tokenizer = source.job.tokenizer
-    if tokenizer.kind != "huggingface" or tokenizer.path is None:
-        return None
-    path = Path(tokenizer.path)
-    folder = path if path.is_dir() else path.parent
-    return folder if (folder / TOKENIZER_FILE).is_file() else None
+    file = tokenizer_file(tokenizer)
+    return file if tokenizer.kind == "huggingface" and file.is_file() else None
+
+
+def _missing_tokenizer(source: SavedModel) -> Iterator[str]:
+    """Yield a note if the files of the run's tokenizer no longer exist."""
+    tokenizer = source.job.tokenizer
+    if tokenizer.kind == "huggingface" and _tokenizer_file(source) is None:
+        yield f"the folder lacks the run's tokenizer, because {tokenizer_file(tokenizer)} is not found; copy it there"
 
 
 def _write_chat_format(source: SavedModel, folder: Path) -> Iterator[str]:
@@ -239,6 +250,22 @@ def _write_chat_format(source: SavedModel, folder: Path) -> Iterator[str]:
         write_json(folder / GENERATION_FILE, {**generation, "eos_token_id": [*known, *new]})
 
 
+def _write_image_processor(source: SavedModel, folder: Path) -> Iterator[str]:
+    """If the run trained on images, write the file from which `transformers` prepares images like the validation data
+    of the run. Yield a note if the job does not have all that this file needs."""
+    job = source.job
+    if job.data.unit != "images":
+        return
+    sources = [*single_sources(job.validation.data or job.data).values(), *single_sources(job.data).values()]
+    data = next((data for data in sources if isinstance(data, ImageData)), None)
+    if data is None or data.transform is not None or data.path.endswith(".npz"):
+        reason = "a transform or samples of your own, or arrays, may prepare images in other ways"
+        yield f"the folder has no {IMAGE_PROCESSOR_FILE}, because {reason}; write this file for transformers"
+        return
+    taken = image_format(job.model.args)
+    write_json(folder / IMAGE_PROCESSOR_FILE, image_processor(data, 3 if taken is None else taken.channels))
+
+
 def _rows(source: SavedModel, options: ExportOptions) -> int | None:
     """Return the number of rows of the exported embedding and output layer: `options.vocab_size`, by default the
     `vocab_size` of the original `config.json`, but at most the `vocab_size` of the model. None if the model has no
@@ -259,16 +286,25 @@ def _rows(source: SavedModel, options: ExportOptions) -> int | None:
 
 def _write_adapter(source: SavedModel, folder: Path, options: ExportOptions) -> tuple[int, int]:
     """Write the adapters as a folder for `peft`. `peft` applies the adapters to the model with which the run began.
-    Return the number of tensors and of bytes. Raises WeightsError if there are no adapters, or if the run also trained
-    other parameters."""
+    Return the number of tensors and of bytes. Raises WeightsError if there are no adapters, or if the run also changed
+    other parameters, selection biases of experts, or running statistics."""
     adapters, lora = adapters_of_saved(source), source.job.lora
     if not adapters:
         raise WeightsError("it has no adapters ([lora] was not set); remove --adapter")
     own = {name for adapter in adapters for name in (adapter.a, adapter.b)}
     weights = {name: entry.shape for name, entry in source.entries.items() if name not in own}
     freezing = Freezing(source.job.training, has_adapters=True)
-    if others := [name for name in weights if freezing.trained_from([name], requires_grad=True) is not None]:
-        reason = f"it trained {counted(len(others), 'parameter')} besides its adapters: {listed(others)}"
+    experts = getattr(known_args(source.job.model), "experts", None)
+    changes = {
+        "selection_bias": experts is not None and experts.selection_bias_rate,
+        **dict.fromkeys(("running_mean", "running_var"), source.job.batchnorm.of_frozen == "update"),
+    }
+    if others := [
+        name
+        for name in weights
+        if freezing.trained_from([name], requires_grad=True) is not None or changes.get(name.rpartition(".")[2])
+    ]:
+        reason = f"it changed {counted(len(others), 'tensor')} besides its adapters: {listed(others)}"
         raise WeightsError(f"{reason}; a folder of adapters would lack them: remove --adapter")
     shapes, pieces = file_places(source.job.model, weights, _rows(source, options), options.is_plain)
     targets = targets_of(adapters, shapes, pieces)

@@ -190,7 +190,8 @@ def logits_of(module: nn.Module, tokens: Tensor) -> Tensor:
     """Return the logits (batch, tokens, vocabulary) of whole sequences. Raises UserError if the model returns none."""
     logits = find_logits(module(tokens), tokens)
     if logits is None:
-        raise UserError(f"error: the forward of {type(module).__name__} returns no logits (batch, tokens, vocabulary)")
+        reason = f"the forward of {type(module).__name__} returns no logits (batch, tokens, vocabulary)"
+        raise UserError(f"error: {reason}; return logits, or an object with the field logits")
     return logits
 
 

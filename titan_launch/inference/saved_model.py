@@ -102,6 +102,8 @@ def open_saved_model(folder: Path, step: int | None = None, ema: bool = False, b
     if not has_checkpoint and (steps or step is not None or ema):
         wanted = "" if step is None else f" of step {step}"
         raise WeightsError(f"it has no checkpoint{wanted}; steps: {', '.join(map(str, sorted(steps))) or 'none'}")
+    if not has_checkpoint and base is not None:
+        raise WeightsError("it has no checkpoint, so --base has no effect; remove --base")
     if "model_type" in record and "model" not in record:
         return _open_huggingface(folder)
     try:
@@ -148,9 +150,11 @@ def _base_folder(job: JobConfig, recorded: BaseRecord | None, given: Path | None
     `model.weights`, the path in the manifest, and `model.path`. Otherwise return None.
 
     But if no folder exists, the checkpoint omits parameters, and one of these values is a URL, return a local copy of
-    the URL. Raises WeightsError if the URL cannot be copied.
+    the URL. Raises WeightsError if the URL cannot be copied, or if `given` is no folder of a model.
     """
     if given is not None:
+        if not ((given / CONFIG_FILE).is_file() or any(given.glob("*.safetensors"))):
+            raise WeightsError(f"--base {given} has neither {CONFIG_FILE} nor *.safetensors; name another folder")
         return given
     named = [path for path in (job.model.weights, recorded and recorded.folder, job.model.path) if path]
     if found := next((path for path in named if Path(path).is_dir()), None):

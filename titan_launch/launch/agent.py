@@ -12,7 +12,13 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from titan_launch.core.process import BAD_INPUT, EXITED_DIRECTLY, claim_announcement, has_exited_directly
+from titan_launch.core.process import (
+    BAD_INPUT,
+    EXITED_DIRECTLY,
+    claim_announcement,
+    has_exited_directly,
+    print_hidden_announcement,
+)
 from titan_launch.core.signals import RESTART_SIGNAL, RESTART_STATUS, signals_blocked
 from titan_launch.core.terminal import say
 
@@ -83,6 +89,8 @@ class ElasticAgent(LocalElasticAgent):
             result = RunResult(WorkerState.FAILED, failures=silent)
         else:
             result = super()._monitor_workers(worker_group)
+        if result.state != WorkerState.HEALTHY and self._pcontext is not None:
+            print_hidden_announcement(self._pcontext.envs[0])
         if result.state not in (WorkerState.FAILED, WorkerState.UNHEALTHY):
             self._has_failed = False
             return result

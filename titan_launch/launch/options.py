@@ -6,6 +6,7 @@ import os
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 
 from titan_launch.core.errors import UserError
 from titan_launch.core.terminal import shortened
@@ -80,6 +81,27 @@ def plan_processes(options: Mapping[str, str]) -> Processes:
     return Processes(per_node, nodes, tuple(args), shutdown_timeout_s)
 
 
+def check_rendezvous(options: Mapping[str, str]) -> None:
+    """Raise UserError if several hosts could not find each other with these options of `launch`."""
+
+    def value(name: str) -> str | None:  # torchrun reads the environment variable if the option is not set
+        return options.get(name) or os.environ.get(f"PET_{name.replace('-', '_').upper()}")
+
+    nodes = options.get("nnodes", "1")
+    numbers = [int(number) for number in nodes.split(":")]
+    backend = value("rdzv-backend") or "static"
+    if numbers[-1] == 1:
+        return
+    if backend != "static" and not value("rdzv-endpoint"):
+        raise _wrong("rdzv-backend", backend, "needs --rdzv-endpoint HOST:PORT, with the same value on every host")
+    if backend == "static" and numbers[0] != numbers[-1]:
+        reason = "hosts can join and leave only with --rdzv-backend c10d --rdzv-endpoint HOST:PORT; add these options"
+        raise _wrong("nnodes", nodes, reason)
+    if backend == "static" and not (value("master-addr") or value("rdzv-endpoint")):
+        reason = "the hosts need an address: add --rdzv-backend c10d --rdzv-endpoint HOST:PORT, or --master-addr HOST"
+        raise _wrong("nnodes", nodes, reason)
+
+
 def _processes_per_node(text: str) -> int:
     if text in ("auto", "gpu"):
         gpus = count_gpus()
@@ -132,11 +154,12 @@ def find_gpus() -> list[tuple[str, float]]:
 
 
 def _visible_gpus() -> list[str] | None:
-    """Return the GPUs in `CUDA_VISIBLE_DEVICES`; None if the variable is not set."""
+    """Return the GPUs in `CUDA_VISIBLE_DEVICES`; None if the variable is not set. As in CUDA, an entry that is empty or
+    -1 ends the list."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return None
-    return [gpu for gpu in map(str.strip, visible.split(",")) if gpu not in ("", "-1")]
+    return list(takewhile(lambda gpu: gpu not in ("", "-1"), map(str.strip, visible.split(","))))
 
 
 def _ask_driver(*options: str) -> list[str]:

@@ -240,10 +240,14 @@ def _abort_cause(run_folder: Path, since: float) -> str:
 def _rendezvous_failure(error: Exception) -> str:
     """Return the reason why this host did not join the other hosts."""
     reasons = {
-        "RendezvousClosedError": "the run has ended on another host, so this host cannot join",
-        "RendezvousTimeoutError": "fewer hosts than --nnodes joined before the timeout (--rdzv-conf)",
-        "DistNetworkError": f"host 0 (--master-addr, --master-port) cannot be reached: {_first_line(error)}",
-        "RendezvousConnectionError": "the host of the rendezvous (--rdzv-endpoint) is gone or cannot be reached",
+        "RendezvousClosedError": "the run has ended on another host, so this host cannot join; to continue the run, "
+        "start all hosts again",
+        "RendezvousTimeoutError": "fewer hosts than --nnodes joined before the timeout; start the missing hosts, or "
+        "set --rdzv-conf join_timeout=SECONDS",
+        "DistNetworkError": f"host 0 cannot be reached; check --master-addr, --master-port and the firewall: "
+        f"{_first_line(error)}",
+        "RendezvousConnectionError": "the host of the rendezvous (--rdzv-endpoint) is gone or cannot be reached; "
+        "check its name, its port and the firewall",
     }
     return reasons.get(type(error).__name__, f"the rendezvous of the hosts failed: {_first_line(error)}")
 

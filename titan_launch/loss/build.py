@@ -52,7 +52,7 @@ def build_loss(
     values cannot be checked. `frozen`: the teacher or reference model. None if the loss has none, or if the reference
     is the trained model with its adapters disabled. With `loss.chunks`, this function changes the output layer in
     place: the layer then returns the loss. Raises ConfigError if the function that `loss.name` names cannot be imported
-    or called (`import_loss`).
+    or called (`import_loss`), and if training changes running statistics of the base model (`Base`).
     """
     if config.model.loss is not None:
         return ModelLoss(config.model.loss, config.data.unit, has_values)
@@ -64,11 +64,12 @@ def build_loss(
     function, kind, distillation = import_loss(config.loss), config.loss.kind, config.loss.distillation
     if function is not None:
         return FunctionLoss(config.loss.name, check, compiled, function, has_values)
+    base = partial(Base, model, ("loss", config.loss.name, "reference"))
     if kind.reads_pairs:
-        reference = (frozen or Base(model)) if kind.second_model is not None else None
+        reference = (frozen or base()) if kind.second_model is not None else None
         return PreferenceLoss(check, compiled, config.loss, reference)
     if isinstance(config.loss.settings, KTOConfig):
-        return KTOLoss(check, compiled, config.loss.settings, model, frozen or Base(model))
+        return KTOLoss(check, compiled, config.loss.settings, model, frozen or base())
     if distillation is not None:
         assert frozen is not None, "distillation requires a teacher"
         return DistillationLoss(check, compiled, distillation, frozen)

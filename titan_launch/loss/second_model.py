@@ -8,10 +8,12 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from titan_launch.config.job import JobConfig
 from titan_launch.config.rules.loss import frozen_job
-from titan_launch.core.errors import ConfigError, KeyPath
+from titan_launch.config.sections.loss import BASE
+from titan_launch.core.errors import ConfigError, KeyPath, config_error
 from titan_launch.distributed.collectives import on_all_ranks
 from titan_launch.loss.outputs import logits_of
 from titan_launch.models.build import BuiltModel, build_model
@@ -28,7 +30,14 @@ class Base:
     module = None
     """None: there is no second module (see `Loss.frozen`)."""
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, key: KeyPath):
+        """`key`: the key of the job file that chooses this reference. Raises ConfigError if training changes running
+        statistics of the model."""
+        for path, norm in model.named_modules():
+            if isinstance(norm, _NormBase) and norm.training and norm.running_mean is not None:
+                why = f"which must stay frozen, but training changes running statistics of {path}"
+                reason = f'is the base model, {why}; set batchnorm.of_frozen = "fixed", or name a folder'
+                raise config_error(key, reason, BASE)
         self._model = model
 
     @torch.no_grad()

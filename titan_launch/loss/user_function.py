@@ -111,7 +111,8 @@ class FunctionLoss(Loss):
         first, rest = (self._value(self._function, logits[part], targets[part]) for part in parts)
         if not (first + rest - value).abs() <= 1e-3 * (first.abs() + rest.abs()):
             values = f"{value:.6g} for a microbatch, but {first:.6g} for its first sample and {rest:.6g} for the others"
-            raise self._error(f"returns {values}; return a sum over samples, not a mean: the launcher divides it")
+            remedy = "return a sum over samples, not a mean: the launcher divides the sum"
+            raise self._error(f"returns {values}; {remedy}")
 
     def _error(self, reason: str) -> ConfigError:
         return config_error(_NAME, reason, self._name)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from titan_launch.core.observer import Observer, StepResult, WatchedStep
 from titan_launch.distributed.dtensor import local_tensor, number_of_copies
 from titan_launch.metrics.memory import is_in_backward
+from titan_launch.plan.layout import Layout
 from titan_launch.plan.types import is_within
 
 _NORMS = ("learned/grad_norm", "learned/param_norm", "learned/update_norm")
@@ -30,23 +31,23 @@ class Learned(Observer):
         groups: Mapping[str, Sequence[str]] | None,
         device: torch.device,
         stack: ExitStack,
-        replicas: int = 1,
+        layout: Layout,
     ):
         """`modules`: this rank's modules by path; the path of the root is "". `paths`: paths of the modules, on any
         pipeline rank, that are measured one by one. `groups`: for each group name, the paths of modules whose outputs
         are measured together; None if no outputs are measured. Closing `stack` removes all hooks.
 
-        `replicas`: number of replicas over which the optimizer is sharded. Each replica has all parameters, but only a
-        part of each gradient. So sums over ranks count parameters and updates once per replica, and are divided by
-        this number. 1: the optimizer is not sharded over replicas.
+        If the optimizer is sharded over replicas, each replica has all parameters, but only a part of each gradient. So
+        sums over ranks count parameters and updates once per replica, and are divided by the number of replicas.
         """
         self._paths = paths
         named = [
             (name, p) for name, p in modules[""].named_parameters() if any(is_within(name, path) for path in paths)
         ]
         self._parameters = [parameter for _, parameter in named]
-        self._shares = torch.tensor([1 / number_of_copies(p) for p in self._parameters], device=device)
-        self._replicas = replicas
+        copies = [number_of_copies(parameter, layout.fsdp_replicas) for parameter in self._parameters]
+        self._shares = torch.tensor([1 / number for number in copies], device=device)
+        self._replicas = layout.optimizer_replicas
         pairs = [(i, j) for i, (name, _) in enumerate(named) for j, path in enumerate(paths) if is_within(name, path)]
         self._members, self._owners = torch.tensor(pairs, dtype=torch.int64, device=device).reshape(-1, 2).unbind(1)
         self._norms = torch.zeros(len(_NORMS), len(paths), device=device)

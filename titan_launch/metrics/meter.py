@@ -109,8 +109,9 @@ class Meter(Observer):
     def late_pauses(self) -> dict[str, float]:
         """Return those metrics of `pauses` that have changed since the last call of `pauses`. The dict is empty if
         `pauses` was not called since the last report."""
-        before = self._told_pauses
-        changed = [f"time/{name}_s" for name, seconds in self._pauses.items() if before and seconds != before[name]]
+        if not self._told_pauses:
+            return {}
+        changed = [f"time/{name}_s" for name, seconds in self._pauses.items() if seconds != self._told_pauses[name]]
         told = self.pauses()
         return {tag: told[tag] for tag in changed}
 
@@ -132,7 +133,8 @@ class Meter(Observer):
 
         `train/loss` is the mean of the steps that were not skipped. If all steps of the window were skipped, it is the
         loss of the last step. `train/loss_max` is missing if `items_global` of the last step is 0. `measured`: further
-        metrics of this rank by tag; all ranks pass the same tags.
+        metrics of this rank by tag; all ranks pass the same tags. A rank that could not measure `comm/exposed_s` passes
+        -inf.
 
         Raises RuntimeError if no step was counted since the last report.
         """
@@ -151,8 +153,9 @@ class Meter(Observer):
             }
         )
         targets = values.pop(_WINDOW_TARGETS)
-        if values["train/loss_max"] == -torch.inf:
-            del values["train/loss_max"]  # no rank had an item
+        for name in ("train/loss_max", "comm/exposed_s"):
+            if values.get(name) == -torch.inf:
+                del values[name]  # no rank had an item, or no rank could measure the time
         # The device has finished the window only now, so the time is read here.
         values |= self._rates(targets, self._clock() - self._window_start - self._paused_s)
         self._pauses = {name: seconds - self._told_pauses.get(name, 0.0) for name, seconds in self._pauses.items()}

@@ -110,8 +110,9 @@ def meta_twin(tensor: Tensor) -> Tensor:
 
 
 def num_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the memory of tensors in bytes; a shared storage counts once."""
-    return sum({tensor.untyped_storage().data_ptr() or id(tensor): tensor.nbytes for tensor in tensors}.values())
+    """Return the memory of the storages of tensors in bytes; a shared storage counts once."""
+    storages = ((tensor, tensor.untyped_storage()) for tensor in tensors)
+    return sum({storage.data_ptr() or id(tensor): storage.nbytes() for tensor, storage in storages}.values())
 
 
 def describe_tensors(module: nn.Module) -> dict[str, str]:
@@ -169,7 +170,7 @@ def _digest(tensor: Tensor) -> str:
     """Return a hexadecimal digest of a tensor's dtype, shape and elements.
 
     The bits of the elements are arranged as a table of integers, which is summed along rows and along columns. These
-    sums run at memory bandwidth, and they change if elements are permuted.
+    sums run at memory bandwidth, and they change for almost every permutation of the elements.
     """
     plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     bits = plain.reshape(-1).view(_INTEGERS[plain.element_size()])

@@ -289,12 +289,10 @@ def _rules_without_effect(targets: Mapping[str, nn.Module], config: LoRAConfig) 
     used = {config.rule_of(path) for path in targets}
     for index, rule in enumerate(config.rules):
         if index not in used:
-            reason = (
-                "applies to no module: it matches no module with an adapter (lora.targets), or only modules that an "
-                "earlier rule matches"
-            )
+            reason = "each adapter that this rule matches follows an earlier rule; put the narrower rule first"
             if not any(matches(glob, path) for glob in rule.match for path in targets):
-                reason += "".join(suggestion(glob, targets) for glob in rule.match[:1])
+                hint = "".join(suggestion(glob, targets) for glob in rule.match[:1])
+                reason = f"matches no module with an adapter (lora.targets){hint}"
             yield Problem(("lora", "rules", index, "match"), reason, rule.match, also=(_TARGETS,))
 
 

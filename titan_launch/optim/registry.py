@@ -181,7 +181,7 @@ def build_optimizer(
 
     `head`: paths of the modules that run last; Muon does not update their matrices. `seed`: seed of stochastic
     rounding. `replicas`: the replicas over which the optimizer is sharded; None if it is not. `scales`: as in
-    `group_parameters`. Call `check_param_groups` first, which finds settings that do not fit the model. Call
+    `group_parameters`. Call `plan.job.check_plan` first, which finds settings that do not fit the model. Call
     `set_lr` before each step.
     """
     groups = group_parameters(model, config, head, scales)

@@ -189,8 +189,8 @@ class _Saved:
     def __init__(self, group: _Group, original: Tensor, device: Tensor, host: Tensor):
         self.group = group
         self.original: tuple[Tensor, int] | None = (detached(original), original._version)
-        """An alias of the saved tensor with its version, until the copy to the host is complete. The tensor itself may
-        refer to this object through its graph, in a cycle that is never freed."""
+        """An alias of the saved tensor with its version, until the copy to the host is complete. An alias, not the
+        tensor itself: the tensor's graph may refer to this object, and such a cycle would never be freed."""
         self.device: Tensor | None = device
         """The bytes on the device; None while they are only on the host."""
         self.host: Tensor | None = host
@@ -209,8 +209,9 @@ class _Packed(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    """An alias of a saved tensor that is not offloaded. (The tensor itself may refer to this object through its graph,
-    in a cycle that is never freed.) Autograd checks no version of what `saved_tensors_hooks` return."""
+    """An alias of a saved tensor that is not offloaded. (An alias, not the tensor itself: the tensor's graph may refer
+    to this object, and such a cycle would never be freed.) Autograd does not check the versions of tensors that
+    `saved_tensors_hooks` return."""
 
     tensor: Tensor
     version: int
@@ -365,7 +366,8 @@ _hooks: ContextVar[tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | Non
 
 def saved_for_backward(tensor: Tensor, may_be_offloaded: bool) -> Callable[[], Tensor]:
     """Return a function that returns `tensor`, as it is now, in backward. If the forward of an offloaded block is
-    running and `may_be_offloaded` is True, the tensor is offloaded as tensors that autograd saves.
+    running and `may_be_offloaded` is True, the tensor is offloaded like the tensors that autograd
+    saves.
 
     This function is for tensors that are kept for backward, but not by autograd. The returned function raises
     RuntimeError if an operation changed the tensor in place, and no complete copy in host memory has its earlier

@@ -79,8 +79,8 @@ def check_batch_norms(model: nn.Module, config: BatchNormConfig) -> None:
             why = "which synchronizes statistics by itself, and only on GPUs; use an nn.BatchNorm instead"
         else:
             why = (
-                "whose forward does not call super().forward(...), so its statistics cannot be synchronized; call it, "
-                'or set batchnorm.statistics = "local"'
+                "whose forward does not call super().forward(...), so its statistics cannot be synchronized; add "
+                'this call, or set batchnorm.statistics = "local"'
             )
         reason = f"{path} is a {type(norm).__name__}, {why}"
         problems.append(Problem(("batchnorm", "statistics"), reason, "synchronized"))

@@ -153,10 +153,17 @@ def remedies(comparison: ModeComparison, own: Sequence[PlanRow]) -> Iterator[str
     tight = [row.choice.label for row in own if row.verdict == "tight"]
     if tight:
         yield f"these choices are tight (may run out of memory), but you can set them in the job: {'; '.join(tight)}"
-    yield (
-        f"{'or try' if others or tight else 'try'} a smaller training.local_batch_size or training.seq_len, a larger "
-        "loss.chunks, more ranks to shard over, or devices with more memory"
-    )
+    keys = ["a smaller training.local_batch_size", *_keys_that_save_memory(comparison.config)]
+    attempt = "or try" if others or tight else "try"
+    yield f"{attempt} {', '.join(keys)}, more ranks to shard over, or devices with more memory"
+
+
+def _keys_that_save_memory(config: JobConfig) -> Iterator[str]:
+    """Yield changes of keys that shrink the activations of a microbatch, besides its size, for the data of a job."""
+    if config.data.unit == "tokens":
+        yield "a smaller training.seq_len"
+        if config.model.loss is None:
+            yield "a larger loss.chunks"
 
 
 # The size of the microbatch
@@ -194,8 +201,12 @@ def largest_batch(config: JobConfig, world_size: int, hardware: Hardware, predic
         raise config_error(_BATCH, NO_LIMIT, "auto", also=(("planner",),))
     sizes, fitting, needed = possible_batch_sizes(config, world_size), 0, 0.0
     low, high = 0, len(sizes)  # a binary search: sizes[:low] fit, sizes[high:] do not
+    accumulation, middle = config.gradient_accumulation, high // 2
+    if accumulation.mode != "auto" and accumulation.row.defers:
+        # The largest size may give a single microbatch. A step then holds no gradients of earlier microbatches, so it
+        # may fit although smaller sizes do not.
+        middle = high - 1
     while low < high:
-        middle = (low + high) // 2
         resized = with_local_batch_size(config, sizes[middle])
         comparison = predict(resized, plan_layout(config.parallelism, resized.training, world_size))
         own = _own_rows(comparison)
@@ -203,11 +214,14 @@ def largest_batch(config: JobConfig, world_size: int, hardware: Hardware, predic
             low, fitting = middle + 1, sizes[middle]
         else:
             high, needed = middle, min(row.reserved_bytes for row in own) / GIB
+        middle = (low + high) // 2
     if fitting:
         return fitting
+    keys = [*_keys_that_save_memory(config), "more ranks to shard over"]
+    if config.activation_checkpoint.mode not in ("auto", "full"):
+        keys.insert(0, 'activation_checkpoint.mode = "auto"')
     reason = (
         f"even the smallest microbatch size, {sizes[0]}, does not fit into {format_limit(hardware)}: the job needs "
-        f'about {needed:.4g} GiB; try activation_checkpoint.mode = "auto", a smaller training.seq_len, a larger '
-        "loss.chunks, more ranks to shard over, or devices with more memory"
+        f"about {needed:.4g} GiB; try {', '.join(keys)}, or devices with more memory"
     )
     raise config_error(_BATCH, reason, "auto", also=(("planner",),))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from fractions import Fraction
 from functools import cached_property, lru_cache
 from math import prod
@@ -134,6 +134,14 @@ def traffic_of_microbatches(seen: Sequence[Traffic], num_microbatches: int) -> T
     return on_line(total, total + seen[-2], unseen) if unseen else total
 
 
+def traffic_of_pipeline(seen: Sequence[Traffic], counts: Sequence[int], num_microbatches: int) -> Traffic:
+    """Return the traffic of a pipeline's step of `num_microbatches`. `seen`: the traffic of a step of each number of
+    microbatches in `counts`, which is a result of `pipeline.counts_to_run`."""
+    if len(counts) == 1:
+        return seen[0]
+    return on_line(seen[0], seen[1], (num_microbatches - counts[0]) / (counts[1] - counts[0]))
+
+
 def collectives_of_unit(unit: Unit, layout: Layout) -> Collectives:
     """Return the numbers of collectives of an FSDP2 unit in one forward and backward.
 
@@ -152,36 +160,6 @@ def collectives_of_unit(unit: Unit, layout: Layout) -> Collectives:
     )
 
 
-def scaled_to_step(seen: Traffic, num_seen: int, layout: Layout, accumulation: GradientAccumulationConfig) -> Traffic:
-    """Return the traffic of a step with all microbatches, from the traffic of a step with `num_seen` microbatches.
-    Traffic of every microbatch is scaled. Traffic that occurs once per step is not scaled."""
-    every = Fraction(layout.num_microbatches, num_seen)
-    once = Fraction(1)
-    gathers = once if accumulation.keep_params_unsharded else every
-    scatters = every if accumulation.row.reduce_scatters_each else once
-    reduces = every if accumulation.row.all_reduces_each else once
-
-    def times(exchange: Exchange) -> Exchange:
-        return Exchange(round(exchange.calls * every), round(exchange.sent_bytes * every))
-
-    calls = seen.collectives
-    exchanges: dict[str, Any] = {axis.name: times(seen.along(axis)) for axis in MODEL_AXES}
-    return replace(
-        seen,
-        **exchanges,
-        collectives=Collectives(
-            round(calls.all_gathers * gathers),
-            round(calls.reduce_scatters * scatters),
-            round(calls.all_reduces * reduces),
-        ),
-        all_gather_bytes=round(seen.all_gather_bytes * gathers),
-        reduce_scatter_bytes=round(seen.reduce_scatter_bytes * scatters),
-        all_reduce_bytes=round(seen.all_reduce_bytes * reduces),
-        expert_all_gather_bytes=round(seen.expert_all_gather_bytes * gathers),
-        expert_reduce_scatter_bytes=round(seen.expert_reduce_scatter_bytes * scatters),
-    )
-
-
 def collectives_of_microbatch(units: Iterable[Unit], layout: Layout) -> Collectives:
     """Return the numbers of collectives of all units in one forward and backward."""
     return sum((collectives_of_unit(unit, layout) for unit in units), start=Collectives())
@@ -194,10 +172,14 @@ def collectives_of_step(units: Iterable[Unit], layout: Layout, accumulation: Gra
     optimizer is sharded over replicas, each trained unit has one more reduce-scatter and one more all-gather per step.
     """
     units = list(units)
+    one, every = collectives_of_microbatch(units, layout), layout.num_microbatches
     is_exchanged = layout.optimizer_replicas > 1
     exchanges = sum(is_exchanged and unit.gradient_dtype is not None for unit in units)
-    one = Traffic(collectives_of_microbatch(units, layout))
-    return scaled_to_step(one, 1, layout, accumulation).collectives + Collectives(exchanges, exchanges)
+    return Collectives(
+        one.all_gathers * (1 if accumulation.keep_params_unsharded else every) + exchanges,
+        one.reduce_scatters * (every if accumulation.row.reduce_scatters_each else 1) + exchanges,
+        one.all_reduces * (every if accumulation.row.all_reduces_each else 1),
+    )
 
 
 def exchanged_units(plan: ModelPlan, layout: Layout) -> dict[Unit, ExchangedUnit]:

@@ -255,14 +255,21 @@ MAF)."""
 
 def planned_device_exists(config: JobConfig) -> Iterator[Problem]:
     """Yield a problem if `planner.device` is not in the device table."""
-    name, names = config.planner.device, [device.name for device in DEVICES]
-    if name is not None and name not in names:
-        remedy = (
-            "for another device, remove this key and set planner.memory_gib, planner.intra_node_gb_per_s, "
-            "planner.inter_node_gb_per_s and metrics.peak_tflops_per_device"
-        )
-        reason = f"unknown device; known devices: {', '.join(names)}; {remedy}{_variants(name, names)}"
+    name = config.planner.device
+    remedy = (
+        "; for another device, remove this key and set planner.memory_gib, planner.intra_node_gb_per_s, "
+        "planner.inter_node_gb_per_s and metrics.peak_tflops_per_device"
+    )
+    if name is not None and (reason := unknown_device(name, remedy)):
         yield Problem(("planner", "device"), reason, name)
+
+
+def unknown_device(name: str, remedy: str = "") -> str | None:
+    """Return the reason why a name is wrong if it is not in the device table, else None. `remedy`: a further remedy."""
+    names = [device.name for device in DEVICES]
+    if name in names:
+        return None
+    return f"unknown device; known devices: {', '.join(names)}{remedy}{_variants(name, names)}"
 
 
 def _variants(name: str, names: Sequence[str]) -> str:

@@ -16,7 +16,14 @@ from titan_launch.core.errors import ConfigError, format_key
 from titan_launch.core.torch_release import CAN_SHARE_UNITS, MIXES_DTYPES_IN_UNIT
 from titan_launch.plan.freezing import freeze
 from titan_launch.plan.layout import Layout
-from titan_launch.plan.module_selection import checkpointed_modules, compiled_modules, float8_modules, loss_head
+from titan_launch.plan.module_selection import (
+    check_shards,
+    checkpointed_modules,
+    compiled_modules,
+    float8_modules,
+    loss_head,
+)
+from titan_launch.plan.param_groups import check_param_groups, check_stacks
 from titan_launch.plan.pipeline import plan_stages
 from titan_launch.plan.types import Inventory, ModelPlan, Unit
 from titan_launch.plan.units.fsdp_units import UnitLimits, plan_model
@@ -126,6 +133,14 @@ def plan_job(config: JobConfig, inventory: Inventory) -> ModelPlan:
         stages=plan_stages(inventory, config.parallelism),
     )
     return replace(plan, loss_head=loss_head(config, plan))
+
+
+def check_plan(config: JobConfig, plan: ModelPlan, layout: Layout) -> None:
+    """Raise ConfigError if `[optimizer]` or `[float8]` does not fit the model or the layout. `plan`: the result of
+    `plan_job` for the same job, in any modes."""
+    check_param_groups(plan.inventory, config.optimizer)
+    check_stacks(plan.inventory, config.optimizer, layout)
+    check_shards(config.float8, plan, layout)
 
 
 def plan_untrained(config: JobConfig, inventory: Inventory) -> ModelPlan:

@@ -3,13 +3,20 @@ not import torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from titan_launch.config.optimizers import ALGORITHMS, GroupSettings, has_master
 from titan_launch.config.sections.training import OptimizerConfig, ParamGroup
+from titan_launch.core.errors import ConfigError, KeyPath, Problem
 from titan_launch.core.globs import matches
-from titan_launch.plan.mup import Scale
-from titan_launch.plan.types import is_within
+from titan_launch.core.terminal import counted
+from titan_launch.plan.layout import Layout
+from titan_launch.plan.mup import UNSCALED, Scale, WidthScales
+from titan_launch.plan.replica_shards import is_within_matrix
+from titan_launch.plan.types import Inventory, TensorInfo, full_name, is_within, parent, sharded_dim
+from titan_launch.plan.units.rule_assignment import suggestion
 
 _EMBEDDINGS = {"Embedding", "EmbeddingBag"}
 
@@ -86,3 +93,144 @@ def is_mixed(config: OptimizerConfig, storage_dtypes: Iterable[str]) -> bool:
     dtypes = set(storage_dtypes)
     in_other_dtype = config.state_dtype is not None and dtypes != {config.state_dtype}
     return in_other_dtype or config.rounding == "stochastic" or has_master(config, *dtypes)
+
+
+class Trained(NamedTuple):
+    """A trained parameter with its optimizer settings."""
+
+    info: TensorInfo
+    paths: list[str]
+    """All full names of the parameter. The first one is its key in the result of `trained_parameters`."""
+
+    entry: int | None
+    """Index of its entry in `[[optimizer.param_groups]]`: result of `first_match`."""
+
+    settings: GroupSettings
+    group: str
+    """Name of the parameter's group (`group_name`)."""
+
+
+def trained_parameters(
+    inventory: Inventory, config: OptimizerConfig, scales: WidthScales = UNSCALED
+) -> dict[str, Trained]:
+    """Return the trained parameters of a model, or of a pipeline stage, by full name. A shared parameter has several
+    full names, and is listed under the first one. `optim.groups.group_parameters` makes the same groups."""
+    paths: defaultdict[str, list[str]] = defaultdict(list)
+    undecayed, others = set[str](), set[str]()
+    for module in inventory.modules:
+        classes = [name.rpartition(".")[2] for name in module.classes]
+        for info in module.parameters:
+            name, num_axes = info.tied_to or full_name(module.path, info.name), len(info.shape) - info.is_stacked
+            paths[name].append(full_name(module.path, info.name))
+            if is_undecayed(info.name, num_axes, classes):
+                undecayed.add(name)
+            if not is_inner_matrix(info.name, num_axes, classes, module.path, inventory.head):
+                others.add(name)
+    found = {}
+    for name, own in paths.items():
+        if inventory.parameters[own[0]].requires_grad:
+            index, scale = first_match(config.param_groups, own), scales.of(own[0])
+            settings = settings_of(config, index, name in undecayed, name not in others, scale)
+            group = group_name(index, settings, scale)
+            found[own[0]] = Trained(inventory.parameters[own[0]], own, index, settings, group)
+    return found
+
+
+def check_param_groups(inventory: Inventory, config: OptimizerConfig) -> None:
+    """Raise ConfigError if `[optimizer]` does not fit the whole model.
+
+    Four problems are possible. Muon is an algorithm for matrices.
+    - An entry of `[[optimizer.param_groups]]` applies to no parameter.
+    - An entry gives an algorithm for matrices to a parameter that is not a matrix.
+    - `optimizer.name` is an algorithm for matrices, and the model has no matrix that the algorithm can update.
+    - `optimizer.name` is an algorithm for matrices, and the output layer is unknown.
+    """
+    trained = list(trained_parameters(inventory, config).values())
+    problems = list(_unused(config.param_groups, trained))
+    for info, paths, index, *_ in trained:
+        algorithm = None if index is None else config.param_groups[index].algorithm
+        for_others = None if algorithm is None else ALGORITHMS[algorithm].for_others
+        if index is not None and for_others is not None and len(info.shape) - info.is_stacked != 2:
+            reason = (
+                f"{algorithm} is for matrices, but {paths[0]} has {len(info.shape)} axes; "
+                f'match only matrices, or set "{for_others}"'
+            )
+            problems.append(Problem(("optimizer", "param_groups", index, "algorithm"), reason, algorithm))
+    problems += _without_matrices(inventory, config, trained)
+    if problems:
+        first: dict[KeyPath, Problem] = {}
+        for problem in problems:
+            first.setdefault(problem.key, problem)
+        raise ConfigError(first.values())
+
+
+def _unused(param_groups: Sequence[ParamGroup], trained: Collection[Trained]) -> Iterator[Problem]:
+    used = {parameter.entry for parameter in trained}
+    for index, group in enumerate(param_groups):
+        if index in used:
+            continue
+        matched = any(matches_any(group, parameter.paths) for parameter in trained)
+        reason = (
+            "every parameter that this glob matches is already in an earlier group; put the narrower group first"
+            if matched
+            else f"matches no trainable parameter{suggestion(group.match, [n for p in trained for n in p.paths])}"
+        )
+        yield Problem(("optimizer", "param_groups", index, "match"), reason, group.match)
+
+
+def _without_matrices(inventory: Inventory, config: OptimizerConfig, trained: Collection[Trained]) -> Iterator[Problem]:
+    """Yield a problem if `optimizer.name` is an algorithm for matrices, and the model has no matrix for it, or its
+    output layer is unknown."""
+    for_others = ALGORITHMS[config.name].for_others
+    if for_others is None:
+        return
+    if not inventory.head and all(group.algorithm is None for group in config.param_groups):
+        reason = (
+            f"leaves the output layer to {for_others}, but the output layer of your model is unknown; name it in a "
+            f'group of its own, as in [[optimizer.param_groups]] match = "output.*", algorithm = "{for_others}"'
+        )
+        yield Problem(("optimizer", "name"), reason, config.name)
+    elif all(parameter.settings.algorithm != config.name for parameter in trained):
+        reason = (
+            f"the model has no matrix that this algorithm can update (convolutions are updated by {for_others}); "
+            f'set "{for_others}"'
+        )
+        yield Problem(("optimizer", "name"), reason, config.name)
+
+
+def check_stacks(inventory: Inventory, config: OptimizerConfig, layout: Layout) -> None:
+    """Raise ConfigError if an algorithm for matrices (Muon) would update experts whose matrices are divided.
+
+    Three features can divide the matrix of an expert. Tensor parallelism always divides it. FSDP2 may divide it if the
+    number of experts is not a multiple of the number of shards (see `sharded_dim`). A sharded optimizer may divide it
+    if there are more replicas than experts on a rank (see `is_within_matrix`). `inventory`: the whole model, before it
+    is divided over ranks.
+    """
+    shards = layout.parameter_shards // layout.expert
+    for info, (path, *_), _, settings, _ in trained_parameters(inventory, config).values():
+        other = ALGORITHMS[settings.algorithm].for_others
+        if other is None or not info.is_stacked:
+            continue
+        experts, others = info.shape[0] // layout.expert, info.shape[1:]
+        of_rank = -(-experts // shards)  # the last ranks may have fewer
+        divided_ones = [
+            own for own in (of_rank, experts % of_rank) if is_within_matrix((own, *others), layout.optimizer_replicas)
+        ]
+        if layout.tensor > 1:
+            divided = f"parallelism.tensor_parallel_degree = {layout.tensor} divides each expert of {path}"
+        elif sharded_dim((experts, *others), shards, is_stacked=True):
+            divided = f"FSDP2 divides each expert of {path}: it shards {experts} experts over {shards} ranks"
+        elif divided_ones:
+            divided = (
+                f"parallelism.shard_optimizer_over_replicas = true divides experts of {path}, because a rank "
+                f"has {counted(divided_ones[0], 'expert')} and there are {layout.replicate} replicas"
+            )
+        else:
+            continue
+        glob = f'match = "**.{parent(path).rpartition(".")[2]}.*"'
+        reason = (
+            f"{settings.algorithm} needs whole matrices of experts, but {divided}; change the degrees of "
+            f'[parallelism], or add a group for experts: [[optimizer.param_groups]] {glob}, algorithm = "{other}"'
+        )
+        also: tuple[KeyPath, ...] = (("parallelism", "expert_parallel_degree"), ("optimizer", "param_groups"))
+        raise ConfigError([Problem(("optimizer", "name"), reason, config.name, also=also)])

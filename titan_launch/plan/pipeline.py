@@ -128,12 +128,19 @@ def _balanced_starts(inventory: Inventory, parallelism: ParallelismConfig) -> tu
             parallelism.pipeline_parallel_degree,
             also=(_PER_RANK, ("model", "args", "n_layers")),
         )
-    starts, elements = (0, *layers[1:]), _elements(inventory, min_axes=2)
-    costs = [
-        sum(elements[path] for path in inventory.pipeline_order[start:end] if path not in inventory.embeddings)
+    starts, costs = (0, *layers[1:]), _costs(inventory)
+    of_layers = [
+        sum(costs[path] for path in inventory.pipeline_order[start:end])
         for start, end in pairwise((*starts, len(inventory.pipeline_order)))
     ]
-    return tuple(starts[layer] for layer in balance(costs, wanted))
+    return tuple(starts[layer] for layer in balance(of_layers, wanted))
+
+
+def _costs(inventory: Inventory) -> Counter[str]:
+    """Return an estimate of the time of each module of the pipeline order, in arbitrary units: the number of elements
+    of its matrices; 0 for embeddings."""
+    costs = _elements(inventory, min_axes=2)
+    return Counter({path: cost for path, cost in costs.items() if path not in inventory.embeddings})
 
 
 def _layers(inventory: Inventory) -> list[int]:
@@ -252,15 +259,19 @@ def parts_on_rank(plan: ModelPlan, rank: int) -> tuple[ModelPlan, ...]:
 
 
 def representative_ranks(plan: ModelPlan) -> list[int]:
-    """Return the pipeline ranks among which the planner looks for the highest peak memory; `[0]` without stages.
+    """Return the pipeline ranks among which the planner looks for the highest peak memory and for the longest step;
+    `[0]` without stages.
 
     The first pipeline rank starts the most microbatches before a backward ends. The last pipeline rank has the logits
-    (with ZBVZeroBubble, the first rank has them). The third candidate is the rank with the most parameters.
+    (with ZBVZeroBubble, the first rank has them). The other candidates are the rank with the most parameters, and the
+    rank whose matrices have the most elements, which is expected to be the slowest.
     """
-    parameters = Counter[int]()
+    parameters, costs, cost_of = Counter[int](), Counter[int](), _costs(plan.inventory)
     for stage in plan.stages:
         parameters[stage.rank] += stage.num_parameters
-    return sorted({0, *(rank for rank, _ in parameters.most_common(1)), max(parameters, default=0)})
+        costs[stage.rank] += sum(cost_of[path] for path in stage.modules)
+    largest = (rank for counts in (parameters, costs) for rank, _ in counts.most_common(1))
+    return sorted({0, *largest, max(parameters, default=0)})
 
 
 _HOLDS_ALL = ("GPipe", "LoopedBFS")
@@ -277,8 +288,10 @@ def counts_to_run(parallelism: ParallelismConfig, layout: Layout) -> tuple[int, 
     schedule, every = parallelism.pipeline_parallel_schedule, layout.num_microbatches
     has_one_stage = schedule in ONE_STAGE_SCHEDULES
     # In 1F1B with p pipeline ranks, the first rank runs p forwards before its first backward. With several stages per
-    # rank, a rank runs at most 3 p forwards before its first backward.
-    enough = layout.pipeline + 1 if has_one_stage else 3 * layout.pipeline
+    # rank, a rank runs at most 3 rounds of forwards before its first backward. A round of torch's interleaved schedules
+    # has p microbatches, or up to 2 p - 1 if p does not divide the number of all microbatches.
+    in_round = 1 if has_one_stage else every // max(1, every // layout.pipeline)
+    enough = layout.pipeline + 1 if has_one_stage else 3 * in_round
     if schedule in _HOLDS_ALL or enough >= every:
         return (every,)
-    return enough, min(every, enough + (1 if has_one_stage else layout.pipeline))  # interleaved: a whole round more
+    return enough, min(every, enough + in_round)

@@ -36,6 +36,7 @@ from titan_launch.plan.communication import LinkTraffic, Ring, link_traffic_of_s
 from titan_launch.plan.hardware import Hardware
 from titan_launch.plan.job import (
     Choice,
+    check_plan,
     configured_choice,
     plan_job,
     possible_choices,
@@ -198,7 +199,7 @@ class Search:
         of a job, with the engine that predicts its memory. `say`: function that shows a line of progress.
 
         Raises ConfigError if the memory or the speed of the device is unknown, or if the model does not support the job
-        (`plan_job`). Also raises ConfigError if `activation_checkpoint.mode = "memory_budget"` is held.
+        (`plan_job`, `check_plan`). Also raises ConfigError if `activation_checkpoint.mode = "memory_budget"` is held.
         """
         self._world_size, self._hardware, self._held = world_size, hardware, frozenset(held)
         self._subject_of, self._say = subject_of, say
@@ -228,7 +229,9 @@ class Search:
         self._on_one_rank = with_values(self._plain(config, one), more)
         self._inventory = self._subject(self._on_one_rank, world_size=1).inventory
         plain = with_values(self._on_one_rank, {_CHECKPOINTING: "none", _ACCUMULATION: "immediate"})
-        trained = plan_job(plain, self._inventory).inventory.parameters.values()
+        planned = plan_job(plain, self._inventory)
+        check_plan(plain, planned, plan_layout(plain.parallelism, plain.training, 1))
+        trained = planned.inventory.parameters.values()
         self._num_trained = sum(p.numel for p in trained if p.requires_grad and p.tied_to is None)
         self._flops: dict[tuple[ActivationCheckpointConfig, int], float] = {}
         self._shares: dict[tuple[int, str], float] = {}
@@ -318,8 +321,9 @@ class Search:
 
     def _sizes(self, family: JobConfig) -> list[int]:
         """Return the microbatch sizes to try, the smallest first."""
-        sizes = possible_batch_sizes(family, self._world_size)
-        return [size for size in sizes if self._is_free(_BATCH) or size == value_of(self._config, _BATCH)]
+        own = value_of(self._config, _BATCH)
+        is_open = self._is_free(_BATCH) or own == "auto"
+        return [size for size in possible_batch_sizes(family, self._world_size) if is_open or size == own]
 
     def _families(self, config: JobConfig) -> Iterator[JobConfig]:
         """Yield one job of every family. Some families are not possible (`_problem`)."""
@@ -355,7 +359,7 @@ class Search:
                 return "no choice of modes is possible"
             if problem := first_problem(modes[0]):
                 return problem.reason
-            plan_job(modes[0], self._inventory)
+            check_plan(modes[0], plan_job(modes[0], self._inventory), self._layout(modes[0]))
         except ConfigError as error:
             return error.problems[0].reason
         return None
@@ -511,10 +515,12 @@ class Search:
                 for found in chain(fitting, self._with_replicas(fitting, limit)):
                     if found.seconds < limit:
                         best, limit = found, found.seconds * (1 - _SAME)
-                if not fitting:  # so larger microbatches do not fit either
+                if not fitting:  # so larger microbatches do not fit either, except for one that leaves nothing to defer
+                    defers = all(found.config.gradient_accumulation.row.defers for found in planned)
+                    larger = [other for other in (sizes[:-1] if defers else sizes) if other > size]
                     # More chunks of the loss do not help if the peak is in a block or an embedding.
                     also = self._chunks() if planned[0].row.footprint.peak_point.unit in before_loss else [chunks]
-                    too_large |= {(checkpointing, n, other) for n in also for other in sizes if other >= size}
+                    too_large |= {(checkpointing, n, other) for n in also for other in (size, *larger)}
         except ConfigError as error:
             return best, error.problems[0].reason
         return best, None
@@ -565,9 +571,10 @@ class Search:
                 best = min(best, *(one.seconds for one in fitting))
 
     def _is_possible(self, job: JobConfig) -> bool:
+        """Return True if a run would accept the job with its number of replicas."""
         try:
-            self._layout(job)
-        except ConfigError:  # the number of replicas does not divide the ranks
+            check_plan(job, plan_job(job, self._inventory), self._layout(job))
+        except ConfigError:
             return False
         return first_problem(job) is None
 

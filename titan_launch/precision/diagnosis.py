@@ -236,7 +236,7 @@ def changed_in_place(failure: Failure) -> Problem | None:
         return None
     reason = (
         f"{failure.describe(path)} changes in place a tensor that it got through the boundary of an FSDP2 unit "
-        f"({failure.line}); write x = x + y for x += y, drop inplace=True, or change a copy, x.clone()"
+        f"({failure.line}); write x = x + y in place of x += y, drop inplace=True, or change a copy, x.clone()"
     )
     return failure.problem(failure.plan.unit_of[path].key or _MODEL, reason)
 
@@ -282,7 +282,7 @@ def not_gathered(failure: Failure) -> Problem:
     whose = f"of {failure.describe(waiting[-1])} or of a unit after it " if waiting else ""
     reason = (
         f"backward used sharded parameters: most likely the output {whose}is a view (x.view, x[...]) that "
-        "is then changed in place; write x = x + y for x += y, drop inplace=True, or return x.clone()"
+        "is then changed in place; write x = x + y in place of x += y, drop inplace=True, or return x.clone()"
     )
     return failure.problem(_MODEL, reason)
 

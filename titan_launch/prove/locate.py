@@ -29,7 +29,7 @@ _MOST = 0.9
 def explain(proof: Proof, case: Case, results: Sequence[Difference]) -> ProofFinding:
     """Return the finding about a case whose `results` differ from those of one process. To find the cause, run the case
     with each of its axes and modes alone. If no such run differs, run the case with each pair of axes and modes."""
-    smallest, parts, is_alone, tolerances = case, list[str](), True, proof.tolerances(case)
+    smallest, parts, tolerances = case, list[str](), proof.tolerances(case)
     for number in (1, 2):
         candidates = runs_with_parts(case, number)
         chosen = "one" if number == 1 else "two"
@@ -38,7 +38,7 @@ def explain(proof: Proof, case: Case, results: Sequence[Difference]) -> ProofFin
         found = [(one, _compared(proof, one)) for one in candidates]
         failing = [(one, of_one) for one, of_one in found if exceeding(of_one, tolerances)]
         if failing:
-            parts, is_alone = [one.name for one, _ in failing], number == 1
+            parts = [one.name for one, _ in failing]
             smallest, results = min(failing, key=lambda pair: pair[0].ranks)
             break
     wrong = exceeding(results, tolerances)
@@ -48,7 +48,7 @@ def explain(proof: Proof, case: Case, results: Sequence[Difference]) -> ProofFin
     gradients = sum(result.step == first.step and result.name.startswith("gradient ") for result in results) - 1
     module, how = _module(proof, smallest, of_step, first, gradients)
     numbers = (first.name, first.step, first.error, first.ratio, first.cosine)
-    return ProofFinding(case.name, *numbers, module, how, tuple(parts), is_alone)
+    return ProofFinding(case.name, *numbers, module, how, tuple(parts))
 
 
 def _compared(proof: Proof, case: Case) -> list[Difference]:

@@ -106,8 +106,8 @@ def _check_size(config: JobConfig) -> None:
 def measure_case(job: dict[str, Any], file: str, begins_apart: bool = False) -> list[Difference]:
     """Train a twin on this rank, and compare its steps with those in `file`. Collective.
 
-    `begins_apart`: as in `train_twin`. Where a model has kinks (ReLU, the choice of experts), a rounding error can
-    change a gradient a lot.
+    `begins_apart`: as in `train_twin`. True measures how much one rounding changes the results. For models with kinks
+    (ReLU, the choice of experts), this can be a lot.
     """
     return compare(train_twin(job, begins_apart=begins_apart)[0], _loaded(file))
 

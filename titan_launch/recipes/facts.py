@@ -16,10 +16,11 @@ from titan_launch.config.sections.data import JsonlData, LinesData, ParquetData,
 from titan_launch.config.sections.model import HUGGINGFACE
 from titan_launch.config.sections.tokenizer import TEMPLATE_FILE, TOKENIZER_FILE, TokenizerConfig
 from titan_launch.core.errors import ConfigError, UserError, listed, toml_string
-from titan_launch.core.files import open_regular, read_regular
+from titan_launch.core.files import is_name_inside, open_regular, read_regular
 from titan_launch.core.terminal import counted, one_line, short_name
 from titan_launch.models.huggingface.config_json import longest_sequence, read_folder_config, read_json, refuse_adapter
 from titan_launch.models.huggingface.files import CONFIG_FILE, WeightsError
+from titan_launch.models.huggingface.image_processor import read_image_keys
 from titan_launch.recipes.writing import Row
 
 _FEW_RECORDS = 200
@@ -46,6 +47,8 @@ class ModelFolder:
 
     has_tokenizer: bool
     has_chat_template: bool
+    image_keys: Mapping[str, Any]
+    """Keys of `[data]` by which images are prepared for the model; empty if the folder does not decide them."""
 
 
 def look_at_model(path: str) -> ModelFolder:
@@ -62,6 +65,7 @@ def look_at_model(path: str) -> ModelFolder:
             if "architectures" not in config:
                 raise
             name, flavor, args = HUGGINGFACE, "", {}
+        image_keys = read_image_keys(folder)
     except WeightsError as error:
         raise UserError(f"error: --model {path}: {error}") from None
     settings: dict[str, Any] = {}
@@ -69,7 +73,8 @@ def look_at_model(path: str) -> ModelFolder:
         settings = read_json(folder / "tokenizer_config.json")
     has_template = (folder / TEMPLATE_FILE).is_file() or "chat_template" in settings
     has_tokenizer = (folder / TOKENIZER_FILE).is_file()
-    return ModelFolder(path, name, flavor, args, config, longest_sequence(config), has_tokenizer, has_template)
+    longest = longest_sequence(config)
+    return ModelFolder(path, name, flavor, args, config, longest, has_tokenizer, has_template, image_keys)
 
 
 @dataclass(frozen=True)
@@ -171,8 +176,8 @@ def _dataset(folder: Path) -> DataFolder | None:
     splits = [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
     split = "train" if "train" in splits else next(iter(splits), "")
     try:
-        if Path(split).name != split:
-            return None  # `split` is a path, which could lead out of the folder
+        if split and not is_name_inside(split):
+            return None
         features = read_json(folder / split / "dataset_info.json").get("features")
     except WeightsError:
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from shlex import quote
 from typing import Any
 
 from titan_launch.config.paths import PYTHON_STDLIB, SKLEARN_DIGITS
@@ -14,6 +15,7 @@ from titan_launch.core.terminal import counted
 from titan_launch.data.epochs import known_samples, steps_of
 from titan_launch.models.architectures import ALL_IN_ARGS, ARCHITECTURES
 from titan_launch.models.huggingface.args import image_format
+from titan_launch.models.huggingface.image_processor import FILE
 from titan_launch.recipes.facts import DataFolder, ModelFolder, UnknownDataError, look_at_data
 from titan_launch.recipes.sizes import Sizes
 from titan_launch.recipes.writing import Row, Table
@@ -382,7 +384,9 @@ def _data(recipe: Recipe, inputs: Inputs, is_validation: bool = False) -> Iterat
         if not is_validation:
             comment = 'examples longer than seq_len are skipped; other values: "right", "left", "stop"'
             yield Row("truncation", "skip", comment)
-    yield from data.rows if data is not None else ()
+    own = {} if model is None else model.image_keys
+    for row in data.rows if data is not None else ():
+        yield Row(row.key, own[row.key], f"as in {FILE} of the model") if row.key in own else row
 
 
 def _training(recipe: Recipe, inputs: Inputs, batch: int) -> Iterator[Row]:
@@ -443,7 +447,7 @@ def _is_small(recipe: Recipe, model: ModelFolder | None) -> bool:
 
 def head_of(name: str, inputs: Inputs, file: str) -> Iterable[str]:
     """Return the comment lines at the head of a job file."""
-    ranks = f" --world-size {inputs.ranks}"
+    ranks, file = f" --world-size {inputs.ranks}", quote(file)
     return (
         RECIPES[name].about,
         *inputs.sizes.comments,

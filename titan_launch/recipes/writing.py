@@ -9,6 +9,7 @@ from typing import Any
 
 from titan_launch.config.loading.load import load_job
 from titan_launch.config.loading.provenance import toml_value
+from titan_launch.config.sections.run import is_file_name
 from titan_launch.core.errors import UserError, format_key
 from titan_launch.core.terminal import one_line, say
 
@@ -48,13 +49,20 @@ def _rows(rows: Sequence[Row]) -> str:
     )
 
 
+def job_name(text: str) -> str:
+    """Return a text if it can be the name of a job, else `job`."""
+    return text if is_file_name(text) else "job"
+
+
 def check_new(file: str, command: str) -> None:
-    """Raise UserError for a job file that exists, or that does not end in `.toml`."""
+    """Raise UserError for a job file that exists, does not end in `.toml`, or is in a missing folder."""
     if not file.endswith(".toml"):
         raise UserError(f"error: {file}: the name of a job file must end in .toml")
     if Path(file).exists():
         reason = f"{command} never overwrites a file; name another file, or move this one"
         raise UserError(f"error: {file} exists, and {reason}")
+    if not Path(file).parent.is_dir():
+        raise UserError(f"error: {file}: there is no folder {Path(file).parent}")
 
 
 def write_new(file: str, text: str) -> None:

@@ -98,7 +98,8 @@ class RunComparison:
         return {name: points for name, points in found.items() if points}
 
     def as_text(self) -> str:
-        letters = {name: chr(ord("A") + index) for index, name in enumerate(self.runs)}
+        # A, B, ... Z, A1, B1, ...
+        letters = {name: chr(ord("A") + index % 26) + str(index // 26 or "") for index, name in enumerate(self.runs)}
         where = [
             f"{letters[name]} = {one_line(str(run.folder))}: {run.state}, step {_progress(run)}"
             for name, run in self.runs.items()
@@ -207,8 +208,9 @@ class RunComparison:
 
     def slower(self, percent: float) -> list[str]:
         """Return a sentence for each run whose median speed is unknown, or more than `percent` below that of the first
-        run. If the speed of the first run is unknown, return a sentence for each other run. Raises UserError if a run
-        reports no speed, or if the runs report different kinds of speed."""
+        run. If the speed of the first run is unknown, return a sentence for each other run. If no run has a finite
+        speed, return a sentence for each run. Raises UserError if a run reports no speed, or if the runs report
+        different kinds of speed."""
         tags = {name: speed_tag(run) for name, run in self.runs.items()}
         tag = tags[self.reference]
         if tag is None or len({*tags.values()}) > 1:

@@ -108,7 +108,7 @@ def step_columns(run: RecordedRun) -> list[Column]:
     """
     totals = run.values(STEP_SECONDS)
     tags = {name: dict(run.values(tag)) for name, tag in _part_tags(run).items() if name not in PAUSES}
-    columns, before = [], 0
+    columns, before = [], run.first_step
     for step, total in totals:
         parts = {name: values[step] for name, values in tags.items() if step in values}
         rest = total - sum(parts.values())
@@ -136,9 +136,9 @@ def _mean_of_steps(run: RecordedRun, tag: str) -> float:
     """Return the mean of a metric over all steps. In each report, the metric is the mean of the steps since the
     previous report."""
     values = run.values(tag)
-    first = [0, *(step for step, _ in values)]
+    first = [run.first_step, *(step for step, _ in values)]
     total = sum((step - before) * value for (step, value), before in zip(values, first, strict=False))
-    return total / max(values[-1][0], 1)
+    return total / max(values[-1][0] - run.first_step, 1)
 
 
 def _mean(values: Sequence[float]) -> float | None:

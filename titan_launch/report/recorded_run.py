@@ -291,6 +291,13 @@ class RecordedRun:
         return [reader.start(number, folder) for number, folder in folders if os.path.isdir(folder)][::-1]
 
     @property
+    def first_step(self) -> int:
+        """Step of the checkpoint from which the run began in its folder, such as that of another run; 0 for a run that
+        began without a checkpoint. 0 if the log of the first start is gone and later starts do not tell the step."""
+        step = self.starts[0].step if self.starts else 0
+        return step if step < next(iter(self.reports.steps), 0) else 0
+
+    @property
     def num_starts(self) -> int:
         return len(self._attempts)
 

@@ -14,10 +14,10 @@ from titan_launch.config.sections.parallelism import CompileConfig
 from titan_launch.core.terminal import counted
 from titan_launch.distributed.dtensor import local_tensor
 from titan_launch.optim.clip import clip_grad_norm
-from titan_launch.optim.groups import check_param_groups, check_stacks
 from titan_launch.parallel.pipeline import parts
 from titan_launch.plan.communication import link_traffic_of_step
 from titan_launch.plan.hardware import Hardware
+from titan_launch.plan.job import check_plan
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.report.modes import estimate_reserved, judge
 from titan_launch.plan.report.table import format_gib, format_limit
@@ -39,9 +39,8 @@ def dry_run(config: JobConfig, layout: Layout, hardware: Hardware, rank: int) ->
     """
     check_release()
     built = build_job_model(config)
-    check_param_groups(built.module, config.optimizer, built.head)
-    check_stacks(built.module, config.optimizer, built.head, layout)
     plan = plan_precision(config, built)
+    check_plan(config, plan, layout)
     with assembled_without_values(config, built, plan, layout, hardware.kernels, rank) as (model, _):
         optimizer = build_model_optimizer(config, model)
         _update(model, optimizer)

@@ -31,7 +31,7 @@ from titan_launch.parallel.batchnorm import RunningStatistics
 from titan_launch.parallel.context_parallel import part_of_batch, sequence_part
 from titan_launch.parallel.fsdp import Accumulation, discard_pending
 from titan_launch.parallel.pipeline import parts, pipeline_of
-from titan_launch.plan.communication import Traffic, scaled_to_step, traffic_of_microbatches, traffic_of_replicas
+from titan_launch.plan.communication import Traffic, traffic_of_microbatches, traffic_of_pipeline, traffic_of_replicas
 from titan_launch.plan.hardware import Kernels, find_device
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.memory.ledger import (
@@ -118,7 +118,8 @@ def trace_step(
             discard_pending(model.module)
             traced.append(_trace_microbatches(config, model, batches, Ledger(held_on_host), count))
         footprint = with_growth([each.footprint for each in traced], counts, layout.num_microbatches)
-        return replace(traced[0], footprint=footprint)
+        traffic = traffic_of_pipeline([each.traffic for each in traced], counts, layout.num_microbatches)
+        return TracedStep(footprint, traffic)
 
 
 @contextmanager
@@ -210,7 +211,7 @@ def _trace_microbatches(
             microbatch = memory.paused(batches.make)()  # not counted, because a run keeps it in host memory
             step = PipelinedStep(pipeline, config.parallelism, strategy, device)
             step([microbatch] * num_microbatches, loss, lambda: num_items)
-            traffic = scaled_to_step(count.take(), num_microbatches, mesh.layout, config.gradient_accumulation)
+            traffic = count.take()
         ledger.enter(StepPoint(num_microbatches - 1, "optimizer", ""))
         if replicas is not None:
             replicas.reduce_gradients()

@@ -166,9 +166,10 @@ class RunBase:
 
     def _omit(self, differing: Collection[str]) -> None:
         """Let later checkpoints omit the parameters that are never trained, except those in `differing`, whose values
-        differ from the values in the folder."""
+        differ from the values in the folder, and those that the folder of another host lacks. Collective."""
         self._has_begun = True
-        self.omitted = frozenset(name for name in self._held if self._first_names[name] not in differing)
+        own = frozenset(name for name in self._held if self._first_names[name] not in differing)
+        self.omitted = own.intersection(*on_all_ranks(lambda: own))
         if self.omitted and self.record is not None:
             message = "checkpoints omit %d parameters (%s) that are never trained; a resume reads them from %s"
             _log.info(message, self.record.omitted, format_bytes(self.record.omitted_bytes), self._config.weights)

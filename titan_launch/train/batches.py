@@ -123,8 +123,8 @@ class StreamBatches(SizedPart):
             raise config_error(
                 ("data", "kind"),
                 f"the checkpoint has the positions of a stream on {_division(saved, workers)}, and this run "
-                f"has {self._division}; resume with the numbers of the checkpoint, or load a step "
-                "(--checkpoint.load=1000) and begin the stream again with "
+                f"has {self._division}; resume with the same numbers as the checkpoint, or load a "
+                "step (--checkpoint.load=1000) and begin the stream again with "
                 "--checkpoint.exclude_from_loading='[\"data\"]'",
             )
         return {key: torch.empty(shape, dtype=torch.uint8) for key, shape in shapes.items() if key == self._key}

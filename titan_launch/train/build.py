@@ -142,7 +142,7 @@ def build_run(config: JobConfig, ranks: Ranks, stack: ExitStack, process: Surrou
     train_batches = stream or build_train_batches(config, data, ranks, progress.data_position, stack)
     validation_batches = build_validation_batches(config, data, ranks, stack)
     meter = build_meter(job, ranks, timeline, flops)
-    learned = build_learned(config, job.plan, model.module, ranks, stack, job.layout.optimizer_replicas)
+    learned = build_learned(config, job.plan, model.module, ranks, stack, job.layout)
     profiler = StepProfiler(config.profiling, folder.path, ranks, timeline, stack)
     measurements = StepMeasurements(config, step, timeline, ema, stack)
     console = ConsoleSink(total_steps=config.training.total_steps) if ranks.is_rank_0 and not process.quiet else None

@@ -311,9 +311,8 @@ def learning_rates(run: Run, step: int) -> dict[str, float]:
     """Return the learning rate of a step, by tag. If the optimizer's groups have different rates, also return the rate
     of each group."""
     lr = run.config.optimizer.lr * current_lr_factor(run, step)
-    factors = {group["name"]: group["lr_factor"] for group in run.optimizer.param_groups}
-    groups = {f"train/lr/{name}": lr * factor for name, factor in factors.items()}
-    return {"train/lr": lr} | (groups if len({*factors.values()}) > 1 else {})
+    groups = {f"train/lr/{name}": lr * factor for name, factor in run.lr_factors.items()}
+    return {"train/lr": lr} | (groups if len({*groups.values()}) > 1 else {})
 
 
 def perplexities(run: Run, scalars: Mapping[str, float]) -> dict[str, float]:

@@ -4,6 +4,7 @@ peak memory compared with the planner's prediction."""
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -175,9 +176,11 @@ class StepMeasurements(Observer):
             self._first_step = self._window_start = step.number
         if self._tracks_memory and step.number == self._first_step + STEADY_STEP - 1:
             self._watched.enter_context(self._memory_tracked(step.microbatches))
-        is_profiled = self._timeline.is_profiled  # PyTorch can run only one profiler at a time
-        if self._profile_freq and step.number % self._profile_freq == 0 and not is_profiled:
-            self._watched.enter_context(exposed_time_profiled(self._train_step.device, self._seen))
+        if self._profile_freq and step.number % self._profile_freq == 0:
+            if self._timeline.is_profiled:  # PyTorch can run only one profiler at a time
+                self._seen.setdefault("comm/exposed_s", -math.inf)  # other ranks measure it, and all pass the same tags
+            else:
+                self._watched.enter_context(exposed_time_profiled(self._train_step.device, self._seen))
 
     def after_step(self, step: WatchedStep, result: StepResult) -> None:
         """Keep the measurements of the step."""
@@ -219,7 +222,7 @@ class StepMeasurements(Observer):
 
     @contextmanager
     def _memory_tracked(self, microbatches: Sequence[Sequence[Tensor | None]]) -> Iterator[None]:
-        """Measure the memory of live tensors. As on a GPU, the inputs of only one microbatch count."""
+        """Measure the memory of live tensors. As in a plan, the inputs of only one microbatch count."""
         ledger = Ledger()
         ledger.enter(StepPoint(0, "step", ""))
         with track(self._train_step.model, ledger, self._train_step.optimizer) as memory:

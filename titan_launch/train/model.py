@@ -104,7 +104,10 @@ def build_on_all_ranks(config: JobConfig, ranks: Ranks) -> BuiltModel:
         if identity.digests != made[identity.owner].digests:
             queues.setdefault(identity.owner, []).append(rank)
     if queues:
-        message = "%s fails or builds a different module on the meta device; ranks that call it on the CPU in turn: %d"
+        message = (
+            "%s fails on the meta device, or builds a different module there; number of ranks that call the factory on "
+            "the CPU, one after another on each host: %d"
+        )
         _log.info(message, config.model.name, sum(map(len, queues.values())))
     for turn in zip_longest(*queues.values()):
         made = on_all_ranks(partial(build, on_meta=False) if ranks.rank in turn else keep)

@@ -17,6 +17,7 @@ from titan_launch.metrics.meter import Meter
 from titan_launch.metrics.sinks.console import ConsoleSink
 from titan_launch.models.blocks import PassThrough
 from titan_launch.optim.ema import WeightEMA
+from titan_launch.plan.layout import Layout
 from titan_launch.plan.types import ModelPlan
 from titan_launch.plan.units.rule_assignment import matched_modules
 from titan_launch.train.measure import StepMeasurements
@@ -62,10 +63,10 @@ class Observers:
 
 
 def build_learned(
-    config: JobConfig, plan: ModelPlan, model: nn.Module, ranks: Ranks, stack: ExitStack, replicas: int
+    config: JobConfig, plan: ModelPlan, model: nn.Module, ranks: Ranks, stack: ExitStack, layout: Layout
 ) -> Learned | None:
-    """Return the observer that measures the modules in `metrics.modules`; None if the key is empty. `replicas`: see
-    `Learned`. Raises ConfigError for a glob that matches no module."""
+    """Return the observer that measures the modules in `metrics.modules`; None if the key is empty. Raises ConfigError
+    for a glob that matches no module."""
     if not config.metrics.modules:
         return None
     paths = matched_modules(plan.inventory, config.metrics.modules, ("metrics", "modules"))
@@ -74,4 +75,4 @@ def build_learned(
         if unit.key is not None:
             groups.setdefault(format_key(unit.key), []).extend(unit.modules)
     modules = {path: module for path, module in model.named_modules() if not isinstance(module, PassThrough)}
-    return Learned(modules, paths, None if config.compile.enable else groups, ranks.device, stack, replicas)
+    return Learned(modules, paths, None if config.compile.enable else groups, ranks.device, stack, layout)

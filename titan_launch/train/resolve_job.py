@@ -25,11 +25,11 @@ from titan_launch.distributed.collectives import on_all_ranks, on_rank_0
 from titan_launch.distributed.process_group import Ranks
 from titan_launch.loss.user_function import import_loss
 from titan_launch.models.build import BuiltModel
-from titan_launch.optim.groups import check_param_groups, check_stacks
 from titan_launch.plan.auto_mode import no_possible_choice, possible_batch_sizes
 from titan_launch.plan.hardware import GIB, Hardware, hardware_of
 from titan_launch.plan.job import (
     Choice,
+    check_plan,
     configured_choice,
     is_auto,
     is_auto_batch,
@@ -39,7 +39,6 @@ from titan_launch.plan.job import (
     with_unsharded_parameters,
 )
 from titan_launch.plan.layout import Layout, plan_layout, with_global_batch_size
-from titan_launch.plan.module_selection import check_shards
 from titan_launch.plan.types import Inventory, ModelPlan
 from titan_launch.train.batches import RunData, with_steps
 from titan_launch.train.model import build_on_all_ranks, inspect_model, plan_precision
@@ -88,12 +87,10 @@ def resolve_job(config: JobConfig, ranks: Ranks, attempt: Attempt) -> tuple[Reso
     job = with_global_batch_size(config, layout)
     config = with_unsharded_parameters(job, layout)
     built = build_on_all_ranks(config, ranks)
-    check_param_groups(built.module, config.optimizer, built.head)
-    check_stacks(built.module, config.optimizer, built.head, layout)
     import_loss(config.loss)
     config, reason = _resolve_auto_modes(config, layout, built, hardware, attempt)
     plan = plan_precision(config, built)
-    check_shards(config.float8, plan, layout)
+    check_plan(config, plan, layout)
     requested = config.model_copy(update={"parallelism": job.parallelism})
     return ResolvedJob(config, requested, reason, layout, hardware, plan, attempt), built
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -20,6 +21,8 @@ from titan_launch.metrics.meter import Meter
 from titan_launch.metrics.timeline import Timeline
 from titan_launch.parallel.fsdp import Unfreezing
 from titan_launch.plan.hardware import GIB, find_device
+from titan_launch.plan.mup import width_scales
+from titan_launch.plan.param_groups import trained_parameters
 from titan_launch.plan.proof.certificate import Certificate, describe_certificate
 from titan_launch.plan.report.table import format_gib
 from titan_launch.plan.report.unit_table import KeyLocator, format_lines, format_plan, summary_of_job
@@ -74,6 +77,14 @@ class Run:
     def config(self) -> JobConfig:
         """The resolved job (`ResolvedJob.config`)."""
         return self.job.config
+
+    @cached_property
+    def lr_factors(self) -> dict[str, float]:
+        """The factor of the learning rate of each optimizer group, by name, including groups that are only on other
+        pipeline ranks."""
+        config = self.config
+        trained = trained_parameters(self.job.plan.inventory, config.optimizer, width_scales(config))
+        return {parameter.group: parameter.settings.lr_factor for parameter in trained.values()}
 
 
 _log = logging.getLogger(__name__)

@@ -111,7 +111,8 @@ def write_folder(base: Path, folder: Path, settings: dict[str, Any], special: li
     content = json.loads((base / "tokenizer.json").read_text())
     first = len(content["model"]["vocab"])
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    added = [{"id": first + index, "content": name, "special": True, **flags} for index, name in enumerate(special)]
+    new = [name for name in special if name not in content["model"]["vocab"]]
+    added = [{"id": first + index, "content": name, "special": True, **flags} for index, name in enumerate(new)]
     content["added_tokens"] += added
     (folder / "tokenizer.json").write_text(json.dumps(content))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", **settings}
@@ -145,6 +146,8 @@ def test_the_formats_of_the_docs_are_read() -> None:
     assert [chat_messages(json.loads(line)) for line in lines] == expected
     turns = messages("a", "b")
     assert chat_messages({"prompt": turns[:1], "completion": turns[1:]}) == turns
+    unweighted = {"role": "assistant", "content": "b", "weight": 0}
+    assert chat_messages({"conversations": [{"from": "gpt", "value": "b", "weight": 0}]}) == [unweighted]
 
 
 class Chat(NamedTuple):
@@ -271,6 +274,26 @@ def test_templates_are_found_by_name_and_in_each_file(folders: dict[str, Path], 
     assert changed == chat(folders["llama3"]) != expected, "the cache is not used for another template"
 
 
+def test_named_tokens_are_those_of_transformers_or_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    for decoder, name in (({}, "</s>"), ({"added_tokens_decoder": {}}, "<s>")):
+        folder = tmp_path / f"{len(decoder)}"
+        write_folder(folders["bytes"], folder, {"eos_token": "<s>", "chat_template": ZEPHYR, **decoder})
+        (folder / "special_tokens_map.json").write_text('{"eos_token": {"content": "</s>", "lstrip": false}}')
+        theirs, tokenizer = transformers.AutoTokenizer.from_pretrained(folder), load(folder)
+        assert theirs.eos_token == name == tokenizer.decode([tokenizer.end_of_document], keep_special=True)
+        chat = first_chat(build(tmp_path / "a.jsonl", tokenizer, [TWO_TURNS]))
+        assert chat.tokens == theirs.apply_chat_template(TWO_TURNS["messages"], return_dict=True)["input_ids"]
+    added = {"eos_token": "<|endoftext|>", "extra_special_tokens": ["<|assistant|>"]}
+    for settings, reason in (
+        ({"tokenizer_class": "GPT2Tokenizer"}, "data.template: reads eos_token, but "),
+        (added, 'data.template: writes the token "<|assistant|>", which is not among the "added_tokens" of '),
+    ):
+        folder = tmp_path / f"{len(settings)} settings"
+        write_folder(folders["bytes"], folder, {"chat_template": ZEPHYR, **settings}, [])
+        assert problem(tmp_path / "a.jsonl", load(folder), [TWO_TURNS]).startswith(reason)
+
+
 def test_the_template_of_the_package_is_rendered_by_several_processes(tmp_path: Path) -> None:
     chat = {"messages": [{"role": "user", "content": "?" * 9000}, {"role": "assistant", "content": "Yes."}]}
     (tmp_path / "a.jsonl").write_text(f"{json.dumps(chat)}\n" * 150)  # two parts
@@ -333,6 +356,16 @@ BAD_CHATS: list[tuple[Any, str]] = [
         "path: {} is a chat with a message weight other than 0 and 1 (it is 0.5); ",
     ),
     ({"messages": messages("a", "b"), "tools": "[]"}, 'path: {} is without an array in "tools"; '),
+    (ALPACA | {"history": [["a", "b"]]}, 'path: {} is a chat with "history" (write a chat of several turns as '),
+    (ALPACA | {"input": 0}, 'path: {} is a chat without a string in "input" (it is 0); '),
+    (ALPACA | {"prompt": "a"}, 'path: {} is a chat with both "prompt" and "instruction"; '),
+    (ALPACA | {"instruction": messages("a")}, 'path: {} is a chat with "input", but without a string in "instruction"'),
+    (SHAREGPT | {"system": 1}, 'path: {} is a chat without a string in "system" (it is 1); '),
+    ({"messages": [], "conversations": []}, 'path: {} is a chat with both "messages" and "conversations"; '),
+    (
+        {"messages": [*messages("a"), {"role": "assistant", "tool_calls": [{"arguments": r'{"a": "\u003c/s>"}'}]}]},
+        "path: {} is a chat with the special token </s> in a message; ",
+    ),
     (
         {"messages": messages("a", "b")[::-1]},
         "template: {} is refused by the chat template (Conversation roles must alternate "
@@ -350,7 +383,7 @@ def test_chats_that_cannot_be_used_stop_the_run_or_are_counted(folders: dict[str
         assert found.endswith('correct this line, or set data.on_error = "skip"')
     source = build(path, tokenizer, [good, *(line for line, _ in BAD_CHATS)], on_error="skip")
     assert "1 document, " in source.describe()
-    assert "; skipped 13 lines: 1 not a chat, 2 without messages in " in source.describe()
+    assert "; skipped 20 lines: 1 not a chat, 2 without messages in " in source.describe()
 
 
 ESCAPES = [
@@ -389,6 +422,9 @@ def test_bad_templates_are_named(folders: dict[str, Path], tmp_path: Path, monke
     assert found(None, "none") == missing
     changing = "{{ messages | length }}{% for message in messages %}{{ message.content }}{% endfor %}"
     assert "a.jsonl, line 1 is not divided into turns by the template (the turn of message 2 is not " in found(changing)
+    partial = "{% for m in messages if m.role != 'system' %}{{ m.role + ': ' + m.content }}|{% endfor %}"
+    omitted = "is a chat with a message that the template omits (message 1, of the role system; use "
+    assert omitted in found(partial, lines=[{"system": "Be kind.", **lines[0]}])
     unset = (
         'data.template: must be "chatml" or a Jinja file, because {} has no chat template; or set tokenizer.path '
         "(prepare: --tokenizer) to a folder with a template, such as the folder of a chat model"

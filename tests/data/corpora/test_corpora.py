@@ -1,3 +1,4 @@
+import codecs
 import gzip
 import itertools
 import json
@@ -74,7 +75,8 @@ DOCUMENTS = texts(70)
 def text_files(folder: Path, write: Callable[[Path, bytes], Any] = Path.write_bytes, suffix: str = "") -> TextData:
     (folder / "files").mkdir()
     for index, text in enumerate(DOCUMENTS):
-        write(folder / "files" / f"{index:03}.txt{suffix}", text.encode())
+        mark = codecs.BOM_UTF8 if index == 7 else b""
+        write(folder / "files" / f"{index:03}.txt{suffix}", mark + text.encode())
     return TextData(path=str(folder / "files"))
 
 
@@ -243,7 +245,9 @@ def test_bad_lines_stop_the_run_or_are_counted(tmp_path: Path, monkeypatch: pyte
         "data.path: has no documents (skipped 1 line: 1 not a JSON object; first: a.jsonl, line 1); name files with "
         "one JSON object per line"
     )
-    path.write_text('{"text": "alone"}')
+    path.write_text('{"text": "alone"}\n')
+    monkeypatch.setattr("titan_launch.data.corpora.jsonl.MOST_LINE", len('{"text": "alone"}'))
+    assert "1 file, 1 document, 6 tokens" in problem(config), "the end of a line does not count"
     side = "train" if is_held_out("alone", 5) else "validation"
     assert problem(config.model_copy(update={"split": side})) == (
         "data.split: is empty: with validation_percent = 5, no document belongs to it; provide more documents (each "

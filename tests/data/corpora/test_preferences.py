@@ -134,6 +134,7 @@ def test_long_pairs_are_skipped_cut_or_refused(tmp_path: Path) -> None:
     assert lengths == [150, len(BEFORE) + len("No<|im_end|>\n") - 1]
     assert (targets != -100).sum() == 151 - len(BEFORE) + len("No<|im_end|>")
     assert "without a target (it was truncated)" in problem(file, [long], truncation="right", seq_len=90)
+    assert len(build(file, [long], truncation="left", train_on="end", seq_len=2)) == 1
 
 
 BAD_LINES: list[tuple[Any, str]] = [

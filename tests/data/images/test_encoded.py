@@ -51,7 +51,7 @@ def write_folder(root: Path, per_class: int = 4) -> Path:
 def write_shard(path: Path, members: dict[str, bytes]) -> Path:
     with tarfile.open(path, "w") as tar:
         for name, content in members.items():
-            member = tarfile.TarInfo(name)
+            member = tarfile.TarInfo(name.rstrip("*"))
             member.size = len(content)
             tar.addfile(member, io.BytesIO(content))
     return path
@@ -239,6 +239,7 @@ WRITE = "write the class as a whole number from 0"
         (ANY | {"a.cls": b"0"}, "y", "has no member a.json with the class of the image; write it"),
         ({"x/a.cls": b"0"}, None, "has 0 images with the key x/a; write one image for each key"),
         (ANY | {"a.jpg": b"", "a.cls": b"0"}, None, "has 2 images with the key a; write one image for each key"),
+        (ANY | {"a.png*": b""}, None, "has several members a.png; give each image its own key"),
         (ANY | {"a.cls": b"cat"}, None, f"contains a.cls without a whole number; {WRITE}"),
         (ANY | {"a.cls": b"-1"}, None, "contains a.cls with the class -1; number the classes from 0"),
         (ANY | {"a.json": b"{}"}, "y", f"contains a.json without a field y; {WRITE}"),

@@ -110,6 +110,16 @@ def test_the_overview_has_the_values_of_its_metrics(events: EventAccumulator) ->
         assert [(e.step, e.value) for e in events.Scalars(name)] == [(e.step, e.value) for e in events.Scalars(tag)]
 
 
+def test_a_clock_that_was_set_back_does_not_change_the_order_of_files(tmp_path: Path) -> None:
+    earlier = tmp_path / f"events.out.tfevents.{int(time.time()) + 1000}.host.1.0"
+    earlier.touch()
+    sink = TensorBoardSink(tmp_path, resume_step=2)
+    for step in (3, 2):
+        sink.write(step, {"train/loss": 1.0})
+        sink.rewind(1)
+    assert [path == earlier for path in sorted(tmp_path.iterdir())] == [True, False, False]
+
+
 def test_the_memory_limit_is_that_of_the_planner(events: EventAccumulator) -> None:
     assert {event.value for event in events.Scalars("memory/limit_gib")} == {3.0}
 

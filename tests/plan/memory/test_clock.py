@@ -11,14 +11,18 @@ from tests.sampling import rest_is_slow
 from titan_launch.commands.parser import recordings_of
 from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.load import load_job
+from titan_launch.config.sections.training import GradientAccumulationConfig
 from titan_launch.plan.communication import Ring, Rings
 from titan_launch.plan.hardware import hardware_of
 from titan_launch.plan.job import configured_choice, with_unsharded_parameters
-from titan_launch.plan.layout import plan_layout
+from titan_launch.plan.layout import Layout, plan_layout
 from titan_launch.plan.memory.clock import Clock, Seconds
+from titan_launch.plan.memory.fsdp import Context, ShardedUnit
+from titan_launch.plan.memory.ledger import Ledger
 from titan_launch.plan.memory.recordings import Recordings, TapesOf
 from titan_launch.plan.memory.replay_engine import ReplayEngine
 from titan_launch.plan.memory.tape import Work, with_blocks
+from titan_launch.plan.replica_shards import ExchangedUnit
 from titan_launch.plan.speeds import DataSheetSpeeds, Link
 from titan_launch.plan.step_time import step_time
 from titan_launch.plan.types import Policy, Unit
@@ -69,6 +73,19 @@ def test_computation_waits_for_tensor_parallelism_which_delays_other_collectives
     assert clock.seconds.total == pytest.approx(end + 1)
     clock.exchange("pipeline", round(100e9))  # does not wait
     assert clock.seconds.total == pytest.approx(3) and clock.seconds.exposed == pytest.approx(1)
+
+
+def test_the_exchange_of_gradients_between_replicas_overlaps_with_backward() -> None:
+    clock, layout = Clock(SPEEDS, RINGS), Layout(2, 2, local_batch_size=1, num_microbatches=1, shards_optimizer=True)
+    context = Context(Ledger(), layout, GradientAccumulationConfig(), {}, splits_backward=False, clock=clock)
+    width = of_sending(1) // 8
+    sizes = ExchangedUnit(2 * width, width, "float32", "float32")
+    for _ in range(2):
+        context.start_exchange(ShardedUnit(context, UNIT, []), sizes)
+    clock.work(COMPUTE)
+    assert clock.seconds.total == pytest.approx(1, abs=1e-3)
+    context.finish_backward()
+    assert clock.seconds.total == pytest.approx(2, abs=1e-3)
 
 
 def test_nothing_overlaps_on_cpus() -> None:

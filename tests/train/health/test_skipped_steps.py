@@ -160,7 +160,7 @@ def test_a_run_returns_to_a_checkpoint_a_limited_number_of_times(tmp_path: Path)
 def test_a_run_without_a_checkpoint_stops_with_an_error(tmp_path: Path) -> None:
     job = job_with(tmp_path, 8, on_repeated_skips="rollback")
     ((_, message, _),) = run_ranks(train_poisoned, 1, job, range(8))
-    assert message.endswith("; there is no checkpoint to go back to, and the run stops")
+    assert message.endswith("; the run has saved no checkpoint to go back to, and stops")
 
 
 def test_too_many_skipped_steps_stop_the_run_and_a_resume_continues_the_count(tmp_path: Path) -> None:

@@ -143,6 +143,25 @@ def test_two_runs_cannot_write_into_one_folder(tmp_path: Path) -> None:
     prepare(tmp_path)
 
 
+def test_a_restart_waits_for_the_lock_of_a_dead_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare(tmp_path, attempt=Attempt((AGENT,)))
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    for attempt, tries in ((Attempt((AGENT,)), 3), (ALONE, 1)):
+        refused = [BlockingIOError(), BlockingIOError()]
+
+        def lockf(*_: object, refused: list[BlockingIOError] = refused) -> None:
+            if refused:
+                raise refused.pop()
+
+        monkeypatch.setattr("fcntl.lockf", lockf)
+        if tries == 1:
+            with pytest.raises(ConfigError, match="another run is writing"):
+                prepare(tmp_path, attempt=attempt)
+        else:
+            prepare(tmp_path, attempt=attempt)
+        assert len(refused) == (tries == 1)
+
+
 def hold(folder: Path) -> int:
     """Prepare a folder and die, while a child, such as a data worker, lives on. Return the child's process id."""
     with ExitStack() as stack:
@@ -301,6 +320,16 @@ def test_a_restart_starts_at_the_other_runs_checkpoint_until_it_has_one(tmp_path
     save_steps(tmp_path, 2)
     assert effective_load(config, Attempt((AGENT,))) == "latest"
     assert effective_load(config, ALONE) == "other/step-9"
+
+
+def test_a_restart_loads_the_chosen_step_again_until_it_has_a_newer_one(tmp_path: Path) -> None:
+    config = JobConfig.model_validate(tiny_job(tmp_path, checkpoint={**CHECKPOINT, "load": 2}))
+    prepare(tmp_path, checkpoint=CHECKPOINT)
+    save_steps(tmp_path, 2)
+    prepare(tmp_path, attempt=Attempt((AGENT,)), checkpoint={**CHECKPOINT, "load": 2})
+    assert effective_load(config, Attempt((AGENT,))) == 2
+    save_steps(tmp_path, 4)
+    assert effective_load(config, Attempt((AGENT,))) == "latest"
 
 
 def test_later_checkpoints_are_moved_aside_with_the_reports(tmp_path: Path) -> None:
@@ -509,9 +538,9 @@ def test_a_folder_that_vanishes_ends_the_run_and_the_same_command_starts_again(t
     (tmp_path / "job.json").write_text(json.dumps({**job, "model": {"name": "own:Model"}}))
     status, printed = train(tmp_path)
     error = (
-        "error: tiny was deleted or moved while the run wrote to it; to resume, move it back and run the same command "
+        "error: tiny was deleted or moved while the run wrote to it; to resume, move the folder back and run the same "
     )
-    assert status == 1 and error + "again; without it, the same command starts anew\n" in printed
+    assert status == 1 and error + "command again; otherwise, the same command starts anew\n" in printed
     assert printed.count("error") == 1 and not list(tmp_path.glob("tiny/*"))
     if kind == "moved":
         (tmp_path / "moved").rename(tmp_path / "tiny")

@@ -149,6 +149,8 @@ def vocabulary_is_large_enough(config: JobConfig) -> Iterator[Problem]:
 def files_exist(config: JobConfig) -> Iterator[Problem]:
     """Report a problem for each entry of a `path` to texts that matches no file."""
     for source, data in sources_with(config, FilesData):
+        if not data.path:
+            yield Problem((*source, "path"), "must name at least one file, folder or glob", data.path)
         for key, entry in entries_of(source, data):
             if not names_a_file(entry, data.suffixes):
                 yield Problem(key, _why_no_file(entry, data.suffixes), entry, also=((*source, "kind"),))

@@ -14,9 +14,11 @@ from titan_launch.config.loading.provenance import toml_value
 from titan_launch.config.paths import SKLEARN_DIGITS, LinkError, class_folders, images_named, tar_shards
 from titan_launch.config.rules.data import pairs_of, sources_with
 from titan_launch.config.sections.data import ImageData, MixtureData
+from titan_launch.config.sections.model import HUGGINGFACE
 from titan_launch.core.errors import Problem, format_key, listed
 from titan_launch.core.terminal import shortened
 from titan_launch.models.architectures import images_taken, known_args
+from titan_launch.models.huggingface.args import label_names
 
 
 def image_files_exist(config: JobConfig) -> Iterator[Problem]:
@@ -66,6 +68,21 @@ def class_folders_are_the_same(config: JobConfig) -> Iterator[Problem]:
             )
 
 
+def class_folders_have_the_order_of_the_model(config: JobConfig) -> Iterator[Problem]:
+    """For a class of `transformers`, report a problem for each folder of images whose class folders are the names in
+    `id2label`, but sort in another order. The outputs of the model would then have wrong names."""
+    names = label_names(config.model.args) if config.model.name == HUGGINGFACE else []
+    for source, data in sources_with(config, ImageData):
+        folders = sorted(_classes_of(data))
+        if folders != names and folders == sorted(names):
+            number = next(number for number, name in enumerate(names) if folders[number] != name)
+            ours, theirs = listed([folders[number]]), listed([names[number]])
+            orders = f"its class folder {ours} is class {number}, which is {theirs} in model.args.id2label"
+            remedy = "rename the folders so that they sort in the order of id2label, or, for a new output layer, set"
+            reason = f"{orders}; {remedy} model.args.num_labels = {len(names)} and model.exclude_from_weights"
+            yield Problem((*source, "path"), reason, data.path, also=(("model",),))
+
+
 def digits_suit_the_model(config: JobConfig) -> Iterator[Problem]:
     """Report a problem for each difference between the images of `sklearn-digits` and the images that the model takes.
     (A run checks other images, and images with a `transform`, when it reads them.)"""
@@ -90,12 +107,36 @@ def validation_images_are_normalized_as_in_training(config: JobConfig) -> Iterat
                 yield Problem((*key, name), reason, ours, also=((*train_key, name), (*train_key, "kind")))
 
 
+def images_are_normalized_as_for_the_weights(config: JobConfig) -> Iterator[Problem]:
+    """Report a problem if the job does not set `mean` or `std`, and the folder `model.weights` has other values than
+    the default. (A job that sets the key may use values of its own.)"""
+    weights, key = config.model.weights, ("model", "weights")
+    if weights is None or config.data.unit != "images":
+        return
+    from titan_launch.models.huggingface.files import WeightsError
+    from titan_launch.models.huggingface.image_processor import FILE, read_image_keys
+
+    try:
+        keys = read_image_keys(weights)
+    except WeightsError as error:
+        yield Problem(key, str(error), weights)
+        return
+    for source, data in sources_with(config, ImageData):
+        for name, default in (("mean", data.mean), ("std", data.std)):
+            if name not in data.model_fields_set and set(keys.get(name, [default])) != {default}:
+                values = toml_value(keys[name])
+                reason = f"must be set: {weights}/{FILE} has image_{name} = {values}, but the default is {default}"
+                yield Problem((*source, name), f"{reason}; set {values}", also=(key, (*source, "kind")))
+
+
 IMAGE_RULES = (
     image_files_exist,
     image_keys_have_an_effect,
     class_folders_are_the_same,
+    class_folders_have_the_order_of_the_model,
     digits_suit_the_model,
     validation_images_are_normalized_as_in_training,
+    images_are_normalized_as_for_the_weights,
 )
 
 

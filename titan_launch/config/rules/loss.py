@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 
 from titan_launch.config.job import JobConfig
+from titan_launch.config.loading.provenance import toml_value
 from titan_launch.config.rules.data import sources_of, sources_with
 from titan_launch.config.rules.model import args_problem
 from titan_launch.config.rules.tables import changed_keys
@@ -24,7 +28,9 @@ from titan_launch.config.sections.precision import BatchNormConfig, Float8Config
 from titan_launch.config.sections.section import is_import_string
 from titan_launch.config.sections.training import GradientAccumulationConfig
 from titan_launch.core.errors import ConfigError, KeyPath, Problem, config_error, did_you_mean, format_key
+from titan_launch.core.globs import matches
 from titan_launch.models.architectures import ARCHITECTURES, known_args, labels_taken, unit_taken, vocabulary_taken
+from titan_launch.models.huggingface.args import label_names
 
 _NAME: KeyPath = ("loss", "name")
 
@@ -147,9 +153,27 @@ def labels_mean_the_same(config: JobConfig) -> Iterator[Problem]:
             yield Problem((*source, "labels"), reason, list(data.labels), also=((*first, "labels"),))
 
 
+def labels_have_the_order_of_the_weights(config: JobConfig) -> Iterator[Problem]:
+    """Report a problem if the labels of the first source of texts are the names in the folder `model.weights`, in
+    another order, and the output layer of the folder is used. Its outputs would then have wrong names."""
+    model = config.model
+    if model.weights is None or any(matches(glob, "output.weight") for glob in model.exclude_from_weights):
+        return
+    from titan_launch.models.huggingface.config_json import read_json
+    from titan_launch.models.huggingface.files import CONFIG_FILE, WeightsError
+
+    for source, data in itertools.islice(sources_with(config, ClassificationData), 1):
+        with suppress(WeightsError):  # `weights_are_of_the_model` reports the error
+            names = label_names(read_json(Path(model.weights, CONFIG_FILE)))
+            if [*data.labels] != names and sorted(data.labels) == sorted(names):
+                order = f"must have the order of id2label in {model.weights}/{CONFIG_FILE}, {toml_value(names)}"
+                reason = f'{order}; or, for a new output layer, set model.exclude_from_weights = ["output.weight"]'
+                yield Problem((*source, "labels"), reason, list(data.labels), also=(("model", "weights"),))
+
+
 def base_is_frozen(config: JobConfig) -> Iterator[Problem]:
-    """For a loss with `reference = "base"`, report a problem if the job has no adapters, or if it also trains
-    parameters of the base model."""
+    """For a loss with `reference = "base"`, report a problem if the job has no adapters, if it also trains parameters
+    of the base model, or if it moves selection biases of experts. (`Base` checks running statistics.)"""
     settings = config.loss.settings
     if not isinstance(settings, ReferenceConfig) or settings.reference != BASE:
         return
@@ -164,6 +188,11 @@ def base_is_frozen(config: JobConfig) -> Iterator[Problem]:
             why = f"is the base model, which must stay frozen, but training.{name} trains parameters of the base model"
             reason = f"{why}; remove training.{name}, or name a folder"
             yield Problem(key, reason, BASE, also=(("training", name),))
+    experts = getattr(known_args(config.model), "experts", None)
+    if experts is not None and experts.selection_bias_rate:
+        rate = f"model.args.experts.selection_bias_rate = {experts.selection_bias_rate}"
+        reason = f"is the base model, which must stay frozen, but {rate} moves selection biases of the base model"
+        yield Problem(key, f"{reason}; set it to 0, or name a folder", BASE, also=(("model",),))
 
 
 def second_model_fits(config: JobConfig) -> Iterator[Problem]:
@@ -253,6 +282,7 @@ LOSS_RULES = (
     answers_are_for_their_losses,
     outputs_suit_the_loss,
     labels_mean_the_same,
+    labels_have_the_order_of_the_weights,
     base_is_frozen,
     second_model_fits,
 )

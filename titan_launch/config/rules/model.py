@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from titan_launch.config.job import JobConfig
 from titan_launch.config.rules.tables import changed_keys
 from titan_launch.config.sections.model import HUGGINGFACE
-from titan_launch.config.sections.section import is_import_string
+from titan_launch.config.sections.section import Section, Table, is_import_string
 from titan_launch.core.errors import KeyPath, Problem, format_key, scalars
 from titan_launch.models.architectures import (
     ALL_IN_ARGS,
@@ -106,17 +106,29 @@ def sequences_have_positions(config: JobConfig) -> Iterator[Problem]:
         yield Problem(("training", "seq_len"), reason, seq_len, also=(_NAME, _FLAVOR, (*_ARGS, name)))
 
 
-def factory_args_can_be_recorded(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem for each model argument that JSON cannot represent, because the run folder stores the
-    configuration as `config.json`."""
+def tables_can_be_recorded(config: JobConfig) -> Iterator[Problem]:
+    """Report a problem for each argument in a table, such as `[model.args]`, that JSON cannot represent, because the
+    run folder stores the configuration as `config.json`."""
     values = (bool, int, float, str, *((type(None),) if config.model.name == HUGGINGFACE else ()))
-    for key, value in scalars(config.model.args, _ARGS):
+    for key, value in (pair for place, table in _tables(config) for pair in scalars(table, place)):
         if isinstance(value, float) and not math.isfinite(value):
             yield Problem(key, "must be a finite number, because the run stores its configuration as JSON", value)
         elif not isinstance(value, values):
             yield Problem(
                 key, "must be a string, a number or a bool, because the run stores its configuration as JSON", value
             )
+
+
+def _tables(value: object, key: KeyPath = ()) -> Iterator[tuple[KeyPath, Table]]:
+    """Yield (key, table) for each table in a section whose keys the schema does not list. `key`: path of `value`."""
+    if isinstance(value, dict):
+        yield key, value
+    elif isinstance(value, Section):
+        for name in type(value).model_fields:
+            yield from _tables(getattr(value, name), (*key, name))
+    elif isinstance(value, tuple):
+        for index, item in enumerate(value):
+            yield from _tables(item, (*key, index))
 
 
 def weights_are_of_the_model(config: JobConfig) -> Iterator[Problem]:
@@ -206,7 +218,7 @@ MODEL_RULES = (
     model_args_are_valid,
     model_args_have_an_effect,
     sequences_have_positions,
-    factory_args_can_be_recorded,
+    tables_can_be_recorded,
     weights_are_of_the_model,
     adapter_rules_have_an_effect,
     adapter_is_of_the_job,

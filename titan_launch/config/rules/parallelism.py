@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import count
-from math import gcd
+from math import gcd, lcm
 
 from titan_launch.config.axes import CONTEXT, EXPERT, PIPELINE, SHARD, TENSOR
 from titan_launch.config.job import JobConfig
@@ -64,8 +64,7 @@ def ring_attention_is_causal(config: JobConfig) -> Iterator[Problem]:
 
 def only_sequences_are_divided(config: JobConfig) -> Iterator[Problem]:
     """Report a problem if the data consists of images and the job has context or sequence parallelism, which divides
-    sequences of tokens. (If a model of this package does not support the parallelism with any data,
-    `models_can_be_divided` reports the problem.)"""
+    sequences of tokens. (`models_can_be_divided` reports a model that does not support the parallelism at all.)"""
     if config.data.unit == "tokens":
         return
     parallelism, architecture = config.parallelism, ARCHITECTURES.get(config.model.name)
@@ -85,21 +84,22 @@ def sequences_can_be_divided(config: JobConfig) -> Iterator[Problem]:
     """Report a problem if the sequence length cannot be divided equally among the ranks."""
     parallelism, seq_len = config.parallelism, config.training.seq_len
     context, tensor = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
-    parts = 2 * context if parallelism.context_parallel_load_balance else context
+    parts = 2 * context if parallelism.context_parallel_load_balance and context > 1 else context
+    product = context * tensor if parallelism.sequence_parallel else context
+    nearest = f"nearest: {nearest_multiples(seq_len, lcm(parts, product))}"
     also: tuple[KeyPath, ...] = (CONTEXT.key, _BALANCE, TENSOR.key, _SEQUENCE)
     if config.data.unit != "tokens":
         return
     if context > 1 and seq_len % parts:
         of = f"2 x context_parallel_degree ({context}), for context_parallel_load_balance" if parts > context else ""
         reason = f"must be a multiple of {parts} = {of or 'parallelism.context_parallel_degree'}"
-        yield Problem(_SEQ_LEN, f"{reason}; nearest: {nearest_multiples(seq_len, parts)}", seq_len, also=also)
-    elif tensor > 1 and parallelism.sequence_parallel and seq_len // context % tensor:
-        product, of = context * tensor, f"parallelism.tensor_parallel_degree ({tensor})"
+        yield Problem(_SEQ_LEN, f"{reason}; {nearest}", seq_len, also=also)
+    elif seq_len % product:
+        of = f"parallelism.tensor_parallel_degree ({tensor})"
         if context > 1:
             of = f"{product} = parallelism.context_parallel_degree ({context}) x {of}"
         reason = f"must be a multiple of {of}, since parallelism.sequence_parallel divides the tokens"
-        reason = f"{reason}; nearest: {nearest_multiples(seq_len, product)}"
-        yield Problem(_SEQ_LEN, reason, seq_len, also=also)
+        yield Problem(_SEQ_LEN, f"{reason}; {nearest}", seq_len, also=also)
 
 
 def batch_norm_sees_whole_sequences(config: JobConfig) -> Iterator[Problem]:

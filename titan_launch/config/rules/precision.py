@@ -78,10 +78,11 @@ def parameters_can_stay_unsharded(config: JobConfig) -> Iterator[Problem]:
     key = ("gradient_accumulation", "keep_params_unsharded")
     if not config.gradient_accumulation.keep_params_unsharded:
         return
-    if config.loss.kind.frees_parameters:
-        name = f'loss.name = "{config.loss.name}"'
-        reason = f"{name} also runs the model without a backward, which reshards the parameters; set false"
-        yield Problem(key, reason, True, also=(("loss", "name"),))
+    if config.loss.frees_parameters:
+        name = config.loss.name
+        cause = f'loss.name = "{name}"' if config.loss.kind.frees_parameters else f'loss.{name}.reference = "base"'
+        reason = f"{cause} also runs the model without a backward, which reshards the parameters; set false"
+        yield Problem(key, reason, True, also=(("loss",),))
     reshards = ("parallelism", "fsdp_reshard_after_forward")
     for other, reshard in _with_rules(config, reshards, "reshard_after_forward"):
         if reshard in ("always", True):

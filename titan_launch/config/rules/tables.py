@@ -94,6 +94,7 @@ NO_EFFECT = (
     ),
     NoEffect("parallelism.expert_parallel_degree", "set a degree above 1", ("planner.expert_load",)),
     NoEffect("ema.decay", "set a decay such as 0.999", ("ema",)),
+    NoEffect("profiling.start_step", "set start_step to a step", ("profiling.num_steps", "profiling.ranks")),
     NoEffect("validation.patience", "set patience to a number of validations", ("validation.min_improvement",)),
 )
 

@@ -12,6 +12,7 @@ from titan_launch.config.rules.tables import changed_keys
 from titan_launch.config.sections.checkpoint import LOAD_KEYWORDS
 from titan_launch.core.errors import KeyPath, Problem, did_you_mean, format_key
 from titan_launch.core.files import weights_folder_around
+from titan_launch.core.terminal import counted
 from titan_launch.models.architectures import ARCHITECTURES, known_args
 
 _NAME: KeyPath = ("optimizer", "name")
@@ -27,6 +28,14 @@ def profile_is_in_the_run(config: JobConfig) -> Iterator[Problem]:
         remedy = "set a smaller start_step or num_steps"
         reason = f"begins a profile of {profiling.num_steps} steps, but {length}; {remedy}"
         yield Problem(("profiling", "start_step"), reason, start, also=(training.length_key,))
+
+
+def profiled_ranks_exist(config: JobConfig, world_size: int) -> Iterator[Problem]:
+    """Report a problem if `profiling.ranks` has a rank that the run does not have. `world_size`: number of ranks."""
+    for index, rank in enumerate(config.profiling.ranks):
+        if rank >= world_size:
+            reason = f"the run has {counted(world_size, 'rank')}; set a number from 0 to {world_size - 1}"
+            yield Problem(("profiling", "ranks", index), reason, rank)
 
 
 def weights_are_never_written_to(config: JobConfig) -> Iterator[Problem]:

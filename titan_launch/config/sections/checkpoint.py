@@ -69,8 +69,8 @@ class CheckpointConfig(Section):
     damaged, the run ends with an error. `none`: the run starts at step 0, and an earlier run in the folder is moved
     aside, not deleted. A number: the checkpoint of that step in the run folder; checkpoints of later steps are moved
     aside. A path: a checkpoint of another run (`.../checkpoints/step-100`), or the folder of another run, whose newest
-    checkpoint is loaded. Exception: if `enable = true` and this run already has a checkpoint, ranks that `launch`,
-    torchrun or Slurm restarts always resume from the latest checkpoint of this run."""
+    checkpoint is loaded. Exception: if `enable = true` and the launch has already saved a checkpoint, ranks that
+    `launch`, torchrun or Slurm restarts always resume from the latest checkpoint of this run."""
 
     store: Annotated[str, AfterValidator(_store_url)] | None = None
     """URL of a folder in an object store, such as `s3://bucket/runs`. Each complete checkpoint is also copied to

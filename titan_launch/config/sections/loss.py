@@ -187,6 +187,13 @@ class LossConfig(Section):
         own: Section | None = getattr(self, self.name)
         return table() if own is None and self.kind.second_model is None else own
 
+    @property
+    def frees_parameters(self) -> bool:
+        """True if a step also runs the trained model without backward, after which FSDP2 frees the parameters.
+        `keep_params_unsharded = true` is then refused, because the planner could not predict the all-gathers."""
+        settings = self.settings
+        return self.kind.frees_parameters or (isinstance(settings, ReferenceConfig) and settings.reference == BASE)
+
     def frozen_model(self) -> FrozenModelConfig | None:
         """Return the second model of the loss; None if the loss has no second model, or if the second model is the
         trained model without its adapters."""
@@ -228,8 +235,8 @@ class LossKind:
     loss reads every kind whose documents are neither pairs nor answers with a label."""
 
     frees_parameters: bool = False
-    """True for a loss that also runs the trained model without backward, after which FSDP2 frees the parameters.
-    `keep_params_unsharded = true` is then refused, because the planner could not predict the all-gathers."""
+    """True for a loss that also runs the trained model without backward, whatever its reference is (see
+    `LossConfig.frees_parameters`)."""
 
     unsupported: Mapping[tuple[str, str], str] = field(default_factory=dict)
     """The keys that cannot be used with the loss, each with the reason. In a reason, `{}` stands for the name of the

@@ -15,8 +15,13 @@ from titan_launch.core.errors import did_you_mean
 _FILE_NAME = "^[A-Za-z0-9][A-Za-z0-9._-]*$"
 
 
+def is_file_name(text: str) -> bool:
+    """Return True if a text can be the name of a job."""
+    return re.fullmatch(_FILE_NAME, text) is not None
+
+
 def _file_name(name: str) -> str:
-    if re.fullmatch(_FILE_NAME, name):
+    if is_file_name(name):
         return name
     raise ValueError("must consist of letters, digits, `.`, `_` and `-`, and start with a letter or a digit")
 
@@ -97,7 +102,7 @@ class ProfilingConfig(Section):
     num_steps: Annotated[int, Field(ge=1)] = 1
     """Number of consecutive steps in the profile. One trace contains all these steps."""
 
-    ranks: Array[int] = (0,)
+    ranks: Annotated[Array[Annotated[int, Field(ge=0)]], Field(min_length=1)] = (0,)
     """Ranks that write a profile."""
 
     memory: bool = False
@@ -170,11 +175,11 @@ may wait in these groups for a long time while another rank writes its part of a
 class CommConfig(Section):
     """Timeouts, hang detection and measurements of collectives."""
 
-    init_timeout_seconds: Annotated[int, Field(ge=1)] = 1800
+    init_timeout_seconds: Annotated[int, Field(ge=1, le=1_000_000)] = 1800
     """Timeout of collectives, in seconds, until the process has finished its first step: while ranks build the model,
     load a checkpoint and warm up. A collective that takes longer ends the run."""
 
-    timeout_seconds: Annotated[int, Field(ge=1)] = 600
+    timeout_seconds: Annotated[int, Field(ge=1, le=1_000_000)] = 600
     """Timeout of collectives, in seconds. This timeout applies after the first step of the process, to all process
     groups except the group that writes checkpoints. A collective that takes longer ends the run. While a rollback loads
     a checkpoint, `init_timeout_seconds` applies instead."""

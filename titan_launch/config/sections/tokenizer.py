@@ -15,6 +15,9 @@ from titan_launch.core.terminal import one_line
 
 TOKENIZER_FILE, SETTINGS_FILE, TEMPLATE_FILE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 
+NAMES_FILE = "special_tokens_map.json"
+"""Name of the file in which earlier releases of `transformers` wrote the named tokens, such as `eos_token`."""
+
 BYTES_VOCABULARY = 257
 """Vocabulary size of the tokenizer `bytes`."""
 
@@ -97,7 +100,10 @@ def special_token(config: TokenizerConfig) -> str:
             raise config_error(("tokenizer", key), reason, name)
     if config.end_of_document is not None:
         return config.end_of_document
-    for name in (_named_beside(config), *_USUAL_ENDS):
+    if (named := _named_beside(config)) and named not in tokens:
+        reason = f'has no token "{one_line(named)}", which is the "eos_token" of {_files_beside(config)}'
+        raise unusable(config, f"{reason}; correct this key, or set tokenizer.end_of_document")
+    for name in (named, *_USUAL_ENDS):
         if name in tokens:
             return name
     reason = f"must name the token that ends a document: {tokenizer_file(config)} has none of {', '.join(_USUAL_ENDS)}"
@@ -144,8 +150,11 @@ def _parse(file: Path, state: tuple[int, ...]) -> dict[str, int]:
         name = token.get("content") if isinstance(token, dict) else None
         if not isinstance(name, str) or not _is_id(token.get("id")):
             raise ValueError(f'"added_tokens.{index}" is not an object with a string "content" and a whole number "id"')
-        if name:  # the package gives a new token the next free id and ignores its "id"
+        if name:
             last = max(last, tokens.setdefault(name, max(size, last + 1)))
+            if tokens[name] != token["id"]:
+                numbers = f"has the id {token['id']}, but the package tokenizers would give it the id {tokens[name]}"
+                raise ValueError(f'"added_tokens.{index}" ("{one_line(name[:40])}") {numbers}')
     if not tokens:
         raise ValueError('"model.vocab" has no tokens')
     return tokens
@@ -176,19 +185,30 @@ def _is_id(value: Any) -> bool:
 
 
 def _named_beside(config: TokenizerConfig) -> str:
-    """Return the `eos_token` in the `tokenizer_config.json` beside the file; "" if there is none."""
-    path = tokenizer_file(config).with_name(SETTINGS_FILE)
-    name = read_settings(path, ("tokenizer", "path"), config.path).get("eos_token")
+    """Return the `eos_token` of the files beside the `tokenizer.json`; "" if there is none."""
+    name = read_settings(tokenizer_file(config).parent, ("tokenizer", "path"), config.path).get("eos_token")
     name = name.get("content", "") if isinstance(name, dict) else name or ""
     if not isinstance(name, str):
-        reason = f'"eos_token" of {path} is neither a string nor an object with a string "content"'
+        reason = f'"eos_token" of {_files_beside(config)} is neither a string nor an object with a string "content"'
         raise unusable(config, f"{reason}; correct this key, or remove it")
     return name
 
 
-def read_settings(path: Path, key: KeyPath, value: object) -> dict[str, Any]:
-    """Return the content of a `tokenizer_config.json`; an empty dict if the file is missing. Raises ConfigError if the
-    file cannot be read or is not a JSON object. `key` and `value`: key of the error, and its value in the job."""
+def _files_beside(config: TokenizerConfig) -> str:
+    return f"{tokenizer_file(config).with_name(SETTINGS_FILE)} or the {NAMES_FILE} beside it"
+
+
+def read_settings(folder: Path, key: KeyPath, value: object) -> dict[str, Any]:
+    """Return the settings of the tokenizer in a folder: the content of its `tokenizer_config.json`. As in
+    `transformers`, a `special_tokens_map.json` overrides these settings if they have no `added_tokens_decoder`. Raises
+    ConfigError if a file cannot be read or is not a JSON object. `key` and `value`: key of the error, and its value in
+    the job."""
+    settings = _read_object(folder / SETTINGS_FILE, key, value)
+    return settings if "added_tokens_decoder" in settings else settings | _read_object(folder / NAMES_FILE, key, value)
+
+
+def _read_object(path: Path, key: KeyPath, value: object) -> dict[str, Any]:
+    """Return the object in a JSON file; an empty dict if the file is missing. Raises ConfigError on `key`."""
     from titan_launch.core.json_files import read_json
 
     try:
@@ -202,5 +222,5 @@ def read_settings(path: Path, key: KeyPath, value: object) -> dict[str, Any]:
         reason = f"not valid JSON: {error}"
     if reason:
         raise config_error(key, f"cannot use {path}: {reason}; correct this file, or remove it", value)
-    settings: dict[str, Any] = found
-    return settings
+    content: dict[str, Any] = found
+    return content

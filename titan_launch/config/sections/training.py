@@ -153,7 +153,7 @@ class GradientAccumulationConfig(Section):
     keep_params_unsharded: bool | None = None
     """All-gather the parameters once per step instead of up to twice per microbatch, and keep them unsharded (in
     `param_dtype`) until the last backward, like ZeRO-2. Default: false; with `mode = "auto"`, true if the memory
-    suffices. `loss.name = "kto"` does not support true."""
+    suffices. `loss.name = "kto"` does not support true, nor does a loss with `reference = "base"`."""
 
     @property
     def row(self) -> AccumulationMode:

@@ -194,12 +194,19 @@ def chat_messages(record: Mapping[str, Any]) -> list[Message]:
     A string `system` becomes the first message.
     """
     keys = chat_keys(record)
+    for group in _KEYS:
+        if len(both := [key for key in group if key in record]) > 1 and both[0] in keys:
+            raise RecordError(f'a chat with both "{both[0]}" and "{both[1]}"')
     if len(keys) == 1:
         messages = _messages(record, keys[0])
     elif keys:
         question, answer = keys
+        if record.get("history"):
+            raise RecordError('a chat with "history"', 'write a chat of several turns as "messages"')
         asked = record[question]
-        if isinstance(asked, str) and isinstance(extra := record.get("input"), str) and extra:
+        if extra := _text(record, "input"):
+            if not isinstance(asked, str):
+                raise RecordError(f'a chat with "input", but without a string in "{question}"')
             asked = f"{asked}\n\n{extra}"
         asked_and_answered = {question: _as_message(asked, "user"), answer: _as_message(record[answer], "assistant")}
         messages = [*_messages(asked_and_answered, question), *_messages(asked_and_answered, answer)]
@@ -210,18 +217,31 @@ def chat_messages(record: Mapping[str, Any]) -> list[Message]:
 
 
 def _system(record: Mapping[str, Any]) -> list[Message]:
-    """Return a list with the system message of a line; an empty list if the line has no string `system`."""
-    text = record.get("system")
-    return [{"role": "system", "content": text}] if isinstance(text, str) and text else []
+    """Return a list with the system message of a line; an empty list if the line has no text in `system`. Raises
+    RecordError for another value of `system`."""
+    text = _text(record, "system")
+    return [{"role": "system", "content": text}] if text else []
+
+
+def _text(record: Mapping[str, Any], key: str) -> str:
+    """Return the text of a key that a line may have; "" without the key, and for null. Raises RecordError for another
+    value."""
+    text = record.get(key)
+    if not isinstance(text, str | None):
+        raise RecordError(f'a chat without a string in "{key}"', f"it is {text!r:.80}")
+    return text or ""
+
+
+_KEYS = (("messages", "conversations"), ("prompt", "instruction"), ("response", "completion", "output"))
+"""Keys of whole chats, of questions, and of answers. A line may have one key of each group that it uses."""
 
 
 def chat_keys(record: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the keys that make a line a chat: the key of its messages, or the keys of a question and its answer.
     Return an empty tuple for any other line."""
-    if whole := next((name for name in ("messages", "conversations") if name in record), None):
+    whole, question, answer = (next((name for name in group if name in record), None) for group in _KEYS)
+    if whole is not None:
         return (whole,)
-    question = next((name for name in ("prompt", "instruction") if name in record), None)
-    answer = next((name for name in ("response", "completion", "output") if name in record), None)
     return () if question is None or answer is None else (question, answer)
 
 
@@ -244,11 +264,12 @@ def _messages(record: Mapping[str, Any], key: str) -> list[Message]:
 
 
 def _named(message: dict[str, Any]) -> Message:
-    """Return a message with `role` and `content`, which ShareGPT calls `from` and `value`."""
+    """Return a message with `role` and `content`, which ShareGPT calls `from` and `value`, and with its further
+    keys."""
     if "role" in message:
         return message
-    role = message.get("from")
-    return {"role": _ROLES.get(str(role), role), "content": message.get("value")}
+    role, further = message.get("from"), {key: message[key] for key in message.keys() - {"from", "value"}}
+    return {**further, "role": _ROLES.get(str(role), role), "content": message.get("value")}
 
 
 def _within(offsets: Offsets, spans: Sequence[Span]) -> npt.NDArray[np.bool_]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from functools import cached_property
@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from titan_launch.config.sections.data import ChatData
-from titan_launch.config.sections.tokenizer import SETTINGS_FILE, TEMPLATE_FILE, read_settings
+from titan_launch.config.sections.tokenizer import SETTINGS_FILE, TEMPLATE_FILE, TOKENIZER_FILE, read_settings
 from titan_launch.core.errors import UNSET, KeyPath, config_error
 from titan_launch.core.files import MIB, read_regular
 from titan_launch.core.limited_process import CallError, LimitedObject, Limits
 from titan_launch.core.packages import install, not_installed
+from titan_launch.core.terminal import one_line
 from titan_launch.data.chat_rendering import Message, Renderer, Span
 from titan_launch.data.tokenizers import Tokenizer
 
@@ -108,14 +109,17 @@ def load_template(
         text = _of_folders([found for found in (folder, further_folder) if found is not None], key)
     else:
         text = TEMPLATES.get(template) or _read(Path(template), key, template)
-    settings = {} if folder is None else read_settings(folder / SETTINGS_FILE, key, UNSET)
+    settings = {} if folder is None else read_settings(folder, key, UNSET)
     tokens = {name: _content(value) for name, value in settings.items() if name.endswith("_token")}
     special = {name: token for name, token in tokens.items() if token}
+    value = UNSET if template is None else template
+    if folder is not None:
+        _check_tokens(text, settings, {**special, **config.template_args}, tokenizer, key, value)
     renderer = Renderer(text, {**special, **dated, **config.template_args}, today, tokenizer.special_tokens)
     _check_jinja(key)
     loaded = ChatTemplate(renderer, key, template, is_trusted=folder is None and template in TEMPLATES)
     if error := loaded.call("syntax_error"):
-        raise config_error(key, f"is not a Jinja template: {error}", UNSET if template is None else template)
+        raise config_error(key, f"is not a Jinja template: {error}", value)
     return loaded
 
 
@@ -126,7 +130,7 @@ def _of_folders(folders: Sequence[Path], key: KeyPath) -> str:
     for folder in folders:
         if os.path.lexists(folder / TEMPLATE_FILE):
             return _read(folder / TEMPLATE_FILE, key, None)
-        found = read_settings(folder / SETTINGS_FILE, key, UNSET).get("chat_template")
+        found = read_settings(folder, key, UNSET).get("chat_template")
         if isinstance(found, list):
             named = (item for item in found if isinstance(item, dict) and item.get("name") == "default")
             found = next(named, {}).get("template")
@@ -145,6 +149,44 @@ def _read(path: Path, key: KeyPath, value: str | None) -> str:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise config_error(key, f"cannot read {path}: {reason}; set {_KNOWN}, or a Jinja file", value) from None
+
+
+def _check_tokens(
+    text: str,
+    settings: Mapping[str, Any],
+    variables: Mapping[str, Any],
+    tokenizer: Tokenizer,
+    key: KeyPath,
+    value: object,
+) -> None:
+    """Raise ConfigError if the template `text` writes a token that only `transformers` would add to the tokenizer: the
+    default of a class, or a token of the settings that the `tokenizer.json` lacks. `settings`: the result of
+    `read_settings`. `variables`: the named tokens and the variables of the job. `value`: value of `key`."""
+    has_defaults = settings.get("tokenizer_class") not in ("PreTrainedTokenizerFast", "TokenizersBackend")
+    for name in ("bos_token", "eos_token") if has_defaults else ():
+        if name not in {*settings, *variables} and _is_read(name, text):
+            place = f"{tokenizer.folder}/{SETTINGS_FILE} does not set it, and its default depends on transformers"
+            raise config_error(key, f"reads {name}, but {place}; write the token into this file, or null", value)
+    written = "\n".join([text, *(str(value) for name, value in variables.items() if _is_read(name, text))])
+    for token in _tokens_of(settings):
+        if token in written and len(tokenizer.encode_chat(token)[0]) != 1:
+            reason = f'writes the token "{one_line(token)}", which is not among the "added_tokens" of {TOKENIZER_FILE}'
+            remedy = f"load {tokenizer.folder} with AutoTokenizer of transformers, and write it with save_pretrained"
+            raise config_error(key, f"{reason}; {remedy}", value)
+
+
+def _is_read(name: str, text: str) -> bool:
+    """Return True if a template has the variable `name`."""
+    return re.search(rf"\b{re.escape(name)}\b", text) is not None
+
+
+def _tokens_of(settings: Mapping[str, Any]) -> list[str]:
+    """Return the tokens that `transformers` adds to a tokenizer with these settings."""
+    found = [value for name, value in settings.items() if name.endswith("_token")]
+    for name in ("added_tokens_decoder", "extra_special_tokens", "additional_special_tokens"):
+        group = settings.get(name)
+        found += group.values() if isinstance(group, dict) else group if isinstance(group, list) else []
+    return [token for token in map(_content, found) if token]
 
 
 def _content(value: Any) -> str:

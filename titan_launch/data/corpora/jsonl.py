@@ -181,7 +181,7 @@ def scored(tokens: Tokens, label: int, longest: int, truncation: str) -> Encoded
     """Return a document whose only target is `label`, after its last token. `longest`: largest number of tokens,
     without the label. `truncation`: "left" keeps the last tokens of a longer document, any other value keeps the first
     tokens."""
-    kept = tokens[-longest:] if truncation == "left" else tokens[:longest]
+    kept = tokens[max(len(tokens) - longest, 0) :] if truncation == "left" else tokens[:longest]
     targets = np.zeros(len(kept) + 1, np.bool_)
     targets[-1] = True
     return Encoded(np.append(kept, np.array([label], kept.dtype)), targets)
@@ -201,7 +201,7 @@ def value_of(record: dict[str, Any], field: str, key: str) -> Any:
 
 def parse_line(line: bytes) -> dict[str, Any]:
     """Return the object of a line. Raises RecordError for a line that is too long, or is not a JSON object."""
-    if len(line) > MOST_LINE:
+    if len(line) - line.endswith(b"\n") > MOST_LINE:
         raise RecordError(f"longer than {MOST_LINE // MIB} MiB, the limit of a line")
     if len(line) > MIB and line.count(b"[") + line.count(b"{") > _MOST_CONTAINERS:
         raise RecordError("not valid JSON", f"it has more than {_MOST_CONTAINERS:,} arrays and objects")

@@ -342,9 +342,12 @@ def _list_shard(path: Path, label_field: str | None, listing: _Listing) -> None:
         if os.pread(file.fileno(), tarfile.BLOCKSIZE, tar.offset) != bytes(tarfile.BLOCKSIZE):
             raise tarfile.ReadError("it has no end-of-archive block")
         for key, group in itertools.groupby(regular, lambda member: _key_and_end(member)[0]):
-            members = {_key_and_end(member)[1]: member for member in group}
-            images = [end for end in members if f".{end.lower()}" in IMAGE_SUFFIXES]
             shown = f"{one_line(key):.200}"
+            members: dict[str, tarfile.TarInfo] = {}
+            for member in group:
+                if members.setdefault(_key_and_end(member)[1], member) is not member:
+                    raise _ImagesError(f"has several members {one_line(member.name):.200}; give each image its own key")
+            images = [end for end in members if f".{end.lower()}" in IMAGE_SUFFIXES]
             if len(images) != 1:
                 raise _ImagesError(f"has {len(images)} images with the key {shown}; write one image for each key")
             if label_end not in members:

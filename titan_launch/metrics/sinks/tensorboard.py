@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from titan_launch.core.files import RecordFile, free_name
+from titan_launch.core.files import RecordFile
 from titan_launch.metrics.sinks.interface import RunDescription, Sink
 from titan_launch.metrics.tags import dashboard_layout
 
@@ -105,8 +105,11 @@ class _EventFile:
         folder. None: it drops no values."""
         from tensorboard.compat.proto.event_pb2 import SessionLog
 
-        name = f"{_PREFIX}{int(time.time()):010}.{socket.gethostname()}.{os.getpid()}.{{}}"
-        path = free_name(log_dir / name)
+        # TensorBoard reads the files in the order of their names. A clock may be behind that of an earlier host.
+        times = (path.name.removeprefix(_PREFIX).partition(".")[0] for path in log_dir.glob(f"{_PREFIX}*"))
+        newest = max((int(text) for text in times if text.isdecimal()), default=0)
+        number = max(int(time.time()), newest + 1)
+        path = log_dir / f"{_PREFIX}{number:010}.{socket.gethostname()}.{os.getpid()}.0"
         self._file = RecordFile(path, "xb")
         try:
             self.add(purge_step or 0, file_version="brain.Event:2")

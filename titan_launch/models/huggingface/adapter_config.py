@@ -232,7 +232,8 @@ class AdapterConfig(BaseModel):
                 remedy = "set lora.alpha and lora.rules to match (alpha / rank; alpha / sqrt(rank) if rank_stabilized)"
                 yield f"its scales are {_by_value(shown)} (by rank_pattern and alpha_pattern); {remedy}"
         if self.lora_dropout != config.dropout and "dropout" not in config.model_fields_set:
-            yield f"its lora_dropout is {self.lora_dropout}, but lora.dropout is unset; set it to this or another value"
+            remedy = f"set lora.dropout = {self.lora_dropout} (the adapter's value) or another value"
+            yield f"its lora_dropout is {self.lora_dropout}, but lora.dropout is unset; {remedy}"
 
 
 _MOST_SHOWN = 30

@@ -46,6 +46,12 @@ def image_format(args: Mapping[str, Any]) -> ImageFormat | None:
     return ImageFormat(channels, height, width, labels, arguments=("num_channels", "image_size", "num_labels"))
 
 
+def label_names(config: Mapping[str, Any]) -> list[str]:
+    """Return the names in `id2label` by their numbers; an empty list without `id2label`."""
+    names = config.get("id2label")
+    return [str(names.get(str(number))) for number in range(len(names))] if isinstance(names, dict) else []
+
+
 _LOADS = "can load code or files by name, so it is not supported; remove the key"
 _REFUSED = {
     **dict.fromkeys(("backbone", "backbone_kwargs", "use_pretrained_backbone", "model_args"), _LOADS),

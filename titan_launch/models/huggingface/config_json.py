@@ -277,7 +277,7 @@ def config_of(
         written["id2label"] = dict(zip(numbers, labels, strict=True))
         written["label2id"] = {label: index for index, label in enumerate(labels)}
         kept = {key: value for key, value in kept.items() if key not in ("num_labels", "problem_type")}
-    config = {**kept, **written}
+    config = {**family.neutral, **kept, **written}  # other libraries may have other defaults than the class
     if lost := _differing(args, resolve_args(name, ALL_IN_ARGS, arguments_of(config))):
         key, own, other = lost[0]
         reason = f"{model_class} of transformers has no counterpart of model.args.{key} = {json.dumps(own)}"

@@ -93,7 +93,7 @@ def _class_and_config(args: Mapping[str, Any]) -> tuple[Any, Any]:
         raise config_error(("model", "args", "architectures"), reason, args.get("architectures", ()))
     try:
         cls = CONFIG_MAPPING[kind]
-        config = cls.from_dict(cls._decode_special_floats(_without_code(args)))
+        config = cls.from_dict(cls._decode_special_floats(without_code(args)))
     except Exception as error:  # each class checks its own keys, with errors of many types
         reason = f"{CONFIG_MAPPING[kind].__name__} refuses these arguments: "
         raise config_error(("model", "args"), f"{reason}{short_name(' '.join(str(error).split()))}") from None
@@ -101,12 +101,12 @@ def _class_and_config(args: Mapping[str, Any]) -> tuple[Any, Any]:
         return getattr(transformers, name), config
 
 
-def _without_code(value: Any) -> Any:
-    """Return a table without the key `auto_map`, also in nested tables. The key names code in the folder, and some
-    classes ask the user whether to run that code."""
+def without_code(value: Any) -> Any:
+    """Return a table without the key `auto_map`, also in nested tables. The key names code in the folder. Some classes
+    ask the user whether to run that code, and an export does not have that code."""
     if isinstance(value, Mapping):
-        return {key: _without_code(inner) for key, inner in value.items() if key != "auto_map"}
-    return [_without_code(inner) for inner in value] if isinstance(value, list) else value
+        return {key: without_code(inner) for key, inner in value.items() if key != "auto_map"}
+    return [without_code(inner) for inner in value] if isinstance(value, list) else value
 
 
 _MOST_MODULES, _MOST_BUFFER_BYTES = 30_000, 1 << 30

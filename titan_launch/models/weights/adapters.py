@@ -185,8 +185,9 @@ class Target:
             yield part.adapter.b, own if is_stacked else own[0]
         if rest.any():
             parts = listed([parent(part.adapter.weight) for part in self.parts])
-            reason = f"cannot be split into adapters of {parts}: its matrix B has values that belong to none of them"
-            raise WeightsError(f"its adapter of {self.path} {reason}")
+            reason = f"cannot be split into adapters of {parts}: its lora_B has values outside of these modules"
+            remedy = "train or export it for this model"
+            raise WeightsError(f"the adapter of {self.path} in this folder {reason}; {remedy}")
 
 
 def file_places(
@@ -218,7 +219,8 @@ def targets_of(adapters: Sequence[Adapter], shapes: Mapping[str, Shape], pieces:
     for adapter in adapters:
         name = adapter.weight
         if name not in pieces:
-            raise WeightsError(f"peft has no target for the adapter of {name}: transformers has no such weight")
+            reason = "transformers has no such weight; export the merged model"
+            raise WeightsError(f"peft has no target for the adapter of {name}: {reason}")
         piece, shape = pieces[name], shapes[name]
         key: tuple[str, str | None] = parent(piece.tensor), piece.tensor.rpartition(".")[2]
         if len(shape) == 2:
@@ -382,7 +384,7 @@ class AdapterFolder:
                 problems += self._targets_problems(targets, pieces)
         if base is not None and self.base is not None and base != self.base:
             reason = f"its base has the fingerprint {short_name(self.base)}"
-            problems.append(f"{reason}, but model.weights has the fingerprint {base}")
+            problems.append(f"{reason}, but model.weights has the fingerprint {base}; name the same base there")
         if problems:
             raise WeightsError("\n    ".join(["its adapters do not match [lora] of this job:", *problems]))
 

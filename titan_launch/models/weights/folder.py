@@ -94,11 +94,16 @@ class WeightsFolder:
         expected = self._names_by_file()
         missing = [name for name in expected if not os.path.lexists(self.path / name)]
         if missing:
-            raise WeightsError(f"it lacks {len(missing):,} of its {counted(len(expected), 'file')}: {listed(missing)}")
+            reason = f"it lacks {len(missing):,} of its {counted(len(expected), 'file')}: {listed(missing)}"
+            raise WeightsError(f"{reason}; copy or download the folder again")
         for file, names in expected.items():
             found, _ = read_header(self.path / file)
             if lost := [name for name in names or () if name not in found]:
-                raise WeightsError(f"{file} lacks tensors that {INDEX} lists: {listed(lost)}")
+                reason = f"{file} lacks tensors that {INDEX} lists: {listed(lost)}"
+                raise WeightsError(f"{reason}; copy or download the folder again")
+            if twice := [name for name in found if name in self.tensors]:
+                reason = f"{self.tensors[twice[0]].file} and {file} both have {listed(twice)}"
+                raise WeightsError(f"{reason}: one file is probably of another save; copy or download the folder again")
             self.tensors |= found
         self._check_layers()
 
@@ -108,9 +113,8 @@ class WeightsFolder:
         if self.config.name in ARCHITECTURES:
             layers = resolve_args(self.config.name, self.config.flavor, self.config.args).num_layers()
             if layers is not None and layers > len(self.tensors):
-                raise WeightsError(
-                    f"its config.json has {layers} layers, but its files have {len(self.tensors)} tensors"
-                )
+                reason = f"its config.json has {layers} layers, but its files have {len(self.tensors)} tensors"
+                raise WeightsError(f"{reason}; correct config.json, or copy or download the folder again")
 
     def _names_by_file(self) -> Mapping[str, list[str] | None]:
         """Return, for each file to read, the names of its tensors in the index; None if there is no index."""
@@ -122,10 +126,10 @@ class WeightsFolder:
                     f"it has no *.safetensors, but {listed(pickles)}: pickles, which can run code when they are read"
                 )
                 raise WeightsError(f"{reason}; convert them with save_pretrained of transformers")
-            raise WeightsError(f"it has neither {FILE} nor {INDEX}")
+            raise WeightsError(f"it has neither {FILE} nor {INDEX}; name a folder with weights")
         index = read_json(self.path / INDEX, _MOST_INDEX_BYTES).get("weight_map")
         if not isinstance(index, dict) or not all(isinstance(file, str) for file in index.values()):
-            raise WeightsError(f"{INDEX} has no table weight_map")
+            raise WeightsError(f"{INDEX} has no table weight_map with names of files; copy or download it again")
         if outside := [file for file in index.values() if Path(file).name != file or not file.endswith(".safetensors")]:
             reason = "which is not a *.safetensors file in the folder"
             raise WeightsError(f'{INDEX} names "{short_name(outside[0])}", {reason}')
@@ -139,7 +143,7 @@ class WeightsFolder:
 
     def fingerprint(self, seed: int = 0) -> Fingerprint:
         """Return the fingerprint of the files: their names and sizes, and samples of their content. `seed` has no
-        effect (see `train.run_folder.resume.Source`)."""
+        effect (see `train.run_folder.resume.FingerprintedSource`)."""
         files = sorted({tensor.file for tensor in self.tensors.values()})
         return fingerprint_of_files([(file, self.path / file) for file in files], _SAMPLE_BYTES)
 
@@ -191,7 +195,7 @@ def read_header(path: Path) -> tuple[dict[str, FileTensor], dict[str, str]]:
             tensors = {name: FileTensor(path.name, tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
             metadata: dict[str, str] = file.metadata() or {}
     except MemoryError:
-        reason = f"its {path.stat().st_size:,} bytes are more than this process may map (ulimit -v)"
+        reason = f"its {path.stat().st_size:,} bytes are more than this process may map; increase ulimit -v"
         raise WeightsError(f"{shown} cannot be mapped into memory: {reason}") from None
     except (library.SafetensorError, OSError, ValueError) as error:
         reason = short_name(str(error))
@@ -202,7 +206,8 @@ def read_header(path: Path) -> tuple[dict[str, FileTensor], dict[str, str]]:
     for name, tensor in tensors.items():
         if len(tensor.shape) > _MOST_DIMENSIONS or max(tensor.shape, default=0) > _MOST_ELEMENTS:
             shape = ", ".join(map(str, tensor.shape[: _MOST_DIMENSIONS + 1]))
-            raise WeightsError(f"{shown} is damaged: {short_name(name)} has the shape [{shape}, ...]")
+            reason = f"{short_name(name)} has the shape [{shape}, ...], but at most 8 dims of at most 2^48 are possible"
+            raise WeightsError(f"{shown} is damaged: {reason}; copy or download it again")
     return tensors, metadata
 
 

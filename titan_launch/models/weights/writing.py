@@ -47,10 +47,12 @@ def new_folder(path: Path) -> Iterator[Path]:
     """Yield an empty folder that gets the name `path` when the `with` block ends without an error.
 
     Until then, its name is `<path>.tmp`, so a folder with the name `path` is complete. Raises UserError if `path` is
-    inside of a folder with weights, cannot be written, or exists and is not an empty folder.
+    inside of a folder with weights, cannot be written, is the working directory, or exists and is not an empty folder.
     """
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise UserError(f"error: {path} exists already; choose another name, or remove it")
+    if path.resolve() == Path.cwd():
+        raise UserError(f"error: {path} is the working directory, which cannot be replaced; name another folder")
     refuse_weights_folder(path)
     temporary = path.with_name(f"{path.name}.tmp")
     try:
@@ -180,6 +182,8 @@ TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json"),
 )
+_FURTHER_TEMPLATES = "additional_chat_templates"
+"""Subfolder of a Hugging Face folder with named chat templates."""
 
 
 def companions_of(folder: Path) -> Path | None:
@@ -199,10 +203,11 @@ def companions_of(folder: Path) -> Path | None:
 
 def copy_companions(source: Path, target: Path, names: Sequence[str] = (*MODEL_FILES, *TOKENIZER_FILES)) -> None:
     """Copy the files `names` from a Hugging Face folder to `target`, which is created. Files that the Hugging Face
-    folder lacks are skipped. Raises WeightsError for a file that is not regular or is too large, and for a link that
-    leads out of the folder."""
-    target.mkdir(exist_ok=True)
-    for name in names:
+    folder lacks are skipped. With the tokenizer, its named chat templates are copied. Raises WeightsError for a file
+    that is not regular or is too large, and for a link that leads out of the folder."""
+    templates = (source / _FURTHER_TEMPLATES).glob("*.jinja") if TOKENIZER_FILES[0] in names else ()
+    for name in (*names, *(f"{_FURTHER_TEMPLATES}/{path.name}" for path in templates)):
+        (target / name).parent.mkdir(exist_ok=True)
         if os.path.lexists(source / name):
             try:
                 content = read_regular(file_inside(source, name), 256 * MIB)  # the largest files have about 35 MiB

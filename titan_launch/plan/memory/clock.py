@@ -8,6 +8,8 @@ One stream computes. FSDP2's collectives run in another stream, one after anothe
 - A reduce-scatter begins when the gradients of its unit exist. Before that, computation waits for the previous
   reduce-scatter.
 - Computation waits for the collectives of tensor, context and expert parallelism.
+- If the optimizer is sharded over replicas, their reduce-scatters run in the stream of FSDP2's collectives. Computation
+  waits for their all-gathers.
 - The host works ahead of a GPU. Computation waits for the host at the end of each backward, and at the end of the step.
 - On CPUs, computation waits for every collective and for the host.
 """
@@ -157,10 +159,10 @@ class Clock:
         """Start an all-reduce between the replicas, and return the time of its end."""
         return self._start("all_reduce", self._rings.replicas, buffer_bytes, self._now, passes=2)
 
-    def exchange_replicas(self, kind: CollectiveKind, buffer_bytes: int) -> None:
-        """Run a collective between the replicas for an optimizer that is sharded over them. Computation waits for its
+    def exchange_replicas(self, kind: CollectiveKind, buffer_bytes: int) -> float:
+        """Start a collective between the replicas for an optimizer that is sharded over them. Return the time of its
         end."""
-        self.wait(self._start(kind, self._rings.replicas, buffer_bytes, self._now))
+        return self._start(kind, self._rings.replicas, buffer_bytes, self._now)
 
     def wait(self, until: float) -> None:
         """Let computation wait until a time, such as the end of a collective."""

@@ -213,6 +213,8 @@ class Context:
         sent = self.new(self.layout.optimizer_replicas * sizes.width, sizes.reduce_dtype, Category.REDUCE_SCATTER)
         unit.sharded_gradient = None
         received = self.new(sizes.width, sizes.reduce_dtype, Category.REDUCE_SCATTER)
+        # Only FSDP2's stream waits here. Computation waits for the last exchange at the end of backward.
+        self.clock.exchange_replicas("reduce_scatter", self.layout.optimizer_replicas * sizes.reduced)
         self._exchange = _Exchange(unit, sizes, sent, received)
 
     def finish_exchange(self) -> None:

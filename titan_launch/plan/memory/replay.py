@@ -3,7 +3,7 @@ module does not import torch."""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -19,7 +19,6 @@ from titan_launch.plan.communication import (
     Exchange,
     Traffic,
     exchanged_units,
-    scaled_to_step,
     shard_shape,
     traffic_of_microbatches,
     traffic_of_replicas,
@@ -42,17 +41,10 @@ from titan_launch.plan.memory.ledger import (
 )
 from titan_launch.plan.memory.tape import SECOND, Bytes, Sent, Step, Tape, root_path
 from titan_launch.plan.mup import WidthScales
-from titan_launch.plan.param_groups import (
-    GroupSettings,
-    first_match,
-    group_name,
-    is_inner_matrix,
-    is_undecayed,
-    settings_of,
-)
+from titan_launch.plan.param_groups import GroupSettings, trained_parameters
 from titan_launch.plan.replica_shards import ExchangedUnit, chunk_numel, gradients_leave_early
 from titan_launch.plan.speeds import Work
-from titan_launch.plan.types import Inventory, ModelPlan, ModuleInfo, Unit, full_name, modules_by_unit
+from titan_launch.plan.types import Inventory, ModelPlan, ModuleInfo, Unit, full_name, modules_by_unit, parent
 from titan_launch.plan.units.order import plan_backward_prefetch, plan_forward_prefetch
 
 
@@ -91,35 +83,17 @@ def group_sizes(
 
     A shared parameter is listed once, in the first group whose glob matches any of its paths.
     """
-    paths: defaultdict[str, list[str]] = defaultdict(list)
-    undecayed: defaultdict[str, bool] = defaultdict(bool)
-    inner: defaultdict[str, bool] = defaultdict(lambda: True)
-    shards: dict[str, ShardSize] = {}
-    modules = (
-        (whole, *pair)
-        for whole, local in plans
-        for pair in zip(whole.inventory.modules, local.inventory.modules, strict=True)
-    )
-    for whole, module, part in modules:
-        classes = [name.rpartition(".")[2] for name in module.classes]
-        for parameter, own in zip(module.parameters, part.parameters, strict=True) if module.same_as is None else ():
-            name = parameter.tied_to or full_name(module.path, parameter.name)
-            num_axes = len(parameter.shape) - parameter.is_stacked
-            paths[name].append(full_name(module.path, parameter.name))
-            undecayed[name] |= is_undecayed(parameter.name, num_axes, classes)
-            inner[name] &= is_inner_matrix(parameter.name, num_axes, classes, module.path, whole.inventory.head)
-            if parameter.requires_grad:
-                unit = whole.unit_of[module.path]
-                shape = shard_shape(own, unit, layout)
-                num_elements = chunk_numel(shape, layout.optimizer_replicas)
-                shards.setdefault(name, ShardSize(parameter.shape, num_elements, unit.storage_dtype))
     groups: dict[str, tuple[GroupSettings, list[ShardSize]]] = {}
-    for name, shard in shards.items():
-        index = first_match(config.param_groups, paths[name])
-        scale = scales.of(name)
-        settings = settings_of(config, index, undecayed[name], inner[name], scale)
-        groups.setdefault(group_name(index, settings, scale), (settings, []))[1].append(shard)
-    return [GroupSizes(settings, group) for settings, group in groups.values()]
+    for whole, local in plans:
+        trained = trained_parameters(whole.inventory, config, scales)
+        for name, parameter in local.inventory.parameters.items():
+            if name in trained:
+                unit = whole.unit_of[parent(name)]
+                shape = shard_shape(parameter, unit, layout)
+                num_elements = chunk_numel(shape, layout.optimizer_replicas)
+                shard = ShardSize(trained[name].info.shape, num_elements, unit.storage_dtype)
+                groups.setdefault(trained[name].group, (trained[name].settings, []))[1].append(shard)
+    return [GroupSizes(*group) for group in groups.values()]
 
 
 @dataclass(frozen=True)
@@ -243,15 +217,15 @@ class Replay:
         self._units |= {prefix + path if path else root: unit for path, unit in by_path.items()}
 
     def step(self, num_microbatches: int) -> ReplayedStep:
-        """Replay a step of `num_microbatches` microbatches. A `Replay` can replay only one step."""
+        """Replay a step of `num_microbatches` microbatches. A `Replay` can replay only one step. Without pipeline
+        parallelism, the result has the traffic and the times of a step of all microbatches of the layout."""
         self._ledger.enter(StepPoint(0, "forward", ""))
         self._allocate_state()
         count, layout, config = num_microbatches, self._layout, self._config
         if layout.pipeline > 1:
             self._play(0)
             self._clock.host("stage", count * config.parallelism.stages_per_rank)
-            traffic = scaled_to_step(self._take_traffic(), count, layout, config.gradient_accumulation)
-            times = [self._clock.seconds]
+            traffic, times = self._take_traffic(), [self._clock.seconds]
         else:
             count, seen, times = min(count, MICROBATCHES), [], [self._clock.seconds]
             for microbatch in range(count):
@@ -271,16 +245,17 @@ class Replay:
         return ReplayedStep(self._ledger.footprint(), traffic, self._seconds(times, units))
 
     def _seconds(self, times: Sequence[Seconds], units: Iterable[ExchangedUnit]) -> Seconds:
-        """Advance the clock by the exchange between replicas and the optimizer's update. Return the times of the whole
-        step.
+        """Advance the clock by the update and by the collectives between replicas after backward. Return the times of
+        the whole step.
 
         `times`: the times at the start of the step and after each replayed microbatch. With pipeline parallelism, only
         the times after all microbatches. `units`: the units whose gradients the replicas exchange.
         """
         replicas, every = self._layout.optimizer_replicas, self._layout.num_microbatches
         for unit in units:
-            self._clock.exchange_replicas("reduce_scatter", replicas * unit.reduced)
-            self._clock.exchange_replicas("all_gather", replicas * unit.chunks)
+            if not gradients_leave_early(self._config.training):
+                self._clock.wait(self._clock.exchange_replicas("reduce_scatter", replicas * unit.reduced))
+            self._clock.wait(self._clock.exchange_replicas("all_gather", replicas * unit.chunks))
         groups = self._model.groups
         trained = sum(shard.num_elements * DTYPE_BYTES[shard.dtype] for group in groups for shard in group.shards)
         self._clock.host("parameter", sum(len(group.shards) for group in groups))

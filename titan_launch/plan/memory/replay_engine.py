@@ -15,7 +15,7 @@ from titan_launch.config.sections.parallelism import ActivationCheckpointConfig,
 from titan_launch.core.patches import garbage_collection_disabled
 from titan_launch.core.process import in_forks
 from titan_launch.core.torch_release import ACCUMULATES_IN_GRAD
-from titan_launch.plan.communication import Traffic, on_line, rings_of
+from titan_launch.plan.communication import Traffic, on_line, rings_of, traffic_of_pipeline
 from titan_launch.plan.hardware import Kernels
 from titan_launch.plan.job import Choice, plan_units, plan_untrained, with_choice
 from titan_launch.plan.layout import Layout
@@ -136,13 +136,14 @@ class ReplayEngine:
         layout, counts = self._layout, self._counts
         if layout.pipeline == 1:
             return self._replayed(choice, rank, 0, layout.num_microbatches)
-        step, *longer = (self._replayed(choice, rank, index, count) for index, count in enumerate(counts))
-        footprint = with_growth([step.footprint, *(s.footprint for s in longer)], counts, layout.num_microbatches)
-        seconds = step.seconds
+        steps = [self._replayed(choice, rank, index, count) for index, count in enumerate(counts)]
+        footprint = with_growth([step.footprint for step in steps], counts, layout.num_microbatches)
+        traffic = traffic_of_pipeline([step.traffic for step in steps], counts, layout.num_microbatches)
+        seconds, longer = steps[0].seconds, steps[1:]
         if longer:
             factor = (layout.num_microbatches - counts[0]) / (counts[1] - counts[0])
             seconds = seconds.on_line(longer[0].seconds, factor)
-        return ReplayedStep(replace(footprint, pipeline_rank=rank), step.traffic, seconds)
+        return ReplayedStep(replace(footprint, pipeline_rank=rank), traffic, seconds)
 
     def _replayed(self, choice: Choice, rank: int, index: int, num_microbatches: int) -> ReplayedStep:
         """Return the prediction from the tape at `index` of the recording: extrapolated from replays of two shallower

@@ -194,7 +194,7 @@ def _choices(twin: JobConfig) -> Iterator[JobConfig]:
     if twin.parallelism.splits_backward:
         modes = [_ONCE]
     elif accumulation.mode == "auto":
-        can_keep = accumulation.keep_params_unsharded is not False and not twin.loss.kind.frees_parameters
+        can_keep = accumulation.keep_params_unsharded is not False and not twin.loss.frees_parameters
         modes = [
             GradientAccumulationConfig(mode=name, keep_params_unsharded=can_keep and not row.reduce_scatters_each)
             for name, row in ACCUMULATION_MODES.items()

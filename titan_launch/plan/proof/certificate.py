@@ -81,9 +81,6 @@ class ProofFinding:
     """Names of the runs with one axis or mode that show the difference. If there are none, names of the runs with two
     axes or modes that show the difference."""
 
-    is_alone: bool = True
-    """False if no run with a single axis or mode shows the difference."""
-
 
 @dataclass(frozen=True)
 class Certificate:
@@ -160,8 +157,11 @@ def _describe_finding(finding: ProofFinding) -> Iterator[str]:
     yield f"module: {finding.module} ({finding.how})"
     yield f"first result that differs: {finding.result} in step {finding.step}, by {finding.error:.1e} of its norm;"
     yield f"  its norm is {finding.ratio:.4g} times its norm in one process, the cosine is {finding.cosine:.4f}"
-    shown = "shown by" if finding.is_alone else "shown only together by"
-    yield f"{shown}: {', '.join(finding.parts) or 'no part of the layout alone'} (found in: {finding.run})"
+    if finding.parts:
+        parts = f"the difference needs only: {'; or only: '.join(finding.parts)}"
+    else:
+        parts = "no single axis or mode shows the difference, and no pair of them"
+    yield f"{parts} (found in: {finding.run})"
 
 
 def _table(rows: Sequence[ProofRow]) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -100,14 +101,14 @@ def describe_result(result: Result) -> dict[str, Any]:
     }
 
 
-def overlay(base: JobConfig, config: JobConfig, extends: str) -> str:
+def overlay(base: JobConfig | None, config: JobConfig, extends: str) -> str:
     """Return the text of a job file for `config` that extends `extends`, the file of `base`. If `config` leaves a key
-    unset that `base` sets, return a complete job file instead, because `extends` cannot unset keys."""
-    lines = [f"extends = {toml_value(extends)}"]
-    try:
-        tables = list(_tables(base, config))
-    except _UnsetError:
-        lines, tables = [], list(_tables(JobConfig(), config))
+    unset that `base` sets, return a complete job file instead, because `extends` cannot unset keys. Also return a
+    complete job file if `base` is None, because the file is not a valid job without overrides."""
+    lines, tables = [], list(_tables(None, config))
+    if base is not None:
+        with suppress(_UnsetError):
+            lines, tables = [f"extends = {toml_value(extends)}"], list(_tables(base, config))
     lines += [line for name, keys in tables for line in ("", f"[{name}]", *keys)]
     return "\n".join([*lines, ""]).lstrip("\n")
 
@@ -116,15 +117,15 @@ class _UnsetError(ValueError):
     """Raised by `_tables` if the base job sets a key that the found job leaves unset."""
 
 
-def _tables(base: JobConfig, config: JobConfig) -> Iterator[tuple[str, list[str]]]:
-    """Yield the sections that differ, each with its changed keys. Raises _UnsetError if `base` sets a key that `config`
-    leaves unset."""
-    before, after = (job.model_dump(mode="json", exclude_none=True) for job in (base, config))
+def _tables(base: JobConfig | None, config: JobConfig) -> Iterator[tuple[str, list[str]]]:
+    """Yield the sections that differ, each with its changed keys. `base`: None for an empty job file. Raises
+    _UnsetError if `base` sets a key that `config` leaves unset."""
+    before, after = (job.model_dump(mode="json", exclude_none=True) for job in (base or JobConfig(), config))
     for section, table in after.items():
         own = before[section]
         if "kind" in table and own.get("kind") != table["kind"]:
             own = {}  # for another kind, all keys of the section are new
-        elif own.keys() - table.keys():
+        elif base is not None and own.keys() - table.keys():
             raise _UnsetError
         changed = {key: value for key, value in table.items() if own.get(key) != value}
         if not changed.get("keep_params_unsharded", True) and not own.get("keep_params_unsharded"):

@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from titan_launch.core.errors import UserError
+from titan_launch.core.files import check_output
 from titan_launch.core.packages import is_installed, not_installed
 from titan_launch.plan.hardware import GIB, Hardware
 from titan_launch.plan.memory.ledger import Category
@@ -16,14 +17,11 @@ FORMATS = (".png", ".pdf", ".svg")
 
 
 def check_plot(path: str) -> None:
-    """Raise UserError if `path` is not the name of a picture in an existing folder, or if matplotlib is not installed.
-    `plan` calls this function before all computation, to fail early."""
+    """Raise UserError if `path` is not the name of a picture, if the picture cannot be written, or if matplotlib is not
+    installed. `plan` calls this function before all computation, to fail early."""
     if Path(path).suffix not in FORMATS:
         raise UserError(f"error: --plot {path}: the name must end in {', '.join(FORMATS[:-1])} or {FORMATS[-1]}")
-    if not Path(path).parent.is_dir():
-        raise UserError(f"error: --plot {path}: there is no folder {Path(path).parent}; create it")
-    if Path(path).is_dir():
-        raise UserError(f"error: --plot {path}: is a folder; name a file in it")
+    check_output(Path(path), "--plot")
     if not is_installed("matplotlib"):
         raise UserError(f"error: --plot {not_installed('matplotlib')}")
 

@@ -80,7 +80,7 @@ def _go_back(run: Run, reason: str) -> None:
         if run.watchdog.is_warm:
             set_timeouts(run.config.comm.timeout_seconds)
         if checkpoint is None:
-            raise RunError(f"{reason}; there is no checkpoint to go back to, and the run stops")
+            raise RunError(f"{reason}; the run has saved no checkpoint to go back to, and stops")
         progress.samples_skipped = position - progress.samples_seen
         progress.rollbacks = rollbacks + 1
         run.step.parameters_changed()

@@ -8,6 +8,7 @@ import hashlib
 import logging
 import os
 import shutil
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from datetime import datetime
@@ -120,13 +121,15 @@ def effective_load(config: JobConfig, attempt: Attempt) -> Load:
     """Return the checkpoint that this attempt loads: `"latest"` for a restart of the same launch, otherwise
     `checkpoint.load`.
 
-    If `checkpoint.load` is the path of another run's checkpoint, and this run has no checkpoint yet, a restart loads
-    that path again. Call this function on one rank, before `record_run`.
+    A restart loads the checkpoint of `checkpoint.load` again if the launch has not saved a checkpoint yet: if
+    `checkpoint.load` is a path and this run has no checkpoint, or if it is the step of the newest checkpoint. Call this
+    function on one rank, before `record_run`.
     """
     load = config.checkpoint.load
     if not _is_restart(config, attempt):
         return load
-    return load if _is_path(load) and not complete_steps(checkpoint_folder(config.job.run_folder)) else "latest"
+    newest = max(complete_steps(checkpoint_folder(config.job.run_folder)), default=None)
+    return load if newest == (None if _is_path(load) else load) else "latest"
 
 
 def recorded_modes(config: JobConfig, attempt: Attempt) -> Choice | None:
@@ -227,7 +230,7 @@ def _prepare(config: JobConfig, attempt: Attempt, stack: ExitStack) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     _check_kinds(config)
     with ExitStack() as lock:
-        _lock(config, lock)
+        _lock(config, lock, _LEASE_S if _is_restart(config, attempt) else 0)
         _check_no_launch_is_between_attempts(config, attempt)
         load = effective_load(config, attempt)
         _check_step_is_there(folder, load)
@@ -365,20 +368,31 @@ def _check_no_launch_is_between_attempts(config: JobConfig, attempt: Attempt) ->
 _WAIT = "wait until it has ended, or choose another name"
 
 
-def _lock(config: JobConfig, stack: ExitStack) -> None:
+_LEASE_S = 120
+"""Seconds for which a restart waits for the lock. After the death of the host that had the lock, an NFS server keeps it
+for about 90 s."""
+
+
+def _lock(config: JobConfig, stack: ExitStack, wait_s: float = 0) -> None:
     """Lock the folder for this process. The operating system releases the lock when the process ends. Raises
-    ConfigError if another run has locked the folder, or has just moved it away."""
+    ConfigError if another run has locked the folder for longer than `wait_s` seconds, or has just moved it away."""
     folder = config.job.run_folder
     descriptor = os.open(folder / LOCK_FILE, os.O_CREAT | os.O_RDWR, 0o644)
     stack.callback(os.close, descriptor)
-    is_free = True
-    try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # data workers would inherit a lock of `flock`
-    except (BlockingIOError, PermissionError):
-        is_free = False
+    deadline = time.monotonic() + wait_s
+    while not (is_free := _try_to_lock(descriptor)) and time.monotonic() < deadline:
+        time.sleep(1)
     # The file differs if another run has just moved the folder away.
     if not is_free or not os.path.samestat(os.fstat(descriptor), os.stat(folder / LOCK_FILE)):
         raise folder_error(config, f"another run is writing to {folder}; {_WAIT}")
+
+
+def _try_to_lock(descriptor: int) -> bool:
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # data workers would inherit a lock of `flock`
+    except (BlockingIOError, PermissionError):
+        return False
+    return True
 
 
 def _move_aside(folder: Path) -> None:

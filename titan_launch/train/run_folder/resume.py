@@ -190,7 +190,7 @@ def advice_without_folder(config: JobConfig) -> str:
     """Return the advice for a run folder that was deleted or moved."""
     if not config.checkpoint.enable:
         return "the same command starts anew"
-    return f"to resume, move it back and {how_to_resume(config)}; without it, the same command starts anew"
+    return f"to resume, move the folder back and {how_to_resume(config)}; otherwise, the same command starts anew"
 
 
 def _own_checkpoint(folder: Path, load: Load, url: str | None, store: CheckpointStore | None) -> Path | None:
@@ -210,7 +210,7 @@ def _own_checkpoint(folder: Path, load: Load, url: str | None, store: Checkpoint
     checkpoint = checkpoints / checkpoint_name(load)
     reason = damage(checkpoint)
     if reason is not None:
-        raise config_error(("checkpoint", "load"), f"{checkpoint} cannot be loaded: {reason}", load)
+        raise config_error(("checkpoint", "load"), f"{checkpoint} cannot be loaded: {reason}; name another step", load)
     return checkpoint
 
 
