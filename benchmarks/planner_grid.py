@@ -437,7 +437,7 @@ def _without_none(value: Any) -> Any:
 def trace_all_blocks(config: JobConfig, layout: Layout, kernels: Kernels) -> TracedStep:
     """Trace the step of the rank with the highest peak, without extrapolation from shallower models."""
     plan = plan_precision(config, build_job_model(config))
-    ranks = [pipeline_rank * layout.ranks_per_stage for pipeline_rank in representative_ranks(plan)]
+    ranks = [pipeline_rank * layout.ranks_per_stage for pipeline_rank in representative_ranks(plan, with_times=False)]
     traced = [trace_step(config, build_job_model(config), plan, layout, kernels, rank) for rank in ranks]
     return max(traced, key=lambda step: step.footprint.peak_bytes)
 

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,11 @@ from tests.distributed import run_command
 from tests.sampling import rest_is_slow
 from tests.train.jobs import model_source
 from titan_launch.cli import COMMANDS, main, parse_arguments
+from titan_launch.commands.parser import load_to_train
 from titan_launch.config.loading.load import dump_job, load_job
 from titan_launch.core.files import CACHE_VARIABLE
 from titan_launch.core.torch_release import CAN_SHARE_UNITS
-from titan_launch.launch.options import LAUNCH_OPTIONS
+from titan_launch.launch.options import LAUNCH_OPTIONS, check_rendezvous
 
 REPO = Path(__file__).parent.parent
 
@@ -409,7 +411,12 @@ def test_launch_answers_a_bad_job_with_one_line(job: Path) -> None:
     assert "training.global_batch_size = 8" in result.stderr and "3 data-parallel ranks" in result.stderr
 
 
-def test_a_run_folder_of_another_experiment_is_refused_before_torch_is_imported(job: Path) -> None:
+def test_a_run_folder_of_another_experiment_is_refused_before_torch_is_imported(
+    job: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def check(*options: str | Path) -> tuple[int, str]:
+        return main(["check", *map(str, options)]), capsys.readouterr().err
+
     job.write_text(job.read_text().replace("save_last = false", "enable = true"))
     checkpoint = job.parent / "tiny/checkpoints/step-3"
     checkpoint.mkdir(parents=True)
@@ -421,12 +428,12 @@ def test_a_run_folder_of_another_experiment_is_refused_before_torch_is_imported(
         assert (result.returncode, result.stdout) == (2, "") and len(result.stderr.splitlines()) == 5, result.stderr
         assert f'{job}:3: job.name = "tiny": {job.parent}/tiny holds a run of another experiment' in result.stderr
         assert ", is 0.5\n" in result.stderr and "--checkpoint.load=none" in result.stderr
-    assert run_without_torch("check", *other, "--checkpoint.load=none").returncode == 0
+    assert check(*other, "--checkpoint.load=none")[0] == 0
     job.write_text(job.read_text().replace("global_batch_size = 8\n", ""))
-    sizes = {ranks: run_without_torch("check", "--config", job, "--world-size", ranks) for ranks in ("2", "4")}
-    assert "training.global_batch_size was 8, is 4" in sizes["2"].stderr and sizes["4"].returncode == 0
+    assert "training.global_batch_size was 8, is 4" in check("--config", job, "--world-size", "2")[1]
+    assert check("--config", job, "--world-size", "4")[0] == 0
     # Without a number of ranks there is no batch to compare.
-    assert run_without_torch("check", "--config", job).returncode == 0
+    assert check("--config", job)[0] == 0
 
 
 def test_launch_requires_a_global_batch_size_if_the_number_of_ranks_may_change(job: Path) -> None:
@@ -442,8 +449,8 @@ def test_launch_requires_a_global_batch_size_if_the_number_of_ranks_may_change(j
         ("--nnodes=1:2", "--nnodes 1:2: hosts can join and leave only with --rdzv-backend c10d --rdzv-endpoint HOST:P"),
         ("--nnodes=2", "--nnodes 2: the hosts need an address: add --rdzv-backend c10d --rdzv-endpoint HOST:PORT, or"),
         ("--nnodes=2 --rdzv-backend=c10d", "--rdzv-backend c10d: needs --rdzv-endpoint HOST:PORT, with the same value"),
-        ("--nnodes=2 --profiling.start_step=1 --profiling.ranks=[1,4]", "ranks.1 = 4: the run has 4 ranks; set a numb"),
-        ("--nnodes=1:3 --profiling.start_step=1 --profiling.ranks=[2]", "ranks.0 = 2: the run has 2 ranks; set a numb"),
+        ("--nnodes=2 --profiling.start_step=1 --profiling.ranks=[1,4]", "ranks.1 = 4: the run has at most 4 ranks; se"),
+        ("--nnodes=1:3 --profiling.start_step=1 --profiling.ranks=[6]", "ranks.0 = 6: the run has at most 6 ranks; se"),
     ],
 )
 def test_options_that_no_run_can_start_with_are_one_error(
@@ -452,6 +459,17 @@ def test_options_that_no_run_can_start_with_are_one_error(
     assert main(["launch", "--config", str(job), "--nproc-per-node=2", *options.split()]) == 2
     error = capsys.readouterr().err
     assert words in error and len(error.splitlines()) == 1
+
+
+def test_a_rendezvous_of_another_package_may_need_no_endpoint() -> None:
+    check_rendezvous({"nnodes": "2", "rdzv-backend": "own"})
+
+
+def test_a_run_that_restarts_with_fewer_ranks_goes_on(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = ["--profiling.start_step=1", "--profiling.ranks=[2]"]
+    load_to_train(Namespace(config=str(job), overrides=overrides, key_options={}), 2)
+    assert main(["check", "--config", str(job), "--world-size=2", *overrides]) == 2
+    assert "ranks.0 = 2: the run has at most 2 ranks" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -553,9 +571,8 @@ def assert_header(printed: str, ranks: int) -> None:
     assert lines["precision"] == "compute float32, storage float32, gradient reduction float32"
 
 
-@pytest.mark.parametrize(
-    "launcher", [LAUNCH, pytest.param(TORCHRUN, marks=pytest.mark.slow)], ids=["launch", "torchrun"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [LAUNCH, TORCHRUN], ids=["launch", "torchrun"])
 def test_a_launcher_and_python_train_the_same(job: Path, launcher: Sequence[str]) -> None:
     seen = []
     options = ("--log-level", "debug") if launcher == LAUNCH else ()

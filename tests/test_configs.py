@@ -94,7 +94,7 @@ def train_a_step(path: str, folder: str) -> None:
         fit(build_run(config, this_rank(), stack))
 
 
-@pytest.mark.parametrize("path", rest_is_slow(ON_CPU[::-1], 5), ids=name_of)  # one of each folder remains
+@pytest.mark.parametrize("path", rest_is_slow(ON_CPU[::-1], 20), ids=name_of)
 def test_a_config_trains_a_step(path: Path, tmp_path: Path) -> None:
     data = load_job(str(path)).config.data
     if isinstance(data, ImageData):

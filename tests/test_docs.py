@@ -524,10 +524,10 @@ PLANS = [
 ]
 
 
-@pytest.mark.parametrize("command", rest_is_slow(sorted(PLANS, key=lambda plan: "--max-batch" not in plan), len(PLANS)))
+@pytest.mark.slow
+@pytest.mark.parametrize("command", PLANS)
 def test_every_plan_of_the_docs_is_printed(command: str, tmp_path: Path) -> None:
-    """The test above checks the job and the options of every plan. The first one has `--max-batch`, for which there is
-    no other test."""
+    """The test above checks the job and the options of every plan."""
     arguments = [arg for arg in shlex.split(command) if torch.version.cuda is not None or arg != "--measure"]
     assert plan([str(tmp_path / "plan.png") if arg.endswith(".png") else arg for arg in arguments])
 
@@ -811,6 +811,7 @@ def test_the_table_of_fine_tuning_is_printed_by_plan(
     assert len(rows) == len(models) and set(rows) <= set(page)
 
 
+@pytest.mark.slow
 def test_predictions_are_below_published_memory(capsys: pytest.CaptureFixture[str]) -> None:
     """The predictions are also within 25 % of the published memory; the benchmark's exit status tells."""
     table = printed_by_script("benchmarks/published_memory.py", [], capsys)

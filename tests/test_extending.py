@@ -108,6 +108,7 @@ def test_the_context_lines_of_the_diffs_are_in_the_package(heading: str) -> None
             assert "@@" not in changes
 
 
+@pytest.mark.slow
 def test_the_package_with_all_recipes_passes_the_linter_and_is_imported(tmp_path: Path) -> None:
     """The linter finds unknown names, unsorted imports and long lines."""
     shutil.copytree(REPO / "titan_launch", tmp_path / "titan_launch", symlinks=True)

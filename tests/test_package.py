@@ -123,6 +123,7 @@ def test_the_site_has_every_page() -> None:
     assert sorted(re.findall(r"[\w/]+\.md", nav)) == sorted(pages)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("material") is None, reason="mkdocs-material is not installed")
 def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}

@@ -110,6 +110,7 @@ def test_a_case_starts_only_if_its_estimated_time_is_left(tmp_path: Path) -> Non
     assert f"Not run: {BARE.name} (no time left)." in (tmp_path / "table.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_case_that_the_device_has_no_memory_for_does_not_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=79 * 2**30))
     monkeypatch.setattr(suite, "run", lambda case, *_: Result(1.0 if case.is_bare else 1.1, 40.0))
@@ -167,6 +168,7 @@ def test_all_output_of_a_process_that_is_killed_is_kept(tmp_path: Path) -> None:
     assert run_process(["bash", "-c", "kill -SEGV $$"], 9, log).failure == "ended by SIGSEGV: no output"
 
 
+@pytest.mark.slow
 def test_a_case_that_fails_quotes_its_exception_and_keeps_its_output(tmp_path: Path) -> None:
     wrong = replace(BARE, shape=replace(BARE.shape, flavor="2B"), label="wrong")
     reason = run(wrong, "cpu", 60, tmp_path)

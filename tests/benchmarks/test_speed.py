@@ -81,6 +81,7 @@ def test_the_job_files_of_the_launcher_are_valid(tmp_path: Path) -> None:
         assert (job.model.args["dim"], job.training.steps) == (entry.job.dim, entry.job.steps)
 
 
+@pytest.mark.slow
 def test_a_contestant_is_timed_from_its_launch() -> None:
     """Time the bare loop. Its second step does not count and its third does."""
     job = Job(dim=64, n_layers=1, hidden_dim=64, seq_len=16, steps=3, division="whole")

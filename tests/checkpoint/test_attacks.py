@@ -184,7 +184,7 @@ def load_all(paths: list[Path], folder: Path) -> list[tuple[str, dict[str, Tenso
     return results[1:]
 
 
-@sampled("names", list(ATTACKS), 6)
+@sampled("names", list(ATTACKS), 12)
 def test_named_attacks_are_refused(
     names: tuple[str, ...], tmp_path: Path, checkpoint: tuple[Path, dict[str, Tensor]]
 ) -> None:
@@ -327,7 +327,7 @@ def memory() -> Iterator[Path]:
         yield Path(folder)
 
 
-@pytest.mark.parametrize("cases", [700, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cases", [300, pytest.param(2000, marks=pytest.mark.slow)])
 def test_mutated_files_are_damaged_or_load(
     cases: int, memory: Path, checkpoint: tuple[Path, dict[str, Tensor]]
 ) -> None:

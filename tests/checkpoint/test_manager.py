@@ -286,7 +286,9 @@ def reserve_and_save_as_with_a_gpu(folder: Path, mode: str) -> tuple[bool, bool,
 
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs Linux")
-@pytest.mark.parametrize(("mode", "in_writer"), [("thread", b""), ("process", b"CUDA_VISIBLE_DEVICES=")])
+@pytest.mark.parametrize(
+    ("mode", "in_writer"), [("thread", b""), pytest.param("process", b"CUDA_VISIBLE_DEVICES=", marks=pytest.mark.slow)]
+)
 def test_a_copy_uses_memory_reserved_before_the_first_save_and_opens_no_cuda_context(
     tmp_path: Path, mode: str, in_writer: bytes
 ) -> None:

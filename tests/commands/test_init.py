@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import shutil
 from collections.abc import Iterator
@@ -126,12 +127,15 @@ def test_every_comment_of_a_command_is_a_valid_command(capsys: pytest.CaptureFix
     assert main(commands[0]) == 0
 
 
-def test_a_file_is_never_overwritten(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_is_never_overwritten(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     Path("mine.toml").write_text("mine")
     for name in ("pretrain", "llama_bn"):
         assert main(["init", name, "--out", "mine.toml"]) == 2
         assert "mine.toml exists, and init never overwrites a file" in capsys.readouterr().err
     assert Path("mine.toml").read_text() == "mine"
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert main(["init", "pretrain"]) == 2
+    assert "error: pretrain.toml: this user may not write to .; name another file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -256,10 +260,12 @@ def test_images_decide_sizes_and_classes(capsys: pytest.CaptureFixture[str]) -> 
     job = written("image_classification", "b.toml", "--data", "photos", "--model", "vit")
     assert job["model"]["args"] == {"num_labels": 2} and job["model"]["exclude_from_weights"] == ["classifier.*"]
     assert job["data"]["mean"] == [0.485, 0.456, 0.406]
-    Path("vit/preprocessor_config.json").write_text(json.dumps({"image_mean": [0.5] * 3, "image_std": [0.4] * 3}))
+    keys = {"image_mean": [0.5] * 3, "image_std": [0.4] * 3, "size": {"height": 192, "width": 192}}
+    Path("vit/preprocessor_config.json").write_text(json.dumps(keys))
     job = written("image_classification", "d.toml", "--data", "photos", "--model", "vit")
     for data in (job["data"], job["validation"]["data"]):
-        assert (data["mean"], data["std"], data["resize"], data["crop"]) == ([0.5] * 3, [0.4] * 3, 256, 224)
+        assert (data["mean"], data["std"], data["resize"], data["crop"]) == ([0.5] * 3, [0.4] * 3, 192, 192)
+    assert "# size as in preprocessor_config.json; the aspect ratio is kept" in Path("d.toml").read_text()
     make_data("images")
     job = written("image_classification", "c.toml", "--data", "images.npz")
     assert job["model"]["args"] == {"image_size": 8, "in_channels": 3, "stem": "small", "num_classes": 3}
@@ -345,7 +351,7 @@ def test_the_gpus_of_the_machine_are_planned_for(monkeypatch: pytest.MonkeyPatch
 
 def test_the_visible_gpus_are_those_that_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(options, "_ask_driver", lambda *args: ["A, 1024", "B, 2048", "C, [N/A]"])
-    numbers = {"1": ["B"], "1, 0": ["B", "A"], "1,-1,0": ["B"], "2": [], "7": []}
+    numbers = {"1": ["B"], "1, 0": ["B", "A"], "1,-1,0": ["B"], "1,NoDevFiles,0": ["B"], "2": [], "7": []}
     for visible, names in {**numbers, "GPU-a1b2,GPU-c3d4": ["A", "B"]}.items():
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         assert [name for name, _ in options.find_gpus()] == names, visible

@@ -182,8 +182,10 @@ def test_every_key_is_carried_or_named(name: str) -> None:
 def test_the_training_is_the_same() -> None:
     """Keys that the old file does not set have TorchTitan's defaults, and the schedule is TorchTitan's."""
     Path("old.toml").write_text('[model]\nhf_assets_path = "tokenizer"\n')
+    Path("tokenizer/special_tokens_map.json").write_text('{"bos_token": "<|endoftext|>"}')
     assert main(["migrate", "old.toml"]) == 0
     config = load_job("old.migrated.toml").config
+    assert config.tokenizer.begin_of_document == "<|endoftext|>"
     training, schedule = config.training, config.lr_scheduler
     assert (training.seq_len, training.local_batch_size, training.steps) == (2048, 8, 10_000)
     assert (config.optimizer.lr, schedule.kind, schedule.warmup_steps) == (8e-4, "linear", 200)

@@ -13,7 +13,7 @@ import tomli
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from tests.distributed import run_ranks
+from tests.distributed import run_command, run_ranks
 from tests.train.jobs import run_job, sharded_model, tiny_job
 from titan_launch.cli import parse_arguments
 from titan_launch.commands import plan
@@ -74,6 +74,14 @@ def test_the_text_shows_layout_and_microbatches(tmp_path: Path, capsys: pytest.C
     print_plan(JobConfig.model_validate(job), 4, str, VERBOSE)
     text = capsys.readouterr().out
     assert re.search(r"^collectives: \d+ all-gathers .* all-reduces per step of 4 microbatches$", text, flags=re.M)
+
+
+def test_the_largest_batch_that_fits_is_planned(tmp_path: Path) -> None:
+    (tmp_path / "job.json").write_text(json.dumps(tiny_job(tmp_path)))
+    command = ["plan", "--config=job.json", "--world-size=2", "--memory-gib=1", *OWN, "--json", "--max-batch"]
+    status, printed, reported = run_command(command, tmp_path)
+    assert status == 0, reported
+    assert json.loads(printed)["layout"]["local_batch_size"] == 2  # of 4 samples on two ranks
 
 
 def test_kernels_and_float8_that_differ_from_the_default_have_a_line(
@@ -164,6 +172,10 @@ def test_plan_refuses_settings_that_do_not_fit_the_model(tmp_path: Path) -> None
         ({"batchnorm": {"statistics": "synchronized"}}, "batchnorm.statistics: norm is a Whitened"),
         ({"activation_checkpoint": {"mode": "full"}}, "activation_checkpoint.mode: needs blocks"),
         ({"optimizer": {"param_groups": [{"match": "nothing.*"}]}}, "param_groups.0.match: matches no trainable param"),
+        (
+            {"optimizer": {"param_groups": [{"match": "nothing.*"}]}, "training": {"local_batch_size": "auto"}},
+            "matches no trainable param",
+        ),
     ):
         job = {**tiny_job(tmp_path, **sections), "model": model}
         with pytest.raises(ConfigError, match=key):

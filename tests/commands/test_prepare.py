@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import tomli
 
 from tests.distributed import run_command
 from titan_launch.cli import main
-from titan_launch.commands.prepare import _chosen
+from titan_launch.commands.prepare import _chosen, _overrides
 from titan_launch.config.sections.data import JsonlData, TextData
 from titan_launch.core.errors import ConfigError, UserError
 from titan_launch.core.files import CACHE_VARIABLE
@@ -136,6 +138,24 @@ def test_tables_of_parquet_name_their_column(capsys: pytest.CaptureFixture[str])
     assert 'data.column = "content": the first column of text' in capsys.readouterr().out
     with pytest.raises(UserError, match="but a\\.parquet has"):
         _chosen(["text.jsonl", "a.parquet"], [])
+
+
+@pytest.mark.parametrize(
+    ("options", "override", "reason"),
+    [
+        ({"train_tokenizer": 280}, "--tokenizer.path=p", "has no effect with --train-tokenizer; remove one of them"),
+        ({"tokenizer": "t"}, "--tokenizer.kind=bytes", "cannot be used with --tokenizer, which sets this key; remove"),
+        ({"tokenizer": "t"}, "--tokenizer={end_of_document='e'}", "cannot be used with --tokenizer, which sets this"),
+        ({}, "--data.path.0=p", "cannot be used with PATH, which sets this key; remove one of them"),
+        ({}, "--data={path='p'}", "cannot be used with PATH, which sets this key; remove one of them"),
+    ],
+)
+def test_an_override_of_a_key_that_an_option_sets_is_refused(
+    options: dict[str, Any], override: str, reason: str
+) -> None:
+    given = {"paths": ["text"], "config": None, "tokenizer": None, "train_tokenizer": None, **options}
+    with pytest.raises(UserError, match=re.escape(f"error: {override} {reason}")):
+        _overrides(Namespace(overrides=[override], **given))
 
 
 def test_the_command_prepares_what_it_has_chosen(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from titan_launch.core.errors import UserError
-from titan_launch.core.files import CACHE_VARIABLE, cache_folder, open_regular, read_regular
+from titan_launch.core.files import CACHE_VARIABLE, cache_folder, check_output, open_regular, read_regular, write_output
 
 OTHERS: dict[str, Callable[[Path], object]] = {
     "FIFO": os.mkfifo,
@@ -40,6 +40,20 @@ def test_a_file_is_read_up_to_its_limit(tmp_path: Path) -> None:
     assert read_regular(path) == read_regular(path, 3) == b"abc"
     with pytest.raises(OSError, match="larger than"):
         read_regular(path, 2)
+
+
+def test_an_existing_output_is_written_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    (tmp_path / "file").touch()
+    for name in ("link", "new"):
+        check_output(tmp_path / name)
+        write_output(tmp_path / name, name)
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "file").read_text() == "link"
+    monkeypatch.setattr(os, "access", lambda path, mode: path == tmp_path / "file")  # the folder cannot be written
+    check_output(tmp_path / "file")
+    for name, words in (("other", f"may not write to {tmp_path}; name"), ("new", f"may not write to {tmp_path}/new")):
+        with pytest.raises(UserError, match=words):
+            check_output(tmp_path / name)
 
 
 def test_a_user_without_a_home_folder_is_told_how_to_set_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from titan_launch.core import process
 from titan_launch.core.process import (
+    PRINTS_HIDDEN,
     announce_once,
     has_exited_directly,
     in_forks,
@@ -69,16 +70,22 @@ def test_a_process_without_a_temporary_folder_runs_its_action() -> None:
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "ran\n", "")
 
 
+@pytest.mark.parametrize("is_launched", [True, False])
 def test_the_error_of_a_rank_whose_output_is_hidden_is_printed_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    is_launched: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The torchrun command prints no error later, so a visible rank prints its own."""
+    monkeypatch.delenv(PRINTS_HIDDEN, raising=False)
+    if is_launched:
+        monkeypatch.setenv(PRINTS_HIDDEN, "1")
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "1" / "error.json"))
     with open(os.devnull, "w") as hidden, monkeypatch.context() as patch:  # `--local-ranks-filter` without this rank
         patch.setattr(sys, "stderr", hidden)
         announce_once("error: no memory", "Traceback")
     announce_once("error: rank 1 is gone")
     print_hidden_announcement(os.environ)
-    assert capsys.readouterr().err == "Traceback\nerror: no memory\n"
+    expected = "Traceback\nerror: no memory\n" if is_launched else "error: rank 1 is gone\n"
+    assert capsys.readouterr().err == expected
 
 
 @pytest.mark.parametrize(("number", "is_wrong"), [(errno.EISDIR, True), (errno.EROFS, True), (errno.ENOSPC, False)])

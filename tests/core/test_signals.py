@@ -65,6 +65,12 @@ def test_a_system_without_proc_asks_for_the_agent_itself(monkeypatch: pytest.Mon
         monkeypatch.setenv(AGENT_PID, str(agent))
         assert is_orphan() == is_gone
 
+    def forbidden(pid: int, number: int) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "kill", forbidden)
+    assert not is_orphan(), "the agent may run as another user"
+
 
 def start(code: str) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, "-c", code], cwd=REPO, stdout=subprocess.PIPE, text=True)

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from tests.distributed import run_ranks
+from tests.sampling import rest_is_slow
 from tests.tensors import assert_equal
 from tests.train.jobs import TINY_ARGS, sharded_model, this_rank
 from titan_launch.config.job import JobConfig
@@ -105,7 +106,7 @@ def compare_modes(microbatches: int) -> list[tuple[int, list[int]]]:
     return [compare_with_waiting(mode, "float32", microbatches) for mode in MODES]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", rest_is_slow([2, 4]))
 def test_the_all_reduces_of_all_units_overlap_with_backward(ranks: int) -> None:
     """On 4 ranks there are two replicas of two shards."""
     for results in run_ranks(compare_modes, ranks, 1):

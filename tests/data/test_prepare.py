@@ -27,7 +27,7 @@ from titan_launch.core.files import CACHE_VARIABLE
 from titan_launch.data import prepare as preparation
 from titan_launch.data.corpora.jsonl import JsonlCorpus
 from titan_launch.data.corpora.text_files import TextCorpus
-from titan_launch.data.prepare import UNFINISHED, cached_token_files, file_digests, prepare
+from titan_launch.data.prepare import UNFINISHED, cached_token_files, file_digests, make_folder, prepare
 from titan_launch.data.token_files import HEADER, Encoded, open_token_files, verify_token_files
 from titan_launch.data.tokenizers import ByteTokenizer, build_tokenizer, train_tokenizer
 
@@ -84,9 +84,12 @@ def interrupted(text: Path, folder: Path, after: int = 2) -> None:
         prepare(corpus(text), folder, report=report)
 
 
-def test_an_interrupted_preparation_continues(text: Path, tmp_path: Path) -> None:
+def test_an_interrupted_preparation_continues(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "tokens"
     interrupted(text, folder)
+    with monkeypatch.context() as patch, pytest.raises(UserError, match=r"different text, .* code or packages"):
+        patch.setattr(preparation, "_CODE", [])
+        prepare(corpus(text), folder)
     assert not (folder / HEADER).exists()
     before = {path.name: path.stat().st_mtime_ns for path in folder.glob("*.tokens")}
     assert len(before) == 2
@@ -98,6 +101,10 @@ def test_an_interrupted_preparation_continues(text: Path, tmp_path: Path) -> Non
     prepare(corpus(text), tmp_path / "at once")
     assert content(folder) == content(tmp_path / "at once")
     assert prepare(corpus(text), folder) == header, "a complete folder is kept"
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    make_folder(folder)  # nothing will be written
+    with pytest.raises(UserError, match="new cannot be written by this user; name another folder"):
+        make_folder(tmp_path / "new")
 
 
 class HalfTargets(JsonlCorpus):
@@ -253,7 +260,9 @@ def test_text_in_the_image_of_a_disk_has_other_tokens(
     after = cached_token_files(corpus(text))
     assert after != before
     monkeypatch.setattr("titan_launch.data.prepare._CODE", [text / "07.txt"])
-    assert cached_token_files(corpus(text)) != after, "other code may give other tokens"
+    assert (of_code := cached_token_files(corpus(text))) != after, "other code may give other tokens"
+    monkeypatch.setattr("titan_launch.data.prepare.version", lambda name: f"{name} 1")
+    assert cached_token_files(corpus(text)) != of_code, "other packages may give other tokens"
 
 
 def test_the_same_text_elsewhere_has_the_same_tokens(
@@ -333,10 +342,6 @@ def test_the_command_trains_a_tokenizer_and_splits(text: Path, tmp_path: Path) -
         (["text", "--out=text"], "error: text has files that are not token files; name another folder, or delete them"),
         (["text", "--out=text", "--train-tokenizer=280"], "error: text has files, but no tokens of the new tokenizer"),
         (["text", "--out=text/00.txt/o"], "error: text/00.txt/o cannot be written: Not a directory; name"),
-        (
-            ["text", "--out=o", "--train-tokenizer=280", "--tokenizer.path=p"],
-            "error: --tokenizer.path=p cannot be used with --train-tokenizer, which sets this key; remove one of them",
-        ),
         (["text", "--out=o", "--data.path=p"], "error: --data.path=p cannot be used with PATH, which sets this key; "),
         (["--out=o", "--data.kind=synthetic"], 'prepare reads one source of text: set kind = "text"'),
         (["fifo", "--out=o"], "no such file or folder"),

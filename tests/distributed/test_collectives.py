@@ -79,10 +79,10 @@ def test_many_all_gathers_do_not_corrupt_memory() -> None:
 def wait_for_rank_0() -> tuple[str, str]:
     """Wait for an action that takes longer than the timeout of collectives, then for one that fails. Return the result
     of the first, and the error of the second."""
-    set_timeouts(2)
+    set_timeouts(1)
 
     def act() -> str:
-        time.sleep(3.5)
+        time.sleep(2)
         return f"done by rank {dist.get_rank()}"
 
     def fail() -> None:

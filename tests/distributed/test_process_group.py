@@ -42,7 +42,7 @@ def test_a_restart_ignores_the_data_of_dead_ranks() -> None:
 
 
 def test_missing_ranks_are_named() -> None:
-    zero, one = meet_all(dist.HashStore(), [0, 1], 4, timeout=2)
+    zero, one = meet_all(dist.HashStore(), [0, 1], 4, timeout=1)
     assert isinstance(zero, RunError) and "ranks 2, 3 of 4 have not joined" in str(zero)
     assert isinstance(one, RunError) and "rank 1 was not admitted" in str(one)
 

@@ -105,6 +105,7 @@ ALLOWED = {
     ("read", "commands/generate.py"): "the prompt that the command line names, which may be a pipe",
     ("read", "core/limited_process.py"): "pipes to the helper process, and /proc",
     ("read", "core/cache.py"): "a lock of the cache, which is never a link",
+    ("read", "data/prepare.py"): "a lock of token files, which is never a link",
     # Messages of this start's processes.
     ("json", "distributed/torch_private.py"): "PyTorch's records in memory",
     ("json", "train/health/watchdog.py"): "the store of this run's process group",

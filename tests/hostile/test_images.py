@@ -163,7 +163,7 @@ def fake_programs(folder: Path) -> dict[str, str]:
 COMMANDS = (["data", "--config", "job.toml"], ["train", "--config", "job.toml"])
 
 
-@pytest.mark.parametrize("name", rest_is_slow(list(BAD_IMAGES), every=6))
+@pytest.mark.parametrize("name", rest_is_slow(list(BAD_IMAGES), every=9))
 def test_bad_images_are_one_sentence(runner: Runner, tmp_path: Path, name: str) -> None:
     make, sentence = BAD_IMAGES[name]
     content = make()

@@ -147,7 +147,7 @@ def test_commands_refuse_files_that_are_no_templates(case: str, runner: Runner, 
         refused(runner, folder, command, sentence)
 
 
-@pytest.mark.parametrize("case", ["product", "loops", pytest.param("tojson", marks=pytest.mark.slow), "signs"])
+@pytest.mark.parametrize("case", ["product", *rest_is_slow(["signs", "loops", "tojson"], 3)])
 def test_commands_stop_at_a_template_without_end(case: str, runner: Runner, folder: Path) -> None:
     text, sentence = LIMITED[case]
     (folder / "own.jinja").write_text(text)

@@ -145,7 +145,7 @@ def test_no_class_of_transformers_loads_what_a_key_names(tmp_path: Path) -> None
     assert int(count) > 400
 
 
-@pytest.mark.parametrize("case", rest_is_slow(list(_BUILT)))
+@pytest.mark.parametrize("case", rest_is_slow(list(_BUILT), 4))
 def test_a_class_of_transformers_with_hostile_sizes_is_not_built(case: str, runner: Runner, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     changes, sentence = _BUILT[case]

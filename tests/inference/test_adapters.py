@@ -101,7 +101,7 @@ def initial_states(paths: list[str]) -> list[dict[str, Tensor]]:
     return states
 
 
-@sampled("cases", list(CASES), 3)
+@sampled("cases", list(CASES), 6)
 def test_adapters_of_all_kinds_are_those_of_peft(cases: tuple[str, ...], tmp_path: Path) -> None:
     """Adapters of two ranks: `peft` computes the same logits, also from the merged model, and an import is bitwise."""
     from peft import PeftModel
@@ -197,6 +197,10 @@ def test_adapters_of_a_run_that_changed_buffers_are_not_exported(
     options = ExportOptions(is_plain=True, is_adapter=True)
     with pytest.raises(WeightsError, match=changed) if changed else nullcontext():
         _write_adapter(saved, tmp_path, options)
+    if not changed:
+        del entries["bn1.weight"]
+        with pytest.raises(WeightsError, match=r"bn1.running_mean"):  # a layer without parameters is never fixed
+            _write_adapter(saved, tmp_path, options)
 
 
 def test_scales_of_one_module_of_transformers_are_not_exported(
@@ -253,3 +257,5 @@ def test_the_base_may_move_and_is_never_written_to(tmp_path: Path, capsys: pytes
     merged.load_state_dict(load_file(tmp_path / "out/model.safetensors"), strict=False)
     torch.testing.assert_close(merged(tokens), logits, rtol=0, atol=1e-5)
     assert f"fingerprint `{digest}`" in (tmp_path / "out/README.md").read_text()
+    soup = ["--base", str(moved), "--soup", str(tmp_path / "other")]
+    assert main(["export", str(run), "--out", str(tmp_path / "soup"), *soup]) == 0

@@ -358,6 +358,7 @@ def started(folder: Path, **streams: Any) -> Iterator[subprocess.Popen[bytes]]:
             process.kill()
 
 
+@pytest.mark.slow
 def test_the_first_interrupt_on_a_terminal_stops_an_answer(endless: Path) -> None:
     """The conversation goes on, with the answer as far as it was. At the prompt, an interrupt ends the command."""
     ours, theirs = os.openpty()

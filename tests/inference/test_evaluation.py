@@ -159,8 +159,8 @@ def test_bad_requests_are_one_line_and_status_2(run: Path, tmp_path: Path, capsy
         ([own], "the following arguments are required: --tasks"),
         ([own, "--tasks=,"], "--tasks names no task"),
         ([own, f"--tasks={tasks}", "--include-path=no"], "--include-path no: there is no such folder"),
-        ([own, f"--tasks={tasks}", "--out=no/results.json"], "--out no/results.json: there is no folder no"),
-        ([own, f"--tasks={tasks}", f"--out={tmp_path}"], f"--out {tmp_path}: is not a regular file; name another file"),
+        ([own, f"--tasks={tasks}", "--out=no/results.json"], "error: no/results.json: there is no folder no"),
+        ([own, f"--tasks={tasks}", f"--out={tmp_path}"], f"error: {tmp_path} is a folder; name a file"),
         (["no", f"--tasks={tasks}"], "error: no: there is no such folder"),
         ([own, f"--tasks={tasks}", "--batch-size=0"], "--batch-size: must be a whole number of at least 1"),
     ):

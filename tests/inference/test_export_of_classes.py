@@ -23,6 +23,7 @@ from titan_launch.inference.export import ExportOptions, export
 from titan_launch.models.build import take_inventory
 from titan_launch.models.huggingface import module as huggingface
 from titan_launch.models.huggingface.files import GENERATION_FILE
+from titan_launch.models.huggingface.image_processor import read_image_keys
 from titan_launch.models.init import load_weights
 from titan_launch.models.weights.folder import Weights, find_weights
 
@@ -176,6 +177,7 @@ def _check_images(exported: Path) -> None:
     transform = Transform(DATA, ("data",))
     ours = transform.normalized(transform.changed(image, 0, None)[None])
     torch.testing.assert_close(theirs, ours, rtol=0, atol=1.01 / 255 / 0.25)
+    assert read_image_keys(exported) == {"mean": [0.4], "std": [0.25], "resize": 10, "crop": 6}
 
 
 def _refused(folder: Path, args: dict[str, Any], **keys: Any) -> str:
@@ -254,14 +256,21 @@ def test_an_export_has_the_tokenizer_of_the_run(tmp_path: Path) -> None:
     byte_level_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").rename(tmp_path / "new.json")
     (tmp_path / "tokenizer.json").write_text("{}")
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    with_code = {**settings, "auto_map": {"AutoTokenizer": ["code.Own", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(with_code))
     (tmp_path / "additional_chat_templates").mkdir()
     (tmp_path / "additional_chat_templates/rag.jinja").write_text("rag")
     args = _class("LlamaForCausalLM", "llama", _LLAMA, eos_token_id=None)
     exported = _export(_module(args), args, tmp_path)
     assert (exported / "tokenizer.json").read_text() == (tmp_path / "new.json").read_text()
     assert (exported / "additional_chat_templates/rag.jinja").read_text() == "rag"
+    assert json.loads((exported / "tokenizer_config.json").read_text()) == settings
     for name in ("config.json", GENERATION_FILE):
         assert json.loads((exported / name).read_text())["eos_token_id"] == 256, name
+    (tmp_path / "new.json").write_text("{}")
+    note = "note: the tokenizer in the folder is not that of the run: tokenizer.path: is not a tokenizer.json of "
+    assert note in export(tmp_path / "plain", tmp_path / "changed", ExportOptions())
     (tmp_path / "new.json").unlink()
     note = f"note: the folder lacks the run's tokenizer, because {tmp_path}/new.json is not found; copy it there"
     assert note in export(tmp_path / "plain", tmp_path / "again", ExportOptions())

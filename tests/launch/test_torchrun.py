@@ -36,7 +36,7 @@ from titan_launch.launch.torchrun import Stopping
 
 REPO = Path(__file__).parents[2]
 
-STEPS = 24
+STEPS = 16
 CANNOT_MAKE_NAMESPACES = 77
 """Exit status of scripts/two_hosts.sh."""
 
@@ -50,7 +50,7 @@ def job(tmp_path: Path) -> dict[str, Any]:
         tmp_path,
         model={"name": "slow_model:Model"},
         training={"steps": STEPS},
-        checkpoint={"enable": True, "interval": 5, "keep_latest": 3},
+        checkpoint={"enable": True, "interval": 3, "keep_latest": 3},
     ) | {"model": {"name": "slow_model:Model"}}
 
 
@@ -128,12 +128,12 @@ def test_a_killed_rank_and_a_signal_do_not_change_the_result(
     expected = run_ranks(run_here, 2, {**job, "job": {**job["job"], "name": "whole"}})
     options = ("--nproc-per-node", "2", "--max-restarts", "1", f"--checkpoint.async_mode={async_mode}")
     with launched(job, *options) as process:
-        wait_for(lambda: steps_done(tmp_path) >= 7, process)
+        wait_for(lambda: steps_done(tmp_path) >= 4, process)
         first_ranks = ranks_of(process)
         os.kill(first_ranks[1], signal.SIGKILL)
         wait_for(lambda: len(set(ranks_of(process)) - set(first_ranks)) == 2, process)
         killed_after = steps_done(tmp_path)  # the ranks resume from an earlier checkpoint
-        wait_for(lambda: steps_done(tmp_path) >= killed_after + 3, process)
+        wait_for(lambda: steps_done(tmp_path) >= killed_after + 1, process)
         ranks = ranks_of(process)
         process.send_signal(signal.SIGTERM)
         output, errors = process.communicate(timeout=120)

@@ -109,6 +109,8 @@ def test_initial_values_are_those_of_the_factory(factory: Callable[[], nn.Module
 def test_views_of_one_storage_count_once_and_whole() -> None:
     whole = torch.zeros(8)
     assert num_bytes([whole, whole[:2], torch.zeros(3)]) == 4 * (8 + 3)
+    whole = whole.to("meta")
+    assert num_bytes([whole, whole[:2], torch.zeros(3, device="meta")]) == 4 * (8 + 3)
 
 
 def _sharded_values() -> dict[str, torch.Tensor]:

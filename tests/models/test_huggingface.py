@@ -22,6 +22,7 @@ from titan_launch.models.documents import check_documents, document_arguments
 from titan_launch.models.factory import HostBuild
 from titan_launch.models.host_values import HostValues
 from titan_launch.models.huggingface import module as huggingface
+from titan_launch.models.huggingface.args import label_names
 from titan_launch.models.huggingface.config_json import read_folder_config
 from titan_launch.models.huggingface.image_processor import FILE, read_image_keys
 from titan_launch.models.weights.folder import find_weights
@@ -73,6 +74,8 @@ def test_names_of_classes_have_the_order_of_the_folder(tmp_path: Path) -> None:
         problem = first_problem(JobConfig.model_validate({"model": model, "data": data}))
         found = "" if problem is None else f"{format_key(problem.key)}: {problem.reason}"
         assert found.startswith(message) and bool(found) == bool(message), found
+        assert not found or ("exclude_from_weights" in found) == ("weights" in model), found
+    assert label_names({"id2label": {"1": "cats"}}) == []
 
 
 @pytest.mark.parametrize(

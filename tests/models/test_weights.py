@@ -7,6 +7,7 @@ import json
 import os
 import random
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -323,6 +324,16 @@ def index(**weight_map: str) -> Change:
     return apply
 
 
+def in_two_files(folder: Path, dtype: torch.dtype = torch.float32) -> None:
+    """Write two tensors also into a second file, where one of them has another dtype. The index names one file for each
+    tensor."""
+    from safetensors.torch import save_file
+
+    found = tensors_of(folder)
+    index(**{Q: "y.safetensors"})(folder)
+    save_file({Q: found[Q], K: found[K].to(dtype)}, folder / "y.safetensors")
+
+
 def truncated(size: int) -> Change:
     """Return a function that keeps only the first bytes of the file."""
     return lambda folder: os.truncate(folder / "model.safetensors", size)
@@ -373,11 +384,8 @@ BAD: dict[str, tuple[Change, str]] = {
     "missing_shards": (index(a="y.safetensors", b="z.safetensors"), "it lacks 2 of its 3 files: y.safetensors, z"),
     "not_in_its_shard": (index(a="x.safetensors"), "x.safetensors lacks tensors that .* lists: a"),
     "in_two_files": (
-        lambda folder: (
-            index(**{Q: "y.safetensors"})(folder),
-            (folder / "y.safetensors").write_bytes((folder / "x.safetensors").read_bytes()),
-        ),
-        "x.safetensors and y.safetensors both have .* and 18 more: one file is probably of another save; copy or",
+        lambda folder: in_two_files(folder, torch.bfloat16),
+        f"x.safetensors and y.safetensors both have {K}, but not alike: one file is probably of another save; copy or",
     ),
     "fifo": (
         lambda folder: ((folder / "model.safetensors").unlink(), os.mkfifo(folder / "model.safetensors")),
@@ -385,6 +393,13 @@ BAD: dict[str, tuple[Change, str]] = {
     ),
 }
 """Damage to a good folder, and the error."""
+
+
+def test_the_index_names_the_file_of_a_tensor_that_several_files_have(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "hf")
+    in_two_files(tmp_path / "hf")
+    found = WeightsFolder(tmp_path / "hf").tensors
+    assert (found[Q].file, found[K].file) == ("y.safetensors", "x.safetensors")
 
 
 @pytest.mark.parametrize("case", BAD)

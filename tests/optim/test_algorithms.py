@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed import run_ranks
+from tests.sampling import rest_is_slow
 from tests.tensors import Operations
 from titan_launch.config import optimizers
 from titan_launch.config.optimizers import matrix_batches
@@ -379,7 +380,7 @@ def alone() -> dict[str, Values]:
     return {case: trained_alone(case) for case in CASES}
 
 
-@pytest.mark.parametrize("world_size", DIVISIONS)
+@pytest.mark.parametrize("world_size", rest_is_slow(list(DIVISIONS)))
 def test_every_sharding_gives_the_same_parameters(world_size: int, alone: dict[str, Values]) -> None:
     """The parameters are bitwise equal, except for PyTorch's fused AdamW (beside Muon) and SGD: they round differently
     at the end of a shard."""

@@ -95,8 +95,8 @@ def wide_model() -> nn.Module:
         ({"rounding": "stochastic"}, torch.bfloat16, 30),
         ({"name": "SGD", "state_dtype": "int8"}, torch.float32, 5),
         ({"name": "Muon"}, torch.float32, 2),
-        ({"name": "Muon", "state_dtype": "int8"}, torch.float32, 3),
-        ({"name": "Muon", "rounding": "stochastic"}, torch.bfloat16, 10),
+        pytest.param({"name": "Muon", "state_dtype": "int8"}, torch.float32, 3, marks=pytest.mark.slow),
+        pytest.param({"name": "Muon", "rounding": "stochastic"}, torch.bfloat16, 10, marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -17,7 +17,7 @@ from titan_launch.models.decoder.mixture_of_experts import Experts
 from titan_launch.models.decoder.table_args import ExpertArgs
 from titan_launch.optim.groups import group_parameters
 from titan_launch.plan.layout import Layout
-from titan_launch.plan.param_groups import check_param_groups, check_stacks, trained_parameters
+from titan_launch.plan.param_groups import check_param_groups, check_stacks, matrix_stacks, trained_parameters
 
 
 class ScaleNorm(nn.Module):
@@ -195,8 +195,8 @@ def test_muon_needs_whole_matrices_of_experts(layout: dict[str, int], reason: st
     grid = Layout(**{"replicate": 1, "local_batch_size": 1, "num_microbatches": 1, **layout})
     config = OptimizerConfig(name="Muon")
     with nullcontext() if reason is None else pytest.raises(ConfigError, match=reason):
-        check_stacks(inventory, config, grid)
+        check_stacks(matrix_stacks(inventory, config), config, grid)
     other = OptimizerConfig.model_validate(
         {"name": "Muon", "param_groups": [{"match": "**.experts.*", "algorithm": "AdamW"}]}
     )
-    check_stacks(inventory, other, grid)
+    check_stacks(matrix_stacks(inventory, other), other, grid)

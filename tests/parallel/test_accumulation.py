@@ -145,7 +145,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize(("mode", "ranks", "replicate", "sections"), rest_is_slow(LAYOUTS))
+@pytest.mark.parametrize(("mode", "ranks", "replicate", "sections"), rest_is_slow(LAYOUTS, 4))
 def test_counted_collectives_and_their_bytes_are_the_planned_ones(
     mode: str, ranks: int, replicate: int, sections: dict[str, dict[str, Any]]
 ) -> None:

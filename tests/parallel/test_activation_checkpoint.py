@@ -138,6 +138,7 @@ def interrupted_and_not(folder: Path) -> None:
     assert_equal(full_state(run.model), run_job(tiny_job(folder, **sections, job={"name": "plain"})))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_loads_with_another_activation_checkpointing_mode(tmp_path: Path) -> None:
     run_ranks(interrupted_and_not, 2, tmp_path)
 

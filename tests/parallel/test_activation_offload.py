@@ -117,7 +117,7 @@ def with_and_without(folder: Path, names: Sequence[str]) -> dict[str, int]:
     return found
 
 
-@sampled("names", list(JOBS), 8)
+@sampled("names", list(JOBS), len(JOBS))
 def test_offloading_changes_no_bit(names: tuple[str, ...], tmp_path: Path) -> None:
     for copies in run_ranks(with_and_without, 2, tmp_path, names, timeout=300):
         assert [name for name, count in copies.items() if not count] == []

@@ -196,7 +196,7 @@ def errors_against_one_process(replicate: int) -> dict[str, float]:
     return largest
 
 
-@pytest.mark.parametrize(("ranks", "replicate"), rest_is_slow([(4, 2), (1, 1), (2, 1), (4, 1)], 4))
+@pytest.mark.parametrize(("ranks", "replicate"), rest_is_slow([(2, 1), (1, 1), (4, 1), (4, 2)], 4))
 def test_training_with_synchronized_statistics_equals_one_process_on_the_whole_batch(
     ranks: int, replicate: int
 ) -> None:
@@ -277,6 +277,15 @@ def norms_trained_on_nan(depth: int) -> tuple[nn.Module, RunningStatistics]:
     for norm in model:
         norm(torch.full((4, 3, 2), math.nan, dtype=norm.running_mean.dtype))
     return model, statistics
+
+
+def test_frozen_norms_of_all_classes_are_fixed() -> None:
+    model = nn.Sequential(
+        *(nn.BatchNorm1d(3), nn.InstanceNorm1d(3, affine=True, track_running_stats=True)),
+        nn.BatchNorm1d(3, affine=False),
+    ).requires_grad_(False)
+    prepare_batch_norms(model, BatchNormConfig(of_frozen="fixed"), 1, None)
+    assert [norm.training for norm in model.train()] == [False, False, True], "without parameters, it counts as trained"
 
 
 @pytest.mark.parametrize("restores", [True, False])

@@ -84,10 +84,12 @@ def divided_jobs(folder: Path) -> list[dict[str, Any]]:
     ]
 
 
-def test_ranks_microbatches_modes_and_checkpointing_do_not_change_a_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize("every", [2, pytest.param(1, marks=pytest.mark.slow)])
+def test_ranks_microbatches_modes_and_checkpointing_do_not_change_a_step(every: int, tmp_path: Path) -> None:
+    """Shards and a pipeline, or all divisions."""
     alone = moe_job(tmp_path / "alone", training={"global_batch_size": 4, "local_batch_size": 4})
     (((expected, expected_biases),),) = run_ranks(train, 1, [alone])
-    others = [trained for jobs in run_ranks(train, 2, divided_jobs(tmp_path)) for trained in jobs]
+    others = [trained for jobs in run_ranks(train, 2, divided_jobs(tmp_path)[::every]) for trained in jobs]
     experts = [tag for tag in expected[0] if tag.startswith("experts/")]
     assert len(experts) == 3 + 3 * 2
     for measured, biases in others:
@@ -129,6 +131,7 @@ STEADY = {"kind": "warmup_stable_decay", "decay_ratio": 0.0}
 """A learning rate that does not depend on the number of steps."""
 
 
+@pytest.mark.slow
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     sections: dict[str, Any] = {"training": {"steps": 2}, "lr_scheduler": STEADY}
     job = moe_job(tmp_path / "resumed", checkpoint={"enable": True, "interval": 1}, **sections)

@@ -136,7 +136,8 @@ def all_trained(jobs: list[dict[str, Any]], steps: int) -> list[tuple[Parts, lis
     return [trained(config, steps) for config in jobs]
 
 
-@pytest.mark.parametrize(("num_experts", "degrees"), rest_is_slow([(4, (4,)), (4, (1,)), (6, (2, 1))], 3))
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_experts", "degrees"), [(4, (4,)), (4, (1,)), (6, (2, 1))])
 def test_a_checkpoint_moves_between_degrees_bitwise(tmp_path: Path, num_experts: int, degrees: tuple[int, ...]) -> None:
     """With 6 experts, FSDP2 shards the 3 experts of a rank along their second dim over 2 ranks."""
 
@@ -248,7 +249,7 @@ def counted(config: JobConfig, layout: Layout) -> Traffic:
 @pytest.mark.parametrize(
     ("mode", "parallelism"),
     [
-        ("immediate", {"expert_parallel_degree": 2}),
+        pytest.param("immediate", {"expert_parallel_degree": 2}, marks=pytest.mark.slow),
         ("deferred_all_reduce", {"expert_parallel_degree": 2, "data_parallel_replicate_degree": 2}),
     ],
 )

@@ -60,8 +60,8 @@ CASES: list[FamilyCase] = [
     ("gpt2", TWO),
     ("gpt_oss", {}),
     ("gpt2", SEQUENCES_WHOLE),
-    ("gpt2", CONTEXT),
     ("gpt2", PIPELINE),
+    ("gpt2", CONTEXT),
     ("gpt_oss", TWO),
     ("gpt_oss", SEQUENCES_WHOLE),
     ("gpt_oss", PIPELINE),
@@ -89,7 +89,7 @@ def train(cases: Sequence[FamilyCase], folder: Path) -> list[dict[str, Tensor]]:
     return trained
 
 
-@sampled("cases", CASES, 11)
+@sampled("cases", CASES, 12)
 def test_families_train_like_one_process(cases: tuple[FamilyCase, ...], tmp_path: Path) -> None:
     names = list(dict.fromkeys(case for case, _ in cases))
     ((*alone,),) = run_ranks(train, 1, [(case, {}) for case in names], tmp_path / "1")

@@ -14,7 +14,7 @@ NUM_STEPS = 2
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-@sampled("cases", sample(), 19)
+@sampled("cases", sample(), 23)
 def test_every_combination_of_parallelisms_equals_one_process(
     ranks: int, cases: tuple[Case, ...], tmp_path: Path
 ) -> None:

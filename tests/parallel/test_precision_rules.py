@@ -87,10 +87,10 @@ ON_RANKS = [(1, 1, "bfloat16"), (2, 1, "bfloat16"), (4, 2, "bfloat16"), (2, 1, "
 
 @pytest.mark.parametrize(
     ("ranks", "replicate", "param_dtype", "norm"),
-    rest_is_slow([(*division, norm) for division in ON_RANKS for norm in MODELS], len(MODELS) + 1),
+    rest_is_slow([(*division, norm) for division in ON_RANKS for norm in MODELS], len(MODELS) + 3),
 )
 def test_rules_with_the_models_dtypes_change_no_bit(ranks: int, replicate: int, param_dtype: str, norm: str) -> None:
-    """Every division with every norm, or each of both once."""
+    """Every division with every norm, or each division of one replica once."""
     run_ranks(with_and_without_rules, ranks, norm, replicate, param_dtype)
 
 

@@ -88,7 +88,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 """Names of jobs, and how two ranks divide them."""
 
 
-@sampled("cases", CASES)
+@sampled("cases", CASES, 3)
 def test_tensor_parallelism_trains_like_one_process(
     cases: Sequence[tuple[str, dict[str, Any]]], tmp_path: Path
 ) -> None:
@@ -121,6 +121,7 @@ def drop(folder: Path) -> list[Trained]:
     return results
 
 
+@pytest.mark.slow
 def test_checkpointed_dropout_drops_the_same_elements_again(tmp_path: Path) -> None:
     (plain, checkpointed), (others, _) = run_ranks(drop, 2, tmp_path)
     assert_equal(checkpointed, plain)
@@ -183,6 +184,7 @@ def go_on(*jobs: dict[str, Any]) -> list[Ends]:
     return ends
 
 
+@pytest.mark.slow
 def test_checkpoints_load_with_another_tensor_parallel_degree(tmp_path: Path) -> None:
     def job(name: str, steps: int, parallelism: dict[str, Any]) -> dict[str, Any]:
         return tiny_job(

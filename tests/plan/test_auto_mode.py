@@ -216,5 +216,15 @@ def test_advice_combines_the_strongest_changes_that_the_job_allows() -> None:
     def predict(job: JobConfig, layout: Layout) -> float:
         return 10 - 3 * (job.optimizer.state_dtype == "bfloat16") - 3 * (job.activation_checkpoint.mode == "full")
 
-    first, *_ = advise(config, plan_layout(config.parallelism, config.training, 2), 5, predict)
+    layout = plan_layout(config.parallelism, config.training, 2)
+    first, *_ = advise(config, layout, 5, predict)
     assert first.fits and first.lines == ('activation_checkpoint.mode = "full"', 'optimizer.state_dtype = "bfloat16"')
+
+    tried = set()
+
+    def predict_state(job: JobConfig, layout: Layout) -> float:
+        tried.add((job.activation_checkpoint.mode, job.optimizer.state_dtype))
+        return 10 - 3 * (job.optimizer.state_dtype == "bfloat16")
+
+    advise(config, layout, 5, predict_state)
+    assert ("full", "bfloat16") in tried and ("selective", "bfloat16") not in tried  # weaker, and `full` saves nothing

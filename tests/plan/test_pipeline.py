@@ -77,7 +77,8 @@ def test_the_rank_with_the_largest_matrices_is_predicted_too() -> None:
     """3 layers with the embedding have more parameters than 4 layers, but 4 layers take longer."""
     whole = plan_job(job(9, pipeline_parallel_degree=3), llama(9, vocab_size=300))
     assert [len(stage.modules) for stage in whole.stages] == [4, 4, 4]
-    assert representative_ranks(whole) == [0, 1, 2]
+    assert representative_ranks(whole, with_times=True) == [0, 1, 2]
+    assert representative_ranks(whole, with_times=False) == [0, 2]
 
 
 def test_stages_begin_at_the_split_points_of_the_job() -> None:

@@ -31,6 +31,7 @@ def planned(is_sharded: bool) -> tuple[Footprint, LinkTraffic]:
     return footprint, link_traffic_of_step(traffic, layout, gpus_per_node=8)
 
 
+@pytest.mark.slow
 def test_64_replicas_divide_the_state_and_the_gradients_of_llama_70b_and_send_no_more_bytes() -> None:
     (whole, before), (sharded, after) = planned(False), planned(True)
     state = whole.by_category[Category.OPTIMIZER]

@@ -130,7 +130,7 @@ def all_as_planned(replicate: int, every: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "replicate", "every"), rest_is_slow([(1, 1, 11), (2, 1, 1), (4, 2, 13), (4, 1, 5), (2, 2, 11)])
+    ("ranks", "replicate", "every"), rest_is_slow([(1, 1, 11), (2, 1, 1), (4, 2, 13), (4, 1, 5), (2, 2, 11)], 4)
 )
 def test_every_model_computes_stores_and_communicates_in_the_planned_dtypes(
     ranks: int, replicate: int, every: int

@@ -313,7 +313,9 @@ def test_the_command_shows_the_certificate_of_the_cache(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("cache")
-def test_launch_requires_a_proof(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_launch_requires_a_proof(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "job.toml"
     path.write_text(f'[job]\ndump_folder = "{tmp_path}"\ndevice = "cpu"\n[data]\nkind = "synthetic"\n')
     launch = ["launch", "--require-proof", "--config", str(path)]
@@ -330,7 +332,15 @@ def test_launch_requires_a_proof(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert f"certificate {old} is not of this job, " in (error := capsys.readouterr().err)
     assert f"run titan-launch prove --config {path} --out '{old}' with the same overrides" in error
     assert main(["prove", "--config", str(path), f"--out={tmp_path}"]) == 2
-    assert f"--out {tmp_path}: is not a regular file" in capsys.readouterr().err
+    assert f"{tmp_path} is a folder; name a file" in capsys.readouterr().err
+
+    def closed(text: str) -> None:
+        raise BrokenPipeError  # as with `| head -1`
+
+    monkeypatch.setattr("titan_launch.commands.prove.run_and_exit", lambda action, describe: action())
+    monkeypatch.setattr("titan_launch.commands.prove.say", closed)
+    assert main(["prove", "--config", str(path), f"--out={tmp_path}/new.json"]) == 1
+    assert (tmp_path / "new.json").exists()
 
 
 def test_a_run_records_its_certificate_and_its_page_has_it(tmp_path: Path) -> None:

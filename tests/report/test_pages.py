@@ -92,16 +92,17 @@ def test_a_run_that_loaded_a_checkpoint_begins_at_its_step(tmp_path: Path) -> No
     """3 s of validation in the one step of the first report, and 1 s in each of the two steps of the second."""
     reports = {501: {"time/validation_s": 3.0}, 503: {"time/validation_s": 1.0}}
     run = load_run(record(tmp_path / "run", {step: {"time/step_s": 1.0, **report} for step, report in reports.items()}))
-    add_log(run.folder, 1, "INFO titan_launch.train: resumed from /other/checkpoint/step-500")
+    add_log(run.folder, 1, "ERROR titan_launch.train: no space left")  # an attempt that failed before it loaded
+    add_log(run.folder, 2, "INFO titan_launch.train: resumed from /other/checkpoint/step-500")
     assert time_parts(run)["validation"] == pytest.approx(5 / 3)
     assert [(column.first, column.last) for column in step_columns(run)] == [(501, 501), (502, 503)]
 
 
-def test_the_27th_run_of_a_comparison_has_a_letter_and_a_number(tmp_path: Path) -> None:
+def test_the_53rd_run_of_a_comparison_has_a_letter_and_a_number(tmp_path: Path) -> None:
     record(tmp_path / "run", reports())
     run = load_run(tmp_path / "run")
-    text = RunComparison([replace(run, folder=tmp_path / str(index)) for index in range(27)]).as_text()
-    assert " Z " in text and " A1 " in text
+    text = RunComparison([replace(run, folder=tmp_path / str(index)) for index in range(53)]).as_text()
+    assert " Z " in text and " a " in text and " z " in text and " A1 " in text and " B1 " not in text
 
 
 def test_compare_names_what_differs_and_the_figures_in_its_first_lines(

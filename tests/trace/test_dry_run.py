@@ -102,6 +102,7 @@ def test_a_fake_world_size_other_than_the_launched_processes_is_refused(capsys: 
     assert "16" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_dry_run_of_a_shipped_config_writes_nothing(tmp_path: Path) -> None:
     job = Path("configs/parallel/pipeline.toml").resolve()
     command = [f"--config={job}", "--fake-world-size=2", "--fake-rank=1"]

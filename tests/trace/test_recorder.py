@@ -300,7 +300,7 @@ def assert_replayed_as_traced(config: JobConfig, layout: Layout, choice: Choice,
     assert replayed.traffic(choice) == traced.traffic(choice)
 
 
-@pytest.mark.parametrize("name", rest_is_slow(list(JOBS), 12))
+@pytest.mark.parametrize("name", rest_is_slow(list(JOBS), 24))
 def test_a_replayed_step_is_the_traced_one(name: str) -> None:
     ranks, kernels, sections = JOBS[name]
     config, layout, choice = a_job(ranks, **sections)
@@ -354,6 +354,7 @@ def test_the_base_of_adapters_is_replayed_before_the_model(name: str, tmp_path: 
     assert_replayed_as_traced(config, layout, choice, "cuda")
 
 
+@pytest.mark.slow
 def test_the_second_model_of_a_loss_is_divided_by_tensor_parallelism(tmp_path: Path) -> None:
     teacher = write_model(tmp_path / "teacher", 3, dim=32, n_layers=1, n_heads=4, n_kv_heads=2, vocab_size=64)
     config, layout, choice = a_job(

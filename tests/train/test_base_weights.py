@@ -89,13 +89,17 @@ def runs_of_two_ranks(folder: Path, base: Path, other: Path) -> tuple[dict[str, 
     run_job(job(folder / "switched", base, 3, checkpoint={"save_frozen": True}, **ema))
     of_rank = (base, folder / "nothing")[dist.get_rank()]  # the folder is on one host only
     run_job(job(folder / "switched", of_rank, **ema))
+    of_rank = (base, folder / "shallow")[dist.get_rank()]  # lacks tensors
+    refusals.append(refusal(job(folder / "switched", of_rank, 6, checkpoint={"accept_changes": True}, **ema)))
     states["switched"] = run_job(job(folder / "switched", base, checkpoint={"load": 3}, **ema))
     return states, refusals
 
 
 def test_a_resume_reads_the_omitted_parameters(tmp_path: Path) -> None:
     base, other = write_base(tmp_path / "base"), write_base(tmp_path / "other", seed=1)
+    write_base(tmp_path / "shallow", n_layers=1)
     (states, refusals), (_, of_rank_1) = run_ranks(runs_of_two_ranks, 2, tmp_path, base, other)
+    assert "tensor" in refusals.pop() and "tensor" in of_rank_1.pop()
     names = states["whole"].keys() - {"rope.table"}
     for how in ("parts", "switched"):
         assert_equal(states[how], states["whole"])
@@ -131,6 +135,7 @@ def continued(folder: Path, base: Path, parallelism: dict[str, int]) -> dict[str
     return result
 
 
+@pytest.mark.slow
 def test_phases_with_other_frozen_parameters_on_other_ranks(tmp_path: Path) -> None:
     """Parameters that an earlier phase trained are saved, although a later phase freezes them."""
     base = write_base(tmp_path / "base")

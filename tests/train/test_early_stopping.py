@@ -105,6 +105,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_killed_and_resumed_run_ends_as_the_uninterrupted_one(tmp_path: Path, whole: Path, killed: Path) -> None:
     shutil.copytree(killed, tmp_path, symlinks=True, dirs_exist_ok=True)
     assert run_ranks(logged, 2, stopping_job(tmp_path, 3), "ended")[0] == [end_of(tmp_path, 6, 12, 3)]

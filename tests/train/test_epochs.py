@@ -88,6 +88,7 @@ def test_epochs_train_as_their_steps_on_any_number_of_ranks_and_after_a_resume(t
     assert (again.epochs, again.steps) == (EPOCHS, None), "a run computes the steps anew"
 
 
+@pytest.mark.slow
 def test_a_resume_with_more_epochs_or_another_batch_ends_where_it_should(tmp_path: Path) -> None:
     run_ranks(run_job, 1, job(tmp_path, "tiny", 0.5))
     run_ranks(run_job, 2, job(tmp_path, "tiny", 0.7))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.distributed import run_ranks
-from tests.sampling import rest_is_slow, sampled
+from tests.sampling import sampled
 from tests.tensors import assert_equal, full_state, full_tensor
 from tests.trace.traces import model_inventory
 from tests.train.jobs import read_metrics, run_job, run_job_until, this_rank, tiny_job
@@ -108,7 +108,8 @@ def _curve(folder: Path, name: str) -> list[float]:
     return [report[tag] for report in read_metrics(folder, name) for tag in ("train/loss", "train/grad_norm")]
 
 
-@pytest.mark.parametrize(("ranks", "later_ranks"), rest_is_slow([(1, 2), (2, 1)]))
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "later_ranks"), [(1, 2), (2, 1)])
 def test_a_checkpoint_resumes_on_another_number_of_ranks(tmp_path: Path, ranks: int, later_ranks: int) -> None:
     """On one rank frozen parameters are no DTensors, because FSDP2 ignores them. Two of them are one tensor here."""
     args = {**STATE["model"]["args"], "tie_embeddings": True}

@@ -105,6 +105,7 @@ def test_a_resnet_learns_in_bfloat16_with_float32_statistics(tmp_path: Path, ima
     assert reports[-1]["train/loss"] < 0.5 and reports[-1]["validation/accuracy"] > 0.7
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path: Path, images: str) -> None:
     def job(name: str) -> dict[str, Any]:
         checkpoint = {"enable": True, "interval": 2}
@@ -173,7 +174,7 @@ def class_folders(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(root)
 
 
-@pytest.mark.parametrize("name", ["resnet", "vit"])
+@pytest.mark.parametrize("name", ["resnet", pytest.param("vit", marks=pytest.mark.slow)])
 def test_augmented_images_of_a_folder_train_alike_on_any_number_of_ranks_and_workers(
     tmp_path: Path, class_folders: str, name: str
 ) -> None:

@@ -67,7 +67,7 @@ def train_alone(folder: Path) -> list[dict[str, Tensor]]:
         return states[:2]
 
 
-@sampled("divisions", DIVISIONS)
+@sampled("divisions", DIVISIONS, 4)
 def test_norms_of_modules_are_those_of_the_whole_tensors_in_every_division(
     divisions: tuple[dict[str, Any], ...], tmp_path: Path
 ) -> None:

@@ -142,7 +142,7 @@ def test_the_loss_falls(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("norm", "param_dtype", "accumulation", "replicate", "async_mode", "num_workers", "ranks"),
     [
-        ("rmsnorm", "float32", "deferred_all_reduce", 2, "disabled", 2, 2),
+        pytest.param("rmsnorm", "float32", "deferred_all_reduce", 2, "disabled", 2, 2, marks=pytest.mark.slow),
         ("batchnorm", "bfloat16", "deferred", 1, "thread", 0, 2),
         pytest.param("batchnorm", "float32", "deferred_all_reduce", 2, "disabled", 0, 4, marks=pytest.mark.slow),
     ],

@@ -227,6 +227,7 @@ def test_the_first_step_is_that_of_the_base(names: tuple[str, ...], tmp_path: Pa
     assert losses[: len(jobs)] == losses[len(jobs) :]
 
 
+@pytest.mark.slow
 def test_dropout_resumes(tmp_path: Path) -> None:
     whole, again, other = run_ranks(resumed, 2, tmp_path)[0]
     assert_equal(whole, again)

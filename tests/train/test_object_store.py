@@ -142,6 +142,7 @@ def test_a_damaged_copy_is_named_and_an_older_one_is_taken(server: Server, tmp_p
         assert found == (tmp_path / f"tiny/checkpoints/step-{step}" / data).read_bytes()
 
 
+@pytest.mark.slow
 def test_a_copy_replaces_a_damaged_checkpoint(server: Server, tmp_path: Path) -> None:
     run(server, job(tmp_path, 1))
     file = tmp_path / "tiny/checkpoints/step-1/__0_0.distcp"
@@ -187,6 +188,7 @@ def copies_again(config: dict[str, Any], forgotten_after: int | None) -> tuple[s
     return message, sorted(store.steps())
 
 
+@pytest.mark.slow
 def test_later_copies_are_forgotten_and_made_again(server: Server, saved: Path, tmp_path: Path) -> None:
     """As when a run returns to a checkpoint. A later step that the disk no longer has stays without a copy."""
     shutil.copytree(saved, tmp_path, symlinks=True, dirs_exist_ok=True)

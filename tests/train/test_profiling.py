@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -68,6 +69,7 @@ def rolled_back(folder: Path) -> None:
         fit(run)
 
 
+@pytest.mark.slow
 def test_a_profile_is_written_if_a_rollback_or_the_end_of_the_run_leaves_its_window(tmp_path: Path) -> None:
     run_ranks(rolled_back, 1, tmp_path)
     folder = tmp_path / "tiny" / "profiling"

@@ -17,6 +17,7 @@ from tests.train.jobs import error_of_run, log_lines, read_metrics, record, run_
 from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.load import dump_job
 from titan_launch.plan.hardware import GIB
+from titan_launch.train import resolve_job
 
 Modes = tuple[str, bool, str]
 
@@ -99,10 +100,23 @@ def test_a_resumed_run_keeps_its_mode_unless_the_job_no_longer_allows_it(tmp_pat
     )
 
 
+@pytest.mark.slow
 def test_auto_chooses_activation_checkpointing_too(tmp_path: Path) -> None:
     wanted = job(tmp_path, 1.0, accumulation={}, activation_checkpoint={"mode": "auto"}, checkpoint={"enable": False})
     run_ranks(run_job_until, 2, wanted, 1)
     assert recorded(tmp_path) == ("deferred", True, "none")
+
+
+def error_before_planning(config: dict[str, Any]) -> str:
+    """Return the error of a job that ends before the planner runs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(resolve_job, "_planned")
+        return error_of_run(config)
+
+
+def test_settings_that_do_not_fit_the_model_are_an_error_before_planning(tmp_path: Path) -> None:
+    wrong = job(tmp_path, 1.0, optimizer={"param_groups": [{"match": "nothing.*"}]})
+    assert "matches no trainable parameter" in run_ranks(error_before_planning, 1, wrong)[0]
 
 
 def test_if_no_mode_fits_all_ranks_fail_and_no_file_is_written(tmp_path: Path) -> None:
@@ -112,7 +126,9 @@ def test_if_no_mode_fits_all_ranks_fail_and_no_file_is_written(tmp_path: Path) -
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("memory_gib", "expected"), [(1.0, "deferred"), (1e-6, "none of")])
+@pytest.mark.parametrize(
+    ("memory_gib", "expected"), [pytest.param(1.0, "deferred", marks=pytest.mark.slow), (1e-6, "none of")]
+)
 def test_auto_plans_a_users_model(tmp_path: Path, memory_gib: float, expected: str) -> None:
     wanted = job(tmp_path, memory_gib, checkpoint={"enable": False})
     wanted["model"] = {"name": "tests.parallel.conv_model:ConvNet"}

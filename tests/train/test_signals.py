@@ -88,6 +88,7 @@ def stop_between_checkpoints(folder: Path) -> None:
     assert_equal(run_job(tiny_job(folder, **sections)), whole)
 
 
+@pytest.mark.slow
 def test_a_stop_between_checkpoints_leaves_each_rank_its_own_statistics(tmp_path: Path) -> None:
     run_ranks(stop_between_checkpoints, 2, tmp_path)
 
@@ -106,6 +107,7 @@ def stop_and_enable_checkpoints(folder: Path) -> None:
     assert_equal(run_job(tiny_job(folder, checkpoint=enabled, **batchnorm)), whole)
 
 
+@pytest.mark.slow
 def test_a_stopped_run_without_checkpoints_can_be_resumed_with_checkpoints(tmp_path: Path) -> None:
     run_ranks(stop_and_enable_checkpoints, 2, tmp_path)
 

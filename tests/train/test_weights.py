@@ -263,6 +263,7 @@ def peaks_of_import_and_export(parent: Path) -> tuple[int, int]:
     return imported - before, peak() - before
 
 
+@pytest.mark.slow
 def test_import_and_export_hold_about_two_of_the_largest_tensors(tmp_path: Path) -> None:
     shape = {"vocab_size": 32_768, "hidden_size": 256, "num_hidden_layers": 1, "intermediate_size": 32_768}
     random_model("Llama 2", tmp_path / "large", **shape)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +24,7 @@ from titan_launch.checkpoint.retention import best_steps, set_all_aside, validat
 from titan_launch.checkpoint.snapshot import map_leaves
 from titan_launch.checkpoint.state import SizedPart, TrainingState, Values, rank_key
 from titan_launch.checkpoint.store import CheckpointStore
+from titan_launch.config.sections.checkpoint import CheckpointConfig
 from titan_launch.core.errors import KeyPath, UserError, config_error, leaves, listed
 from titan_launch.core.globs import matches
 from titan_launch.core.terminal import counted
@@ -95,7 +97,8 @@ def damage(checkpoint: Path) -> str | None:
     reasons = on_all_ranks(look)
     if reasons[0] is None and _NO_FOLDER in reasons:
         rank = reasons.index(_NO_FOLDER)
-        raise UserError(f"rank {rank} does not see {checkpoint}, but rank 0 does; put it on a shared file system")
+        remedy = f"put {checkpoint.parent} on a shared file system (for own checkpoints: set job.dump_folder)"
+        raise UserError(f"rank {rank} does not see {checkpoint}, but rank 0 does; {remedy}")
     return next(filter(None, reasons), None)
 
 
@@ -123,8 +126,8 @@ def find_checkpoint(path: Path, key: KeyPath) -> Path:
     """Return the checkpoint that a path in the job file names. Collective.
 
     If the path is a run folder or a folder of checkpoints, return its newest valid checkpoint. Otherwise return the
-    path itself, with links resolved. On all ranks, raises UserError if all checkpoints of the folder are damaged, and
-    ConfigError for `key` if the path is no folder or no valid checkpoint.
+    path itself; if it is a link, return the link's target. On all ranks, raises UserError if all checkpoints of the
+    folder are damaged, and ConfigError for `key` if the path is no folder or no valid checkpoint.
     """
     for folder in (path / "checkpoints", path):
         if on_rank_0(lambda folder=folder: bool(checkpoint_steps(folder))):  # type: ignore[misc]
@@ -135,7 +138,8 @@ def find_checkpoint(path: Path, key: KeyPath) -> Path:
     if not on_rank_0(path.is_dir):
         reason = "there is no such folder; name a checkpoint (.../step-100) or a run's folder"
         raise config_error(key, reason, str(path))
-    checkpoint = on_rank_0(path.resolve)  # a run that still trains may change its link `latest` now
+    # A run that still trains may change its link `latest` now.
+    checkpoint = on_rank_0(lambda: path.parent / os.readlink(path) if path.is_symlink() else path)
     damaged = damage(checkpoint)
     if damaged is not None:
         raise config_error(key, f"cannot be loaded as a checkpoint: {damaged}; name another checkpoint", str(path))
@@ -193,6 +197,13 @@ class Selection:
 
 
 EVERYTHING = Selection()
+
+
+def partly_loaded(folder: Path, config: CheckpointConfig) -> Path | None:
+    """Return the checkpoint of `folder` that `checkpoint.load` names by its step, if `exclude_from_loading` excludes
+    parts of it; otherwise None. `folder`: folder of the run's checkpoints."""
+    step = config.load
+    return folder / checkpoint_name(step) if isinstance(step, int) and config.exclude_from_loading else None
 
 
 def load_state(checkpoint: Path, state: TrainingState, selection: Selection) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from titan_launch import __version__
 from titan_launch.checkpoint.background import build_background
-from titan_launch.checkpoint.loading import EVERYTHING, load_state, newest_valid
+from titan_launch.checkpoint.loading import EVERYTHING, load_state, newest_valid, partly_loaded
 from titan_launch.checkpoint.manifest import Manifest, Origin, checkpoint_name, complete_steps
 from titan_launch.checkpoint.retention import Retention, WriteRequest, Written
 from titan_launch.checkpoint.snapshot import shards_of
@@ -54,8 +54,7 @@ class CheckpointManager:
         self._progress = progress
         self._origin = origin
         self._retention = Retention(config.keep_latest, config.keep_every, config.keep_best)
-        is_partly_loaded = isinstance(config.load, int) and bool(config.exclude_from_loading)
-        self._partly_loaded = folder / checkpoint_name(int(config.load)) if is_partly_loaded else None
+        self._partly_loaded = partly_loaded(folder, config)
         self._has_store = config.store is not None
         self._store: CheckpointStore | None = None
         self._background = build_background(config.async_mode if config.enable else "disabled", device)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
+from functools import partial
 
 from titan_launch.commands.parser import Parser, at_least, check_weights, load_to_train
 from titan_launch.config.job import JobConfig
+from titan_launch.config.rules import Rule
 from titan_launch.config.rules.packages import packages_are_installed
+from titan_launch.config.rules.training import profiled_ranks_exist
 from titan_launch.core.process import OK
 from titan_launch.core.terminal import one_line, say
 from titan_launch.plan.layout import plan_layout
@@ -22,7 +25,10 @@ def add_arguments(parser: Parser) -> None:
 def run(arguments: Namespace) -> int:
     """Check the job, and print that no problem was found. Also print a warning if the job trains for too many epochs.
     Raises UserError with all problems."""
-    loaded = load_to_train(arguments, arguments.world_size, more_rules=(packages_are_installed,))
+    more_rules: list[Rule] = [packages_are_installed]
+    if arguments.world_size is not None:
+        more_rules.append(partial(profiled_ranks_exist, world_size=arguments.world_size))
+    loaded = load_to_train(arguments, arguments.world_size, more_rules)
     check_weights(loaded)
     say(one_line(f"{arguments.config}: no problems found (`plan` also checks the model; a run also checks the data)"))
     if warning := _warning_of_epochs(loaded.config, arguments.world_size):

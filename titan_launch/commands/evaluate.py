@@ -8,7 +8,7 @@ from pathlib import Path
 from titan_launch.commands.language_model import add_chat, add_model, check_chat, load_model
 from titan_launch.commands.parser import Parser, at_least
 from titan_launch.core.errors import UserError
-from titan_launch.core.files import check_output, replace_text
+from titan_launch.core.files import check_output, write_output
 from titan_launch.core.packages import is_installed, not_installed
 from titan_launch.core.process import OK
 from titan_launch.core.terminal import say
@@ -33,7 +33,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    """Evaluate the model, print the results as tables, and write the file of `--out`. Raises UserError for wrong
+    """Evaluate the model, write the file of `--out`, and print the results as tables. Raises UserError for wrong
     options, if lm-evaluation-harness is not installed, or if the model cannot be loaded."""
     tasks = [name for name in arguments.tasks.split(",") if name]
     if not tasks:
@@ -53,8 +53,10 @@ def run(arguments: Namespace) -> int:
     chat = ChatForm(arguments.system, not arguments.single_turn) if arguments.chat else None
     evaluated = EvaluatedModel(model, arguments.batch_size)
     results = evaluate(evaluated, tasks, arguments.limit, arguments.num_fewshot, include, chat)
-    for table in tables(results):
-        say(table)
-    if out is not None:
-        replace_text(out, as_json(results))
+    try:
+        if out is not None:
+            write_output(out, as_json(results))
+    finally:  # the results are not lost if the file cannot be written
+        for table in tables(results):
+            say(table)
     return OK

@@ -59,7 +59,7 @@ def run(arguments: Namespace) -> int:
         raise UserError(f'error: init has no recipe or config "{name}"{hint}; titan-launch init --list shows all')
     given = [option for option in ("model", "data", "device", "world_size") if getattr(arguments, option) is not None]
     if given and name not in RECIPES:
-        reason = f'has no effect on the config "{name}", which init only copies; remove it, or choose a recipe'
+        reason = f'has no effect on the config "{name}", which init only copies; remove this option, or choose a recipe'
         raise UserError(f"error: --{given[0].replace('_', '-')} {reason}: {', '.join(RECIPES)}")
     file = arguments.out or f"{Path(name).name}.toml"
     check_new(file, "init")

@@ -91,13 +91,14 @@ def load_model(arguments: Namespace) -> LanguageModel:
         from titan_launch.checkpoint.manifest import DamagedCheckpointError
         from titan_launch.inference.chat_format import ChatOptions
         from titan_launch.inference.language_model import device_of, load_language_model
-        from titan_launch.inference.saved_model import open_saved_model
+        from titan_launch.inference.saved_model import check_base, open_saved_model
         from titan_launch.models.huggingface.files import WeightsError
     gc.enable()  # the start of the program disables garbage collection
     device, source = device_of(arguments.device), Path(arguments.source)
     chat = ChatOptions(arguments.template, dict(arguments.template_arg), arguments.date) if arguments.chat else None
     try:
         saved = open_saved_model(source, arguments.step, arguments.ema, arguments.base)
+        check_base(arguments.base, [saved])
         for note in saved.notes:
             say(f"note: {one_line(note)}", sys.stderr)
         dtype = None if arguments.dtype is None else getattr(torch, arguments.dtype)

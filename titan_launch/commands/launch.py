@@ -43,10 +43,10 @@ def run(arguments: Namespace) -> int:
             reason = f"{made}; remove these options, or --fake-world-size"
             raise UserError(f"error: --fake-world-size {fake}: {reason}")
         dry_run(arguments)
-    more_rules: tuple[Rule, ...] = ()
+    most = processes.per_node * int(processes.nodes.rpartition(":")[2])
+    more_rules: list[Rule] = [partial(profiled_ranks_exist, world_size=most)]
     if world_size is None:
-        fewest = processes.per_node * int(processes.nodes.partition(":")[0])
-        more_rules = (_global_batch_is_set, partial(profiled_ranks_exist, world_size=fewest))
+        more_rules.append(_global_batch_is_set)
     loaded = load_to_train(arguments, world_size, more_rules)
     check_weights(loaded)
     if arguments.require_proof:

@@ -12,7 +12,7 @@ from typing import NoReturn
 from titan_launch.commands.parser import Parser
 from titan_launch.commands.train import torchrun_world_size
 from titan_launch.core.errors import ConfigError, Problem, UserError
-from titan_launch.core.files import check_output, replace_text
+from titan_launch.core.files import check_output, write_output
 from titan_launch.core.phantom import is_phantom
 from titan_launch.core.process import run_and_exit
 from titan_launch.core.terminal import one_line, say
@@ -68,7 +68,7 @@ def _measure(out: Path, device: str) -> None:
         set_precision(KernelsConfig())
         measured = measure(ranks, scope_of(ranks.device), lambda text: say(text, file=sys.stderr, flush=True))
         if ranks.is_rank_0:
-            replace_text(out, measured.dumps())
+            write_output(out, measured.dumps())
             for line in (*_summary(measured), f"file: {out}"):
                 say(one_line(line))
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.load import LoadedJob, load_job
 from titan_launch.config.rules import RULES, Rule
-from titan_launch.config.rules.training import profiled_ranks_exist
 from titan_launch.config.sections.checkpoint import LOAD_KEYWORDS
 from titan_launch.core.errors import ConfigError, Problem, UserError, did_you_mean
 from titan_launch.core.import_string import refuse_imports_from
@@ -153,8 +152,8 @@ def add_source(parser: Parser) -> None:
 
 def load(arguments: Namespace, world_size: int | None, more_rules: Sequence[Rule] = ()) -> LoadedJob:
     """Return the checked job. With a world size, also check that the parallelism degrees match this number of ranks,
-    that the global batch can be divided among them, and that the profiled ranks exist. After this call, Python refuses
-    imports from the folders of runs, checkpoints and weights that the job names (see `refuse_imports_from`).
+    and that the global batch can be divided among them. After this call, Python refuses imports from the folders of
+    runs, checkpoints and weights that the job names (see `refuse_imports_from`).
 
     `more_rules`: further rules to check. Raises UserError with all problems.
     """
@@ -162,7 +161,6 @@ def load(arguments: Namespace, world_size: int | None, more_rules: Sequence[Rule
     def layout_rule(config: JobConfig) -> Iterator[Problem]:
         if world_size is None:
             return
-        yield from profiled_ranks_exist(config, world_size)
         try:
             plan_layout(config.parallelism, config.training, world_size)
         except ConfigError as error:

@@ -294,7 +294,6 @@ def _plan(
     layout = plan_layout(config.parallelism, config.training, world_size)
     parallelism, config = config.parallelism, with_unsharded_parameters(config, layout)
     subject = _subject(config, layout, hardware, engine)
-    check_plan(config, plan_units(config, subject.inventory, keep_params_unsharded=False), layout)
     if isinstance(subject.engine, ReplayEngine):
         choices, _ = possible_choices(config, layout, subject.inventory, only_own)
         subject.engine.record_ahead(choices)
@@ -325,9 +324,7 @@ def _advised(planned: _Planned, parallelism: ParallelismConfig) -> _Planned:
 
     def predict(config: JobConfig, layout: Layout) -> float:
         config = with_unsharded_parameters(config, layout)
-        subject = _subject(config, layout, hardware)
-        check_plan(config, plan_job(config, subject.inventory), layout)
-        footprint = subject.engine(configured_choice(config))
+        footprint = _subject(config, layout, hardware).engine(configured_choice(config))
         return estimate_reserved(footprint.with_workspace(hardware.workspace_bytes), hardware)
 
     found = tuple(advise(config, layout, limit, predict))
@@ -336,13 +333,17 @@ def _advised(planned: _Planned, parallelism: ParallelismConfig) -> _Planned:
 
 
 def _subject(config: JobConfig, layout: Layout, hardware: Hardware, engine: EngineName = "replay") -> ComparedJob:
+    """Return the model of a job, with the engine that predicts its memory. Raises ConfigError as `check_plan` does."""
     recordings = recordings_of(config, layout, hardware.kernels)
     if engine == "replay":
-        return ComparedJob.replayed(config, layout, hardware, recordings)
-    with torch_needed(config):
-        from titan_launch.trace.trace_engine import TraceEngine
+        subject = ComparedJob.replayed(config, layout, hardware, recordings)
+    else:
+        with torch_needed(config):
+            from titan_launch.trace.trace_engine import TraceEngine
 
-    return ComparedJob.of(recordings, TraceEngine(config, layout, hardware.kernels))
+        subject = ComparedJob.of(recordings, TraceEngine(config, layout, hardware.kernels))
+    check_plan(config, plan_units(config, subject.inventory, keep_params_unsharded=False), layout)
+    return subject
 
 
 def _format(planned: _Planned, locate_key: unit_table.KeyLocator, verbose: bool) -> str:

@@ -36,9 +36,6 @@ def run_search(arguments: Namespace) -> NoReturn:
     if out is not None:
         check_new(out, "plan")
     loaded = load(arguments, world_size=None)
-    base = None
-    with suppress(UserError):  # the file alone may be invalid: the overrides may set what it lacks
-        base = load_job(arguments.config).config
     check_weights(loaded)
 
     def search() -> None:
@@ -58,6 +55,9 @@ def run_search(arguments: Namespace) -> NoReturn:
             raise UserError("error: no layout fits; try more ranks, a smaller global batch or shorter sequences")
         if out is not None:
             best = results[fitting[-1]].best[0].config
+            base = None
+            with suppress(UserError):  # the file alone may be invalid: the overrides may set what it lacks
+                base = load_job(arguments.config).config
             # The value of `extends` is a path relative to the new job file, or the name of a config of the package.
             is_file = Path(arguments.config).is_file()
             extended = os.path.relpath(arguments.config, Path(out).parent) if is_file else arguments.config

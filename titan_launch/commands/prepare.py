@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from argparse import Namespace
@@ -18,7 +17,6 @@ from titan_launch.config.rules.data import CORPUS_RULES
 from titan_launch.config.sections.data import DATA_KINDS, CorpusData
 from titan_launch.config.sections.tokenizer import BYTES_VOCABULARY, TokenizerConfig
 from titan_launch.core.errors import RunError, Stopped, UserError, config_error
-from titan_launch.core.files import refuse_weights_folder
 from titan_launch.core.process import INTERRUPTED, run_and_exit, usable_cores
 from titan_launch.core.terminal import CLEAR_LINE, counted, one_line, say, say_escaped
 from titan_launch.recipes.facts import DataFolder, UnknownDataError, look_at_data
@@ -88,12 +86,13 @@ def _overrides(arguments: Namespace) -> list[str]:
         example = "titan-launch prepare corpus/ --out tokens --train-tokenizer 8192"
         raise UserError(f"error: --train-tokenizer cannot be used with {other}; give the text as PATH: {example}")
     for override in parse_overrides(given):
-        if arguments.paths and override.key == ("data", "path"):
+        key, names = override.key[:2], override.value if isinstance(override.value, dict) else ()
+        if arguments.train_tokenizer and key[0] == "tokenizer":
+            raise UserError(f"error: {override.text} has no effect with --train-tokenizer; remove one of them")
+        if arguments.paths and (key == ("data", "path") or (key == ("data",) and "path" in names)):
             other = "PATH"
-        elif arguments.tokenizer and override.key == ("tokenizer", "path"):
+        elif arguments.tokenizer and key in (("tokenizer",), ("tokenizer", "kind"), ("tokenizer", "path")):
             other = "--tokenizer"
-        elif arguments.train_tokenizer and override.key[0] == "tokenizer":
-            other = "--train-tokenizer"
         else:
             continue
         raise UserError(f"error: {override.text} cannot be used with {other}, which sets this key; remove one of them")
@@ -165,7 +164,7 @@ def _override(name: str, value: Any) -> str:
 
 def _prepare(arguments: Namespace, config: JobConfig) -> None:
     from titan_launch.data.corpora import CORPORA
-    from titan_launch.data.prepare import file_digests
+    from titan_launch.data.prepare import file_digests, make_folder
     from titan_launch.data.tokenizers import build_tokenizer
 
     data, out, percent = config.data, Path(arguments.out), arguments.validation_percent
@@ -178,7 +177,7 @@ def _prepare(arguments: Namespace, config: JobConfig) -> None:
     tokenizer, seq_len = config.tokenizer, config.training.seq_len
     trains = arguments.train_tokenizer is not None and not (out / _TOKENIZER).exists()
     for name in datas:
-        _make_folder(out / name, is_empty=trains)
+        make_folder(out / name, is_empty=trains)
     if arguments.train_tokenizer:
         first = next(iter(datas.values()))
         corpus = CORPORA[data.kind](first, build_tokenizer(tokenizer), ("data",), seq_len)
@@ -188,21 +187,6 @@ def _prepare(arguments: Namespace, config: JobConfig) -> None:
     digests = file_digests(next(iter(corpora.values())))  # both splits have the same files
     for name, corpus in corpora.items():
         _write(corpus, digests, out / name, workers, arguments.verify)
-
-
-def _make_folder(folder: Path, is_empty: bool) -> None:
-    """Create a folder for token files, unless it exists. Raises UserError if it cannot be written or, with `is_empty`,
-    if it has files, such as the tokens of an earlier tokenizer."""
-    refuse_weights_folder(folder)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        has_files = any(entry.is_file() for entry in folder.iterdir())
-    except OSError as error:
-        raise UserError(f"{folder} cannot be written: {error.strerror}; name another folder") from None
-    if not os.access(folder, os.W_OK):
-        raise UserError(f"{folder} cannot be written by this user; name another folder")
-    if is_empty and has_files:
-        raise UserError(f"{folder} has files, but no tokens of the new tokenizer; name another folder, or delete them")
 
 
 def _train_tokenizer(corpus: Corpus, arguments: Namespace) -> TokenizerConfig:

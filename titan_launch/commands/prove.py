@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from titan_launch.commands.parser import Parser, load
 from titan_launch.core.errors import RunError
-from titan_launch.core.files import check_output, replace_text
+from titan_launch.core.files import check_output, write_output
 from titan_launch.core.process import run_and_exit
 from titan_launch.core.terminal import one_line, say, say_data
 from titan_launch.plan.job import with_values
@@ -37,9 +37,11 @@ def run(arguments: Namespace) -> NoReturn:
 
             certificate = prove(loaded.config, lambda text: say(one_line(text), file=sys.stderr, flush=True))
             store_certificate(certificate)
-        say_data(certificate.dumps()) if arguments.json else say(certificate.text())
-        if arguments.out is not None:
-            replace_text(arguments.out, certificate.dumps())
+        try:
+            if arguments.out is not None:
+                write_output(arguments.out, certificate.dumps())
+        finally:  # the certificate is printed even if the file cannot be written
+            say_data(certificate.dumps()) if arguments.json else say(certificate.text())
         if certificate.verdict != "proven":
             raise RunError(certificate.headline)
 

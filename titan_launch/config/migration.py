@@ -20,8 +20,8 @@ from titan_launch.config.loading.foreign_keys import TORCHTITAN_KEYS, foreign_ke
 from titan_launch.config.loading.schema_walk import tables
 from titan_launch.config.sections.model import HUGGINGFACE
 from titan_launch.config.sections.parallelism import ParallelismConfig
-from titan_launch.core.errors import KeyPath, Problem, config_error, format_key, leaves
-from titan_launch.core.json_files import JsonError, read_json
+from titan_launch.config.sections.tokenizer import read_settings
+from titan_launch.core.errors import ConfigError, KeyPath, Problem, config_error, format_key, leaves
 from titan_launch.models.architectures import ALL_IN_ARGS, ARCHITECTURES
 
 DEFAULTS: dict[str, Any] = {
@@ -360,9 +360,8 @@ def _data(job: Migration) -> None:
         folder = job.value("model.tokenizer_path")
     job.put("tokenizer.kind", "huggingface")
     job.put("tokenizer.path", folder)
-    with suppress(OSError, JsonError):
-        settings = read_json(Path(folder, "tokenizer_config.json"))
-        token = settings.get("bos_token") if isinstance(settings, dict) else None
+    with suppress(ConfigError):
+        token = read_settings(Path(folder), ("tokenizer", "path"), folder).get("bos_token")
         token = token.get("content") if isinstance(token, dict) else token
         if token and isinstance(token, str):
             job.put("tokenizer.begin_of_document", token, "TorchTitan begins documents with the bos_token")

@@ -220,13 +220,24 @@ def refuse_weights_folder(path: Path) -> None:
         )
 
 
-def check_output(path: Path, option: str = "--out") -> None:
-    """Raise UserError if a file cannot be written: its folder is missing, may not be written to or has weights, or
-    `path` is a folder or a device. Commands call this function before they compute the content of the file."""
+def check_output(path: Path) -> None:
+    """Raise UserError if a file cannot be written: it is a folder or may not be written to, its folder has weights or,
+    for a new file, its folder is missing or may not be written to. Commands call this function before they compute the
+    content of the file."""
     refuse_weights_folder(path)
+    if path.is_dir():
+        raise UserError(f"error: {path} is a folder; name a file")
     if not path.parent.is_dir():
-        raise UserError(f"error: {option} {path}: there is no folder {path.parent}")
-    if not os.access(path.parent, os.W_OK):
-        raise UserError(f"error: {option} {path}: this user may not write to the folder {path.parent}")
-    if path.exists() and not path.is_file():
-        raise UserError(f"error: {option} {path}: is not a regular file; name another file")
+        raise UserError(f"error: {path}: there is no folder {path.parent}; create it, or name another file")
+    place = path if path.exists() else path.parent
+    if not os.access(place, os.W_OK):
+        raise UserError(f"error: {path}: this user may not write to {place}; name another file")
+
+
+def write_output(path: Path, text: str) -> None:
+    """Write a file that `check_output` has accepted: a new file atomically, and an existing file in place, because it
+    may be a pipe, a device, a link, or the only file of its folder that this user may write to."""
+    if path.exists():
+        path.write_text(text, encoding="utf-8")
+    else:
+        replace_text(path, text)

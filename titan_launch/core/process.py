@@ -24,6 +24,9 @@ OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 EXITED_DIRECTLY = "Python code called os._exit, or native code called exit"
 """Reason that messages give for the end of a rank that printed no error and did not call `exit_immediately`."""
 
+PRINTS_HIDDEN = "TITAN_LAUNCH_PRINTS_HIDDEN"
+"""Environment variable of ranks whose agent calls `print_hidden_announcement`."""
+
 _RUNNING = "running"
 """Name of a file that exists in `rank_folder()` while the rank runs. The file contains the path of multiprocessing's
 temporary folder."""
@@ -242,11 +245,15 @@ def announce_once(text: str, traceback: str = "") -> None:
     The later errors of other ranks are consequences of the first one. The first rank to create the file of
     `claim_announcement` prints its error. This need not be rank 0, because torchrun may stop rank 0 before rank 0
     prints. `traceback`: text that is printed above the error, without indentation. If `--local-ranks-filter` hides the
-    output of this rank, `launch` prints the error (`print_hidden_announcement`).
+    output of this rank, `launch` prints the error (`print_hidden_announcement`). Under the torchrun command, nothing
+    prints this error, so another rank prints its own.
     """
+    is_hidden = _is_discarded(sys.stderr)
+    if is_hidden and PRINTS_HIDDEN not in os.environ:
+        return
     above = f"{printable(traceback)}\n" if traceback else ""
     message = above + as_message(text)
-    if claim_announcement(os.environ, message if _is_discarded(sys.stderr) else ""):
+    if claim_announcement(os.environ, message if is_hidden else ""):
         clear_line = CLEAR_LINE if sys.stderr.isatty() else ""  # a progress bar may be in this line
         say_escaped(clear_line + message, sys.stderr, flush=True)
 
@@ -258,8 +265,9 @@ def _is_discarded(stream: TextIO) -> bool:
 
 
 def claim_announcement(environment: Mapping[str, str], hidden: str = "") -> bool:
-    """Create the file that marks a failure as printed. Return True if the caller must print the failure, and False if
-    the file already exists. If torchrun did not start the caller, or if the file cannot be created, return True.
+    """Create the file that marks a failure as announced: the caller, or later `launch`, prints the failure. Return True
+    if the caller must print it, and False if the file already exists. If torchrun did not start the caller, or if the
+    file cannot be created, return True.
 
     `environment`: environment variables of a rank, which name the folder that torchrun has created for this start.
     `hidden`: content of the file, the text that `print_hidden_announcement` prints.
@@ -287,8 +295,8 @@ def print_hidden_announcement(environment: Mapping[str, str]) -> None:
 
 
 def is_announced() -> bool:
-    """Return True if any rank of this host, or `launch`, has printed a failure. Return False in a process that torchrun
-    did not start."""
+    """Return True if any rank of this host, or `launch`, has printed or will print a failure. Return False in a process
+    that torchrun did not start."""
     path = _announcement_mark(os.environ)
     return path is not None and os.path.exists(path)
 

@@ -153,6 +153,8 @@ def is_orphan() -> bool:
             os.kill(int(agent), 0)
         except ProcessLookupError:
             return True
+        except PermissionError:  # the agent runs, as another user
+            return False
         return False
     while agent is not None and str(pid) != agent:
         fields = process_fields(pid)

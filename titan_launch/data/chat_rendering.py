@@ -108,20 +108,23 @@ class Renderer:
         Otherwise `_Turns.turn` finds the turns, and a chat is refused if a turn would contain text of another message.
 
         Arguments of tool calls that are a JSON object in a string (OpenAI) are decoded, because most templates write
-        them as JSON. If the template refuses the decoded arguments, it gets the strings.
+        them as JSON. If the template refuses the decoded arguments, or writes them as Python does, it gets the strings.
         """
         messages = [_with_thoughts(message) for message in messages]
         decoded = [_with_decoded_arguments(message) for message in messages]
         self._check_strings([messages, decoded, tools])
-        try:
-            text, messages = self.rendered(decoded, tools).text, decoded
-        except RecordError:
-            text = self.rendered(messages, tools).text
+        if decoded != messages:
+            with suppress(RecordError):
+                text = self.rendered(decoded, tools).text
+                arguments = [function.get("arguments") for message in decoded for function in _functions(message)]
+                if not any(isinstance(each, dict) and each and str(each) in text for each in arguments):
+                    messages = decoded
+        text = self.rendered(messages, tools).text
         chat = _Turns(self, messages, tools, text)
         spans = [Span(0, len(text))] if train_on == "all" else self._targets(chat, train_on)
         for index, message in enumerate(messages):
             if message["role"] != "assistant" and chat.is_omitted(index):
-                detail = f"message {index + 1}, of the role {message['role']}; use a template that writes this role"
+                detail = f"message {index + 1}, of the role {message['role']}; use a template that writes this message"
                 raise RecordError("a chat with a message that the template omits", detail, "template")
         return text, spans
 
@@ -441,10 +444,15 @@ def _is_target(message: Message) -> bool:
     return bool(weight) and message.get("train", True) is not False
 
 
-def _called(message: Message) -> list[str]:
+def _functions(message: Message) -> list[Mapping[str, Any]]:
+    """Return the functions that a message calls, with their `name` and `arguments`."""
     calls = (call for call in message.get("tool_calls") or [] if isinstance(call, Mapping))
     functions = (call.get("function", call) for call in calls)
-    names = (function.get("name") for function in functions if isinstance(function, Mapping))
+    return [function for function in functions if isinstance(function, Mapping)]
+
+
+def _called(message: Message) -> list[str]:
+    names = (function.get("name") for function in _functions(message))
     return [name for name in names if isinstance(name, str)]
 
 

@@ -25,6 +25,7 @@ from titan_launch.core.errors import ConfigError, Problem, RunError, UserError, 
 from titan_launch.core.files import file_state, read_regular, refuse_weights_folder, replace_text
 from titan_launch.core.fingerprint import content_digest, fingerprint_of_files
 from titan_launch.core.json_files import parse_record, read_json
+from titan_launch.core.packages import is_installed
 from titan_launch.core.process import usable_cores
 from titan_launch.core.signals import signals_blocked, stop_with_parent
 from titan_launch.core.terminal import counted
@@ -168,13 +169,18 @@ def cached_token_files(corpus: Corpus) -> Path:
     size = sum(file.size for file in corpus.files)
     num_workers = usable_cores() if size > _LARGE_CORPUS else 1
     task = f"{'tokenizing:':26} {counted(len(corpus.files), 'file')}, {size / 1e6:,.1f} MB"
-    package = version("tokenizers") if corpus.tokenizer.folder is not None else ""
-    identity = [VERSION, corpus.tokenizer.digest, _source(corpus, digests), content_digest(_CODE), package]
+    identity = _identity(corpus, _source(corpus, digests))
 
     def build(folder: Path) -> None:
         prepare(corpus, folder, num_workers, digests=digests)
 
     return built_once("tokens", identity, build, task)
+
+
+def _identity(corpus: Corpus, source: str) -> list[object]:
+    """Return everything that decides the tokens of a corpus. `source`: the result of `_source`."""
+    releases = [version(name) if is_installed(name) else "" for name in ("tokenizers", "jinja2")]
+    return [VERSION, corpus.tokenizer.digest, source, content_digest(_CODE), *releases]
 
 
 def file_digests(corpus: Corpus) -> list[str]:
@@ -253,14 +259,29 @@ def _header_of(corpus: Corpus, folder: Path, source: str) -> Header | None:
     return header
 
 
+def make_folder(folder: Path, is_empty: bool = False) -> None:
+    """Create a folder for token files, unless it exists. Raises UserError if it cannot be written and has no finished
+    token files, if it is inside of a folder with weights or, with `is_empty`, if it has files, such as the tokens of an
+    earlier tokenizer."""
+    refuse_weights_folder(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        has_files = any(entry.is_file() for entry in folder.iterdir())
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written: {error.strerror}; name another folder") from None
+    if not (os.access(folder, os.W_OK) or (folder / HEADER).exists()):
+        raise UserError(f"{folder} cannot be written by this user; name another folder")
+    if is_empty and has_files:
+        raise UserError(f"{folder} has files, but no tokens of the new tokenizer; name another folder, or delete them")
+
+
 @contextmanager
 def _claimed(corpus: Corpus, folder: Path, source: str) -> Iterator[None]:
-    """Lock a folder for a corpus until the end of the block. Raises UserError if the folder has other files or is
-    inside of a folder with weights, or if another process is writing it."""
-    refuse_weights_folder(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    """Lock a folder for a corpus until the end of the block. Raises UserError if the folder has other files or cannot
+    be written (`make_folder`), or if another process is writing it."""
+    make_folder(folder)
     path = folder / UNFINISHED
-    identity = json.dumps([VERSION, corpus.tokenizer.digest, source]).encode()
+    identity = json.dumps(_identity(corpus, source)).encode()
     # All processes lock the same file, because the file is created first and gets its content under the lock.
     with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666), "r+b") as file:
         try:
@@ -277,7 +298,7 @@ def _claimed(corpus: Corpus, folder: Path, source: str) -> Iterator[None]:
             os.write(file.fileno(), identity)
             os.fsync(file.fileno())
         elif found != identity:
-            reason = "has unfinished token files of different text, different keys of [data] or a different tokenizer"
+            reason = "has unfinished token files of different text, keys of [data], tokenizer, code or packages"
             raise UserError(f"{folder} {reason}; delete it, or name another folder")
         yield
 

@@ -6,6 +6,7 @@ import shlex
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from pathlib import Path
@@ -20,13 +21,28 @@ from titan_launch.checkpoint.manifest import checkpoint_name
 from titan_launch.config.loading.provenance import toml_value
 from titan_launch.config.sections.data import ChatData, ClassificationData, ImageData, single_sources
 from titan_launch.config.sections.model import HUGGINGFACE
-from titan_launch.config.sections.tokenizer import TEMPLATE_FILE, TOKENIZER_FILE, read_tokenizer_json, tokenizer_file
+from titan_launch.config.sections.tokenizer import (
+    SETTINGS_FILE,
+    TEMPLATE_FILE,
+    TOKENIZER_FILE,
+    read_tokenizer_json,
+    special_token,
+    token_id,
+    tokenizer_file,
+)
 from titan_launch.core.errors import ConfigError, listed
 from titan_launch.core.terminal import counted
 from titan_launch.data.tokenizers import build_tokenizer
 from titan_launch.inference.chat_format import ChatOptions, ends_of_answers, find_template, template_section
 from titan_launch.inference.language_model import tokenizer_of_model
-from titan_launch.inference.saved_model import SavedModel, adapters_of_saved, averaged, merged, open_saved_model
+from titan_launch.inference.saved_model import (
+    SavedModel,
+    adapters_of_saved,
+    averaged,
+    check_base,
+    merged,
+    open_saved_model,
+)
 from titan_launch.models.architectures import ARCHITECTURES, known_args, resolve_args
 from titan_launch.models.build import build_model
 from titan_launch.models.decoder.args import DecoderArgs
@@ -128,7 +144,7 @@ def export(run: Path, out: Path, options: ExportOptions) -> str:
         num_tensors, num_bytes = write(source, folder, options)
         if write is _write_huggingface:
             notes += [*_write_chat_format(source, folder), *_write_image_processor(source, folder)]
-            notes += _missing_tokenizer(source)
+            notes += _tokenizer_notes(source)
         library = "peft" if options.is_adapter else "titan_launch" if options.is_plain else "transformers"
         _write_card(folder, saved, run, library)
     written = f"wrote {counted(num_tensors, 'tensor')} ({num_bytes / 1e6:,.1f} MB) of {source.description} to {out}"
@@ -147,6 +163,7 @@ def _source(run: Path, options: ExportOptions) -> tuple[SavedModel, SavedModel]:
             opened.append(open_saved_model(folder, None, options.ema, options.base))
         except WeightsError as error:
             raise WeightsError(f"--soup {folder}: {error}") from None
+    check_base(options.base, opened)
     if len(opened) == 1:
         return saved, saved if options.is_adapter else merged(saved)
     if options.soup:
@@ -171,7 +188,8 @@ def _write_huggingface(source: SavedModel, folder: Path, options: ExportOptions)
     num_bytes = write_tensors(folder, entries, read, parse_size(options.max_shard_size))
     _copy_companions(source, folder)
     if source.companions is None and config.get("eos_token_id") is None and _tokenizer_file(source) is not None:
-        config = {**config, "eos_token_id": build_tokenizer(source.job.tokenizer).end_of_document}
+        with suppress(ConfigError):  # `_tokenizer_notes` has the error
+            config = {**config, "eos_token_id": token_id(source.job.tokenizer, special_token(source.job.tokenizer))}
     write_json(folder / CONFIG_FILE, without_code(config))
     if not (folder / GENERATION_FILE).exists():  # write the file that `transformers` would make from the config
         keys = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -209,6 +227,8 @@ def _copy_companions(source: SavedModel, folder: Path) -> None:
     if own is not None:
         copy_companions(own.parent, folder, TOKENIZER_FILES)
         (folder / TOKENIZER_FILE).write_bytes(read_tokenizer_json(source.job.tokenizer))  # its name may be another
+    if (folder / SETTINGS_FILE).exists() and "auto_map" in (settings := read_json(folder / SETTINGS_FILE)):
+        write_json(folder / SETTINGS_FILE, without_code(settings))
 
 
 def _tokenizer_file(source: SavedModel) -> Path | None:
@@ -218,11 +238,18 @@ def _tokenizer_file(source: SavedModel) -> Path | None:
     return file if tokenizer.kind == "huggingface" and file.is_file() else None
 
 
-def _missing_tokenizer(source: SavedModel) -> Iterator[str]:
-    """Yield a note if the files of the run's tokenizer no longer exist."""
+def _tokenizer_notes(source: SavedModel) -> Iterator[str]:
+    """Yield a note if the files of the run's tokenizer no longer exist, or can no longer be used."""
     tokenizer = source.job.tokenizer
-    if tokenizer.kind == "huggingface" and _tokenizer_file(source) is None:
+    if tokenizer.kind != "huggingface":
+        return
+    if _tokenizer_file(source) is None:
         yield f"the folder lacks the run's tokenizer, because {tokenizer_file(tokenizer)} is not found; copy it there"
+        return
+    try:
+        special_token(tokenizer)
+    except ConfigError as error:
+        yield f"the tokenizer in the folder is not that of the run: {error}"
 
 
 def _write_chat_format(source: SavedModel, folder: Path) -> Iterator[str]:
@@ -295,14 +322,16 @@ def _write_adapter(source: SavedModel, folder: Path, options: ExportOptions) -> 
     weights = {name: entry.shape for name, entry in source.entries.items() if name not in own}
     freezing = Freezing(source.job.training, has_adapters=True)
     experts = getattr(known_args(source.job.model), "experts", None)
-    changes = {
-        "selection_bias": experts is not None and experts.selection_bias_rate,
-        **dict.fromkeys(("running_mean", "running_var"), source.job.batchnorm.of_frozen == "update"),
-    }
+    moves_bias = experts is not None and experts.selection_bias_rate
+
+    def changes(name: str) -> Any:
+        module, _, own_name = name.rpartition(".")
+        if own_name in ("running_mean", "running_var"):  # a layer without parameters is never fixed
+            return source.job.batchnorm.of_frozen == "update" or f"{module}.weight" not in weights
+        return own_name == "selection_bias" and moves_bias
+
     if others := [
-        name
-        for name in weights
-        if freezing.trained_from([name], requires_grad=True) is not None or changes.get(name.rpartition(".")[2])
+        name for name in weights if freezing.trained_from([name], requires_grad=True) is not None or changes(name)
     ]:
         reason = f"it changed {counted(len(others), 'tensor')} besides its adapters: {listed(others)}"
         raise WeightsError(f"{reason}; a folder of adapters would lack them: remove --adapter")

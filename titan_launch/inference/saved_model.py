@@ -102,8 +102,6 @@ def open_saved_model(folder: Path, step: int | None = None, ema: bool = False, b
     if not has_checkpoint and (steps or step is not None or ema):
         wanted = "" if step is None else f" of step {step}"
         raise WeightsError(f"it has no checkpoint{wanted}; steps: {', '.join(map(str, sorted(steps))) or 'none'}")
-    if not has_checkpoint and base is not None:
-        raise WeightsError("it has no checkpoint, so --base has no effect; remove --base")
     if "model_type" in record and "model" not in record:
         return _open_huggingface(folder)
     try:
@@ -129,6 +127,12 @@ def open_saved_model(folder: Path, step: int | None = None, ema: bool = False, b
     companions = None if started_from is None else companions_of(started_from)
     saved = SavedModel(record, job, entries, read, description, companions, (), started_from, manifest)
     return _with_base(saved)
+
+
+def check_base(base: Path | None, models: Sequence[SavedModel]) -> None:
+    """Raise WeightsError if `--base` is given, but no model has a checkpoint."""
+    if base is not None and not any(model.manifest for model in models):
+        raise WeightsError("it has no checkpoint, so --base has no effect; remove --base")
 
 
 def _job_of(record: Mapping[str, Any]) -> JobConfig:

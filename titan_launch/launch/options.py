@@ -27,7 +27,7 @@ LAUNCH_OPTIONS = {
     "rdzv-endpoint": ("HOST:PORT", "host and port of the rendezvous; the same value on every host"),
     "rdzv-id": ("NAME", "name of the job in the rendezvous; the same value on every host"),
     "rdzv-conf": ("KEY=VALUE,...", "settings of the rendezvous, such as join_timeout=600 (seconds)"),
-    "master-addr": ("HOST", "host of rank 0, for the static rendezvous (default: 127.0.0.1)"),
+    "master-addr": ("HOST", "host of rank 0, for the static rendezvous (several hosts need it, or --rdzv-endpoint)"),
     "master-port": ("PORT", "port of rank 0, for the static rendezvous (default: 29500)"),
     "local-addr": ("HOST", "address of this host (default: looked up)"),
     "log-dir": ("FOLDER", "folder for the error files of torchrun (default: a temporary folder)"),
@@ -92,7 +92,7 @@ def check_rendezvous(options: Mapping[str, str]) -> None:
     backend = value("rdzv-backend") or "static"
     if numbers[-1] == 1:
         return
-    if backend != "static" and not value("rdzv-endpoint"):
+    if backend in ("c10d", "etcd", "etcd-v2") and not value("rdzv-endpoint"):  # a plugin may need none
         raise _wrong("rdzv-backend", backend, "needs --rdzv-endpoint HOST:PORT, with the same value on every host")
     if backend == "static" and numbers[0] != numbers[-1]:
         reason = "hosts can join and leave only with --rdzv-backend c10d --rdzv-endpoint HOST:PORT; add these options"
@@ -154,12 +154,13 @@ def find_gpus() -> list[tuple[str, float]]:
 
 
 def _visible_gpus() -> list[str] | None:
-    """Return the GPUs in `CUDA_VISIBLE_DEVICES`; None if the variable is not set. As in CUDA, an entry that is empty or
-    -1 ends the list."""
+    """Return the GPUs in `CUDA_VISIBLE_DEVICES`; None if the variable is not set. As in CUDA, an entry that is neither
+    a number nor a UUID, such as -1, ends the list."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return None
-    return list(takewhile(lambda gpu: gpu not in ("", "-1"), map(str.strip, visible.split(","))))
+    entries = map(str.strip, visible.split(","))
+    return list(takewhile(lambda gpu: gpu.isdecimal() or gpu.startswith(("GPU-", "MIG-")), entries))
 
 
 def _ask_driver(*options: str) -> list[str]:

@@ -27,7 +27,14 @@ from typing import TYPE_CHECKING
 
 from titan_launch.core.errors import UserError
 from titan_launch.core.patches import environment, replaced, without_garbage_collection
-from titan_launch.core.process import BAD_INPUT, EXITED_DIRECTLY, FAILED, remove_folders, usable_cores
+from titan_launch.core.process import (
+    BAD_INPUT,
+    EXITED_DIRECTLY,
+    FAILED,
+    PRINTS_HIDDEN,
+    remove_folders,
+    usable_cores,
+)
 from titan_launch.core.signals import AGENT_PID, RESTART_STATUS, signal_name, signals_handled
 from titan_launch.core.terminal import as_message, counted, say, shortened
 from titan_launch.launch.options import Processes
@@ -50,6 +57,7 @@ def launch(processes: Processes, worker_args: Sequence[str], run_folder: Path) -
     `run_folder`: folder to which the workers write their flight records.
     """
     os.environ[AGENT_PID] = str(os.getpid())
+    os.environ[PRINTS_HIDDEN] = "1"
     stopping = Stopping(processes.shutdown_timeout_s, tempfile.mkdtemp(prefix="titan-launch-"))
     try:
         with signals_handled(stopping.on_request):

@@ -36,8 +36,8 @@ class Base:
         for path, norm in model.named_modules():
             if isinstance(norm, _NormBase) and norm.training and norm.running_mean is not None:
                 why = f"which must stay frozen, but training changes running statistics of {path}"
-                reason = f'is the base model, {why}; set batchnorm.of_frozen = "fixed", or name a folder'
-                raise config_error(key, reason, BASE)
+                remedy = 'set batchnorm.of_frozen = "fixed", or name a folder' if norm.affine else "name a folder"
+                raise config_error(key, f"is the base model, {why}; {remedy}", BASE)
         self._model = model
 
     @torch.no_grad()

@@ -111,8 +111,7 @@ def meta_twin(tensor: Tensor) -> Tensor:
 
 def num_bytes(tensors: Iterable[Tensor]) -> int:
     """Return the memory of the storages of tensors in bytes; a shared storage counts once."""
-    storages = ((tensor, tensor.untyped_storage()) for tensor in tensors)
-    return sum({storage.data_ptr() or id(tensor): storage.nbytes() for tensor, storage in storages}.values())
+    return sum(storage.nbytes() for storage in {tensor.untyped_storage() for tensor in tensors})
 
 
 def describe_tensors(module: nn.Module) -> dict[str, str]:

@@ -366,8 +366,7 @@ _hooks: ContextVar[tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | Non
 
 def saved_for_backward(tensor: Tensor, may_be_offloaded: bool) -> Callable[[], Tensor]:
     """Return a function that returns `tensor`, as it is now, in backward. If the forward of an offloaded block is
-    running and `may_be_offloaded` is True, the tensor is offloaded like the tensors that autograd
-    saves.
+    running and `may_be_offloaded` is True, the tensor is offloaded like the tensors that autograd saves.
 
     This function is for tensors that are kept for backward, but not by autograd. The returned function raises
     RuntimeError if an operation changed the tensor in place, and no complete copy in host memory has its earlier

@@ -38,9 +38,10 @@ def prepare_batch_norms(
     """
     norms = dict(_batch_norms(model))
     if config.of_frozen == "fixed":
-        frozen = [path for path, norm in norms.items() if _is_frozen(norm)]
-        for path in frozen:
-            _fix_statistics(norms.pop(path))
+        frozen = {p: norm for p, norm in model.named_modules() if isinstance(norm, _NormBase) and _is_frozen(norm)}
+        for path, norm in frozen.items():
+            _fix_statistics(norm)
+            norms.pop(path, None)
         _log.info("batchnorm statistics: fixed in %s", counted(len(frozen), "frozen layer"))
     if config.momentum_per == "step":
         for norm in norms.values():
@@ -54,12 +55,12 @@ def prepare_batch_norms(
         _ValuesCheck(group, warns).watch(model, norms)
 
 
-def _is_frozen(norm: _BatchNorm) -> bool:
+def _is_frozen(norm: _NormBase) -> bool:
     parameters = list(norm.parameters(recurse=False))
     return bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
 
 
-def _fix_statistics(norm: _BatchNorm) -> None:
+def _fix_statistics(norm: _NormBase) -> None:
     """Let a layer normalize with its running statistics in training, too, and not update them."""
     norm.train = lambda mode=True: nn.Module.train(norm, False)  # type: ignore[method-assign]
     norm.eval()

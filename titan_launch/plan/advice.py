@@ -92,7 +92,7 @@ def _combined(config: JobConfig, layout: Layout, limit_bytes: float, predict: Pr
     """Return the advice that combines changes of several kinds. `needed`: predicted memory of the unchanged job, in
     bytes.
 
-    First, the strongest possible change of each kind is applied, the cheapest kind first, until the job fits. If the
+    First, the strongest valid change of each kind is applied, the cheapest kind first, until the job fits. If the
     job fits, each change is then replaced by the weakest change of its kind with which the job still fits. The
     microbatch is not enlarged again, even if later changes leave enough memory. At least one change must save memory.
     """
@@ -100,12 +100,14 @@ def _combined(config: JobConfig, layout: Layout, limit_bytes: float, predict: Pr
     changed, predicted = config, needed
     while predicted > limit_bytes:
         layout = plan_layout(changed.parallelism, changed.training, layout.world_size)
-        every = _changes(changed, layout, limit_bytes, predict)
-        for kind in (changes[:length] for changes in every for length in range(len(changes), 0, -1)):
-            stronger = with_values(changed, kind[-1].values)
-            size = _predicted(stronger, layout.world_size, predict)
+        for kind in _changes(changed, layout, limit_bytes, predict):
+            for length in range(len(kind), 0, -1):
+                stronger = with_values(changed, kind[length - 1].values)
+                size = _predicted(stronger, layout.world_size, predict)
+                if size is not None:
+                    break
             if size is not None and size < 0.995 * predicted:
-                kinds.append(kind)
+                kinds.append(kind[:length])
                 changed, predicted = stronger, size
                 break
         else:

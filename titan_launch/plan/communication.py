@@ -134,14 +134,6 @@ def traffic_of_microbatches(seen: Sequence[Traffic], num_microbatches: int) -> T
     return on_line(total, total + seen[-2], unseen) if unseen else total
 
 
-def traffic_of_pipeline(seen: Sequence[Traffic], counts: Sequence[int], num_microbatches: int) -> Traffic:
-    """Return the traffic of a pipeline's step of `num_microbatches`. `seen`: the traffic of a step of each number of
-    microbatches in `counts`, which is a result of `pipeline.counts_to_run`."""
-    if len(counts) == 1:
-        return seen[0]
-    return on_line(seen[0], seen[1], (num_microbatches - counts[0]) / (counts[1] - counts[0]))
-
-
 def collectives_of_unit(unit: Unit, layout: Layout) -> Collectives:
     """Return the numbers of collectives of an FSDP2 unit in one forward and backward.
 

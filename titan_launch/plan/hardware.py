@@ -265,7 +265,8 @@ def planned_device_exists(config: JobConfig) -> Iterator[Problem]:
 
 
 def unknown_device(name: str, remedy: str = "") -> str | None:
-    """Return the reason why a name is wrong if it is not in the device table, else None. `remedy`: a further remedy."""
+    """Return the reason why a name is wrong if it is not in the device table, else None. `remedy`: a further
+    clause, which begins with "; "."""
     names = [device.name for device in DEVICES]
     if name in names:
         return None

@@ -23,7 +23,7 @@ from titan_launch.plan.module_selection import (
     float8_modules,
     loss_head,
 )
-from titan_launch.plan.param_groups import check_param_groups, check_stacks
+from titan_launch.plan.param_groups import check_param_groups, check_stacks, matrix_stacks
 from titan_launch.plan.pipeline import plan_stages
 from titan_launch.plan.types import Inventory, ModelPlan, Unit
 from titan_launch.plan.units.fsdp_units import UnitLimits, plan_model
@@ -139,7 +139,7 @@ def check_plan(config: JobConfig, plan: ModelPlan, layout: Layout) -> None:
     """Raise ConfigError if `[optimizer]` or `[float8]` does not fit the model or the layout. `plan`: the result of
     `plan_job` for the same job, in any modes."""
     check_param_groups(plan.inventory, config.optimizer)
-    check_stacks(plan.inventory, config.optimizer, layout)
+    check_stacks(matrix_stacks(plan.inventory, config.optimizer), config.optimizer, layout)
     check_shards(config.float8, plan, layout)
 
 

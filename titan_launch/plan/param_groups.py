@@ -198,19 +198,23 @@ def _without_matrices(inventory: Inventory, config: OptimizerConfig, trained: Co
         yield Problem(("optimizer", "name"), reason, config.name)
 
 
-def check_stacks(inventory: Inventory, config: OptimizerConfig, layout: Layout) -> None:
-    """Raise ConfigError if an algorithm for matrices (Muon) would update experts whose matrices are divided.
+def matrix_stacks(inventory: Inventory, config: OptimizerConfig) -> list[Trained]:
+    """Return the stacked parameters (experts) that an algorithm for matrices (Muon) updates. `inventory`: the whole
+    model, before it is divided over ranks."""
+    trained = trained_parameters(inventory, config).values()
+    return [one for one in trained if one.info.is_stacked and ALGORITHMS[one.settings.algorithm].for_others is not None]
+
+
+def check_stacks(stacks: Iterable[Trained], config: OptimizerConfig, layout: Layout) -> None:
+    """Raise ConfigError if an algorithm for matrices would update experts whose matrices are divided. `stacks`: result
+    of `matrix_stacks`.
 
     Three features can divide the matrix of an expert. Tensor parallelism always divides it. FSDP2 may divide it if the
     number of experts is not a multiple of the number of shards (see `sharded_dim`). A sharded optimizer may divide it
-    if there are more replicas than experts on a rank (see `is_within_matrix`). `inventory`: the whole model, before it
-    is divided over ranks.
+    if there are more replicas than experts on a rank (see `is_within_matrix`).
     """
     shards = layout.parameter_shards // layout.expert
-    for info, (path, *_), _, settings, _ in trained_parameters(inventory, config).values():
-        other = ALGORITHMS[settings.algorithm].for_others
-        if other is None or not info.is_stacked:
-            continue
+    for info, (path, *_), _, settings, _ in stacks:
         experts, others = info.shape[0] // layout.expert, info.shape[1:]
         of_rank = -(-experts // shards)  # the last ranks may have fewer
         divided_ones = [
@@ -227,6 +231,7 @@ def check_stacks(inventory: Inventory, config: OptimizerConfig, layout: Layout) 
             )
         else:
             continue
+        other = ALGORITHMS[settings.algorithm].for_others
         glob = f'match = "**.{parent(path).rpartition(".")[2]}.*"'
         reason = (
             f"{settings.algorithm} needs whole matrices of experts, but {divided}; change the degrees of "

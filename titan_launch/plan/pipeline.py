@@ -258,19 +258,19 @@ def parts_on_rank(plan: ModelPlan, rank: int) -> tuple[ModelPlan, ...]:
     return tuple(stage_part(plan, stage) for stage in plan.stages if stage.rank == rank)
 
 
-def representative_ranks(plan: ModelPlan) -> list[int]:
-    """Return the pipeline ranks among which the planner looks for the highest peak memory and for the longest step;
-    `[0]` without stages.
+def representative_ranks(plan: ModelPlan, *, with_times: bool) -> list[int]:
+    """Return the pipeline ranks among which the planner looks for the highest peak memory and, `with_times`, for the
+    longest step; `[0]` without stages.
 
     The first pipeline rank starts the most microbatches before a backward ends. The last pipeline rank has the logits
-    (with ZBVZeroBubble, the first rank has them). The other candidates are the rank with the most parameters, and the
-    rank whose matrices have the most elements, which is expected to be the slowest.
+    (with ZBVZeroBubble, the first rank has them). Another candidate is the rank with the most parameters. `with_times`
+    adds the rank whose matrices have the most elements, which is expected to be the slowest.
     """
     parameters, costs, cost_of = Counter[int](), Counter[int](), _costs(plan.inventory)
     for stage in plan.stages:
         parameters[stage.rank] += stage.num_parameters
         costs[stage.rank] += sum(cost_of[path] for path in stage.modules)
-    largest = (rank for counts in (parameters, costs) for rank, _ in counts.most_common(1))
+    largest = (rank for counts in (parameters, costs)[: 1 + with_times] for rank, _ in counts.most_common(1))
     return sorted({0, *largest, max(parameters, default=0)})
 
 
@@ -279,7 +279,8 @@ _HOLDS_ALL = ("GPipe", "LoopedBFS")
 
 
 def counts_to_run(parallelism: ParallelismConfig, layout: Layout) -> tuple[int, ...]:
-    """Return one or two numbers of microbatches. The memory of a pipeline is predicted from steps with these numbers.
+    """Return one or two numbers of microbatches. The memory, traffic and times of a pipeline's step are predicted from
+    steps with these numbers (`growth_factor`).
 
     If the schedule holds the activations of all microbatches, or if a step has few microbatches, the result is the
     number of all microbatches. Otherwise the result has two numbers. Beyond the first number, more microbatches add no
@@ -294,4 +295,12 @@ def counts_to_run(parallelism: ParallelismConfig, layout: Layout) -> tuple[int, 
     enough = layout.pipeline + 1 if has_one_stage else 3 * in_round
     if schedule in _HOLDS_ALL or enough >= every:
         return (every,)
-    return enough, min(every, enough + in_round)
+    return enough, enough + in_round
+
+
+def growth_factor(counts: Sequence[int], num_microbatches: int) -> float:
+    """Return the factor of the linear extrapolation from steps with `counts` microbatches, the result of
+    `counts_to_run`, to a step with `num_microbatches`: `first + factor * (last - first)`; 0 with one number in
+    `counts`."""
+    first, last = counts[0], counts[-1]
+    return 0.0 if first == last else (num_microbatches - first) / (last - first)

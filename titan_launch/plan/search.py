@@ -47,6 +47,8 @@ from titan_launch.plan.job import (
 )
 from titan_launch.plan.layout import Layout, plan_layout, with_global_batch_size
 from titan_launch.plan.memory.ledger import HELD, Category, StepPoint
+from titan_launch.plan.module_selection import check_shards
+from titan_launch.plan.param_groups import check_stacks, matrix_stacks
 from titan_launch.plan.report.modes import ComparedJob, PlanRow, predict_row
 from titan_launch.plan.step_time import bubble_share, communication_seconds, estimate_step_time
 from titan_launch.plan.types import Inventory, outermost
@@ -229,9 +231,10 @@ class Search:
         self._on_one_rank = with_values(self._plain(config, one), more)
         self._inventory = self._subject(self._on_one_rank, world_size=1).inventory
         plain = with_values(self._on_one_rank, {_CHECKPOINTING: "none", _ACCUMULATION: "immediate"})
-        planned = plan_job(plain, self._inventory)
-        check_plan(plain, planned, plan_layout(plain.parallelism, plain.training, 1))
-        trained = planned.inventory.parameters.values()
+        self._plan = plan_job(plain, self._inventory)
+        check_plan(plain, self._plan, plan_layout(plain.parallelism, plain.training, 1))
+        self._stacks = matrix_stacks(self._plan.inventory, plain.optimizer)
+        trained = self._plan.inventory.parameters.values()
         self._num_trained = sum(p.numel for p in trained if p.requires_grad and p.tied_to is None)
         self._flops: dict[tuple[ActivationCheckpointConfig, int], float] = {}
         self._shares: dict[tuple[int, str], float] = {}
@@ -251,7 +254,7 @@ class Search:
     def _run(self, config: JobConfig) -> Result:
         families, refused = [], Counter[str]()
         for family in self._families(config):
-            problem = self._problem(family)
+            problem = self._problem(family) or self._misfit(family)
             if problem is None:
                 families.append(family)
             else:
@@ -299,8 +302,7 @@ class Search:
         return values if self._is_free(key) else [value_of(self._config, key)]
 
     def _plain(self, config: JobConfig, degrees: Mapping[Key, Any]) -> JobConfig:
-        """Return `config` with the given degrees of parallelism, and with the last pair of `_starts`, which needs the
-        least memory."""
+        """Return `config` with the given degrees of parallelism, and with the last pair of `_starts`."""
         replicas, sharded = self._starts()[-1]
         values = {SHARD.key: -1, _REPLICAS: replicas, _SHARDED: sharded, **degrees}
         if degrees[PIPELINE.key] > 1 and self._is_free(PIPELINE.key):
@@ -309,8 +311,8 @@ class Search:
         return with_effective_keys(with_values(config, values))
 
     def _starts(self) -> list[tuple[int, bool]]:
-        """Return the pairs (number of replicas, True if the optimizer is sharded over them) that the search tries first
-        for each job. The last pair needs the least memory."""
+        """Return the pairs (number of replicas, True if the optimizer is sharded over them) with which the search
+        begins. The last pair needs the least memory."""
         own, sharded = value_of(self._config, _REPLICAS), value_of(self._config, _SHARDED)
         if not self._is_free(_REPLICAS):
             return [(own, way) for way in self._values(_SHARDED, (False, True)) if own > 1 or not way]
@@ -326,7 +328,7 @@ class Search:
         return [size for size in possible_batch_sizes(family, self._world_size) if is_open or size == own]
 
     def _families(self, config: JobConfig) -> Iterator[JobConfig]:
-        """Yield one job of every family. Some families are not possible (`_problem`)."""
+        """Yield one job of every family. Some families are not possible (`_problem`, `_misfit`)."""
         node = self._hardware.gpus_per_node
         is_text = config.data.unit == "tokens"
         blocks = len(outermost(self._inventory.blocks))
@@ -346,10 +348,17 @@ class Search:
             own = value_of(self._config, _SCHEDULE)
             schedules = dict.fromkeys([*_SCHEDULES, own]) if values[PIPELINE.key] > 1 else [own]
             for schedule in self._values(_SCHEDULE, [*schedules]):
-                yield self._plain(config, {**values, _SCHEDULE: schedule})
+                yield self._with_fewest_replicas(self._plain(config, {**values, _SCHEDULE: schedule}))
+
+    def _with_fewest_replicas(self, family: JobConfig) -> JobConfig:
+        """Return the family with the smallest number of replicas whose layout is possible (`_misfit`). Return it
+        unchanged if there is no such number, or if the number of replicas is held."""
+        numbers = _powers(self._world_size)[1:] if self._is_free(_REPLICAS) else []
+        more = (with_values(family, {_REPLICAS: replicas}) for replicas in numbers)
+        return next((job for job in chain([family], more) if self._misfit(job) is None), family)
 
     def _problem(self, family: JobConfig) -> str | None:
-        """Return the first reason why a family is not possible; None if it is possible."""
+        """Return the first reason why a family is not possible, besides its `_misfit`; None if there is no reason."""
         try:
             sizes = self._sizes(family)
             if not sizes:
@@ -359,7 +368,18 @@ class Search:
                 return "no choice of modes is possible"
             if problem := first_problem(modes[0]):
                 return problem.reason
-            check_plan(modes[0], plan_job(modes[0], self._inventory), self._layout(modes[0]))
+            plan_job(modes[0], self._inventory)
+        except ConfigError as error:
+            return error.problems[0].reason
+        return None
+
+    def _misfit(self, job: JobConfig) -> str | None:
+        """Return the reason why a job's layout is not possible; None if it is possible. Of the checks of a plan
+        (`check_plan`), only those that depend on the layout are repeated."""
+        try:
+            layout = self._layout(with_local_batch_size(job, 1))
+            check_stacks(self._stacks, job.optimizer, layout)
+            check_shards(job.float8, self._plan, layout)
         except ConfigError as error:
             return error.problems[0].reason
         return None
@@ -526,13 +546,14 @@ class Search:
         return best, None
 
     def _until_best(self, job: JobConfig, checkpointing: ActivationCheckpointConfig, limit: float) -> Iterator[Found]:
-        """Yield predictions for the job with each pair of `_starts` and each gradient accumulation mode.
+        """Yield predictions for the job with each way of `_starts` to shard the optimizer, and with each gradient
+        accumulation mode.
 
         Stop if no later prediction can be faster than `limit`, or than a yielded one that fits. If a mode that reduces
         gradients after every microbatch does not fit, skip the later modes, which take more memory.
         """
-        for replicas, sharded in self._starts():
-            for one in self._modes(with_values(job, {_REPLICAS: replicas, _SHARDED: sharded})):
+        for _, sharded in self._starts():
+            for one in self._modes(with_values(job, {_SHARDED: sharded})):
                 if one.activation_checkpoint != checkpointing:
                     continue
                 found = self._planned(one)
@@ -554,7 +575,7 @@ class Search:
         for sharded, job in product(self._values(_SHARDED, (False, True)), without):
             for replicas in _powers(job.layout.shard * job.layout.replicate)[1:]:
                 other = with_values(job.config, {_REPLICAS: replicas, _SHARDED: sharded})
-                if other == job.config or not self._is_possible(other):
+                if other == job.config or self._misfit(other) or first_problem(other):
                     continue
                 # `row.traffic` lacks the traffic between more replicas, so it is a lower bound.
                 layout = self._layout(other)
@@ -569,14 +590,6 @@ class Search:
                     break  # more replicas take more memory
                 yield from fitting
                 best = min(best, *(one.seconds for one in fitting))
-
-    def _is_possible(self, job: JobConfig) -> bool:
-        """Return True if a run would accept the job with its number of replicas."""
-        try:
-            check_plan(job, plan_job(job, self._inventory), self._layout(job))
-        except ConfigError:
-            return False
-        return first_problem(job) is None
 
     def _like(self, job: JobConfig, row: PlanRow) -> Iterator[JobConfig]:
         """Yield `job` in each combination of modes with the same activation checkpointing and the same communication

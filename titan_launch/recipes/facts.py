@@ -14,7 +14,7 @@ from typing import Any
 from titan_launch.config import paths
 from titan_launch.config.sections.data import JsonlData, LinesData, ParquetData, misread_as_text
 from titan_launch.config.sections.model import HUGGINGFACE
-from titan_launch.config.sections.tokenizer import TEMPLATE_FILE, TOKENIZER_FILE, TokenizerConfig
+from titan_launch.config.sections.tokenizer import TEMPLATE_FILE, TOKENIZER_FILE, TokenizerConfig, read_settings
 from titan_launch.core.errors import ConfigError, UserError, listed, toml_string
 from titan_launch.core.files import is_name_inside, open_regular, read_regular
 from titan_launch.core.terminal import counted, one_line, short_name
@@ -69,8 +69,8 @@ def look_at_model(path: str) -> ModelFolder:
     except WeightsError as error:
         raise UserError(f"error: --model {path}: {error}") from None
     settings: dict[str, Any] = {}
-    with suppress(WeightsError):
-        settings = read_json(folder / "tokenizer_config.json")
+    with suppress(ConfigError):
+        settings = read_settings(folder, ("tokenizer", "path"), path)
     has_template = (folder / TEMPLATE_FILE).is_file() or "chat_template" in settings
     has_tokenizer = (folder / TOKENIZER_FILE).is_file()
     longest = longest_sequence(config)

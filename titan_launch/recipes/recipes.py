@@ -386,7 +386,9 @@ def _data(recipe: Recipe, inputs: Inputs, is_validation: bool = False) -> Iterat
             yield Row("truncation", "skip", comment)
     own = {} if model is None else model.image_keys
     for row in data.rows if data is not None else ():
-        yield Row(row.key, own[row.key], f"as in {FILE} of the model") if row.key in own else row
+        is_size = row.key in ("resize", "crop")
+        comment = f"size as in {FILE}; the aspect ratio is kept" if is_size else f"as in {FILE} of the model"
+        yield Row(row.key, own[row.key], comment) if row.key in own else row
 
 
 def _training(recipe: Recipe, inputs: Inputs, batch: int) -> Iterator[Row]:

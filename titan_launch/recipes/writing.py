@@ -11,6 +11,7 @@ from titan_launch.config.loading.load import load_job
 from titan_launch.config.loading.provenance import toml_value
 from titan_launch.config.sections.run import is_file_name
 from titan_launch.core.errors import UserError, format_key
+from titan_launch.core.files import check_output
 from titan_launch.core.terminal import one_line, say
 
 _COLUMN = 39
@@ -55,14 +56,13 @@ def job_name(text: str) -> str:
 
 
 def check_new(file: str, command: str) -> None:
-    """Raise UserError for a job file that exists, does not end in `.toml`, or is in a missing folder."""
+    """Raise UserError for a job file that exists, does not end in `.toml`, or cannot be written (`check_output`)."""
     if not file.endswith(".toml"):
         raise UserError(f"error: {file}: the name of a job file must end in .toml")
     if Path(file).exists():
         reason = f"{command} never overwrites a file; name another file, or move this one"
         raise UserError(f"error: {file} exists, and {reason}")
-    if not Path(file).parent.is_dir():
-        raise UserError(f"error: {file}: there is no folder {Path(file).parent}")
+    check_output(Path(file))
 
 
 def write_new(file: str, text: str) -> None:

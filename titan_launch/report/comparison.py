@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
+from string import ascii_lowercase, ascii_uppercase
 from typing import Any
 
 from titan_launch.config.loading.provenance import toml_value
@@ -98,8 +99,9 @@ class RunComparison:
         return {name: points for name, points in found.items() if points}
 
     def as_text(self) -> str:
-        # A, B, ... Z, A1, B1, ...
-        letters = {name: chr(ord("A") + index % 26) + str(index // 26 or "") for index, name in enumerate(self.runs)}
+        # A, B, ... Z, a, b, ... z, A1, B1, ...
+        alphabet = ascii_uppercase + ascii_lowercase
+        letters = {name: alphabet[index % 52] + str(index // 52 or "") for index, name in enumerate(self.runs)}
         where = [
             f"{letters[name]} = {one_line(str(run.folder))}: {run.state}, step {_progress(run)}"
             for name, run in self.runs.items()

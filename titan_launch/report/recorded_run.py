@@ -292,10 +292,10 @@ class RecordedRun:
 
     @property
     def first_step(self) -> int:
-        """Step of the checkpoint from which the run began in its folder, such as that of another run; 0 for a run that
-        began without a checkpoint. 0 if the log of the first start is gone and later starts do not tell the step."""
-        step = self.starts[0].step if self.starts else 0
-        return step if step < next(iter(self.reports.steps), 0) else 0
+        """Step of the checkpoint from which the ranks that wrote the first report had started, such as that of another
+        run; 0 if they had started without a checkpoint, or if their logs are gone."""
+        first = next(iter(self.reports.steps), 0)
+        return max((start.step for start in self.starts if start.step < first), default=0)
 
     @property
     def num_starts(self) -> int:

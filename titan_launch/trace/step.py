@@ -31,7 +31,7 @@ from titan_launch.parallel.batchnorm import RunningStatistics
 from titan_launch.parallel.context_parallel import part_of_batch, sequence_part
 from titan_launch.parallel.fsdp import Accumulation, discard_pending
 from titan_launch.parallel.pipeline import parts, pipeline_of
-from titan_launch.plan.communication import Traffic, traffic_of_microbatches, traffic_of_pipeline, traffic_of_replicas
+from titan_launch.plan.communication import Traffic, on_line, traffic_of_microbatches, traffic_of_replicas
 from titan_launch.plan.hardware import Kernels, find_device
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.memory.ledger import (
@@ -48,7 +48,7 @@ from titan_launch.plan.memory.ledger import (
     with_growth,
 )
 from titan_launch.plan.mup import width_scales
-from titan_launch.plan.pipeline import counts_to_run
+from titan_launch.plan.pipeline import counts_to_run, growth_factor
 from titan_launch.plan.replica_shards import ExchangedUnit, chunk_numel, exchanged_unit, gradients_leave_early
 from titan_launch.plan.speeds import Work
 from titan_launch.plan.types import ModelPlan
@@ -117,9 +117,9 @@ def trace_step(
         for count in counts:
             discard_pending(model.module)
             traced.append(_trace_microbatches(config, model, batches, Ledger(held_on_host), count))
-        footprint = with_growth([each.footprint for each in traced], counts, layout.num_microbatches)
-        traffic = traffic_of_pipeline([each.traffic for each in traced], counts, layout.num_microbatches)
-        return TracedStep(footprint, traffic)
+        first, last, factor = traced[0], traced[-1], growth_factor(counts, layout.num_microbatches)
+        footprint = with_growth(first.footprint, last.footprint, factor)
+        return TracedStep(footprint, on_line(first.traffic, last.traffic, factor))
 
 
 @contextmanager

@@ -203,7 +203,8 @@ class TraceEngine:
             if self._inventory is None:
                 self._inventory = inspect_model(config, build_job_model(config))
             plan = plan_job(config, self._inventory)
-            traced = (self._traced_on(config, plan, pipeline_rank) for pipeline_rank in representative_ranks(plan))
+            ranks = representative_ranks(plan, with_times=False)
+            traced = (self._traced_on(config, plan, pipeline_rank) for pipeline_rank in ranks)
             self._known[choice] = max(traced, key=lambda step: step.footprint.peak_bytes)
         return self._known[choice]
 

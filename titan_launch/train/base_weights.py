@@ -148,9 +148,12 @@ class RunBase:
         read = {self._first_names[name] for name in missing}
         if read:
             self._copy(read)
-        compared = {self._first_names[name] for name in self._held} - read
-        differing = on_all_ranks(lambda: differing_weights(self._model, self._weights, compared) if compared else [])
-        self._omit({name for of_rank in differing for name in of_rank})
+
+        def differing() -> Collection[str]:
+            compared = {self._first_names[name] for name in self._held} - read  # raises without the model's tensors
+            return differing_weights(self._model, self._weights, compared) if compared else []
+
+        self._omit({name for of_rank in on_all_ranks(differing) for name in of_rank})
 
     def _copy(self, names: Collection[str] | None) -> None:
         """Copy tensors of the folder into the model. `names`: names of parameters; None copies all tensors.
@@ -169,7 +172,9 @@ class RunBase:
         differ from the values in the folder, and those that the folder of another host lacks. Collective."""
         self._has_begun = True
         own = frozenset(name for name in self._held if self._first_names[name] not in differing)
-        self.omitted = own.intersection(*on_all_ranks(lambda: own))
+        # Rarely, a rank lacks a name. The names that it has could be gigabytes, over all ranks of a large job.
+        lacking = on_all_ranks(lambda: self._frozen - self._held if self._held else None)
+        self.omitted = frozenset() if None in lacking else own.difference(*filter(None, lacking))
         if self.omitted and self.record is not None:
             message = "checkpoints omit %d parameters (%s) that are never trained; a resume reads them from %s"
             _log.info(message, self.record.omitted, format_bytes(self.record.omitted_bytes), self._config.weights)
@@ -186,10 +191,14 @@ class RunBase:
         return {name: tensor.tied_to or name for name, tensor in self._inventory.parameters.items()}
 
     @cached_property
+    def _frozen(self) -> frozenset[str]:
+        """All names of the parameters that are never trained."""
+        return frozenset(name for name, tensor in self._inventory.parameters.items() if not tensor.requires_grad)
+
+    @cached_property
     def _held(self) -> frozenset[str]:
         """All names of the parameters that are never trained and whose values the folder has. Empty without a folder,
         and with `checkpoint.save_frozen`."""
-        frozen = [name for name, tensor in self._inventory.parameters.items() if not tensor.requires_grad]
-        if self._saves_frozen or self._folder is None or not frozen:
+        if self._saves_frozen or self._folder is None or not self._frozen:
             return frozenset()
-        return frozenset(name for name in frozen if self._first_names[name] in self._weights.pieces)
+        return frozenset(name for name in self._frozen if self._first_names[name] in self._weights.pieces)

@@ -33,6 +33,8 @@ from titan_launch.plan.job import (
     configured_choice,
     is_auto,
     is_auto_batch,
+    plan_job,
+    plan_units,
     possible_choices,
     with_choice,
     with_local_batch_size,
@@ -41,7 +43,7 @@ from titan_launch.plan.job import (
 from titan_launch.plan.layout import Layout, plan_layout, with_global_batch_size
 from titan_launch.plan.types import Inventory, ModelPlan
 from titan_launch.train.batches import RunData, with_steps
-from titan_launch.train.model import build_on_all_ranks, inspect_model, plan_precision
+from titan_launch.train.model import build_on_all_ranks, inspect_model
 from titan_launch.train.run_folder.attempt import Attempt
 from titan_launch.train.run_folder.folder import recorded_modes
 from titan_launch.train.trace_subprocess import TraceProcess
@@ -88,9 +90,10 @@ def resolve_job(config: JobConfig, ranks: Ranks, attempt: Attempt) -> tuple[Reso
     config = with_unsharded_parameters(job, layout)
     built = build_on_all_ranks(config, ranks)
     import_loss(config.loss)
-    config, reason = _resolve_auto_modes(config, layout, built, hardware, attempt)
-    plan = plan_precision(config, built)
-    check_plan(config, plan, layout)
+    inventory = inspect_model(config, built)
+    check_plan(config, plan_units(config, inventory, keep_params_unsharded=False), layout)
+    config, reason = _resolve_auto_modes(config, layout, inventory, hardware, attempt)
+    plan = plan_job(config, inventory)
     requested = config.model_copy(update={"parallelism": job.parallelism})
     return ResolvedJob(config, requested, reason, layout, hardware, plan, attempt), built
 
@@ -164,7 +167,7 @@ def _planned(config: JobConfig, hardware: Hardware, world_size: int) -> dict[str
 
 
 def _resolve_auto_modes(
-    config: JobConfig, layout: Layout, built: BuiltModel, hardware: Hardware, attempt: Attempt
+    config: JobConfig, layout: Layout, inventory: Inventory, hardware: Hardware, attempt: Attempt
 ) -> tuple[JobConfig, str | None]:
     """Return the job with modes in place of `auto`, and the reason for these modes. Collective.
 
@@ -174,14 +177,14 @@ def _resolve_auto_modes(
     """
     if not is_auto(config):
         return config, None
-    choice, reason = on_rank_0(lambda: _decide(config, layout, built, hardware, attempt))
+    choice, reason = on_rank_0(lambda: _decide(config, layout, inventory, hardware, attempt))
     _log.info("auto: %s", reason)
     return with_choice(config, choice), reason
 
 
-def _decide(config: JobConfig, layout: Layout, built: BuiltModel, hardware: Hardware, attempt: Attempt) -> _Decision:
+def _decide(config: JobConfig, layout: Layout, inventory: Inventory, hardware: Hardware, attempt: Attempt) -> _Decision:
     try:
-        return _recorded(config, attempt) or _resolved(config, layout, built, hardware)
+        return _recorded(config, attempt) or _resolved(config, layout, inventory, hardware)
     except ConfigError:
         raise
     except (UserError, RunError) as error:
@@ -218,9 +221,9 @@ def _obstacles(config: JobConfig, choice: Choice) -> Iterator[str]:
             yield f"{format_key(problem.key)}: {problem.reason}"
 
 
-def _resolved(config: JobConfig, layout: Layout, built: BuiltModel, hardware: Hardware) -> _Decision:
+def _resolved(config: JobConfig, layout: Layout, inventory: Inventory, hardware: Hardware) -> _Decision:
     if not is_tested_release():
-        return _least_memory(config, layout, inspect_model(config, built))
+        return _least_memory(config, layout, inventory)
     _log.info("auto: planning the job")
     resolved = _planned(config, hardware, layout.world_size)
     accumulation = GradientAccumulationConfig.model_validate(resolved["gradient_accumulation"])

@@ -8,6 +8,7 @@ import pickle
 import shutil
 import sys
 from contextlib import ExitStack
+from datetime import date
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,9 +21,10 @@ from tests.distributed import run_ranks
 from tests.train.jobs import read_metrics, this_rank, tiny_job
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.data import IGNORED_TARGET, ChatData, TokensData
-from titan_launch.config.sections.tokenizer import TokenizerConfig
+from titan_launch.config.sections.tokenizer import ADDED_FILE, NAMES_FILE, TokenizerConfig
 from titan_launch.core.errors import ConfigError
 from titan_launch.core.files import CACHE_VARIABLE
+from titan_launch.data.chat_rendering import Renderer
 from titan_launch.data.corpora.chat import ChatCorpus, chat_messages
 from titan_launch.data.prepare import prepare
 from titan_launch.data.sources import SampleSource, build_source
@@ -139,6 +141,15 @@ def problem(path: Path, tokenizer: Tokenizer, lines: list[Any], **keys: Any) -> 
     return str(caught.value)
 
 
+def test_a_template_that_would_write_arguments_as_python_does_gets_the_text() -> None:
+    call = {"name": "f", "arguments": '{"a": "b"}'}
+    for value, written in (("arguments", '{"a": "b"}'), ("arguments | tojson", '{"a": "b"}'), ("arguments.a", "b")):
+        calls = f"{{% for call in message.tool_calls or [] %}}f:{{{{ call.{value} }}}}{{% endfor %}}"
+        text = f"{{% for message in messages %}}{{{{ message.content }}}}{calls}|{{% endfor %}}"
+        chat = [*messages("a"), {"role": "assistant", "tool_calls": [call]}]
+        assert Renderer(text, {}, date(2024, 7, 26)).render(chat, None, "all")[0] == f"a|f:{written}|"
+
+
 def test_the_formats_of_the_docs_are_read() -> None:
     page = (Path(__file__).parents[3] / "docs/how_to/chats.md").read_text()
     lines = page.partition("```json\n")[2].partition("```")[0].splitlines()
@@ -147,7 +158,12 @@ def test_the_formats_of_the_docs_are_read() -> None:
     turns = messages("a", "b")
     assert chat_messages({"prompt": turns[:1], "completion": turns[1:]}) == turns
     unweighted = {"role": "assistant", "content": "b", "weight": 0}
-    assert chat_messages({"conversations": [{"from": "gpt", "value": "b", "weight": 0}]}) == [unweighted]
+    sharegpt = {"conversations": [{"from": "gpt", "value": "b", "weight": 0}], "messages": None, "system": None}
+    assert chat_messages(sharegpt) == [unweighted]
+    (named,) = chat_messages({"conversations": [{"c": 1, "b": 2, "from": "gpt", "a": 3, "value": "b"}]})
+    assert list(named) == ["c", "b", "a", "role", "content"], "a template may write keys in their order"
+    dolly = {"instruction": "Translate to German.", "context": "house", "response": "Haus"}
+    assert chat_messages(dolly) == expected[3]
 
 
 class Chat(NamedTuple):
@@ -284,14 +300,20 @@ def test_named_tokens_are_those_of_transformers_or_refused(folders: dict[str, Pa
         assert theirs.eos_token == name == tokenizer.decode([tokenizer.end_of_document], keep_special=True)
         chat = first_chat(build(tmp_path / "a.jsonl", tokenizer, [TWO_TURNS]))
         assert chat.tokens == theirs.apply_chat_template(TWO_TURNS["messages"], return_dict=True)["input_ids"]
-    added = {"eos_token": "<|endoftext|>", "extra_special_tokens": ["<|assistant|>"]}
-    for settings, reason in (
-        ({"tokenizer_class": "GPT2Tokenizer"}, "data.template: reads eos_token, but "),
-        (added, 'data.template: writes the token "<|assistant|>", which is not among the "added_tokens" of '),
-    ):
-        folder = tmp_path / f"{len(settings)} settings"
+    end = {"eos_token": "<|endoftext|>"}
+    unknown = 'data.template: writes the token "<|assistant|>", which is not among the "added_tokens" of '
+    cases: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+        ({"tokenizer_class": "GPT2Tokenizer"}, {}, 'or set data.template_args.eos_token (perhaps to "")'),
+        ({**end, "extra_special_tokens": ["<|assistant|>"]}, {}, unknown),
+        ({**end, "extra_special_tokens": ["<|assistant|>"]}, {NAMES_FILE: {"extra_special_tokens": ["<a>"]}}, unknown),
+        (end, {ADDED_FILE: {"<|assistant|>": 999}}, unknown),
+    ]
+    for index, (settings, files, reason) in enumerate(cases):
+        folder = tmp_path / f"case {index}"
         write_folder(folders["bytes"], folder, {"chat_template": ZEPHYR, **settings}, [])
-        assert problem(tmp_path / "a.jsonl", load(folder), [TWO_TURNS]).startswith(reason)
+        for name, content in files.items():
+            (folder / name).write_text(json.dumps(content))
+        assert reason in problem(tmp_path / "a.jsonl", load(folder), [TWO_TURNS])
 
 
 def test_the_template_of_the_package_is_rendered_by_several_processes(tmp_path: Path) -> None:
@@ -346,7 +368,7 @@ BAD_CHATS: list[tuple[Any, str]] = [
     ({"messages": "Hi"}, 'path: {} is without messages in "messages" (it must be an array of objects); '),
     ({"messages": [{"content": "a"}]}, 'path: {} is without the role of a message (message 1 of "messages"); '),
     ({"conversations": [{"from": []}]}, "path: {} is without the role of a message (message 1 of "),
-    ({"prompt": "a", "response": None}, "path: {} is without the text of a message (message 1 of "),
+    ({"prompt": "a", "response": None}, "path: {} is not a chat (its keys are prompt, response: null; a chat has "),
     ({"messages": messages("a")}, "path: {} is without a message of the assistant; "),
     ({"messages": messages("a", "b</s>")}, "path: {} is a chat with the special token </s> in a message; "),
     ({"messages": messages("a", "b\ufdd0")}, "path: {} is a chat with the noncharacter U+FDD0 in a message; "),
@@ -383,7 +405,7 @@ def test_chats_that_cannot_be_used_stop_the_run_or_are_counted(folders: dict[str
         assert found.endswith('correct this line, or set data.on_error = "skip"')
     source = build(path, tokenizer, [good, *(line for line, _ in BAD_CHATS)], on_error="skip")
     assert "1 document, " in source.describe()
-    assert "; skipped 20 lines: 1 not a chat, 2 without messages in " in source.describe()
+    assert "; skipped 20 lines: 2 not a chat, 2 without messages in " in source.describe()
 
 
 ESCAPES = [

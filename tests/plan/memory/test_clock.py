@@ -130,9 +130,8 @@ def in_depth(seconds: Seconds, other: Seconds, factor: float) -> Any:
 FULL = ["--activation_checkpoint.mode=full", "--training.global_batch_size=64"]
 
 
-@pytest.mark.parametrize(
-    "options", rest_is_slow([[], FULL, ["--parallelism.tensor_parallel_degree=2", "--lora.targets=['*.wq']"]], 3)
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [[], FULL, ["--parallelism.tensor_parallel_degree=2", "--lora.targets=['*.wq']"]])
 def test_times_grow_with_blocks_and_microbatches_as_those_of_whole_models(options: list[str]) -> None:
     """Three depths, of which only the last is extrapolated, and four numbers of microbatches."""
     at = [replayed(job(f"--model.args.n_layers={layers}", *options), 4)[0] for layers in (4, 5, 9)]

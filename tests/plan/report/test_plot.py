@@ -39,7 +39,7 @@ def test_a_limit_far_above_every_bar_is_named_in_the_title_and_not_drawn(tmp_pat
 
 def test_a_path_that_cannot_be_written_is_an_error_before_planning(tmp_path: Path) -> None:
     (tmp_path / "a.png").mkdir()
-    for name, words in (("plan.jpg", "must end in"), ("no/plan.png", "there is no folder"), ("a.png", "not a regular")):
+    for name, words in (("plan.jpg", "must end in"), ("no/plan.png", "there is no folder"), ("a.png", "is a folder")):
         with pytest.raises(UserError, match=words):
             check_plot(str(tmp_path / name))
 

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -104,18 +104,26 @@ StopRequest._on_signal = reported
 """
 
 
-@pytest.mark.parametrize("numbers", [(RESTART_SIGNAL, signal.SIGTERM), (signal.SIGTERM, RESTART_SIGNAL)])
-def test_a_stop_and_a_restart_for_a_new_host_are_two_requests(numbers: tuple[int, int]) -> None:
-    """Neither signal ends the rank at once. In both orders, the run stops and does not restart."""
+def test_a_stop_and_a_restart_for_a_new_host_are_two_requests() -> None:
+    """Neither signal ends the rank at once. In both orders, which two ranks get at the same time, the run stops and
+    does not restart."""
     code = HANDLED + RANK.replace("threading.Event().wait()", "input(); print(stop.signal)")
     root, pipe = Path(__file__).parents[3], subprocess.PIPE
     command = [sys.executable, "-c", code, "built"]
-    with subprocess.Popen(command, cwd=root, stdin=pipe, stdout=pipe, text=True) as rank:
-        assert rank.stdout is not None and rank.stdout.readline() == "ready\n"
-        for number in numbers:
-            rank.send_signal(number)
-            while rank.stdout.readline() not in ("handled\n", ""):
-                pass
+    with ExitStack() as stack:
+        ranks = [
+            stack.enter_context(subprocess.Popen(command, cwd=root, stdin=pipe, stdout=pipe, text=True))
+            for _ in range(2)
+        ]
+        for rank in ranks:
+            assert rank.stdout is not None and rank.stdout.readline() == "ready\n"
+        for numbers in ((RESTART_SIGNAL, signal.SIGTERM), (signal.SIGTERM, RESTART_SIGNAL)):
+            for rank, number in zip(ranks, numbers, strict=True):
+                assert rank.stdout is not None
+                rank.send_signal(number)
+                while rank.stdout.readline() not in ("handled\n", ""):
+                    pass
             time.sleep(SAME_REQUEST_S + 0.1)
-        output, _ = rank.communicate("\n")
-    assert (rank.returncode, output.split()[-1:]) == (0, [str(int(signal.SIGTERM))])
+        for rank in ranks:
+            output, _ = rank.communicate("\n")
+            assert (rank.returncode, output.split()[-1:]) == (0, [str(int(signal.SIGTERM))])

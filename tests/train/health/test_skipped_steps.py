@@ -8,6 +8,7 @@ import math
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -16,11 +17,13 @@ from torch import Tensor, nn
 from tests.distributed import run_ranks
 from tests.tensors import assert_equal, full_state
 from tests.train.jobs import TINY_EXPERTS, read_metrics, this_rank, tiny_job
+from titan_launch.checkpoint.state import Progress
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import RunError
 from titan_launch.data.sources import build_source
 from titan_launch.data.tokenizers import build_tokenizer
 from titan_launch.train.build import build_run
+from titan_launch.train.health import skipped_steps
 from titan_launch.train.health.skipped_steps import MAX_RECORDS
 from titan_launch.train.loop import fit, train_one_step
 from titan_launch.train.run import Run
@@ -160,7 +163,21 @@ def test_a_run_returns_to_a_checkpoint_a_limited_number_of_times(tmp_path: Path)
 def test_a_run_without_a_checkpoint_stops_with_an_error(tmp_path: Path) -> None:
     job = job_with(tmp_path, 8, on_repeated_skips="rollback")
     ((_, message, _),) = run_ranks(train_poisoned, 1, job, range(8))
-    assert message.endswith("; the run has saved no checkpoint to go back to, and stops")
+    assert "and the run stops: it has saved no checkpoint to go back to since its start" in message
+
+
+def test_a_checkpoint_of_a_later_data_position_gives_no_negative_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An earlier start excluded the position in the data from loading."""
+    run = MagicMock(progress=Progress(step=1100, samples_seen=400))
+
+    def return_to_last() -> Path:
+        run.progress.step, run.progress.samples_seen = 1000, 4000
+        return Path("step-1000")
+
+    run.checkpoints.return_to_last = return_to_last
+    monkeypatch.setattr(skipped_steps, "set_timeouts", lambda seconds: None)
+    skipped_steps._go_back(run, "")
+    assert (run.progress.step, run.progress.samples_seen, run.progress.samples_skipped) == (1000, 400, 0)
 
 
 def test_too_many_skipped_steps_stop_the_run_and_a_resume_continues_the_count(tmp_path: Path) -> None:

@@ -21,7 +21,9 @@ from titan_launch.core.errors import UserError
 from titan_launch.data.order import SampleOrder
 from titan_launch.data.sources import build_source
 from titan_launch.data.tokenizers import ByteTokenizer, build_tokenizer, train_tokenizer
+from titan_launch.train import build
 from titan_launch.train.build import build_run
+from titan_launch.train.run_folder.attempt import AgentProcess, Attempt
 
 
 def job(folder: Path, name: str, steps: int, **checkpoint: Any) -> dict[str, Any]:
@@ -67,6 +69,14 @@ def start(config: dict[str, Any]) -> tuple[int, int, dict[str, Tensor], int]:
     with ExitStack() as stack:
         run = build_run(JobConfig.model_validate(config), this_rank(), stack)
         return run.progress.step, run.progress.data_position, full_state(run.model), len(run.optimizer.state)
+
+
+def restart_all(configs: list[dict[str, Any]]) -> list[tuple[int, int, dict[str, Tensor], int]]:
+    """Return the start of each of several runs, which all belong to one launch."""
+    agent = AgentProcess("host", "/tmp/torchelastic_1/none_2", 1, None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "this_attempt", lambda: Attempt((agent,)))
+        return start_all(configs)
 
 
 def start_all(configs: list[dict[str, Any]]) -> list[tuple[int, int, dict[str, Tensor], int]]:
@@ -215,7 +225,9 @@ def test_data_that_changed_is_refused(on_text: Path) -> None:
     # If the data position is excluded or the checkpoint is another run's, the data may differ.
     again = text_job(on_text, "fewer", 4, load=2, exclude_from_loading=["data"])
     copy = text_job(on_text, "fewer", 4, load=str(step_2)) | {"job": {**again["job"], "name": "copy"}}
-    assert [found[:2] for found in run_ranks(start_all, 1, [again, copy])[0]] == [(2, 0), (2, 8)]
+    # A restart (the second job) finds no newer checkpoint, so it excludes the position again.
+    found = run_ranks(restart_all, 1, [again, again, copy])[0]
+    assert [one[:2] for one in found] == [(2, 0), (2, 0), (2, 8)]
 
 
 def test_changed_files_of_packed_sources_of_a_mixture_are_named(tmp_path: Path) -> None:

@@ -79,7 +79,8 @@ def class_folders_have_the_order_of_the_model(config: JobConfig) -> Iterator[Pro
             ours, theirs = listed([folders[number]]), listed([names[number]])
             orders = f"its class folder {ours} is class {number}, which is {theirs} in model.args.id2label"
             remedy = "rename the folders so that they sort in the order of id2label, or, for a new output layer, set"
-            reason = f"{orders}; {remedy} model.args.num_labels = {len(names)} and model.exclude_from_weights"
+            also_excluded = " and model.exclude_from_weights" if config.model.weights else ""
+            reason = f"{orders}; {remedy} model.args.num_labels = {len(names)}{also_excluded}"
             yield Problem((*source, "path"), reason, data.path, also=(("model",),))
 
 

@@ -171,7 +171,7 @@ class ChatData(LinesData):
     """Chats in JSON lines, for fine-tuning: one chat per line. Each chat is one document. A chat template turns each
     chat into text, and the assistant's turns are the targets. A line has one of four forms: `messages` with `role` and
     `content`; `conversations` with `from` and `value`; `prompt` and `response` (or `completion`); `instruction`,
-    `input` and `output`. This kind needs `pip install 'titan-launch[chat]'`."""
+    `input` (or `context`) and `output`. This kind needs `pip install 'titan-launch[chat]'`."""
 
     kind: Literal["chat"]
 

@@ -108,10 +108,10 @@ class BatchNormConfig(Section):
     this weight, whatever their number."""
 
     of_frozen: Literal["update", "fixed"] = "update"
-    """Running statistics of BatchNorm layers whose parameters are never trained (see `training.frozen`). `update`: the
-    layers normalize with the statistics of the microbatch and update the running statistics. `fixed`: the layers
-    normalize with their running statistics, which do not change, as in evaluation. A layer without parameters counts as
-    trained."""
+    """Running statistics of BatchNorm and InstanceNorm layers whose parameters are never trained (see
+    `training.frozen`). `update`: the layers normalize with the statistics of the microbatch and update the running
+    statistics. `fixed`: the layers normalize with their running statistics, which do not change, as in evaluation. A
+    layer without parameters counts as trained."""
 
 
 class Float8Config(Section):

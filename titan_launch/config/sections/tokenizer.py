@@ -18,6 +18,9 @@ TOKENIZER_FILE, SETTINGS_FILE, TEMPLATE_FILE = "tokenizer.json", "tokenizer_conf
 NAMES_FILE = "special_tokens_map.json"
 """Name of the file in which earlier releases of `transformers` wrote the named tokens, such as `eos_token`."""
 
+ADDED_FILE = "added_tokens.json"
+"""Name of the file in which earlier releases of `transformers` wrote the ids of added tokens."""
+
 BYTES_VOCABULARY = 257
 """Vocabulary size of the tokenizer `bytes`."""
 
@@ -35,8 +38,8 @@ class TokenizerConfig(Section):
 
     end_of_document: str | None = None
     """Name of the special token that ends each document. Default: the `eos_token` of the `tokenizer_config.json` beside
-    the file, or one of the usual names: `<|endoftext|>`, `</s>`, `<|end_of_text|>`, `<eos>`. Only with
-    `kind = "huggingface"`."""
+    the file, or of the `special_tokens_map.json` that overrides it, or one of the usual names: `<|endoftext|>`, `</s>`,
+    `<|end_of_text|>`, `<eos>`. Only with `kind = "huggingface"`."""
 
     begin_of_document: str | None = None
     """Name of the special token that begins each document. Default: no token. Only with `kind = "huggingface"`."""
@@ -102,12 +105,17 @@ def special_token(config: TokenizerConfig) -> str:
         return config.end_of_document
     if (named := _named_beside(config)) and named not in tokens:
         reason = f'has no token "{one_line(named)}", which is the "eos_token" of {_files_beside(config)}'
-        raise unusable(config, f"{reason}; correct this key, or set tokenizer.end_of_document")
+        raise unusable(config, f"{reason}; correct this key, or set tokenizer.end_of_document of the job")
     for name in (named, *_USUAL_ENDS):
         if name in tokens:
             return name
     reason = f"must name the token that ends a document: {tokenizer_file(config)} has none of {', '.join(_USUAL_ENDS)}"
     raise config_error(("tokenizer", "end_of_document"), reason)
+
+
+def token_id(config: TokenizerConfig, name: str) -> int:
+    """Return the id of a token that `special_token` has returned."""
+    return _tokens(config)[name]
 
 
 _MOST_COMPARED = 10_000
@@ -200,11 +208,17 @@ def _files_beside(config: TokenizerConfig) -> str:
 
 def read_settings(folder: Path, key: KeyPath, value: object) -> dict[str, Any]:
     """Return the settings of the tokenizer in a folder: the content of its `tokenizer_config.json`. As in
-    `transformers`, a `special_tokens_map.json` overrides these settings if they have no `added_tokens_decoder`. Raises
-    ConfigError if a file cannot be read or is not a JSON object. `key` and `value`: key of the error, and its value in
-    the job."""
+    `transformers`, if these settings have no `added_tokens_decoder`, a `special_tokens_map.json` overrides them and
+    extends their lists, and an `added_tokens.json` has the added tokens. Raises ConfigError if a file cannot be read or
+    is not a JSON object. `key` and `value`: key of the error, and its value in the job."""
     settings = _read_object(folder / SETTINGS_FILE, key, value)
-    return settings if "added_tokens_decoder" in settings else settings | _read_object(folder / NAMES_FILE, key, value)
+    if "added_tokens_decoder" in settings:
+        return settings
+    named, added = (_read_object(folder / name, key, value) for name in (NAMES_FILE, ADDED_FILE))
+    for name, tokens in named.items():
+        both = isinstance(settings.get(name), list) and isinstance(tokens, list)
+        settings[name] = [*settings[name], *tokens] if both else tokens
+    return {**settings, "added_tokens_decoder": {str(number): token for token, number in added.items()}}
 
 
 def _read_object(path: Path, key: KeyPath, value: object) -> dict[str, Any]:

@@ -189,13 +189,14 @@ def chat_messages(record: Mapping[str, Any]) -> list[Message]:
     - `{"messages": [{"role": ..., "content": ...}, ...]}` (OpenAI)
     - `{"conversations": [{"from": ..., "value": ...}, ...]}` (ShareGPT)
     - `{"prompt": ..., "response": ...}` or `completion`: texts, or arrays of messages
-    - `{"instruction": ..., "input": ..., "output": ...}` (Alpaca), of which `input` may be missing
+    - `{"instruction": ..., "input": ..., "output": ...}` (Alpaca), of which `input` may be missing, or be named
+      `context` (Dolly)
 
     A string `system` becomes the first message.
     """
     keys = chat_keys(record)
     for group in _KEYS:
-        if len(both := [key for key in group if key in record]) > 1 and both[0] in keys:
+        if len(both := [key for key in group if record.get(key) is not None]) > 1 and both[0] in keys:
             raise RecordError(f'a chat with both "{both[0]}" and "{both[1]}"')
     if len(keys) == 1:
         messages = _messages(record, keys[0])
@@ -204,15 +205,17 @@ def chat_messages(record: Mapping[str, Any]) -> list[Message]:
         if record.get("history"):
             raise RecordError('a chat with "history"', 'write a chat of several turns as "messages"')
         asked = record[question]
-        if extra := _text(record, "input"):
-            if not isinstance(asked, str):
-                raise RecordError(f'a chat with "input", but without a string in "{question}"')
-            asked = f"{asked}\n\n{extra}"
+        for key in ("input", "context"):
+            if extra := _text(record, key):
+                if not isinstance(asked, str):
+                    raise RecordError(f'a chat with "{key}", but without a string in "{question}"')
+                asked = f"{asked}\n\n{extra}"
         asked_and_answered = {question: _as_message(asked, "user"), answer: _as_message(record[answer], "assistant")}
         messages = [*_messages(asked_and_answered, question), *_messages(asked_and_answered, answer)]
     else:
         known = '"messages", "conversations", "prompt" with "response", or "instruction" with "output"'
-        raise RecordError("not a chat", f"its keys are {listed(list(record), most=8)}; a chat has {known}")
+        found = [key if record[key] is not None else f"{key}: null" for key in record]
+        raise RecordError("not a chat", f"its keys are {listed(found, most=8)}; a chat has {known}")
     return [*_system(record), *messages]
 
 
@@ -238,8 +241,9 @@ _KEYS = (("messages", "conversations"), ("prompt", "instruction"), ("response", 
 
 def chat_keys(record: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the keys that make a line a chat: the key of its messages, or the keys of a question and its answer.
-    Return an empty tuple for any other line."""
-    whole, question, answer = (next((name for name in group if name in record), None) for group in _KEYS)
+    Return an empty tuple for any other line. A key with null counts as absent."""
+    found = ((name for name in group if record.get(name) is not None) for group in _KEYS)
+    whole, question, answer = (next(names, None) for names in found)
     if whole is not None:
         return (whole,)
     return () if question is None or answer is None else (question, answer)
@@ -268,7 +272,7 @@ def _named(message: dict[str, Any]) -> Message:
     keys."""
     if "role" in message:
         return message
-    role, further = message.get("from"), {key: message[key] for key in message.keys() - {"from", "value"}}
+    role, further = message.get("from"), {key: message[key] for key in message if key not in ("from", "value")}
     return {**further, "role": _ROLES.get(str(role), role), "content": message.get("value")}
 
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from titan_launch.config.sections.data import ChatData
 from titan_launch.config.sections.tokenizer import SETTINGS_FILE, TEMPLATE_FILE, TOKENIZER_FILE, read_settings
-from titan_launch.core.errors import UNSET, KeyPath, config_error
+from titan_launch.core.errors import UNSET, KeyPath, config_error, format_key
 from titan_launch.core.files import MIB, read_regular
 from titan_launch.core.limited_process import CallError, LimitedObject, Limits
 from titan_launch.core.packages import install, not_installed
@@ -166,7 +166,9 @@ def _check_tokens(
     for name in ("bos_token", "eos_token") if has_defaults else ():
         if name not in {*settings, *variables} and _is_read(name, text):
             place = f"{tokenizer.folder}/{SETTINGS_FILE} does not set it, and its default depends on transformers"
-            raise config_error(key, f"reads {name}, but {place}; write the token into this file, or null", value)
+            variable = f"--template-arg {name}" if len(key) == 1 else format_key((*key[:-1], "template_args", name))
+            remedy = f'write the token into this file, or set {variable} (perhaps to "")'
+            raise config_error(key, f"reads {name}, but {place}; {remedy}", value)
     written = "\n".join([text, *(str(value) for name, value in variables.items() if _is_read(name, text))])
     for token in _tokens_of(settings):
         if token in written and len(tokenizer.encode_chat(token)[0]) != 1:

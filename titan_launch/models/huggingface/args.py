@@ -47,9 +47,12 @@ def image_format(args: Mapping[str, Any]) -> ImageFormat | None:
 
 
 def label_names(config: Mapping[str, Any]) -> list[str]:
-    """Return the names in `id2label` by their numbers; an empty list without `id2label`."""
+    """Return the names in `id2label` by their numbers; an empty list without `id2label`, and if its keys are not "0",
+    "1" and so on."""
     names = config.get("id2label")
-    return [str(names.get(str(number))) for number in range(len(names))] if isinstance(names, dict) else []
+    if not isinstance(names, dict) or names.keys() != {str(number) for number in range(len(names))}:
+        return []
+    return [str(names[str(number)]) for number in range(len(names))]
 
 
 _LOADS = "can load code or files by name, so it is not supported; remove the key"

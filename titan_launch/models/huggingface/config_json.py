@@ -20,7 +20,7 @@ from titan_launch.models.architectures import ALL_IN_ARGS, ARCHITECTURES, resolv
 from titan_launch.models.args import ModelArgs
 from titan_launch.models.decoder.args import DecoderArgs
 from titan_launch.models.decoder.huggingface_classes import DROPOUT, FAMILIES, NEUTRAL, REFUSED, Family
-from titan_launch.models.huggingface.args import class_name
+from titan_launch.models.huggingface.args import class_name, label_names
 from titan_launch.models.huggingface.files import (
     ADAPTER_CONFIG_FILE,
     CONFIG_FILE,
@@ -195,11 +195,7 @@ def arguments_of(config: Config) -> dict[str, Any]:
 def _num_labels(config: Config) -> Any:
     """Return the number of labels of a classifier: the length of `id2label`, else `num_labels`, else 2, the default of
     `transformers`. Return 0, which is refused later, if the keys of `id2label` are not "0", "1" and so on."""
-    names = config.get("id2label")
-    if names is None:
-        return config.get("num_labels", 2)
-    is_valid = isinstance(names, dict) and names.keys() == {str(index) for index in range(len(names))}
-    return len(names) if is_valid else 0
+    return config.get("num_labels", 2) if config.get("id2label") is None else len(label_names(config))
 
 
 def _keys(config: Config, keys_of: Mapping[str, tuple[str, ...]], arguments: Iterable[str]) -> str:

@@ -53,8 +53,8 @@ def image_processor(data: ImageData, channels: int) -> dict[str, Any]:
         "do_center_crop": data.crop is not None,
         "resample": 2,  # bilinear
         **_USUAL,
-        "image_mean": data.mean,
-        "image_std": data.std,
+        "image_mean": [data.mean] * channels if isinstance(data.mean, float) else data.mean,
+        "image_std": [data.std] * channels if isinstance(data.std, float) else data.std,
     }
     if data.resize is not None:
         table["size"] = {"shortest_edge": data.resize}

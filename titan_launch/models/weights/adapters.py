@@ -186,7 +186,7 @@ class Target:
         if rest.any():
             parts = listed([parent(part.adapter.weight) for part in self.parts])
             reason = f"cannot be split into adapters of {parts}: its lora_B has values outside of these modules"
-            remedy = "train or export it for this model"
+            remedy = "train the adapter with this model, or export it from a run of this model"
             raise WeightsError(f"the adapter of {self.path} in this folder {reason}; {remedy}")
 
 
@@ -384,7 +384,8 @@ class AdapterFolder:
                 problems += self._targets_problems(targets, pieces)
         if base is not None and self.base is not None and base != self.base:
             reason = f"its base has the fingerprint {short_name(self.base)}"
-            problems.append(f"{reason}, but model.weights has the fingerprint {base}; name the same base there")
+            remedy = f"set model.weights to the folder with the fingerprint {short_name(self.base)}"
+            problems.append(f"{reason}, but model.weights has the fingerprint {base}; {remedy}")
         if problems:
             raise WeightsError("\n    ".join(["its adapters do not match [lora] of this job:", *problems]))
 

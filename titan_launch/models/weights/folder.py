@@ -9,7 +9,7 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, groupby
 from pathlib import Path
 from types import ModuleType
@@ -101,10 +101,13 @@ class WeightsFolder:
             if lost := [name for name in names or () if name not in found]:
                 reason = f"{file} lacks tensors that {INDEX} lists: {listed(lost)}"
                 raise WeightsError(f"{reason}; copy or download the folder again")
-            if twice := [name for name in found if name in self.tensors]:
-                reason = f"{self.tensors[twice[0]].file} and {file} both have {listed(twice)}"
+            earlier = {name: replace(self.tensors[name], file=file) for name in found if name in self.tensors}
+            if twice := [name for name, tensor in earlier.items() if tensor != found[name]]:
+                reason = f"{self.tensors[twice[0]].file} and {file} both have {listed(twice)}, but not alike"
                 raise WeightsError(f"{reason}: one file is probably of another save; copy or download the folder again")
-            self.tensors |= found
+            # Some converters write tied tensors into several files. The index names one file for each tensor.
+            own = names or ()
+            self.tensors |= {name: tensor for name, tensor in found.items() if name not in earlier or name in own}
         self._check_layers()
 
     def _check_layers(self) -> None:

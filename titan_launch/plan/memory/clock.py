@@ -8,8 +8,9 @@ One stream computes. FSDP2's collectives run in another stream, one after anothe
 - A reduce-scatter begins when the gradients of its unit exist. Before that, computation waits for the previous
   reduce-scatter.
 - Computation waits for the collectives of tensor, context and expert parallelism.
-- If the optimizer is sharded over replicas, their reduce-scatters run in the stream of FSDP2's collectives. Computation
-  waits for their all-gathers.
+- If the optimizer is sharded over replicas, the reduce-scatters between replicas run in the stream of FSDP2's
+  collectives. Computation waits for the all-gathers between replicas. With CPU offload, computation also waits for the
+  reduce-scatters between replicas.
 - The host works ahead of a GPU. Computation waits for the host at the end of each backward, and at the end of the step.
 - On CPUs, computation waits for every collective and for the host.
 """

@@ -287,17 +287,13 @@ def extrapolate(shorter: Footprint, longer: Footprint, factor: float) -> Footpri
     return Footprint(maxima, host_bytes=round(_line(shorter.host_bytes, longer.host_bytes, factor)))
 
 
-def with_growth(footprints: Sequence[Footprint], counts: Sequence[int], num_microbatches: int) -> Footprint:
-    """Return the footprint of a step of `num_microbatches` microbatches. `footprints`: the footprints of one or two
-    steps. `counts`: the numbers of microbatches of these steps.
+def with_growth(footprint: Footprint, longer: Footprint, factor: float) -> Footprint:
+    """Return the footprint of a step with more microbatches than the steps of two footprints. `factor`: the result of
+    `pipeline.growth_factor`.
 
-    A single footprint is returned unchanged. With two footprints, the peak of each phase is extrapolated linearly, and
-    its growth is added to every maximum of that phase in the first footprint. The growth counts as activations.
+    The peak of each phase is extrapolated linearly, and its growth is added to every maximum of that phase in the first
+    footprint. The growth counts as activations.
     """
-    footprint, *others = footprints
-    if not others:
-        return footprint
-    longer, factor = others[0], (num_microbatches - counts[0]) / (counts[1] - counts[0])
     before, after = footprint.by_phase(), longer.by_phase()
     growth = {phase: factor * (after[phase] - peak) for phase, peak in before.items()}
     return Footprint(

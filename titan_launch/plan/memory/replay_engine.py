@@ -15,7 +15,7 @@ from titan_launch.config.sections.parallelism import ActivationCheckpointConfig,
 from titan_launch.core.patches import garbage_collection_disabled
 from titan_launch.core.process import in_forks
 from titan_launch.core.torch_release import ACCUMULATES_IN_GRAD
-from titan_launch.plan.communication import Traffic, on_line, rings_of, traffic_of_pipeline
+from titan_launch.plan.communication import Traffic, on_line, rings_of
 from titan_launch.plan.hardware import Kernels
 from titan_launch.plan.job import Choice, plan_units, plan_untrained, with_choice
 from titan_launch.plan.layout import Layout
@@ -27,7 +27,7 @@ from titan_launch.plan.memory.replay import RankModel, Replay, ReplayedStep, Sec
 from titan_launch.plan.memory.tape import with_blocks
 from titan_launch.plan.module_selection import checkpointed_modules
 from titan_launch.plan.mup import width_scales
-from titan_launch.plan.pipeline import counts_to_run, parts_on_rank, representative_ranks
+from titan_launch.plan.pipeline import counts_to_run, growth_factor, parts_on_rank, representative_ranks
 from titan_launch.plan.speeds import Speeds, no_speeds
 from titan_launch.plan.types import ModelPlan
 
@@ -104,9 +104,12 @@ class ReplayEngine:
     def _predicted(self, choice: Choice) -> ReplayedStep:
         plan = self._plan(bool(choice.accumulation.keep_params_unsharded))
         with garbage_collection_disabled():  # reference counts free all objects of a replay
-            ranks = [self._of_rank(choice, rank) for rank in representative_ranks(plan)]
+            ranks = [self._of_rank(choice, rank) for rank in self._ranks(plan)]
         fullest = max(ranks, key=lambda step: step.footprint.peak_bytes)
         return replace(fullest, seconds=max(step.seconds for step in ranks))
+
+    def _ranks(self, plan: ModelPlan) -> list[int]:
+        return representative_ranks(plan, with_times=self._knows_times)
 
     def predict_ahead(self, choices: Sequence[Choice]) -> None:
         """Predict several choices, in up to four processes (`in_forks`), and keep the results for later calls."""
@@ -115,7 +118,7 @@ class ReplayEngine:
     def record_ahead(self, choices: Iterable[Choice]) -> None:
         """Record the tapes and FLOPs for the predictions of several choices (`Recordings.record_ahead`)."""
         plans = [(choice, self._plan(bool(choice.accumulation.keep_params_unsharded))) for choice in choices]
-        wanted = (self._wanted(choice, rank) for choice, plan in plans for rank in representative_ranks(plan))
+        wanted = (self._wanted(choice, rank) for choice, plan in plans for rank in self._ranks(plan))
         self._recordings.record_ahead([tapes for tapes in dict.fromkeys(chain.from_iterable(wanted)) if tapes])
 
     def _wanted(self, choice: Choice, rank: int) -> tuple[TapesOf, TapesOf | None]:
@@ -137,12 +140,9 @@ class ReplayEngine:
         if layout.pipeline == 1:
             return self._replayed(choice, rank, 0, layout.num_microbatches)
         steps = [self._replayed(choice, rank, index, count) for index, count in enumerate(counts)]
-        footprint = with_growth([step.footprint for step in steps], counts, layout.num_microbatches)
-        traffic = traffic_of_pipeline([step.traffic for step in steps], counts, layout.num_microbatches)
-        seconds, longer = steps[0].seconds, steps[1:]
-        if longer:
-            factor = (layout.num_microbatches - counts[0]) / (counts[1] - counts[0])
-            seconds = seconds.on_line(longer[0].seconds, factor)
+        first, last, factor = steps[0], steps[-1], growth_factor(counts, layout.num_microbatches)
+        footprint = with_growth(first.footprint, last.footprint, factor)
+        traffic, seconds = on_line(first.traffic, last.traffic, factor), first.seconds.on_line(last.seconds, factor)
         return ReplayedStep(replace(footprint, pipeline_rank=rank), traffic, seconds)
 
     def _replayed(self, choice: Choice, rank: int, index: int, num_microbatches: int) -> ReplayedStep:

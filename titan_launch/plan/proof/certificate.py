@@ -158,7 +158,7 @@ def _describe_finding(finding: ProofFinding) -> Iterator[str]:
     yield f"first result that differs: {finding.result} in step {finding.step}, by {finding.error:.1e} of its norm;"
     yield f"  its norm is {finding.ratio:.4g} times its norm in one process, the cosine is {finding.cosine:.4f}"
     if finding.parts:
-        parts = f"the difference needs only: {'; or only: '.join(finding.parts)}"
+        parts = f"the difference also occurs in runs with only: {'; '.join(finding.parts)}"
     else:
         parts = "no single axis or mode shows the difference, and no pair of them"
     yield f"{parts} (found in: {finding.run})"

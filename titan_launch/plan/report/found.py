@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -105,16 +104,18 @@ def overlay(base: JobConfig | None, config: JobConfig, extends: str) -> str:
     """Return the text of a job file for `config` that extends `extends`, the file of `base`. If `config` leaves a key
     unset that `base` sets, return a complete job file instead, because `extends` cannot unset keys. Also return a
     complete job file if `base` is None, because the file is not a valid job without overrides."""
-    lines, tables = [], list(_tables(None, config))
-    if base is not None:
-        with suppress(_UnsetError):
-            lines, tables = [f"extends = {toml_value(extends)}"], list(_tables(base, config))
+    try:
+        if base is None:
+            raise _UnsetError
+        lines, tables = [f"extends = {toml_value(extends)}"], list(_tables(base, config))
+    except _UnsetError:
+        lines, tables = [], list(_tables(None, config))
     lines += [line for name, keys in tables for line in ("", f"[{name}]", *keys)]
     return "\n".join([*lines, ""]).lstrip("\n")
 
 
 class _UnsetError(ValueError):
-    """Raised by `_tables` if the base job sets a key that the found job leaves unset."""
+    """Raised if the base job is no valid file, or sets a key that the found job leaves unset."""
 
 
 def _tables(base: JobConfig | None, config: JobConfig) -> Iterator[tuple[str, list[str]]]:

@@ -21,7 +21,7 @@ def check_plot(path: str) -> None:
     installed. `plan` calls this function before all computation, to fail early."""
     if Path(path).suffix not in FORMATS:
         raise UserError(f"error: --plot {path}: the name must end in {', '.join(FORMATS[:-1])} or {FORMATS[-1]}")
-    check_output(Path(path), "--plot")
+    check_output(Path(path))
     if not is_installed("matplotlib"):
         raise UserError(f"error: --plot {not_installed('matplotlib')}")
 

@@ -97,8 +97,9 @@ class RuleAssignments:
         return self.own.get(module.path) if is_batch_norm(module) else self.governing(module.path)
 
     def around(self, path: str) -> str:
-        """Return the dtype of a module's inputs if its precision rule does not cast inputs. Find the nearest module
-        that a rule matches: the module itself or a module around it. Return the compute dtype of its parent."""
+        """Return the dtype of a module's inputs if its precision rule does not cast inputs: the compute dtype of the
+        parent of the nearest match. The nearest match is the module itself or the nearest module around it that has a
+        rule."""
         return self.compute_dtype(parent(enclosing(path, self.own)))
 
 
@@ -208,8 +209,8 @@ def nothing_matched(pattern: str, paths: Sequence[str], containers: Sequence[str
 def suggestion(glob: str, paths: Collection[str]) -> str:
     """Return a hint for a glob that matches none of `paths`, which are paths of modules or of parameters.
 
-    The hint names (1) a longer glob, if the last parts of some paths match `glob`; or (2) the paths that have this name
-    in `transformers`; or (3) a similar path. If there is none of these, the hint is empty.
+    The hint names (1) a longer glob, if the last parts of some paths match `glob`; or (2) the paths whose
+    `transformers` names match `glob`; or (3) a similar path. If there is none of these, the hint is empty.
     """
     for ends in (glob, f"{glob}.*"):
         found = ends_in(ends, paths)

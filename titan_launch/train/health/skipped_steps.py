@@ -80,7 +80,12 @@ def _go_back(run: Run, reason: str) -> None:
         if run.watchdog.is_warm:
             set_timeouts(run.config.comm.timeout_seconds)
         if checkpoint is None:
-            raise RunError(f"{reason}; the run has saved no checkpoint to go back to, and stops")
+            raise RunError(
+                f"{reason}, and the run stops: it has saved no checkpoint to go back to since its start (a checkpoint "
+                "loaded with checkpoint.exclude_from_loading does not count)"
+            )
+        # The checkpoint may be older than a start that excluded the position in the data from loading.
+        progress.samples_seen = min(progress.samples_seen, position)
         progress.samples_skipped = position - progress.samples_seen
         progress.rollbacks = rollbacks + 1
         run.step.parameters_changed()

@@ -121,15 +121,13 @@ def effective_load(config: JobConfig, attempt: Attempt) -> Load:
     """Return the checkpoint that this attempt loads: `"latest"` for a restart of the same launch, otherwise
     `checkpoint.load`.
 
-    A restart loads the checkpoint of `checkpoint.load` again if the launch has not saved a checkpoint yet: if
-    `checkpoint.load` is a path and this run has no checkpoint, or if it is the step of the newest checkpoint. Call this
-    function on one rank, before `record_run`.
+    If `checkpoint.load` is the path of another run's checkpoint, and this run has no checkpoint yet, a restart loads
+    that path again. Call this function on one rank, before `record_run`.
     """
     load = config.checkpoint.load
     if not _is_restart(config, attempt):
         return load
-    newest = max(complete_steps(checkpoint_folder(config.job.run_folder)), default=None)
-    return load if newest == (None if _is_path(load) else load) else "latest"
+    return load if _is_path(load) and not complete_steps(checkpoint_folder(config.job.run_folder)) else "latest"
 
 
 def recorded_modes(config: JobConfig, attempt: Attempt) -> Choice | None:
@@ -230,7 +228,8 @@ def _prepare(config: JobConfig, attempt: Attempt, stack: ExitStack) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     _check_kinds(config)
     with ExitStack() as lock:
-        _lock(config, lock, _LEASE_S if _is_restart(config, attempt) else 0)
+        limit_s = min(_LEASE_S, config.comm.init_timeout_seconds / 2)  # other ranks wait for rank 0
+        _lock(config, lock, limit_s if _is_restart(config, attempt) else 0)
         _check_no_launch_is_between_attempts(config, attempt)
         load = effective_load(config, attempt)
         _check_step_is_there(folder, load)
@@ -369,8 +368,8 @@ _WAIT = "wait until it has ended, or choose another name"
 
 
 _LEASE_S = 120
-"""Seconds for which a restart waits for the lock. After the death of the host that had the lock, an NFS server keeps it
-for about 90 s."""
+"""Longest time in seconds for which a restart waits for the lock. After the death of the host that had the lock, an NFS
+server keeps the lock for about 90 s."""
 
 
 def _lock(config: JobConfig, stack: ExitStack, wait_s: float = 0) -> None:
@@ -379,9 +378,12 @@ def _lock(config: JobConfig, stack: ExitStack, wait_s: float = 0) -> None:
     folder = config.job.run_folder
     descriptor = os.open(folder / LOCK_FILE, os.O_CREAT | os.O_RDWR, 0o644)
     stack.callback(os.close, descriptor)
-    deadline = time.monotonic() + wait_s
-    while not (is_free := _try_to_lock(descriptor)) and time.monotonic() < deadline:
+    is_free, deadline = _try_to_lock(descriptor), time.monotonic() + wait_s
+    if not is_free and wait_s:
+        _log.info("waiting up to %.0f s for the lock of an earlier start: %s", wait_s, folder / LOCK_FILE)
+    while not is_free and time.monotonic() < deadline:
         time.sleep(1)
+        is_free = _try_to_lock(descriptor)
     # The file differs if another run has just moved the folder away.
     if not is_free or not os.path.samestat(os.fstat(descriptor), os.stat(folder / LOCK_FILE)):
         raise folder_error(config, f"another run is writing to {folder}; {_WAIT}")

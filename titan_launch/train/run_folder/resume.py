@@ -23,6 +23,7 @@ from titan_launch.checkpoint.loading import (
     find_result,
     load_state,
     newest_valid,
+    partly_loaded,
 )
 from titan_launch.checkpoint.manager import CheckpointManager
 from titan_launch.checkpoint.manifest import Origin, checkpoint_name, read_manifest
@@ -111,7 +112,9 @@ def load_or_begin(
     if found is not None:
         if config.checkpoint.store is not None:
             on_rank_0(lambda: check_earlier_run(config, load))  # again, with the files from the store
-        _resume(config, found, EVERYTHING if load == "latest" else selection, run)
+        # A restart loads the newest checkpoint. That may be the one with which its launch began.
+        is_own = load == "latest" and found != partly_loaded(checkpoint_folder(folder), config.checkpoint)
+        _resume(config, found, EVERYTHING if is_own else selection, run)
         if isinstance(load, int):
             on_rank_0(lambda: supersede_later_checkpoints(folder, load))
     elif isinstance(load, str) and load not in ("latest", "none"):
