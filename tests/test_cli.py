@@ -192,8 +192,8 @@ def test_plan_options_are_the_keys_of_the_planner(job: Path) -> None:
     keys = ("device=a100-40gb", "memory_gib=30", "intra_node_gb_per_s=200", "inter_node_gb_per_s=10")
     more = ("gpus_per_node=4", "mfu=0.5")
     plans = (
-        plan_json(job, *given, "--gpus-per-node", "4", "--mfu", "0.5"),
-        plan_json(job, *(f"--planner.{key}" for key in (*keys, *more))),
+        plan_json(job, *given, "--gpus-per-node", "4", "--mfu", "0.5", "--rows", "own"),
+        plan_json(job, *(f"--planner.{key}" for key in (*keys, *more)), "--rows", "own"),
     )
     assert plans[0] == plans[1]
     assumed = plans[0]["assumptions"]
@@ -479,6 +479,7 @@ def test_torchrun_prints_a_bad_jobs_message_once(job: Path) -> None:
     assert result.stderr.count("training.global_batch_size = 8") == 1
 
 
+@pytest.mark.slow
 def test_an_error_that_only_the_trainer_finds_is_one_message_and_status_2(job: Path) -> None:
     rule = '[[precision.rules]]\nmatch = "layers.*.attention_nrom"\n'
     job.write_text(job.read_text() + rule)

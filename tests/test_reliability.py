@@ -72,6 +72,7 @@ def run_signalled_while_writing(job: dict[str, Any]) -> str:
         return ending(run)
 
 
+@pytest.mark.slow
 def test_a_signal_during_a_save_stops_the_run_after_it(tmp_path: Path) -> None:
     job = tiny_job(tmp_path, training={"steps": 6}, checkpoint={"enable": True, "interval": 2, "async_mode": "thread"})
     whole = run_ranks(run_job, 2, {**job, "job": {**job["job"], "name": "whole"}})
@@ -102,6 +103,7 @@ def remount(folder: Path, options: str) -> None:
     subprocess.run(["mount", "-o", f"remount,{options}", str(folder)], check=True)
 
 
+@pytest.mark.slow
 def test_a_run_survives_a_full_disk(tmp_path: Path, small_disk: Path) -> None:
     def job(folder: Path) -> dict[str, Any]:
         checkpoint = {"enable": True, "interval": 1, "keep_latest": 0}

@@ -81,7 +81,7 @@ def train_two_steps(job: str) -> None:
         fit(build_run(config, this_rank(), stack))
 
 
-@pytest.mark.parametrize("name", rest_is_slow(list(RECIPES), 3))
+@pytest.mark.parametrize("name", rest_is_slow(list(RECIPES), 6))
 def test_a_recipe_passes_the_check_and_trains(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Every recipe, with a tiny model and tiny data, on two ranks."""
     pytest.importorskip("transformers")
@@ -336,6 +336,7 @@ def test_an_error_for_a_larger_microbatch_leaves_the_smaller_ones(monkeypatch: p
     assert "the planner predicts 3.0 of 8.0 GiB per rank" in text
 
 
+@pytest.mark.slow
 def test_the_gpus_of_the_machine_are_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     write_config(Path("8b"), "llama", **{**LLAMA_8B, "num_hidden_layers": 8})
@@ -344,6 +345,11 @@ def test_the_gpus_of_the_machine_are_planned_for(monkeypatch: pytest.MonkeyPatch
     assert (job["training"]["seq_len"], job["training"]["global_batch_size"], job["loss"]["chunks"]) == (4096, 128, 8)
     assert job["activation_checkpoint"]["mode"] == "none" and "of 79.1 GiB per rank" in text
     assert "planner" not in job and "8 NVIDIA H100 80GB HBM3" in text
+
+
+def test_the_gpus_of_the_machine_are_found_if_no_device_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(options, "_ask_driver", lambda *args: [GPUS["h100-80gb"]] * 8)
     assert written("sft", "named.toml", "--device", "l4")["planner"] == {"device": "l4"}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     assert options.find_gpus() == [("NVIDIA H100 80GB HBM3", 81559 / 1024)] * 2 and options.count_gpus() == 2

@@ -29,7 +29,7 @@ def plan_options(*options: str) -> Namespace:
     return parse_arguments(["plan", "--config", "job.toml", *options])
 
 
-JSON, TEXT, VERBOSE = plan_options("--json"), plan_options(), plan_options("--verbose")
+JSON, TEXT = plan_options("--json"), plan_options()
 OWN = ("--rows", "own")
 OWN_JSON, OWN_TEXT, OWN_VERBOSE = plan_options(*OWN, "--json"), plan_options(*OWN), plan_options(*OWN, "--verbose")
 """Options without rows of other modes, which would have to be recorded."""
@@ -66,12 +66,12 @@ def test_the_planned_modules_are_those_that_are_wrapped(tmp_path: Path, capsys: 
 
 def test_the_text_shows_layout_and_microbatches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = tiny_job(tmp_path, parallelism={"data_parallel_replicate_degree": 2}, training={"global_batch_size": 16})
-    print_plan(JobConfig.model_validate(job), 4, str, TEXT)
+    print_plan(JobConfig.model_validate(job), 4, str, OWN_TEXT)
     text = capsys.readouterr().out
     assert text.startswith("Fits: about ")
     assert "4 = 2 replicas x 2 shards" in text and "16 samples = 4 ranks x 1 sample x 4 microbatches" in text
     assert "FSDP2 units" not in text
-    print_plan(JobConfig.model_validate(job), 4, str, VERBOSE)
+    print_plan(JobConfig.model_validate(job), 4, str, OWN_VERBOSE)
     text = capsys.readouterr().out
     assert re.search(r"^collectives: \d+ all-gathers .* all-reduces per step of 4 microbatches$", text, flags=re.M)
 

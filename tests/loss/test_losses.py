@@ -373,7 +373,8 @@ def chats_in(sample: tuple[Tensor, ...]) -> list[tuple[str, ...]]:
     return [chat for chat in CHATS if f"user\n{chat[0]}<" in text]
 
 
-def test_dpo_trains_as_a_plain_loop(tmp_path: Path) -> None:
+@sampled("divisions", ("immediate", "deferred", "deferred_all_reduce"), 3)
+def test_dpo_trains_as_a_plain_loop(divisions: tuple[str, ...], tmp_path: Path) -> None:
     """The plain loop runs each answer alone, and follows the paper's formula."""
     pytest.importorskip("jinja2")
     job = dpo_job(tmp_path)
@@ -391,7 +392,7 @@ def test_dpo_trains_as_a_plain_loop(tmp_path: Path) -> None:
 
     expected, losses = train_plainly(job, BYTES, mean_loss_of)
     assert len({count for step in counts for count in step}) > 1, "samples must have different numbers of pairs"
-    metrics = check_divisions(job, tmp_path, expected, losses, ["immediate"])
+    metrics = check_divisions(job, tmp_path, expected, losses, list(divisions))
     assert [row["preference/reward_margin"] for row in metrics] == pytest.approx(margins, rel=1e-4)
     for row in metrics:
         assert row["preference/reward_chosen"] - row["preference/reward_rejected"] == pytest.approx(

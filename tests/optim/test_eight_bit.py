@@ -187,6 +187,7 @@ def train(folder: Path) -> dict[str, Tensor]:
     return state
 
 
+@pytest.mark.slow
 def test_a_run_resumes_bit_for_bit_and_on_other_ranks(tmp_path: Path) -> None:
     state = run_ranks(train, 2, tmp_path, timeout=200)[0]
     losses = [[row["train/loss"] for row in read_metrics(tmp_path, name)] for name in ("float32", "int8")]

@@ -112,7 +112,7 @@ def by_hand(name: str, parameter: Tensor) -> tuple[float, float]:
 
 
 def test_the_plan_shows_the_scales_of_each_parameter() -> None:
-    command = ["plan", "--config=llama_debug", "--world-size=2", "--mup.base_width=64", "--verbose"]
+    command = ["plan", "--config=llama_debug", "--world-size=2", "--mup.base_width=64", "--rows=own", "--verbose"]
     status, printed, _ = run_command(command, Path())
     lines = {line.split()[0]: line.split()[1:] for line in printed.splitlines() if line.strip()}
     assert status == 0 and "muP: 4 x the base width, 64" in printed

@@ -174,6 +174,7 @@ def poisoned_and_abandoned(job: dict[str, Any]) -> None:
         assert [scalars[f"experts/{tag}"] for tag in ("balance_loss", "z_loss", "entropy/layers.1.moe")] == [0, 0, 0]
 
 
+@pytest.mark.slow
 def test_a_skipped_or_abandoned_step_moves_nothing(tmp_path: Path) -> None:
     sections = {"debug": {"on_nonfinite": "skip"}, "activation_checkpoint": {"mode": "full"}}
     run_ranks(poisoned_and_abandoned, 2, moe_job(tmp_path, **sections))

@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from tests.distributed import run_ranks
-from tests.sampling import rest_is_slow
 from tests.tensors import cross_entropy_sum
 from tests.trace.traces import planned
 from tests.train.jobs import this_rank, tiny_job

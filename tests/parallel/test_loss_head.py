@@ -101,7 +101,7 @@ def _train(job: dict[str, Any], folder: Path) -> dict[str, Tensor]:
         return {**seen, **full_state(run.model)}
 
 
-@sampled("names", list(CASES), 5)
+@sampled("names", list(CASES), 10)
 def test_the_head_computes_the_loss_of_one_rank_with_logits(names: tuple[str, ...], tmp_path: Path) -> None:
     cases = {name: CASES[name] for name in names}
     own = list(dict.fromkeys(job for job, _ in cases.values()))

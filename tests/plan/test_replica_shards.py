@@ -55,6 +55,7 @@ def test_auto_does_not_consider_an_all_reduce_that_does_not_exist() -> None:
     assert "deferred_all_reduce" not in modes and {"immediate", "deferred"} < {*modes}
 
 
+@pytest.mark.slow
 def test_the_advice_replaces_a_mode_that_the_sharded_optimizer_refuses() -> None:
     overrides = ["--parallelism.data_parallel_replicate_degree=64"]
     config = load_job(str(CONFIG), overrides).config

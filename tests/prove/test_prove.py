@@ -354,6 +354,7 @@ def test_a_run_records_its_certificate_and_its_page_has_it(tmp_path: Path) -> No
     assert "Proof of the layout" in page and "layout proven (shards 2)" in page
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_values_of_a_folder_are_those_of_transformers(tmp_path: Path) -> None:
     pytest.importorskip("transformers")

@@ -338,7 +338,8 @@ def test_the_second_model_of_a_loss_is_replayed(tmp_path: Path) -> None:
     assert_replayed_as_traced(config, layout, choice, "cuda")
 
 
-@pytest.mark.parametrize("name", rest_is_slow(["dpo", "kto"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dpo", "kto"])
 def test_the_base_of_adapters_is_replayed_before_the_model(name: str, tmp_path: Path) -> None:
     """So every block runs forward twice (with `kto` four times), and blocks that are not recorded do, too."""
     pairs = {"kind": "preferences", "path": str(write_pairs(tmp_path / "pairs.jsonl")), "template": "chatml"}
@@ -368,6 +369,7 @@ def test_the_second_model_of_a_loss_is_divided_by_tensor_parallelism(tmp_path: P
     assert_replayed_as_traced(config, layout, choice, "cuda")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(usable_cores() < 2, reason="one process records on one core")
 def test_several_processes_record_what_all_choices_need(tmp_path: Path) -> None:
     """Only the first process says what it records."""

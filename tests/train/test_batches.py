@@ -33,7 +33,9 @@ def refusal(config: dict[str, Any]) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("name", "num_workers"), [("Stream", 1), ("StatefulStream", 0)])
+@pytest.mark.parametrize(
+    ("name", "num_workers"), [("Stream", 1), pytest.param("StatefulStream", 0, marks=pytest.mark.slow)]
+)
 def test_a_run_on_a_stream_resumes_bitwise_on_as_many_ranks(name: str, num_workers: int, tmp_path: Path) -> None:
     job = stream_job(tmp_path / "whole", name)
     job["data"]["num_workers"] = num_workers

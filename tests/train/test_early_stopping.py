@@ -123,6 +123,7 @@ def test_a_run_ends_at_the_same_step_on_other_ranks(
     assert_ended(tmp_path, 3, best=6, end=12)
 
 
+@pytest.mark.slow
 def test_a_larger_patience_continues_a_run_that_has_ended_early(tmp_path: Path, whole: Path) -> None:
     """The same command does nothing, and neither does a smaller patience. A patience that is set at a resume counts
     from there, against the best checkpoint of the run."""

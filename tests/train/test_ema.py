@@ -148,6 +148,7 @@ def test_every_division_saves_the_same_average(names: tuple[str, ...], tmp_path:
     assert_equal(dict(model.named_parameters()), saved_average(tmp_path / "PP"))
 
 
+@pytest.mark.slow
 def test_a_resumed_average_is_bitwise_the_uninterrupted_one(tmp_path: Path) -> None:
     # Step 3 is lost.
     run_ranks(run_and_interrupt, 2, ema_job(tmp_path / "whole"), ema_job(tmp_path / "parts"), 3)

@@ -93,6 +93,7 @@ def test_validation_on_several_ranks_equals_one_process(tmp_path: Path, images: 
         assert not any("tokens" in tag for tag in last)
 
 
+@pytest.mark.slow
 def test_a_resnet_learns_in_bfloat16_with_float32_statistics(tmp_path: Path, images: str) -> None:
     steps = {"steps": 24, "local_batch_size": 8, "global_batch_size": 32}
     job = image_job(tmp_path, images, precision={"param_dtype": "bfloat16"}) | {"training": steps}

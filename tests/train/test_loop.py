@@ -211,7 +211,12 @@ def run_recorded_until(job: dict[str, Any], step: int) -> list[int]:
     return asked
 
 
-def test_a_run_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "divisions", [((1, 1), (2, 1), (1, 1)), pytest.param(((2, 1), (4, 2), (1, 1)), marks=pytest.mark.slow)], ids=str
+)
+def test_a_run_resumes_on_another_number_of_ranks(divisions: tuple[tuple[int, int], ...], tmp_path: Path) -> None:
+    """`divisions`: the ranks and the replicas of each part of the run."""
+
     def job(name: str, replicate: int = 1) -> dict[str, Any]:
         return tiny_job(
             tmp_path / name,
@@ -222,7 +227,7 @@ def test_a_run_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
         )
 
     (uninterrupted,) = run_ranks(run_recorded_until, 1, job("whole"), 6)
-    for ranks, replicate, step in ((2, 1, 2), (4, 2, 4), (1, 1, 6)):
+    for (ranks, replicate), step in zip(divisions, (2, 4, 6), strict=True):
         asked = run_ranks(run_recorded_until, ranks, job("parts", replicate), step)
         samples = sorted(sample for of_rank in asked for sample in of_rank)
         assert samples == sorted(uninterrupted[4 * (step - 2) : 4 * step]), f"{ranks} ranks to step {step}"

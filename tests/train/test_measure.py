@@ -319,6 +319,7 @@ def talks() -> torch.nn.Module:
     return ConvNet()
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_traced_still_trains(caplog: pytest.LogCaptureFixture) -> None:
     job = JobConfig.model_validate({"job": {"device": "cpu"}, "model": {"name": f"{__name__}:fails"}})
     layout = plan_layout(job.parallelism, job.training, 1)

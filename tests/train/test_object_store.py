@@ -251,6 +251,7 @@ def test_lost_connections_do_not_fail_a_copy(server: Server, tmp_path: Path) -> 
     assert not error and 2 in stored_steps(server)
 
 
+@pytest.mark.slow
 def test_old_copies_are_deleted(server: Server, tmp_path: Path) -> None:
     """The copies are those that `keep_latest` and `keep_every` keep; objects of interrupted copies are deleted."""
     server.put("runs/tiny/step-1/__0_0.distcp", b"of an interrupted copy")

@@ -46,6 +46,6 @@ def _train(folder: Path, cases: Sequence[str]) -> None:
         run_job(_job(folder, "alone", "masters", training={"steps": 3}))
 
 
-@sampled("cases", ("stochastic", "sgd", "masters"), 3)
+@sampled("cases", ("masters", "stochastic", "sgd"), 3)
 def test_runs_with_every_optimizer_resume_bitwise(cases: tuple[str, ...], tmp_path: Path) -> None:
     run_ranks(_train, 2, tmp_path, cases)

@@ -157,7 +157,8 @@ def train_close(folder: Path, replicas: int) -> None:
             )
 
 
-@pytest.mark.parametrize(("ranks", "replicas"), rest_is_slow([(3, 3), (4, 2), (4, 4), (8, 4)], 4))
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "replicas"), [(3, 3), (4, 2), (4, 4), (8, 4)])
 def test_with_more_replicas_sums_differ_only_in_their_order(tmp_path: Path, ranks: int, replicas: int) -> None:
     """With clipping the norm is a sum in another order, too."""
     run_ranks(train_close, ranks, tmp_path, replicas, timeout=600)
@@ -191,7 +192,7 @@ def resume_as_the_other(folder: Path, case: str) -> None:
         assert read_metrics(folder, resumed["name"])[0]["step"] == 2
 
 
-@sampled("cases", ("masters", "Muon in 8 bits", "convolutions in 8 bits"), 3)
+@sampled("cases", ("Muon in 8 bits", "masters", "convolutions in 8 bits"), 3)
 def test_checkpoints_of_both_are_bitwise_equal_and_each_resumes_from_the_other(
     cases: tuple[str, ...], tmp_path: Path
 ) -> None:

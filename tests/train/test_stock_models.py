@@ -156,7 +156,7 @@ def trained(
     return folder, plain
 
 
-@pytest.mark.parametrize("name", rest_is_slow(list(JOBS), 6))
+@pytest.mark.parametrize("name", rest_is_slow(list(JOBS), len(JOBS)))
 def test_stock_models_train_alike_on_one_rank_two_ranks_and_in_plain_pytorch(
     name: str, trained: tuple[Path, dict[str, float]]
 ) -> None:
@@ -169,7 +169,7 @@ def test_stock_models_train_alike_on_one_rank_two_ranks_and_in_plain_pytorch(
         assert of_one and of_one == pytest.approx(of_two, rel=1e-5), tag
 
 
-@pytest.mark.parametrize("name", rest_is_slow(list(JOBS), 6))
+@pytest.mark.parametrize("name", rest_is_slow(list(JOBS), len(JOBS)))
 def test_stock_models_in_bf16_with_fp32_norms_have_the_planned_dtypes(
     name: str, trained: tuple[Path, dict[str, float]]
 ) -> None:

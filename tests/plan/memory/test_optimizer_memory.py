@@ -126,7 +126,7 @@ def measure_all(names: tuple[str, ...]) -> dict[str, Any]:
     return found
 
 
-@sampled("names", list(CASES), 6)
+@sampled("names", list(CASES), 12)
 def test_planned_bytes_are_the_measured_ones(names: tuple[str, ...]) -> None:
     """The rank has the larger of two shards, or the only one."""
     for name, (measured, planned) in run_ranks(measure_all, 2, names, timeout=220)[0].items():

@@ -6,10 +6,9 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 
-import pytest
 import torch.distributed as dist
 
 from tests.distributed import run_ranks
@@ -69,28 +68,32 @@ with stop.listening():
 """
 
 
-@pytest.mark.parametrize(
-    ("state", "end"),
-    [("built", "after this step"), ("starting", "when it is built, before its next step")],
-)
-def test_the_sentences_about_a_first_and_a_second_signal_are_true(state: str, end: str) -> None:
-    """Signals within two seconds of the first change nothing, and a later one ends the rank at once."""
-    command = [sys.executable, "-c", RANK, state]
+def test_the_sentences_about_a_first_and_a_second_signal_are_true() -> None:
+    """Signals within two seconds of the first change nothing, and a later one ends the rank at once. Two ranks get
+    them at the same time, before and after the run is built."""
     root, pipe = Path(__file__).parents[3], subprocess.PIPE
-    with subprocess.Popen(command, cwd=root, stdout=pipe, stderr=pipe, text=True) as rank:
-        assert rank.stdout is not None and rank.stdout.readline() == "ready\n"
-        rank.send_signal(signal.SIGTERM)
-        sentence = rank.stdout.readline()
-        while rank.poll() is None:
-            rank.send_signal(signal.SIGINT)
-            with suppress(subprocess.TimeoutExpired):
-                rank.wait(timeout=0.1)
-        output, errors = rank.communicate()
-    assert sentence == f"SIGTERM: the run ends {end}; a second signal, 2 s later or more, ends it at once\n"
-    assert (rank.returncode, output) == (128 + signal.SIGINT, "")
-    assert errors == (
-        "error: a second signal (SIGINT) ended the run at once; steps after the last complete checkpoint are lost\n"
-    )
+    ends = {"built": "after this step", "starting": "when it is built, before its next step"}
+    with ExitStack() as stack:
+        ranks = [
+            stack.enter_context(
+                subprocess.Popen([sys.executable, "-c", RANK, state], cwd=root, stdout=pipe, stderr=pipe, text=True)
+            )
+            for state in ends
+        ]
+        sentences = []
+        for rank in ranks:
+            assert rank.stdout is not None and rank.stdout.readline() == "ready\n"
+            rank.send_signal(signal.SIGTERM)
+            sentences.append(rank.stdout.readline())
+        while any(rank.poll() is None for rank in ranks):
+            for rank in ranks:
+                rank.send_signal(signal.SIGINT)  # nothing, once the rank has ended
+            time.sleep(0.1)
+        outputs = [(rank.returncode, *rank.communicate()) for rank in ranks]
+    after = "a second signal, 2 s later or more, ends it at once"
+    assert sentences == [f"SIGTERM: the run ends {end}; {after}\n" for end in ends.values()]
+    error = "error: a second signal (SIGINT) ended the run at once; steps after the last complete checkpoint are lost\n"
+    assert outputs == [(128 + signal.SIGINT, "", error)] * 2
 
 
 HANDLED = """
