@@ -324,7 +324,9 @@ def _advised(planned: _Planned, parallelism: ParallelismConfig) -> _Planned:
 
     def predict(config: JobConfig, layout: Layout) -> float:
         config = with_unsharded_parameters(config, layout)
-        footprint = _subject(config, layout, hardware).engine(configured_choice(config))
+        subject = _subject(config, layout, hardware)
+        plan_job(config, subject.inventory)  # raises ConfigError for modes that cannot be compiled
+        footprint = subject.engine(configured_choice(config))
         return estimate_reserved(footprint.with_workspace(hardware.workspace_bytes), hardware)
 
     found = tuple(advise(config, layout, limit, predict))
