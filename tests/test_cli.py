@@ -22,9 +22,10 @@ from tests.train.jobs import model_source
 from titan_launch.cli import COMMANDS, main, parse_arguments
 from titan_launch.commands.parser import load_to_train
 from titan_launch.config.loading.load import dump_job, load_job
+from titan_launch.core.errors import UserError
 from titan_launch.core.files import CACHE_VARIABLE
 from titan_launch.core.torch_release import CAN_SHARE_UNITS
-from titan_launch.launch.options import LAUNCH_OPTIONS, check_rendezvous
+from titan_launch.launch.options import LAUNCH_OPTIONS, check_rendezvous, plan_processes
 
 REPO = Path(__file__).parent.parent
 
@@ -463,6 +464,13 @@ def test_options_that_no_run_can_start_with_are_one_error(
 
 def test_a_rendezvous_of_another_package_may_need_no_endpoint() -> None:
     check_rendezvous({"nnodes": "2", "rdzv-backend": "own"})
+
+
+def test_the_number_of_hosts_may_be_set_by_the_variable_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PET_NNODES", "2")
+    assert plan_processes({"nproc-per-node": "3"}).world_size == 6
+    with pytest.raises(UserError, match="--nnodes 2: the hosts need an address"):
+        check_rendezvous({})
 
 
 def test_a_run_that_restarts_with_fewer_ranks_goes_on(job: Path, capsys: pytest.CaptureFixture[str]) -> None:

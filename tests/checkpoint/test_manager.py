@@ -11,6 +11,7 @@ import signal
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -228,6 +229,24 @@ def lose_the_writer(folder: Path) -> tuple[str, str]:
     second = failure_of(manager)
     manager.close()
     return first, second
+
+
+@pytest.mark.parametrize(
+    ("has_answer", "code", "cause"),
+    [
+        (False, None, "was killed, because a save took longer than 2 h"),
+        (True, -9, r"died \(exit code -9\)"),
+        (True, None, "did not answer"),
+    ],
+)
+def test_the_error_of_a_writer_without_an_answer_names_the_cause(
+    has_answer: bool, code: int | None, cause: str
+) -> None:
+    writer, connection, process = object.__new__(WriterProcess), Mock(), Mock(exitcode=code)
+    connection.poll.return_value, connection.recv.side_effect = has_answer, EOFError
+    vars(writer).update(_connection=connection, process=process)
+    with pytest.raises(RuntimeError, match=f"checkpoints {cause}"):
+        writer.write(Mock())
 
 
 @pytest.mark.slow

@@ -11,10 +11,15 @@ import pytest
 from titan_launch.cpu.allocator import keep_freed_memory
 
 PROGRAM = """
-import resource, sys
+import ctypes, resource, sys
 from titan_launch.cpu.allocator import keep_freed_memory
 if sys.argv[1] == "keep":
     assert keep_freed_memory({})
+    end_of_heap = ctypes.CDLL(None).sbrk
+    end_of_heap.restype = ctypes.c_void_p
+    before = end_of_heap(0)
+    bytes(2**31)  # freed at once; its pages are never used
+    assert end_of_heap(0) - before >= 2**31
 for _ in range(4):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     blocks = [bytes(bytearray(size << 20)) for size in (3, 80, 5)]

@@ -132,6 +132,11 @@ NAMED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}, "max_position_embeddings": 16},
         EQUAL,
     ),
+    "YaRN without the key that the class needs": (
+        "Mixtral",
+        {"head_dim": ..., "rope_parameters": {**YARN, "rope_theta": 1e4}},
+        "computes YaRN for mixtral only if config.json has head_dim; add this key",
+    ),
     "a null for truncate": ("Llama 2", {"rope_parameters": {**YARN, "truncate": None}}, "truncate = null"),
     "two lengths of pre-training": (
         "Llama, YaRN",

@@ -108,6 +108,11 @@ def test_a_block_without_a_module_to_compile_is_an_error() -> None:
     }
     with pytest.raises(ConfigError, match=r"no part of layers.0, layers.1, layers.2 .*precision.rules.0.*remove those"):
         planned(precision=linears)
+    trained = {"trainable": ["layers.*.*.w2.weight", "layers.*.*.wv.weight"]}
+    both = r"units of precision.rules.0, trained parameters in .*remove those.* parameters \(training.trainable\)"
+    with pytest.raises(ConfigError, match=both) as error:
+        planned(precision=linears, training=trained)
+    assert {*error.value.problems[0].also} == {("precision", "rules", 0), ("training", "trainable")}
 
 
 def test_checkpointed_layers_that_leave_nothing_to_compile_are_an_error() -> None:

@@ -370,6 +370,7 @@ def test_another_host_reads_omitted_parameters_from_the_store(server: Server, tm
         server.delete(name)
     lacking = run_ranks(with_variables, 1, server.environment, tensors_of, run, str(tmp_path / "other"))[0]
     assert lacking == (
-        "the checkpoint omits 1 never-trained parameter; their values are in s3://bucket/weights: there is "
-        "no such object, and no object below it; check the name; or name a local copy with --base"
+        "s3://bucket/weights cannot be read (there is no such object, and no object below it; check the name). The "
+        "checkpoint omits 1 never-trained parameter, whose values are there; correct this, or name a local copy with "
+        "--base"
     )

@@ -142,7 +142,9 @@ class CheckpointStore:
                 if later > step:
                     self._delete(checkpoint_name(later), files)
         except Exception as error:
-            _log.warning("copies after step %d in %s could not be deleted: %s", step, self.url, error)
+            reason = f"copies after step {step} in {self.url} could not be deleted: {error}"
+            risk = "a run that resumes from the store may load one of these copies"
+            _log.warning("%s; %s; delete the folders step-N with N > %d there before the next save", reason, risk, step)
 
     def _copy_waiting(self) -> None:
         self._failure, step = "", None

@@ -70,13 +70,17 @@ class WriterProcess:
             self._connection.send(order)
             if not self._connection.poll(_PATIENCE.total_seconds()):
                 self.process.kill()  # the process does not run, or its file system does not answer
+                limit = f"{_PATIENCE / timedelta(hours=1):g} h"
+                raise RuntimeError(
+                    f"the process that writes checkpoints was killed, because a save took longer than {limit}"
+                )
             answer = self._connection.recv()
         except (EOFError, OSError) as error:
             self.process.join(5)
+            how = f"cannot be reached ({error})" if str(error) else "did not answer"
             if (code := self.process.exitcode) is not None:
-                how = f"has died, or was killed after {_PATIENCE} (exit code {code})"
-                raise RuntimeError(f"the process that writes checkpoints {how}") from None
-            raise RuntimeError(f"the process that writes checkpoints cannot be reached ({error})") from error
+                how = f"died (exit code {code})"
+            raise RuntimeError(f"the process that writes checkpoints {how}") from None
         if isinstance(answer, Written):
             return answer
         raise answer

@@ -162,8 +162,8 @@ def _foreign_keys() -> Iterator[str]:
             yield from _remedy_table(keys)
 
 
-_QUOTED = r'"([^"]+)" = (\[[^]]*\]|"[^"]*"|\w+)|"([^"]+)"'
-"""Pattern of a part of a remedy: a quoted key with its value, or a quoted key or value alone."""
+_QUOTED = r'"([^"]+)" = (\[[^]]*\]|"[^"]*"|\w+)|"([^"]+)"|(--[a-z-]+|\[+[a-z._]+\]+)'
+"""Pattern of a part of a remedy: a quoted key with its value, a quoted key or value alone, an option, or a section."""
 
 
 def _remedy(key: str) -> str:
@@ -179,7 +179,7 @@ def _remedy_table(keys: Iterable[str]) -> Iterator[str]:
     yield from _table(
         ["key of the other tool", "in titan_launch"],
         (
-            [_code(*group), re.sub(_QUOTED, lambda match: _code(match[3] or f"{match[1]} = {match[2]}"), remedy)]
+            [_code(*group), re.sub(_QUOTED, lambda m: _code(m[3] or m[4] or f"{m[1]} = {m[2]}"), remedy)]
             for remedy, group in by_remedy.items()
         ),
     )

@@ -14,11 +14,11 @@ from collections.abc import Mapping
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """`M_TRIM_THRESHOLD` and `M_MMAP_THRESHOLD` of mallopt(3)."""
 
-_NEVER = 2**31 - 1
-"""Threshold in bytes that is never reached: the largest C int."""
+_NEVER = -1
+"""Threshold that is never reached: glibc converts -1 to the largest `size_t`."""
 
 _OLDER_LIMIT = 32 * 2**20
-"""The largest `M_MMAP_THRESHOLD` that older versions of glibc accept on 64-bit systems, in bytes."""
+"""The largest `M_MMAP_THRESHOLD` that older versions of glibc accept on 64-bit systems, in bytes. They reject -1."""
 
 _VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES")
 """Environment variables with which a user configures malloc."""

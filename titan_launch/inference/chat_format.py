@@ -35,8 +35,8 @@ class ChatOptions:
 def find_template(saved: SavedModel, tokenizer: Tokenizer, options: ChatOptions) -> ChatTemplate:
     """Return the chat template of a model, from the first of these places that has a template: the command line, the
     run's chat data, the tokenizer's folder, and the Hugging Face folder of the weights. Raises WeightsError if the run
-    has several chat formats. Raises WeightsError or ConfigError if there is no template, or if the template cannot be
-    used."""
+    has several chat formats and `options.template` is None. Raises WeightsError or ConfigError if there is no template,
+    or if the template cannot be used."""
     data = template_section(saved.job, options.template is not None)
     given = {"template": options.template, "date": options.date}
     changes = {name: value for name, value in given.items() if value is not None}

@@ -15,7 +15,14 @@ from torch import Tensor
 
 from titan_launch.checkpoint.index import check_step, model_tensors, read_tensor
 from titan_launch.checkpoint.loading import result_step
-from titan_launch.checkpoint.manifest import BaseRecord, Manifest, check, checkpoint_name, complete_steps
+from titan_launch.checkpoint.manifest import (
+    BaseRecord,
+    DamagedCheckpointError,
+    Manifest,
+    check,
+    checkpoint_name,
+    complete_steps,
+)
 from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.provenance import toml_value
 from titan_launch.config.loading.urls import local_sections
@@ -142,10 +149,14 @@ def _job_of(record: Mapping[str, Any]) -> JobConfig:
 
 
 def _checked(folder: Path, step: int) -> tuple[Path, Manifest]:
-    """Return a checkpoint of a run folder and its manifest. Raises DamagedCheckpointError."""
+    """Return a checkpoint of a run folder and its manifest. Raises DamagedCheckpointError, with the step."""
     checkpoint = checkpoint_folder(folder) / checkpoint_name(step)
-    manifest = check(checkpoint)
-    check_step(checkpoint, manifest.step)
+    try:
+        manifest = check(checkpoint)
+        check_step(checkpoint, manifest.step)
+    except DamagedCheckpointError as error:
+        reason = f"{checkpoint.name}: {error}; choose another checkpoint, for example with --step"
+        raise DamagedCheckpointError(reason) from None
     return checkpoint, manifest
 
 
@@ -170,8 +181,9 @@ def _base_folder(job: JobConfig, recorded: BaseRecord | None, given: Path | None
         return local_copy(url)
     except StoreError as error:
         shown = "the URL of model.weights" if has_credentials(url) else url
-        needed = f"the checkpoint omits {counted(recorded.omitted, 'never-trained parameter')}; their values are in"
-        raise WeightsError(f"{needed} {shown}: {error}; or name a local copy with --base") from None
+        omitted = f"The checkpoint omits {counted(recorded.omitted, 'never-trained parameter')}, whose values are there"
+        remedy = "correct this, or name a local copy with --base"
+        raise WeightsError(f"{shown} cannot be read ({error}). {omitted}; {remedy}") from None
 
 
 def _with_base(saved: SavedModel) -> SavedModel:

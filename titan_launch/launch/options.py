@@ -6,6 +6,7 @@ import os
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 
 from titan_launch.core.errors import UserError
@@ -60,7 +61,8 @@ def plan_processes(options: Mapping[str, str]) -> Processes:
     """Parse the options of `launch`, given by name without `--`. Raises UserError for invalid values."""
     options = dict(options)
     per_node = _processes_per_node(options.pop("nproc-per-node", "auto"))
-    nodes = options.pop("nnodes", "1")
+    nodes = _value(options, "nnodes") or "1"
+    options.pop("nnodes", None)
     numbers = [_number(part, 1, _MOST) or 0 for part in nodes.split(":", 1)]
     if 0 in numbers or numbers != sorted(numbers):
         raise _wrong("nnodes", nodes, "must be a whole number of at least 1, or min:max")
@@ -83,11 +85,8 @@ def plan_processes(options: Mapping[str, str]) -> Processes:
 
 def check_rendezvous(options: Mapping[str, str]) -> None:
     """Raise UserError if several hosts could not find each other with these options of `launch`."""
-
-    def value(name: str) -> str | None:  # torchrun reads the environment variable if the option is not set
-        return options.get(name) or os.environ.get(f"PET_{name.replace('-', '_').upper()}")
-
-    nodes = options.get("nnodes", "1")
+    value = partial(_value, options)
+    nodes = value("nnodes") or "1"
     numbers = [int(number) for number in nodes.split(":")]
     backend = value("rdzv-backend") or "static"
     if numbers[-1] == 1:
@@ -100,6 +99,11 @@ def check_rendezvous(options: Mapping[str, str]) -> None:
     if backend == "static" and not (value("master-addr") or value("rdzv-endpoint")):
         reason = "the hosts need an address: add --rdzv-backend c10d --rdzv-endpoint HOST:PORT, or --master-addr HOST"
         raise _wrong("nnodes", nodes, reason)
+
+
+def _value(options: Mapping[str, str], name: str) -> str | None:
+    """Return an option of `launch`. If it is not set, return the environment variable from which torchrun reads it."""
+    return options.get(name) or os.environ.get(f"PET_{name.replace('-', '_').upper()}")
 
 
 def _processes_per_node(text: str) -> int:

@@ -49,8 +49,8 @@ class ModelLoss(Loss):
         return {"labels": targets}
 
     def select(self, outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return a pair: the loss in a model's outputs, an fp32 scalar, and the logits, or None if there are no logits.
-        Raise ConfigError if the loss is missing, or is not a tensor with one element."""
+        """Return the loss in a model's outputs as an fp32 scalar, and the logits. The logits are None if the outputs
+        have none. Raise ConfigError if the loss is missing, or is not a tensor with one element."""
         loss = entry(outputs, "loss")
         if loss is None:
             loss = outputs[0] if isinstance(outputs, (tuple, list)) and outputs else outputs

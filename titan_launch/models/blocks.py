@@ -161,7 +161,8 @@ def remove_blocks(model: nn.Module, removed: Iterable[str]) -> None:
     for path in removed:
         container = model.get_submodule(parent(path))
         if not isinstance(container, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
-            raise ValueError(f"{path} is an attribute of a {type(container).__name__}")
+            reason = f"it is an attribute of a {type(container).__name__}, and a forward reads attributes by name"
+            raise ValueError(f"{path} cannot be removed, because {reason}")
         delattr(container, path.rpartition(".")[2])
 
 

@@ -89,12 +89,13 @@ def smallest_sufficient(config: JobConfig, layout: Layout, limit_bytes: float, p
 
 
 def _combined(config: JobConfig, layout: Layout, limit_bytes: float, predict: Predict, needed: float) -> Advice:
-    """Return the advice that combines changes of several kinds. `needed`: predicted memory of the unchanged job, in
-    bytes.
+    """Return the advice that combines changes of several kinds. Precondition: at least one change saves memory.
+    `needed`: predicted memory of the unchanged job, in bytes.
 
     First, the strongest valid change of each kind is applied, the cheapest kind first, until the job fits. If the
     job fits, each change is then replaced by the weakest change of its kind with which the job still fits. The
-    microbatch is not enlarged again, even if later changes leave enough memory. At least one change must save memory.
+    microbatch is not enlarged again, even if later changes leave enough memory. Changes that save less than 0.5 % are
+    skipped.
     """
     kinds: list[tuple[_Change, ...]] = []
     changed, predicted = config, needed

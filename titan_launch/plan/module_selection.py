@@ -15,7 +15,7 @@ from titan_launch.config.axes import TENSOR
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.parallelism import ActivationCheckpointConfig
 from titan_launch.config.sections.precision import Float8Config
-from titan_launch.core.errors import ConfigError, KeyPath, Problem, config_error, listed
+from titan_launch.core.errors import ConfigError, KeyPath, Problem, config_error, format_key, listed
 from titan_launch.core.globs import alike
 from titan_launch.plan.freezing import ADAPTER
 from titan_launch.plan.layout import Layout
@@ -26,7 +26,6 @@ from titan_launch.plan.types import (
     Unit,
     enclosing,
     full_name,
-    is_within,
     outermost,
     outward,
     parent,
@@ -102,7 +101,7 @@ def compiled_modules(
     found = _compilable(inventory, {path for unit in units for path in unit.modules} | set(outside))
     empty = [block for block, paths in found.items() if not paths]
     if empty:
-        raise ConfigError([_nothing_left(empty, units, outside)])
+        raise ConfigError([_nothing_left(config, empty, units, outside)])
     compiled = tuple(dict.fromkeys(path for paths in found.values() for path in paths))
     if selection(config.activation_checkpoint) == "op":
         _check_seen_by_selection(compiled, checkpointed)
@@ -149,29 +148,39 @@ def _compilable(inventory: Inventory, boundaries: Collection[str]) -> dict[str, 
     return found
 
 
-def _nothing_left(blocks: Sequence[str], units: Sequence[Unit], outside: Collection[str]) -> Problem:
-    """Return a problem for blocks in which only single layers can be compiled, because of precision rules or activation
-    checkpointing."""
-    inside = [u for u in units if any(p != blocks[0] and is_within(p, blocks[0]) for p in u.modules)]
-    reasons = list(dict.fromkeys(unit.reason for unit in inside))
-    keys = [unit.key for unit in inside if unit.key is not None]
-    remedy = (
-        'set precision.param_dtype = "float32"' if BATCH_NORM_DEFAULT in reasons else "remove those precision rules"
-    )
-    what = f"from the FSDP2 units of {', '.join(reasons)}, whose hooks cannot be part of a graph"
-    if any(reason.startswith("trained") for reason in reasons):
-        remedy = (
-            "leave modules of each block without adapters and trained parameters (lora.targets, training.trainable)"
-        )
-        what = "from FSDP2 units of trained parameters in frozen blocks, whose hooks cannot be part of a graph"
-        keys = [("lora", "targets"), ("training", "trainable")]
-    if not inside:
-        what = f"from the checkpointed modules ({listed(sorted(outside))})"
-        remedy = "remove these modules from activation_checkpoint.modules"
-        keys = [_CHECKPOINTED_MODULES]
+def _nothing_left(
+    config: JobConfig, blocks: Sequence[str], units: Sequence[Unit], checkpointed: Collection[str]
+) -> Problem:
+    """Return a problem for blocks in which only single layers can be compiled, because of FSDP2 units inside the blocks
+    (precision rules, BatchNorm, adapters or trained parameters in frozen blocks), or because of activation
+    checkpointing. `checkpointed`: checkpointed modules that must run outside of a graph."""
+    inside = [unit for unit in units if any(enclosing(parent(path), blocks) for path in unit.modules)]
+    trained = [unit for unit in inside if unit.reason.startswith("trained")]
+    by_reason = {unit.reason: unit.key for unit in inside if unit not in trained}
+    keys = [key for key in by_reason.values() if key is not None]
+    causes, remedies = list(by_reason), ["remove those precision rules"] if keys else []
+    if BATCH_NORM_DEFAULT in by_reason:
+        remedies.append('set precision.param_dtype = "float32"')
+    if trained:
+        of_trained: dict[KeyPath, object] = {
+            ("lora", "targets"): config.lora.targets,
+            ("training", "trainable"): config.training.trainable,
+            ("training", "frozen"): config.training.frozen,
+            ("training", "unfreeze"): config.training.unfreeze,
+        }
+        given = [key for key, value in of_trained.items() if value]
+        causes.append("trained parameters in frozen blocks")
+        where = f" ({', '.join(map(format_key, given))})" if given else ""
+        remedies.append(f"leave modules of each block without trained parameters{where}")
+        keys += given
+    parts = [f"the FSDP2 units of {', '.join(causes)}, whose hooks cannot be part of a graph"] if causes else []
+    if hidden := sorted(path for path in checkpointed if enclosing(parent(path), blocks)):
+        parts.append(f"the checkpointed modules ({listed(hidden)})")
+        remedies.append("remove these modules from activation_checkpoint.modules")
+        keys.append(_CHECKPOINTED_MODULES)
     reason = (
-        f"no part of {listed(blocks)} can be compiled: apart {what}, there are only single layers, which are not "
-        f"compiled on their own; {remedy}, or set compile.enable = false"
+        f"no part of {listed(blocks)} can be compiled: apart from {', and from '.join(parts)}, there are only single "
+        f"layers, which are not compiled on their own; {' and '.join(remedies)}, or set compile.enable = false"
     )
     return Problem(_ENABLE, reason, True, also=tuple(dict.fromkeys(keys)))
 

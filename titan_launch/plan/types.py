@@ -242,15 +242,17 @@ class Unit:
     """Key of the precision rule that made the unit; None if no rule of the job made it."""
 
     num_parameters: int = 0
-    """Number of elements of the unit's parameters before sharding, including parameters of rules in place."""
+    """Number of elements of the unit's parameters before sharding, including parameters of modules that an
+    in-place precision rule matches (`ModelPlan.in_place`)."""
 
     is_trained: bool = True
-    """True if any parameter of the unit is trained. Parameters of rules in place (`ModelPlan.in_place`) do not count
-    here."""
+    """True if any parameter of the unit is trained. Parameters of modules that an in-place precision rule matches
+    (`ModelPlan.in_place`) do not count."""
 
     gradient_dtype: str | None = None
-    """Dtype of the unit's sharded gradients: the storage dtype of its trained parameters, including those of rules in
-    place. FSDP2 requires one dtype for all of them. None: the unit reduces no gradients."""
+    """Dtype of the unit's sharded gradients: the storage dtype of its trained parameters, including those of modules
+    that an in-place precision rule matches. FSDP2 requires one dtype for all of them. None: the unit reduces no
+    gradients."""
 
     unshard_in_backward: bool = True
     """True if backward all-gathers the parameters again after a reshard. False: backward does not read them."""

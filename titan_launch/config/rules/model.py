@@ -120,7 +120,8 @@ def tables_can_be_recorded(config: JobConfig) -> Iterator[Problem]:
 
 
 def _tables(value: object, key: KeyPath = ()) -> Iterator[tuple[KeyPath, Table]]:
-    """Yield (key, table) for each table in a section whose keys the schema does not list. `key`: path of `value`."""
+    """Yield (key, table) for each free-form table inside `value`, such as `[model.args]`. The schema does not list the
+    keys of such a table. `key`: path of `value`."""
     if isinstance(value, dict):
         yield key, value
     elif isinstance(value, Section):

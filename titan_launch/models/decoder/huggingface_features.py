@@ -1,4 +1,7 @@
-"""Conversion between keys of Hugging Face's `config.json` and model arguments, without torch."""
+"""Conversion between keys of Hugging Face's `config.json` and model arguments, without torch.
+
+*The class* is the class of `transformers` for one `model_type`.
+"""
 
 from __future__ import annotations
 
@@ -223,8 +226,9 @@ def rope(
 ) -> Feature:
     """Return the `Feature` of rotary embeddings that all layers share.
 
-    `theta` and `default`: the base and the table of RoPE parameters that the class uses by default. `kinds`: RoPE types
-    of the class. `yarn_needs`: a key that the class needs to compute YaRN; None if it needs none.
+    `theta`: the base that the class uses by default. `default`: the RoPE table that the class uses if `rope_parameters`
+    is absent; None if it has none. `kinds`: RoPE types of the class. `yarn_needs`: a key that the class needs to
+    compute YaRN; None if it needs none.
     """
     unscaled = None if default is None else {"rope_type": "default"}
 
@@ -252,7 +256,8 @@ def rope(
         if (base, scaling) != found[-1][:2]:
             raise _contradiction(config)
         if scaling is not None and scaling["kind"] == "yarn" and yarn_needs and config.get(yarn_needs) is None:
-            reason = f"transformers computes YaRN for this class only with {yarn_needs}"
+            model_type, needed = config.get("model_type"), f"{CONFIG_FILE} has {yarn_needs}; add this key"
+            reason = f"transformers computes YaRN for {model_type} only if {needed}"
             raise unsupported(f"{key}.rope_type", "yarn", reason)
         return {"rope_theta": base, "rope_scaling": scaling}
 

@@ -62,7 +62,8 @@ class RotaryEmbedding(nn.Module):
         """
         stop, max_tokens = self.position + x.shape[1], self.table.shape[0]
         if stop > max_tokens:
-            raise ValueError(f"got {stop} tokens, but the rotary table has {max_tokens} rows (training.seq_len)")
+            reason = f"got {stop} tokens, but the rotary table has {max_tokens} rows"
+            raise ValueError(f"{reason}; increase training.seq_len, which sets the number of rows")
         rows = self.table[self.position : stop] if positions is None else self.table[positions]
         table = rows.unsqueeze(-3).float()  # [1 or batch, tokens, 1, head_dim / 2, 2]; the first axis may be missing
         pairs = x.float().unflatten(-1, (-1, 2))

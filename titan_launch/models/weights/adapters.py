@@ -185,7 +185,8 @@ class Target:
             yield part.adapter.b, own if is_stacked else own[0]
         if rest.any():
             parts = listed([parent(part.adapter.weight) for part in self.parts])
-            reason = f"cannot be split into adapters of {parts}: its lora_B has values outside of these modules"
+            reason = f"cannot be split into adapters of {parts}: its lora_B has values outside of these modules,"
+            reason += " or is not block-diagonal (a module has values in the columns of another)"
             remedy = "train the adapter with this model, or export it from a run of this model"
             raise WeightsError(f"the adapter of {self.path} in this folder {reason}; {remedy}")
 

@@ -208,8 +208,10 @@ def read_header(path: Path) -> tuple[dict[str, FileTensor], dict[str, str]]:
         raise WeightsError(f"{shown} {reason}; save the file again without metadata")
     for name, tensor in tensors.items():
         if len(tensor.shape) > _MOST_DIMENSIONS or max(tensor.shape, default=0) > _MOST_ELEMENTS:
-            shape = ", ".join(map(str, tensor.shape[: _MOST_DIMENSIONS + 1]))
-            reason = f"{short_name(name)} has the shape [{shape}, ...], but at most 8 dims of at most 2^48 are possible"
+            cut = ", ..." if len(tensor.shape) > _MOST_DIMENSIONS else ""
+            shape = ", ".join(map(str, tensor.shape[:_MOST_DIMENSIONS])) + cut
+            possible = f"at most {_MOST_DIMENSIONS} dims of at most {_MOST_ELEMENTS:,} are possible"
+            reason = f"{short_name(name)} has the shape [{shape}], but {possible}"
             raise WeightsError(f"{shown} is damaged: {reason}; copy or download it again")
     return tensors, metadata
 

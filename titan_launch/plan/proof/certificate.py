@@ -238,7 +238,7 @@ def find_certificate(config: JobConfig) -> Certificate | None:
     except (OSError, JsonError) as error:
         if named is None:
             return None
-        reason = f"cannot be read ({reason_of(error)}); write it with titan-launch prove --out"
+        reason = f"cannot be read ({reason_of(error)}); write it with titan-launch prove --out FILE"
         raise config_error(("prove", "certificate"), reason, named) from None
     is_current = found.digest == digest
     with suppress(OSError):
