@@ -302,12 +302,12 @@ def test_a_forged_end_is_an_error(tmp_path: Path, whole: Path) -> None:
     reason = f"{INDEX_FILE} has no valid entry for the tensor early_stopping.has_ended"
     with pytest.raises(DamagedCheckpointError, match=reason):
         open_saved_model(run)
-    (newest / INDEX_FILE).write_bytes(b"")
-    with pytest.raises(DamagedCheckpointError, match=f"^step-12: {INDEX_FILE} has 0 bytes .*another checkpoint"):
-        open_saved_model(run)
     job = stopping_job(tmp_path, None, checkpoint={"initial_load_path": str(run)})
     expected = f"checkpoint.initial_load_path: {newest} cannot be loaded: {reason}; name another checkpoint"
     assert run_ranks(refused_start, 2, job) == [expected] * 2
+    (newest / INDEX_FILE).write_bytes(b"")
+    with pytest.raises(DamagedCheckpointError, match=f"^step-12: {INDEX_FILE} has 0 bytes .*another checkpoint"):
+        open_saved_model(run)
 
 
 def test_the_command_line_shows_the_end_and_the_result(tmp_path: Path) -> None:
