@@ -469,8 +469,13 @@ def test_a_rendezvous_of_another_package_may_need_no_endpoint() -> None:
 def test_the_number_of_hosts_may_be_set_by_the_variable_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PET_NNODES", "2")
     assert plan_processes({"nproc-per-node": "3"}).world_size == 6
-    with pytest.raises(UserError, match="--nnodes 2: the hosts need an address"):
+    with pytest.raises(UserError, match="error: PET_NNODES 2: the hosts need an address"):
         check_rendezvous({})
+    with pytest.raises(UserError, match=r"--node-rank 2: .* since PET_NNODES is 2"):
+        plan_processes({"node-rank": "2"})
+    monkeypatch.setenv("PET_NNODES", "0")
+    with pytest.raises(UserError, match="error: PET_NNODES 0: must be"):
+        plan_processes({})
 
 
 def test_a_run_that_restarts_with_fewer_ranks_goes_on(job: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -228,7 +228,8 @@ def test_a_path_must_hold_a_checkpoint(tmp_path: Path, copied: Path) -> None:
     # The link may change while the ranks load, so they load the folder to which it led. Hosts may have other mounts.
     (tmp_path / "mount").symlink_to(copied)
     path = tmp_path / "mount"
-    assert run_ranks(find_checkpoint, 2, path / "latest", ("checkpoint", "load")) == [path / "step-3"] * 2
+    (tmp_path / "link").symlink_to(path / "latest")
+    assert run_ranks(find_checkpoint, 2, tmp_path / "link", ("checkpoint", "load")) == [path / "step-3"] * 2
 
 
 def test_random_states_are_plain_tensors() -> None:

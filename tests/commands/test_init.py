@@ -129,6 +129,8 @@ def test_every_comment_of_a_command_is_a_valid_command(capsys: pytest.CaptureFix
 
 def test_a_file_is_never_overwritten(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     Path("mine.toml").write_text("mine")
+    Path("model.safetensors").touch()  # a job file may be in a folder with weights
+    assert main(["init", "pretrain", "--out", "new.toml"]) == 0
     for name in ("pretrain", "llama_bn"):
         assert main(["init", name, "--out", "mine.toml"]) == 2
         assert "mine.toml exists, and init never overwrites a file" in capsys.readouterr().err

@@ -42,15 +42,25 @@ def test_a_file_is_read_up_to_its_limit(tmp_path: Path) -> None:
         read_regular(path, 2)
 
 
-def test_an_existing_output_is_written_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_output_is_replaced_or_written_in_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "file")
     (tmp_path / "file").touch()
-    for name in ("link", "new"):
+    (tmp_path / "old").write_text("old")
+    reader = (tmp_path / "old").open()
+    for name in ("link", "new", "old"):
         check_output(tmp_path / name)
-        write_output(tmp_path / name, name)
-    assert (tmp_path / "link").is_symlink() and (tmp_path / "file").read_text() == "link"
+        write_output(tmp_path / name, f"new {name}")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "file").read_text() == "new link"
+    assert (tmp_path / "old").read_text() == "new old" and reader.read() == "old", "the old file stays whole"
+    write_output(Path("/dev/stdout"), "{}")
+    print("table")
+    assert capfd.readouterr().out == "{}\ntable\n"
     monkeypatch.setattr(os, "access", lambda path, mode: path == tmp_path / "file")  # the folder cannot be written
     check_output(tmp_path / "file")
+    write_output(tmp_path / "file", "in place")
+    assert (tmp_path / "link").read_text() == "in place"
     for name, words in (("other", f"may not write to {tmp_path}; name"), ("new", f"may not write to {tmp_path}/new")):
         with pytest.raises(UserError, match=words):
             check_output(tmp_path / name)

@@ -269,8 +269,12 @@ def test_an_export_has_the_tokenizer_of_the_run(tmp_path: Path) -> None:
     for name in ("config.json", GENERATION_FILE):
         assert json.loads((exported / name).read_text())["eos_token_id"] == 256, name
     (tmp_path / "new.json").write_text("{}")
-    note = "note: the tokenizer in the folder is not that of the run: tokenizer.path: is not a tokenizer.json of "
-    assert note in export(tmp_path / "plain", tmp_path / "changed", ExportOptions())
+    (tmp_path / "tokenizer_config.json").write_text("[]")
+    result = export(tmp_path / "plain", tmp_path / "changed", ExportOptions())
+    note = "note: the run's tokenizer files, which were copied to the folder, have an error, so config.json has no "
+    assert f"{note}eos_token_id: tokenizer.path: is not a tokenizer.json of " in result
+    note = "note: tokenizer_config.json must be a JSON object; the folder has an unchanged copy of this file"
+    assert note in result
     (tmp_path / "new.json").unlink()
     note = f"note: the folder lacks the run's tokenizer, because {tmp_path}/new.json is not found; copy it there"
     assert note in export(tmp_path / "plain", tmp_path / "again", ExportOptions())

@@ -17,7 +17,7 @@ from titan_launch.models.build import build_model
 from titan_launch.plan.job import plan_job
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.module_selection import check_shards, checkpointed_modules
-from titan_launch.plan.types import Inventory, ModelPlan, ModuleInfo
+from titan_launch.plan.types import Inventory, ModelPlan, ModuleInfo, parent
 from titan_launch.train.model import plan_precision
 
 
@@ -113,6 +113,19 @@ def test_a_block_without_a_module_to_compile_is_an_error() -> None:
     with pytest.raises(ConfigError, match=both) as error:
         planned(precision=linears, training=trained)
     assert {*error.value.problems[0].also} == {("precision", "rules", 0), ("training", "trainable")}
+
+
+@pytest.mark.parametrize(
+    ("degree", "cause"), [(1, "compiled: there"), (2, "compiled: apart from the FSDP2 units of experts, .* there")]
+)
+def test_experts_that_leave_nothing_to_compile_are_an_error(degree: int, cause: str) -> None:
+    parallelism = {"expert_parallel_degree": degree}
+    job = {"model": {"name": "qwen3_moe"}, "compile": {"enable": True}, "parallelism": parallelism}
+    config = JobConfig.model_validate(job)
+    inventory = model_inventory(config)
+    around = tuple(parent(m.path) for m in inventory.modules if m.has_experts)
+    with pytest.raises(ConfigError, match=rf"{cause} are only single layers, .* on their own; set compile.enable"):
+        plan_job(config, replace(inventory, blocks=around))
 
 
 def test_checkpointed_layers_that_leave_nothing_to_compile_are_an_error() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -175,12 +175,25 @@ def test_a_deferring_job_may_fit_only_with_a_single_microbatch() -> None:
     assert found.layout.num_microbatches == 1
 
 
-def search_without_recordings(config: JobConfig, held: Sequence[Key], ranks: int = RANKS) -> Search:
-    """Return a search in which a job needs 3 GiB with a single microbatch, and 5 GiB with several."""
+def test_a_held_mode_with_all_reduces_excludes_a_sharded_optimizer() -> None:
+    replicas, mode = ("parallelism", "data_parallel_replicate_degree"), ("gradient_accumulation", "mode")
+    options = ["--planner.memory_gib=4", "--job.device=cpu"]
+    config = with_values(job(*options), {replicas: 2, mode: "deferred_all_reduce"})
+    (found,) = search_without_recordings(config, [*HELD, *AXES, replicas, mode]).run().best
+    assert found.layout.replicate == 2 and not found.layout.shards_optimizer
+
+
+def search_without_recordings(
+    config: JobConfig,
+    held: Sequence[Key],
+    ranks: int = RANKS,
+    is_small: Callable[[Layout], bool] = lambda layout: layout.num_microbatches == 1,
+) -> Search:
+    """Return a search in which a job needs 3 GiB if `is_small`, by default with a single microbatch, else 5 GiB."""
     inventory = model_inventory(config)
 
     def subject_of(config: JobConfig, layout: Layout) -> ComparedJob:
-        gib = 3 if layout.num_microbatches == 1 else 5
+        gib = 3 if is_small(layout) else 5
         return ComparedJob(inventory, flops_of, PredictedBy(lambda choice: footprint(gib), lambda choice: Traffic()))
 
     return Search(config, ranks, hardware_of(config, 2), held, subject_of)
@@ -201,6 +214,16 @@ def test_a_layout_that_needs_replicas_is_found() -> None:
     """FSDP2 may shard 8 experts over at most 8 of 16 ranks, because Muon needs whole matrices."""
     options = ["--job.device=cpu", "--training.global_batch_size=16", "--planner.memory_gib=4", "--optimizer.name=Muon"]
     search = search_without_recordings(job(*options, "--model.name=qwen3_moe"), [*HELD, *AXES], ranks=16)
+    (found,) = search.run().best
+    assert found.layout.replicate == 2
+
+
+def test_a_layout_that_needs_replicas_may_fit_only_with_a_sharded_optimizer() -> None:
+    """FSDP2 may shard 528 outputs over at most 16 of 32 ranks, because `float8.all_gather` needs even shards."""
+    float8 = ["--float8.enable=true", "--float8.emulate=true", "--float8.recipe=tensorwise", "--float8.all_gather=true"]
+    options = ["--job.device=cpu", "--training.global_batch_size=32", "--planner.memory_gib=4", *float8]
+    config = job(*options, "--model.args.hidden_dim=528")
+    search = search_without_recordings(config, [*HELD, *AXES], 32, lambda layout: layout.shards_optimizer)
     (found,) = search.run().best
     assert found.layout.replicate == 2
 

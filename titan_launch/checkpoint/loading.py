@@ -126,8 +126,9 @@ def find_checkpoint(path: Path, key: KeyPath) -> Path:
     """Return the checkpoint that a path in the job file names. Collective.
 
     If the path is a run folder or a folder of checkpoints, return its newest valid checkpoint. Otherwise return the
-    path itself; if it is a link, return the link's target. On all ranks, raises UserError if all checkpoints of the
-    folder are damaged, and ConfigError for `key` if the path is no folder or no valid checkpoint.
+    path itself; if it is a link, or a link to a link, return the folder to which it leads. On all ranks, raises
+    UserError if all checkpoints of the folder are damaged, and ConfigError for `key` if the path is no folder or no
+    valid checkpoint.
     """
     for folder in (path / "checkpoints", path):
         if on_rank_0(lambda folder=folder: bool(checkpoint_steps(folder))):  # type: ignore[misc]
@@ -139,11 +140,19 @@ def find_checkpoint(path: Path, key: KeyPath) -> Path:
         reason = "there is no such folder; name a checkpoint (.../step-100) or a run's folder"
         raise config_error(key, reason, str(path))
     # A run that still trains may change its link `latest` now.
-    checkpoint = on_rank_0(lambda: path.parent / os.readlink(path) if path.is_symlink() else path)
+    checkpoint = on_rank_0(lambda: _target(path))
     damaged = damage(checkpoint)
     if damaged is not None:
         raise config_error(key, f"cannot be loaded as a checkpoint: {damaged}; name another checkpoint", str(path))
     return checkpoint
+
+
+def _target(path: Path) -> Path:
+    """Follow links until the path is no link. Links among its parents are kept, because other hosts may have them with
+    other targets."""
+    while path.is_symlink():
+        path = path.parent / os.readlink(path)
+    return path
 
 
 def find_result(path: Path, key: KeyPath) -> Path:

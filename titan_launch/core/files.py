@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from titan_launch.core.errors import UserError
+from titan_launch.core.terminal import say_data
 
 MIB = 1 << 20
 
@@ -225,6 +226,11 @@ def check_output(path: Path) -> None:
     for a new file, its folder is missing or may not be written to. Commands call this function before they compute the
     content of the file."""
     refuse_weights_folder(path)
+    check_place(path)
+
+
+def check_place(path: Path) -> None:
+    """Raise UserError as `check_output` does, but accept a folder with weights."""
     if path.is_dir():
         raise UserError(f"error: {path} is a folder; name a file")
     if not path.parent.is_dir():
@@ -235,9 +241,13 @@ def check_output(path: Path) -> None:
 
 
 def write_output(path: Path, text: str) -> None:
-    """Write a file that `check_output` has accepted: a new file atomically, and an existing file in place, because it
-    may be a pipe, a device, a link, or the only file of its folder that this user may write to."""
-    if path.exists():
+    """Write a file that `check_output` has accepted. The file is replaced atomically, except for a pipe, a device, a
+    link, and a file whose folder this user may not write to. These are written in place. If the file is standard
+    output, the text is printed, because a second writer would overwrite what the process prints."""
+    stdout = Path("/dev/stdout")
+    if path.exists() and stdout.exists() and path.samefile(stdout):
+        say_data(text.rstrip())
+    elif path.exists() and (path.is_symlink() or not path.is_file() or not os.access(path.parent, os.W_OK)):
         path.write_text(text, encoding="utf-8")
     else:
         replace_text(path, text)

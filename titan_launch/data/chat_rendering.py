@@ -108,18 +108,23 @@ class Renderer:
         Otherwise `_Turns.turn` finds the turns, and a chat is refused if a turn would contain text of another message.
 
         Arguments of tool calls that are a JSON object in a string (OpenAI) are decoded, because most templates write
-        them as JSON. If the template refuses the decoded arguments, or writes them as Python does, it gets the strings.
+        them as JSON. If the template refuses the decoded arguments, or seems to write them as Python does, it gets the
+        strings, unless it refuses these.
         """
-        messages = [_with_thoughts(message) for message in messages]
-        decoded = [_with_decoded_arguments(message) for message in messages]
-        self._check_strings([messages, decoded, tools])
-        if decoded != messages:
-            with suppress(RecordError):
-                text = self.rendered(decoded, tools).text
-                arguments = [function.get("arguments") for message in decoded for function in _functions(message)]
-                if not any(isinstance(each, dict) and each and str(each) in text for each in arguments):
-                    messages = decoded
-        text = self.rendered(messages, tools).text
+        given = [_with_thoughts(message) for message in messages]
+        messages = [_with_decoded_arguments(message) for message in given]
+        self._check_strings([given, messages, tools])
+        text = None
+        with suppress(RecordError):
+            text = self.rendered(messages, tools).text
+        arguments = [function.get("arguments") for message in messages for function in _functions(message)]
+        arguments = [each for each in arguments if isinstance(each, dict) and each]
+        if text is None or (given != messages and any(str(each) in text for each in arguments)):
+            try:
+                text, messages = self.rendered(given, tools).text, given
+            except RecordError:
+                if text is None:
+                    raise
         chat = _Turns(self, messages, tools, text)
         spans = [Span(0, len(text))] if train_on == "all" else self._targets(chat, train_on)
         for index, message in enumerate(messages):

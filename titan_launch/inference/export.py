@@ -31,6 +31,7 @@ from titan_launch.config.sections.tokenizer import (
     tokenizer_file,
 )
 from titan_launch.core.errors import ConfigError, listed
+from titan_launch.core.files import MIB
 from titan_launch.core.terminal import counted
 from titan_launch.data.tokenizers import build_tokenizer
 from titan_launch.inference.chat_format import ChatOptions, ends_of_answers, find_template, template_section
@@ -144,7 +145,7 @@ def export(run: Path, out: Path, options: ExportOptions) -> str:
         num_tensors, num_bytes = write(source, folder, options)
         if write is _write_huggingface:
             notes += [*_write_chat_format(source, folder), *_write_image_processor(source, folder)]
-            notes += _tokenizer_notes(source)
+            notes += [*_tokenizer_notes(source, folder), *_write_settings(folder)]
         library = "peft" if options.is_adapter else "titan_launch" if options.is_plain else "transformers"
         _write_card(folder, saved, run, library)
     written = f"wrote {counted(num_tensors, 'tensor')} ({num_bytes / 1e6:,.1f} MB) of {source.description} to {out}"
@@ -227,8 +228,6 @@ def _copy_companions(source: SavedModel, folder: Path) -> None:
     if own is not None:
         copy_companions(own.parent, folder, TOKENIZER_FILES)
         (folder / TOKENIZER_FILE).write_bytes(read_tokenizer_json(source.job.tokenizer))  # its name may be another
-    if (folder / SETTINGS_FILE).exists() and "auto_map" in (settings := read_json(folder / SETTINGS_FILE)):
-        write_json(folder / SETTINGS_FILE, without_code(settings))
 
 
 def _tokenizer_file(source: SavedModel) -> Path | None:
@@ -238,7 +237,7 @@ def _tokenizer_file(source: SavedModel) -> Path | None:
     return file if tokenizer.kind == "huggingface" and file.is_file() else None
 
 
-def _tokenizer_notes(source: SavedModel) -> Iterator[str]:
+def _tokenizer_notes(source: SavedModel, folder: Path) -> Iterator[str]:
     """Yield a note if the files of the run's tokenizer no longer exist, or can no longer be used."""
     tokenizer = source.job.tokenizer
     if tokenizer.kind != "huggingface":
@@ -249,7 +248,21 @@ def _tokenizer_notes(source: SavedModel) -> Iterator[str]:
     try:
         special_token(tokenizer)
     except ConfigError as error:
-        yield f"the tokenizer in the folder is not that of the run: {error}"
+        lacks_end = source.companions is None and "eos_token_id" not in read_json(folder / GENERATION_FILE)
+        result = f", so {CONFIG_FILE} has no eos_token_id" if lacks_end else ""
+        yield f"the run's tokenizer files, which were copied to the folder, have an error{result}: {error}"
+
+
+def _write_settings(folder: Path) -> Iterator[str]:
+    """Remove references to code from the copied `tokenizer_config.json`. Yield a note if the file cannot be read."""
+    if (folder / SETTINGS_FILE).exists():
+        try:
+            settings = read_json(folder / SETTINGS_FILE, 16 * MIB)  # the file may list all added tokens
+        except WeightsError as error:
+            yield f"{error}; the folder has an unchanged copy of this file"
+            return
+        if "auto_map" in settings:
+            write_json(folder / SETTINGS_FILE, without_code(settings))
 
 
 def _write_chat_format(source: SavedModel, folder: Path) -> Iterator[str]:

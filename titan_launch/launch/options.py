@@ -61,19 +61,19 @@ def plan_processes(options: Mapping[str, str]) -> Processes:
     """Parse the options of `launch`, given by name without `--`. Raises UserError for invalid values."""
     options = dict(options)
     per_node = _processes_per_node(options.pop("nproc-per-node", "auto"))
-    nodes = _value(options, "nnodes") or "1"
+    nodes, of_nodes = _value(options, "nnodes") or "1", _source(options, "nnodes")
     options.pop("nnodes", None)
     numbers = [_number(part, 1, _MOST) or 0 for part in nodes.split(":", 1)]
     if 0 in numbers or numbers != sorted(numbers):
-        raise _wrong("nnodes", nodes, "must be a whole number of at least 1, or min:max")
+        raise _wrong(of_nodes, nodes, "must be a whole number of at least 1, or min:max")
     for name, (first, last) in {**_RANGES, "node-rank": (0, numbers[-1] - 1)}.items():
         if name in options and _number(options[name], first, last) is None:
-            hint = f", since --nnodes is {nodes}" if name == "node-rank" else ""
-            raise _wrong(name, options[name], f"must be a whole number from {first} to {last}{hint}")
+            hint = f", since {of_nodes} is {nodes}" if name == "node-rank" else ""
+            raise _wrong(f"--{name}", options[name], f"must be a whole number from {first} to {last}{hint}")
     host, colon, port = options.get("rdzv-endpoint", "").rpartition(":")
     if colon and (not host or _number(port, 1, LAST_PORT) is None):
         reason = f"must have the form HOST:PORT, with a port from 1 to {LAST_PORT}"
-        raise _wrong("rdzv-endpoint", options["rdzv-endpoint"], reason)
+        raise _wrong("--rdzv-endpoint", options["rdzv-endpoint"], reason)
     shutdown_timeout_s = int(options.pop("shutdown-timeout", SHUTDOWN_TIMEOUT_S))
     args = [f"--nproc-per-node={per_node}", *(f"--{name}={value}" for name, value in options.items())]
     if nodes == "1" and not {"master-addr", "master-port"} & set(options) and not any("rdzv" in o for o in options):
@@ -92,18 +92,28 @@ def check_rendezvous(options: Mapping[str, str]) -> None:
     if numbers[-1] == 1:
         return
     if backend in ("c10d", "etcd", "etcd-v2") and not value("rdzv-endpoint"):  # a plugin may need none
-        raise _wrong("rdzv-backend", backend, "needs --rdzv-endpoint HOST:PORT, with the same value on every host")
+        reason = "needs --rdzv-endpoint HOST:PORT, with the same value on every host"
+        raise _wrong(_source(options, "rdzv-backend"), backend, reason)
     if backend == "static" and numbers[0] != numbers[-1]:
         reason = "hosts can join and leave only with --rdzv-backend c10d --rdzv-endpoint HOST:PORT; add these options"
-        raise _wrong("nnodes", nodes, reason)
+        raise _wrong(_source(options, "nnodes"), nodes, reason)
     if backend == "static" and not (value("master-addr") or value("rdzv-endpoint")):
         reason = "the hosts need an address: add --rdzv-backend c10d --rdzv-endpoint HOST:PORT, or --master-addr HOST"
-        raise _wrong("nnodes", nodes, reason)
+        raise _wrong(_source(options, "nnodes"), nodes, reason)
 
 
 def _value(options: Mapping[str, str], name: str) -> str | None:
     """Return an option of `launch`. If it is not set, return the environment variable from which torchrun reads it."""
-    return options.get(name) or os.environ.get(f"PET_{name.replace('-', '_').upper()}")
+    return options.get(name) or os.environ.get(_variable(name))
+
+
+def _source(options: Mapping[str, str], name: str) -> str:
+    """Return `--name`, or the name of the environment variable if `_value` returns the variable's value."""
+    return _variable(name) if not options.get(name) and os.environ.get(_variable(name)) else f"--{name}"
+
+
+def _variable(name: str) -> str:
+    return f"PET_{name.replace('-', '_').upper()}"
 
 
 def _processes_per_node(text: str) -> int:
@@ -115,7 +125,7 @@ def _processes_per_node(text: str) -> int:
     number = _number(text, 1, _MOST_PER_HOST)
     if number is None:
         reason = f'must be a whole number of at least 1 and at most {_MOST_PER_HOST:,}, "gpu" or "auto"'
-        raise _wrong("nproc-per-node", text, reason)
+        raise _wrong("--nproc-per-node", text, reason)
     return number
 
 
@@ -131,8 +141,8 @@ def _number(text: str, first: int, last: int) -> int | None:
     return int(text) if text.isdecimal() and len(text) < 10 and first <= int(text) <= last else None
 
 
-def _wrong(name: str, text: str, reason: str) -> UserError:
-    return UserError(f"error: --{name} {shortened(text)}: {reason}")
+def _wrong(source: str, text: str, reason: str) -> UserError:
+    return UserError(f"error: {source} {shortened(text)}: {reason}")
 
 
 def count_gpus() -> int:

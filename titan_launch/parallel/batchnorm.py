@@ -38,7 +38,7 @@ def prepare_batch_norms(
     """
     norms = dict(_batch_norms(model))
     if config.of_frozen == "fixed":
-        frozen = {p: norm for p, norm in model.named_modules() if isinstance(norm, _NormBase) and _is_frozen(norm)}
+        frozen = {p: norm for p, norm in model.named_modules() if isinstance(norm, _NormBase) and _is_fixed(norm)}
         for path, norm in frozen.items():
             _fix_statistics(norm)
             norms.pop(path, None)
@@ -55,9 +55,12 @@ def prepare_batch_norms(
         _ValuesCheck(group, warns).watch(model, norms)
 
 
-def _is_frozen(norm: _NormBase) -> bool:
+def _is_fixed(norm: _NormBase) -> bool:
+    """Return True if `batchnorm.of_frozen = "fixed"` applies to a layer: it has running statistics and parameters, and
+    no parameter is trained."""
     parameters = list(norm.parameters(recurse=False))
-    return bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
+    is_frozen = bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
+    return is_frozen and norm.running_mean is not None
 
 
 def _fix_statistics(norm: _NormBase) -> None:

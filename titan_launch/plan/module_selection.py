@@ -152,8 +152,8 @@ def _nothing_left(
     config: JobConfig, blocks: Sequence[str], units: Sequence[Unit], checkpointed: Collection[str]
 ) -> Problem:
     """Return a problem for blocks in which only single layers can be compiled, because of FSDP2 units inside the blocks
-    (precision rules, BatchNorm, adapters or trained parameters in frozen blocks), or because of activation
-    checkpointing. `checkpointed`: checkpointed modules that must run outside of a graph."""
+    (precision rules, BatchNorm, nested blocks, adapters or trained parameters in frozen blocks), because of experts, or
+    because of activation checkpointing. `checkpointed`: checkpointed modules that must run outside of a graph."""
     inside = [unit for unit in units if any(enclosing(parent(path), blocks) for path in unit.modules)]
     trained = [unit for unit in inside if unit.reason.startswith("trained")]
     by_reason = {unit.reason: unit.key for unit in inside if unit not in trained}
@@ -178,9 +178,11 @@ def _nothing_left(
         parts.append(f"the checkpointed modules ({listed(hidden)})")
         remedies.append("remove these modules from activation_checkpoint.modules")
         keys.append(_CHECKPOINTED_MODULES)
+    besides = f"apart from {', and from '.join(parts)}, " if parts else ""
+    remedy = ", or ".join(filter(None, [" and ".join(remedies), "set compile.enable = false"]))
     reason = (
-        f"no part of {listed(blocks)} can be compiled: apart from {', and from '.join(parts)}, there are only single "
-        f"layers, which are not compiled on their own; {' and '.join(remedies)}, or set compile.enable = false"
+        f"no part of {listed(blocks)} can be compiled: {besides}there are only single layers, which are not compiled "
+        f"on their own; {remedy}"
     )
     return Problem(_ENABLE, reason, True, also=tuple(dict.fromkeys(keys)))
 

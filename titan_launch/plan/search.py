@@ -302,24 +302,24 @@ class Search:
         return values if self._is_free(key) else [value_of(self._config, key)]
 
     def _plain(self, config: JobConfig, degrees: Mapping[Key, Any]) -> JobConfig:
-        """Return `config` with the given degrees of parallelism, and with the last pair of `_starts`."""
-        replicas, sharded = self._starts()[-1]
+        """Return `config` with the given degrees of parallelism, and with the pair of `_start`."""
+        replicas, sharded = self._start()
         values = {SHARD.key: -1, _REPLICAS: replicas, _SHARDED: sharded, **degrees}
         if degrees[PIPELINE.key] > 1 and self._is_free(PIPELINE.key):
             stages = 1 if values[_SCHEDULE] in ONE_STAGE_SCHEDULES else 2
             values |= {_SPLIT: (), _STAGES: None if value_of(config, _STAGES) is None else stages}
         return with_effective_keys(with_values(config, values))
 
-    def _starts(self) -> list[tuple[int, bool]]:
-        """Return the pairs (number of replicas, True if the optimizer is sharded over them) with which the search
-        begins. The last pair needs the least memory."""
+    def _start(self) -> tuple[int, bool]:
+        """Return the pair (number of replicas, True if the optimizer is sharded over them) with which the search
+        begins. Of the pairs that the held keys allow, it needs the least memory."""
         own, sharded = value_of(self._config, _REPLICAS), value_of(self._config, _SHARDED)
-        if not self._is_free(_REPLICAS):
-            return [(own, way) for way in self._values(_SHARDED, (False, True)) if own > 1 or not way]
         mode = self._config.gradient_accumulation
-        needs_replicas = not self._is_free(_ACCUMULATION) and mode.mode != "auto" and mode.row.needs_all_reduces
+        needs_all_reduces = not self._is_free(_ACCUMULATION) and mode.mode != "auto" and mode.row.needs_all_reduces
+        if not self._is_free(_REPLICAS):
+            return own, self._values(_SHARDED, [own > 1 and not needs_all_reduces])[0]
         is_held = not self._is_free(_SHARDED) and sharded
-        return [(2 if needs_replicas or is_held else 1, is_held)]
+        return (2 if needs_all_reduces or is_held else 1), is_held
 
     def _sizes(self, family: JobConfig) -> list[int]:
         """Return the microbatch sizes to try, the smallest first."""
@@ -546,14 +546,17 @@ class Search:
         return best, None
 
     def _until_best(self, job: JobConfig, checkpointing: ActivationCheckpointConfig, limit: float) -> Iterator[Found]:
-        """Yield predictions for the job with each way of `_starts` to shard the optimizer, and with each gradient
-        accumulation mode.
+        """Yield predictions for the job with each possible value of `shard_optimizer_over_replicas`, and with each
+        gradient accumulation mode. Without replicas, only false is possible.
 
         Stop if no later prediction can be faster than `limit`, or than a yielded one that fits. If a mode that reduces
         gradients after every microbatch does not fit, skip the later modes, which take more memory.
         """
-        for _, sharded in self._starts():
-            for one in self._modes(with_values(job, {_SHARDED: sharded})):
+        for sharded in self._values(_SHARDED, (False, True) if value_of(job, _REPLICAS) > 1 else (False,)):
+            way = with_values(job, {_SHARDED: sharded})
+            if self._misfit(way):
+                continue
+            for one in self._modes(way):
                 if one.activation_checkpoint != checkpointing:
                     continue
                 found = self._planned(one)

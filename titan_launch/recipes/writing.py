@@ -11,7 +11,7 @@ from titan_launch.config.loading.load import load_job
 from titan_launch.config.loading.provenance import toml_value
 from titan_launch.config.sections.run import is_file_name
 from titan_launch.core.errors import UserError, format_key
-from titan_launch.core.files import check_output
+from titan_launch.core.files import check_place
 from titan_launch.core.terminal import one_line, say
 
 _COLUMN = 39
@@ -56,13 +56,13 @@ def job_name(text: str) -> str:
 
 
 def check_new(file: str, command: str) -> None:
-    """Raise UserError for a job file that exists, does not end in `.toml`, or cannot be written (`check_output`)."""
+    """Raise UserError for a job file that exists, does not end in `.toml`, or cannot be written (`check_place`)."""
     if not file.endswith(".toml"):
         raise UserError(f"error: {file}: the name of a job file must end in .toml")
     if Path(file).exists():
         reason = f"{command} never overwrites a file; name another file, or move this one"
         raise UserError(f"error: {file} exists, and {reason}")
-    check_output(Path(file))
+    check_place(Path(file))
 
 
 def write_new(file: str, text: str) -> None:

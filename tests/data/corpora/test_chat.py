@@ -150,6 +150,14 @@ def test_a_template_that_would_write_arguments_as_python_does_gets_the_text() ->
         assert Renderer(text, {}, date(2024, 7, 26)).render(chat, None, "all")[0] == f"a|f:{written}|"
 
 
+def test_a_template_that_refuses_the_text_gets_arguments_that_a_message_quotes() -> None:
+    text = "{% for message in messages %}{{ message.content }}{% for call in message.tool_calls or [] %}"
+    text += "f:{{ call.arguments.items() | list | length }}{% endfor %}|{% endfor %}"
+    call = {"name": "f", "arguments": '{"a": "b"}'}
+    chat = [*messages("Python: {'a': 'b'}"), {"role": "assistant", "content": "", "tool_calls": [call]}]
+    assert Renderer(text, {}, date(2024, 7, 26)).render(chat, None, "all")[0] == "Python: {'a': 'b'}|f:1|"
+
+
 def test_the_formats_of_the_docs_are_read() -> None:
     page = (Path(__file__).parents[3] / "docs/how_to/chats.md").read_text()
     lines = page.partition("```json\n")[2].partition("```")[0].splitlines()
@@ -164,6 +172,8 @@ def test_the_formats_of_the_docs_are_read() -> None:
     assert list(named) == ["c", "b", "a", "role", "content"], "a template may write keys in their order"
     dolly = {"instruction": "Translate to German.", "context": "house", "response": "Haus"}
     assert chat_messages(dolly) == expected[3]
+    retrieval = {"prompt": "Use the passages: ...", "context": ["..."], "response": "Haus"}
+    assert chat_messages(retrieval) == messages("Use the passages: ...", "Haus")
 
 
 class Chat(NamedTuple):

@@ -105,7 +105,7 @@ def special_token(config: TokenizerConfig) -> str:
         return config.end_of_document
     if (named := _named_beside(config)) and named not in tokens:
         reason = f'has no token "{one_line(named)}", which is the "eos_token" of {_files_beside(config)}'
-        raise unusable(config, f"{reason}; correct this key, or set tokenizer.end_of_document of the job")
+        raise unusable(config, f"{reason}; correct this key, or set tokenizer.end_of_document in a job file")
     for name in (named, *_USUAL_ENDS):
         if name in tokens:
             return name

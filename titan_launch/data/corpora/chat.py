@@ -205,7 +205,7 @@ def chat_messages(record: Mapping[str, Any]) -> list[Message]:
         if record.get("history"):
             raise RecordError('a chat with "history"', 'write a chat of several turns as "messages"')
         asked = record[question]
-        for key in ("input", "context"):
+        for key in ("input", "context") if question == "instruction" else ("input",):
             if extra := _text(record, key):
                 if not isinstance(asked, str):
                     raise RecordError(f'a chat with "{key}", but without a string in "{question}"')

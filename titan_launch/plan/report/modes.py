@@ -113,8 +113,9 @@ _MODEL_PARALLEL = (
 )
 _PIPELINE = (
     "memory and traffic are those of one pipeline rank: the one with the highest peak memory among the first rank, the "
-    "last rank, the rank with the most parameters and the rank whose matrices, without embeddings, have the most "
-    "elements; compute seconds include the pipeline bubble, which is computed as if all stages took equally long"
+    "last rank, the rank with the most parameters and, where times of operations are predicted, the rank whose "
+    "matrices, without embeddings, have the most elements; compute seconds include the pipeline bubble, which is "
+    "computed as if all stages took equally long"
 )
 
 
