@@ -1,4 +1,3 @@
-import codecs
 import gzip
 import itertools
 import json
@@ -75,8 +74,7 @@ DOCUMENTS = texts(70)
 def text_files(folder: Path, write: Callable[[Path, bytes], Any] = Path.write_bytes, suffix: str = "") -> TextData:
     (folder / "files").mkdir()
     for index, text in enumerate(DOCUMENTS):
-        mark = codecs.BOM_UTF8 if index == 7 else b""
-        write(folder / "files" / f"{index:03}.txt{suffix}", mark + text.encode())
+        write(folder / "files" / f"{index:03}.txt{suffix}", text.encode())
     return TextData(path=str(folder / "files"))
 
 

@@ -128,7 +128,7 @@ def most_of_records(file: File) -> int:
 
 
 class TextCorpus(FileCorpus):
-    """The files that `path` names, as documents, without a byte order mark. Files that are not text are skipped."""
+    """The files that `path` names, as documents. Files that are not text are skipped."""
 
     remedy = "convert files to UTF-8 without NUL bytes, or name text files"
 
@@ -140,7 +140,7 @@ class TextCorpus(FileCorpus):
             if is_compressed(file) and len(content) > limit:
                 raise self.expanded(file, limit)
             if is_text(content):
-                yield Document(file.name, content.removeprefix(codecs.BOM_UTF8), (file.name, file.size))
+                yield Document(file.name, content, (file.name, file.size))
             else:
                 yield Skipped("not UTF-8 text", file.name)
 
