@@ -159,10 +159,9 @@ def load(arguments: Namespace, world_size: int | None, more_rules: Sequence[Rule
     """
 
     def layout_rule(config: JobConfig) -> Iterator[Problem]:
-        if world_size is None:
-            return
         try:
-            plan_layout(config.parallelism, config.training, world_size)
+            if world_size is not None:
+                plan_layout(config.parallelism, config.training, world_size)
         except ConfigError as error:
             yield from error.problems
 

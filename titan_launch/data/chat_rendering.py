@@ -114,17 +114,15 @@ class Renderer:
         given = [_with_thoughts(message) for message in messages]
         messages = [_with_decoded_arguments(message) for message in given]
         self._check_strings([given, messages, tools])
-        text = None
-        with suppress(RecordError):
+        try:
             text = self.rendered(messages, tools).text
-        arguments = [function.get("arguments") for message in messages for function in _functions(message)]
-        arguments = [each for each in arguments if isinstance(each, dict) and each]
-        if text is None or (given != messages and any(str(each) in text for each in arguments)):
-            try:
+        except RecordError:
+            if messages == given:
+                raise
+            text, messages = self.rendered(given, tools).text, given
+        if messages != given and _has_python_arguments(text, messages):
+            with suppress(RecordError):
                 text, messages = self.rendered(given, tools).text, given
-            except RecordError:
-                if text is None:
-                    raise
         chat = _Turns(self, messages, tools, text)
         spans = [Span(0, len(text))] if train_on == "all" else self._targets(chat, train_on)
         for index, message in enumerate(messages):
@@ -459,6 +457,12 @@ def _functions(message: Message) -> list[Mapping[str, Any]]:
 def _called(message: Message) -> list[str]:
     names = (function.get("name") for function in _functions(message))
     return [name for name in names if isinstance(name, str)]
+
+
+def _has_python_arguments(text: str, messages: Sequence[Message]) -> bool:
+    """Return True if a chat's text has the arguments of a tool call as Python writes them."""
+    arguments = (function.get("arguments") for message in messages for function in _functions(message))
+    return any(isinstance(each, dict) and each and str(each) in text for each in arguments)
 
 
 def _with_thoughts(message: Message) -> Message:

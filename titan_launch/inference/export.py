@@ -44,7 +44,7 @@ from titan_launch.inference.saved_model import (
     merged,
     open_saved_model,
 )
-from titan_launch.models.architectures import ARCHITECTURES, known_args, resolve_args
+from titan_launch.models.architectures import ARCHITECTURES, known_args, resolve_args, selection_bias_rate
 from titan_launch.models.build import build_model
 from titan_launch.models.decoder.args import DecoderArgs
 from titan_launch.models.decoder.huggingface_tensors import is_selection_bias, tensor_shapes
@@ -334,18 +334,17 @@ def _write_adapter(source: SavedModel, folder: Path, options: ExportOptions) -> 
     own = {name for adapter in adapters for name in (adapter.a, adapter.b)}
     weights = {name: entry.shape for name, entry in source.entries.items() if name not in own}
     freezing = Freezing(source.job.training, has_adapters=True)
-    experts = getattr(known_args(source.job.model), "experts", None)
-    moves_bias = experts is not None and experts.selection_bias_rate
+    bias_rate = selection_bias_rate(source.job.model)
 
-    def changes(name: str) -> Any:
+    def is_changed(name: str) -> bool:
+        if freezing.trained_from([name], requires_grad=True) is not None:
+            return True
         module, _, own_name = name.rpartition(".")
         if own_name in ("running_mean", "running_var"):  # a layer without parameters is never fixed
             return source.job.batchnorm.of_frozen == "update" or f"{module}.weight" not in weights
-        return own_name == "selection_bias" and moves_bias
+        return is_selection_bias(name) and bias_rate > 0
 
-    if others := [
-        name for name in weights if freezing.trained_from([name], requires_grad=True) is not None or changes(name)
-    ]:
+    if others := [name for name in weights if is_changed(name)]:
         reason = f"it changed {counted(len(others), 'tensor')} besides its adapters: {listed(others)}"
         raise WeightsError(f"{reason}; a folder of adapters would lack them: remove --adapter")
     shapes, pieces = file_places(source.job.model, weights, _rows(source, options), options.is_plain)

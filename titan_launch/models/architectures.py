@@ -116,6 +116,12 @@ def labels_taken(model: ModelConfig) -> int | None:
     return getattr(known_args(model), "num_labels", None)
 
 
+def selection_bias_rate(model: ModelConfig) -> float:
+    """Return `experts.selection_bias_rate` of a decoder; 0 for a model without it."""
+    experts = getattr(known_args(model), "experts", None)
+    return getattr(experts, "selection_bias_rate", None) or 0.0
+
+
 def images_taken(model: ModelConfig) -> ImageFormat | None:
     """Return the format of the images that a model takes. Return None for a model of tokens, for a user's own model,
     and for a class of `transformers` without a known number of channels. Raises the same errors as `resolve_args`."""

@@ -29,7 +29,14 @@ from titan_launch.config.sections.section import is_import_string
 from titan_launch.config.sections.training import GradientAccumulationConfig
 from titan_launch.core.errors import ConfigError, KeyPath, Problem, config_error, did_you_mean, format_key
 from titan_launch.core.globs import matches
-from titan_launch.models.architectures import ARCHITECTURES, known_args, labels_taken, unit_taken, vocabulary_taken
+from titan_launch.models.architectures import (
+    ARCHITECTURES,
+    known_args,
+    labels_taken,
+    selection_bias_rate,
+    unit_taken,
+    vocabulary_taken,
+)
 from titan_launch.models.huggingface.args import label_names
 
 _NAME: KeyPath = ("loss", "name")
@@ -188,10 +195,9 @@ def base_is_frozen(config: JobConfig) -> Iterator[Problem]:
             why = f"is the base model, which must stay frozen, but training.{name} trains parameters of the base model"
             reason = f"{why}; remove training.{name}, or name a folder"
             yield Problem(key, reason, BASE, also=(("training", name),))
-    experts = getattr(known_args(config.model), "experts", None)
-    if experts is not None and experts.selection_bias_rate:
-        rate = f"model.args.experts.selection_bias_rate = {experts.selection_bias_rate}"
-        reason = f"is the base model, which must stay frozen, but {rate} moves selection biases of the base model"
+    if rate := selection_bias_rate(config.model):
+        cause = f"model.args.experts.selection_bias_rate = {rate} moves selection biases of the base model"
+        reason = f"is the base model, which must stay frozen, but {cause}"
         yield Problem(key, f"{reason}; set it to 0, or name a folder", BASE, also=(("model",),))
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from titan_launch.config.sections.tokenizer import ADDED_FILE, NAMES_FILE, SETTINGS_FILE, TEMPLATE_FILE, TOKENIZER_FILE
 from titan_launch.core.errors import UserError
 from titan_launch.core.files import MIB, file_inside, read_regular, refuse_weights_folder, remove, sync_folder
 from titan_launch.models.decoder.huggingface_tensors import Piece, Shape
@@ -179,8 +180,8 @@ such as the tokenizer."""
 
 MODEL_FILES = (CONFIG_FILE, GENERATION_FILE)
 TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json"),
+    *(TOKENIZER_FILE, SETTINGS_FILE, "tokenizer.model", NAMES_FILE, ADDED_FILE),
+    *("vocab.json", "merges.txt", TEMPLATE_FILE, "chat_template.json"),
 )
 _FURTHER_TEMPLATES = "additional_chat_templates"
 """Subfolder of a Hugging Face folder with named chat templates."""
@@ -205,7 +206,7 @@ def copy_companions(source: Path, target: Path, names: Sequence[str] = (*MODEL_F
     """Copy the files `names` from a Hugging Face folder to `target`, which is created. Files that the Hugging Face
     folder lacks are skipped. With the tokenizer, its named chat templates are copied. Raises WeightsError for a file
     that is not regular or is too large, and for a link that leads out of the folder."""
-    templates = (source / _FURTHER_TEMPLATES).glob("*.jinja") if TOKENIZER_FILES[0] in names else ()
+    templates = (source / _FURTHER_TEMPLATES).glob("*.jinja") if TOKENIZER_FILE in names else ()
     for name in (*names, *(f"{_FURTHER_TEMPLATES}/{path.name}" for path in templates)):
         (target / name).parent.mkdir(exist_ok=True)
         if os.path.lexists(source / name):
