@@ -31,8 +31,8 @@ COMMANDS = {
     "chat": "answer messages with a trained model, turn by turn, by its chat template",
     "evaluate": "measure a trained model on tasks of lm-evaluation-harness",
     "runs": "list the runs of a folder with their state, step, loss and speed",
-    "report": "write a page about a run: loss, speed, time, memory, precision, restarts and checkpoints",
-    "compare": "compare runs: configuration, loss, speed and memory, as text, JSON or a page",
+    "report": "write an HTML page about a run: loss, speed, time, memory, precision, restarts and checkpoints",
+    "compare": "compare runs: configuration, loss, speed and memory, as text, JSON or an HTML page",
     "launch": "check the job file, then train with torchrun: one rank per GPU, or 2 ranks without a GPU",
 }
 """The commands, each with a description. `command_module` returns the module of a command."""
@@ -71,7 +71,8 @@ def parse_arguments(args: Sequence[str]) -> Namespace:
     """Return a namespace with the options of a command. Its attribute `overrides` has the overrides of the job, and
     `run` is the function that runs the command.
 
-    Raises SystemExit for `--help` and `--version`, and UserError for bad arguments.
+    `args`: the name of the command (default: `train`) and its arguments; not empty. Raises SystemExit for `--help` and
+    `--version`, and UserError for bad arguments.
     """
     if args[0] in ("-h", "--help", "--version"):
         _top_parser().parse_args(args[:1])

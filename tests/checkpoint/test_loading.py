@@ -117,7 +117,7 @@ def attempt(path: Path, selection: Selection, width: int = 7) -> tuple[str, dict
 def test_another_model_is_refused_parameter_by_parameter(checkpoints: tuple[Path, dict[str, Tensor]]) -> None:
     (result,) = run_ranks(attempt, 1, checkpoints[0] / "step-3", EVERYTHING, 6)
     assert "is of another model:" in result[0]
-    assert "3 tensors of another shape: 0.0.weight is (6, 5), in the checkpoint (7, 5)" in result[0]
+    assert "3 tensors of another shape: 0.0.weight is (6, 5), and (7, 5) in the checkpoint" in result[0]
     (result,) = run_ranks(attempt_with_other_names, 1, checkpoints[0])
     assert "2 tensors missing in the checkpoint: 1.new.weight, 1.new.bias" in result
     assert "2 tensors only in the checkpoint: 1.weight, 1.bias" in result

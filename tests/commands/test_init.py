@@ -391,10 +391,10 @@ def test_a_plain_name_is_a_config_of_the_package(capsys: pytest.CaptureFixture[s
     capsys.readouterr()
     assert main(["check", "--config", "llama_b"]) == 2
     error = capsys.readouterr().err
-    assert "no config of this package (there are llama3_70b, " in error and 'did you mean "llama_bn"?' in error
+    assert "no job file of this package, which has llama3_70b, " in error and 'did you mean "llama_bn"?' in error
     Path("job.toml").write_text('extends = "llama_bm"\n')
     assert main(["check", "--config", "job.toml"]) == 2
-    assert 'job.toml:1: extends = "llama_bm": llama_bm: no such file, and no config' in capsys.readouterr().err
+    assert 'job.toml:1: extends = "llama_bm": llama_bm: no such file, and no job file' in capsys.readouterr().err
     Path("job.toml").write_text('extends = "llama_bn"\n[training]\nsteps = 7\n')
     config = load_job("job.toml").config
     assert (config.job.name, config.training.steps) == ("llama_bn", 7)

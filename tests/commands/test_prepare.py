@@ -186,7 +186,7 @@ MIXED = (
     [
         (
             "mixed",
-            f'{MIXED}sort by a glob ("mixed/**/*.txt"), or set kind = "jsonl", "chat", '
+            f'{MIXED}suffix by a glob ("mixed/**/*.txt"), or set kind = "jsonl", "chat", '
             '"preferences", "unpaired_preferences" or "classification"; to use both',
         ),
         (

@@ -73,5 +73,5 @@ def test_a_user_without_a_home_folder_is_told_how_to_set_the_cache(monkeypatch: 
     for variable in (CACHE_VARIABLE, "XDG_CACHE_HOME"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(Path, "home", no_home)
-    with pytest.raises(UserError, match=f"no home folder for the cache; set {CACHE_VARIABLE}"):
+    with pytest.raises(UserError, match=f"no home folder for the cache; set the environment variable {CACHE_VARIABLE}"):
         cache_folder()

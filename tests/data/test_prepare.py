@@ -326,8 +326,8 @@ def test_the_command_trains_a_tokenizer_and_splits(text: Path, tmp_path: Path) -
     status, _, reported = run_command(["prepare", "--verify", "--out", "tokens"], tmp_path)
     assert (status, reported) == (
         2,
-        "error: tokens/train is damaged: the digest of shard 00000 is not that of the header; "
-        "copy or prepare it again\n",
+        "error: tokens/train is damaged: shard 00000 has another digest than the header says; "
+        "copy or prepare the files again\n",
     )
 
 

@@ -145,7 +145,7 @@ def test_an_id_outside_of_the_vocabulary_is_found_when_it_is_read(
     with pytest.raises(UserError) as caught:
         source.read_batch(range(len(source)), None)  # type: ignore[attr-defined]
     vocabulary = "the vocabulary has 257 tokens (0 to 256)"
-    assert str(caught.value) == f"{place}, but {vocabulary}; the file is damaged: copy or prepare it again"
+    assert str(caught.value) == f"{place}, but {vocabulary}; the file is damaged: copy or prepare the files again"
 
 
 def test_a_packing_follows_the_ends_of_documents(tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_a_packing_follows_the_ends_of_documents(tmp_path: Path) -> None:
         (lambda folder: (folder / "tokens.json").unlink(), "has no tokens.json; write the folder with titan-launch"),
         (lambda folder: (folder / "tokens.json").write_text("[1]"), "that titan-launch prepare did not write"),
         (lambda folder: (folder / "tokens.json").write_bytes(b"\xff\xfe"), "that titan-launch prepare did not write"),
-        (edit(version=2), "has version 2 of the format, but this release reads version 1; prepare it again"),
+        (edit(version=2), "has version 2 of the format, but this release reads version 1; prepare the folder again"),
         (edit(extra=1), "that titan-launch prepare did not write"),
         (edit(dtype="float32"), "that titan-launch prepare did not write"),
         (edit(vocab_size=10**6), "that titan-launch prepare did not write"),
@@ -204,7 +204,7 @@ def test_verification_finds_changes_of_equal_size(tmp_path: Path) -> None:
     assert verify_token_files(folder).num_documents == len(DOCUMENTS)
     content = (folder / "00001.tokens").read_bytes()
     (folder / "00001.tokens").write_bytes(content[::-1])
-    with pytest.raises(TokenFilesError, match="the digest of shard 00001 is not that of the header"):
+    with pytest.raises(TokenFilesError, match="shard 00001 has another digest than the header says"):
         verify_token_files(folder)
     (folder / "00001.tokens").write_bytes(content)
     header = json.loads((folder / "tokens.json").read_text())
@@ -287,7 +287,7 @@ def test_files_of_other_programs_are_read_again_after_a_change(tmp_path: Path) -
     [
         ("flat.bin", {}, 'data.dtype: must be "uint16" or "uint32": flat.bin has no header that gives the dtype'),
         ("flat.bin", {"dtype": "uint32"}, "has the token id 16,777,332 in flat.bin, but the vocabulary"),
-        ("odd.bin", {"dtype": "uint16"}, "the size of odd.bin is not a multiple of uint16"),
+        ("odd.bin", {"dtype": "uint16"}, "the size of odd.bin is no multiple of 2 bytes (uint16)"),
         ("empty.bin", {"dtype": "uint16"}, "is empty: empty.bin has no tokens"),
         ("large.bin", {"dtype": "uint16"}, "has the token id 50,256 in large.bin, but the vocabulary has 257 tokens"),
         ("negative", {}, "has negative token ids in negative.bin; write the ids as uint16 or uint32"),
@@ -301,7 +301,7 @@ def test_files_of_other_programs_are_read_again_after_a_change(tmp_path: Path) -
         ("shrinks", {}, "is damaged: shrinks.idx has the length -1 for sequence 1; copy both files again"),
         ("nothing", {}, "is damaged: nothing.idx has the length 0 for sequence 1"),
         ("few", {}, "is damaged: few.idx describes 34 tokens, but few.bin has 33"),
-        ("gap", {}, "is damaged: gap.idx has sequences that do not begin where the one before ends"),
+        ("gap", {}, "is damaged: gap.idx has sequences that do not begin where the previous sequence ends"),
         (
             "llmc2.bin",
             {"dtype": "uint16"},

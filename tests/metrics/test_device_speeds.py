@@ -56,7 +56,7 @@ def test_measurements_of_two_ranks_are_complete_and_plausible(tmp_path: Path) ->
     assert sent == {"all_gather": half, "reduce_scatter": half, "all_reduce": whole, "all_to_all": half, "send": whole}
     assert measured.unit_seconds > 0
     assert measured.stage_seconds >= 0 and measured.ranks_per_core >= 1  # 0: under load, the sends took longer
-    assert "collectives of 2 ranks" in lines and silent == []
+    assert "measuring collectives of 2 ranks" in lines and silent == []
 
 
 @pytest.mark.parametrize(("world_size", "groups"), rest_is_slow([(1, {}), (3, {3: 2}), (4, {2: 0, 4: 2})], 3))
@@ -102,5 +102,5 @@ def test_the_command_replaces_older_measurements_and_prints_a_summary(tmp_path: 
     file.write_text(measured.dumps())
     status, printed, progress = run_command(["measure-device", "--out=speeds.json", "--device=cpu"], tmp_path)
     assert status == 0 and "products (bfloat16): " in printed and "file: speeds.json" in printed
-    assert progress.startswith("matrix products: 128 combinations of shapes and dtypes")
+    assert progress.startswith("measuring matrix products: 128 combinations of shapes and dtypes")
     assert read_measured(str(file)).sizes == (16, 64, 256, 1024)

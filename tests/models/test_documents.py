@@ -93,6 +93,6 @@ def test_a_module_must_take_documents() -> None:
     with pytest.raises(ConfigError) as caught:
         check_documents(Deaf(), 24, ("data", "packing"), "documents")
     assert str(caught.value) == (
-        "data.packing: needs forward(inputs, documents=None), but Deaf.forward takes no documents; set packing = "
-        '"concat"'
+        "data.packing: needs forward(inputs, documents=None), but Deaf.forward has no argument documents; set "
+        'packing = "concat"'
     )

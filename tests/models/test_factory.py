@@ -222,8 +222,8 @@ _REMEDY = "give the factory the attribute meta_device = True and let reset_param
         (
             "OnMeta",
             {},
-            "has table on the meta device, without values; build the module on the host, or give the factory the "
-            "attribute meta_device = True and let reset_parameters fill the module",
+            "the module has table on the meta device, without values; build the module on the host, or give the "
+            "factory the attribute meta_device = True and let reset_parameters fill the module",
         ),
         (
             "OnGpu",
@@ -234,17 +234,21 @@ _REMEDY = "give the factory the attribute meta_device = True and let reset_param
         (
             "Shared",
             {},
-            "has two parameters in the same memory, embedding.weight and output.weight; to tie them, assign one "
-            "parameter to both",
+            "the module has two parameters in the same memory, embedding.weight and output.weight; to tie them, assign "
+            "one parameter to both names",
         ),
         ("compiled", {}, "returns a compiled module; remove torch.compile, and set compile.enable = true"),
         ("scripted", {}, "returns a scripted module, which cannot be sharded; remove torch.jit"),
-        ("Lazy", {}, "the parameter output.weight is lazy and has no shape; give its module the number of features"),
+        (
+            "Lazy",
+            {},
+            "the parameter output.weight is lazy and has no shape; create its module with the number of input features",
+        ),
     ],
 )
 def test_a_factory_that_cannot_be_used(factory: str, args: dict[str, Any], reason: str) -> None:
     if factory == "OnGpu" and torch.cuda.is_available():
-        reason = "has weight on cuda:0; leave the module on the host: the launcher moves it to the device"
+        reason = "the module has weight on cuda:0; leave the module on the host: the launcher moves it to the device"
     with pytest.raises(ConfigError) as caught:
         _built(factory, free_bytes=4 * GIB, **args)
     problem = caught.value.problems[0]
@@ -328,7 +332,7 @@ def test_all_ranks_raise_the_same_error_for_a_factory_that_differs_by_host() -> 
         f"and {only}"
     )
     assert resized.reason == (
-        "the factory makes other tensors on rank 1 than on rank 0, weight, bias: weight is float32 (3, 2), trained "
+        "the factory makes other tensors on rank 1 than on rank 0 (weight, bias): weight is float32 (3, 2), trained "
         f"instead of float32 (2, 2), trained; {only}"
     )
     assert fails.reason.startswith("failed:") and fails.reason.endswith("FileNotFoundError: weights.pt")

@@ -385,7 +385,7 @@ BAD: dict[str, tuple[Change, str]] = {
     "not_in_its_shard": (index(a="x.safetensors"), "x.safetensors lacks tensors that .* lists: a"),
     "in_two_files": (
         lambda folder: in_two_files(folder, torch.bfloat16),
-        f"x.safetensors and y.safetensors both have {K}, but not alike: one file is probably of another save; copy or",
+        f"x.safetensors and y.safetensors both have {K}, with different shapes or dtypes; copy or download the",
     ),
     "fifo": (
         lambda folder: ((folder / "model.safetensors").unlink(), os.mkfifo(folder / "model.safetensors")),

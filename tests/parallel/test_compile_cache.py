@@ -120,4 +120,4 @@ def test_the_cache_folder_belongs_to_one_run(tmp_path: Path) -> None:
 def test_a_folder_that_one_rank_cannot_create_is_an_error_on_all_ranks(tmp_path: Path) -> None:
     first, second = run_ranks(impossible, 2, tmp_path)
     assert first == second
-    assert first.startswith("compile.cache_folder: cannot be created: ")
+    assert first.startswith("compile.cache_folder: cannot be created (")

@@ -168,7 +168,7 @@ def test_ranks_exchange_small_messages(phantom: Phantom, tmp_path: Path) -> None
 def test_a_function_that_is_not_answered_is_named(phantom: Phantom) -> None:
     ended = phantom.run("-c", "import torch; torch.cuda.graph(torch.cuda.CUDAGraph()).__enter__()")
     assert ended.returncode == 1
-    assert "phantom GPU: cudaStreamBeginCapture is not answered" in ended.stderr
+    assert "phantom GPU: cudaStreamBeginCapture is not implemented" in ended.stderr
 
 
 def test_names_of_devices() -> None:

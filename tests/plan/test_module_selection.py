@@ -194,7 +194,7 @@ def test_a_named_layer_that_cannot_be_converted_to_float8_is_an_error() -> None:
         converted({"modules": ["layers.*"]}, precision=FP32_ATTENTION)
     with pytest.raises(ConfigError, match=r"feed_forward.w1 has 256 inputs and 520 outputs, .* multiples of 16"):
         converted({}, {"hidden_dim": 520})
-    with pytest.raises(ConfigError, match=r"no linear layer that computes in bfloat16"):
+    with pytest.raises(ConfigError, match=r"no linear layer of these modules computes in bfloat16"):
         converted({"modules": ["norm"]})
 
 

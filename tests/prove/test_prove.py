@@ -329,7 +329,7 @@ def test_launch_requires_a_proof(
     old = tmp_path / "old proof.json"
     old.write_text(certificate("of another job").dumps())
     assert main([*launch, f"--prove.certificate={old}"]) == 2
-    assert f"certificate {old} is not of this job, " in (error := capsys.readouterr().err)
+    assert f"certificate {old} is for another job, " in (error := capsys.readouterr().err)
     assert f"run titan-launch prove --config {path} --out '{old}' with the same overrides" in error
     assert main(["prove", "--config", str(path), f"--out={tmp_path}"]) == 2
     assert f"{tmp_path} is a folder; name a file" in capsys.readouterr().err

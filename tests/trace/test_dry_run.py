@@ -38,7 +38,7 @@ def test_a_dry_run_prints_the_coordinate_and_units_of_its_rank() -> None:
     assert "stage 1 of 2: layers.2 .. output" in printed
     block = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48
     held = (2 * block // 2 + 2 * 2 * 32 + 32 + 64 * 32 // 2) // 2  # norms are whole on every rank of the tensor axis
-    assert f"on this rank: 4 units, {held:,} elements of parameters" in printed
+    assert f"on this rank: 4 FSDP2 units, {held:,} elements of parameters" in printed
     assert "nothing was trained or written" in printed
 
 

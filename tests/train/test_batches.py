@@ -78,4 +78,4 @@ def test_a_stream_goes_on_after_a_rollback() -> None:
 
 def test_a_state_that_is_not_plain_data_stops_the_run(tmp_path: Path) -> None:
     (message,) = run_ranks(refusal, 1, stream_job(tmp_path, "StreamOfTensors"))
-    assert message.startswith("data.kind names a stream whose state_dict must consist of dicts, lists, strings, finite")
+    assert message.startswith("state_dict() of the stream that data.kind names returned a value that cannot be saved")

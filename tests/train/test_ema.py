@@ -192,8 +192,8 @@ def test_an_average_can_begin_and_end_at_a_resume(tmp_path: Path) -> None:
     source = {"enable": True, "load": str(tmp_path / "tiny"), "exclude_from_loading": ["ema"]}
     anew = ema_job(tmp_path, job={"name": "anew"}, checkpoint=source, training={"steps": 5}, **tied)
     not_loaded = (
-        "moving average of the weights: that of the checkpoint is not loaded; the new average begins with the loaded "
-        "parameters"
+        "moving average of the weights: the average of the checkpoint is not loaded; the new average begins with the "
+        "loaded parameters"
     )
     assert run_ranks(logged, 1, anew, "moving average of the weights:") == [[not_loaded]]
     without["training"]["steps"] = 5

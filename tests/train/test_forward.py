@@ -180,7 +180,7 @@ WRONG = {
     "few rows": (
         ("self, tokens", "return self.logits(tokens)", "rows = 256"),
         "looks up token ids in embedding (Embedding), which has 256 rows, but the vocabulary of the data has 257 "
-        "tokens; set its rows to 257",
+        "tokens; give the Embedding 257 rows",
     ),
 }
 

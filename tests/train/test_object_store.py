@@ -370,7 +370,6 @@ def test_another_host_reads_omitted_parameters_from_the_store(server: Server, tm
         server.delete(name)
     lacking = run_ranks(with_variables, 1, server.environment, tensors_of, run, str(tmp_path / "other"))[0]
     assert lacking == (
-        "s3://bucket/weights cannot be read (there is no such object, and no object below it; check the name). The "
-        "checkpoint omits 1 never-trained parameter, whose values are there; correct this, or name a local copy with "
-        "--base"
+        "s3://bucket/weights has 1 never-trained parameter that the checkpoint omits, but cannot be read (there is no "
+        "such object, and no object below it; check the name); restore the folder, or name a local copy with --base"
     )

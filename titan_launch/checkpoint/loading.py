@@ -97,7 +97,7 @@ def damage(checkpoint: Path) -> str | None:
     reasons = on_all_ranks(look)
     if reasons[0] is None and _NO_FOLDER in reasons:
         rank = reasons.index(_NO_FOLDER)
-        remedy = f"put {checkpoint.parent} on a shared file system (for own checkpoints: set job.dump_folder)"
+        remedy = f"put {checkpoint.parent} on a shared file system (for checkpoints of this run: set job.dump_folder)"
         raise UserError(f"rank {rank} does not see {checkpoint}, but rank 0 does; {remedy}")
     return next(filter(None, reasons), None)
 
@@ -126,9 +126,9 @@ def find_checkpoint(path: Path, key: KeyPath) -> Path:
     """Return the checkpoint that a path in the job file names. Collective.
 
     If the path is a run folder or a folder of checkpoints, return its newest valid checkpoint. Otherwise return the
-    path itself; if it is a link, or a link to a link, return the folder to which it leads. On all ranks, raises
-    UserError if all checkpoints of the folder are damaged, and ConfigError for `key` if the path is no folder or no
-    valid checkpoint.
+    path itself; if it is a link, or a link to a link, return the folder to which it leads. If all checkpoints of the
+    folder are damaged, raises UserError. If the path is no folder or no valid checkpoint, raises ConfigError for `key`.
+    All ranks raise the same error.
     """
     for folder in (path / "checkpoints", path):
         if on_rank_0(lambda folder=folder: bool(checkpoint_steps(folder))):  # type: ignore[misc]
@@ -156,11 +156,10 @@ def _target(path: Path) -> Path:
 
 
 def find_result(path: Path, key: KeyPath) -> Path:
-    """Return the checkpoint that a path in the job file names. Collective.
+    """Return what `find_checkpoint` returns, or the best checkpoint of a run that ended early. Collective.
 
-    If the path is a run folder or a folder of checkpoints, and early stopping ended the run, return the checkpoint with
-    the lowest validation loss. Otherwise return the checkpoint that `find_checkpoint` returns. Raises the errors of
-    `find_checkpoint`.
+    The best checkpoint has the lowest validation loss. It is never returned for a path that names a single checkpoint.
+    Raises the errors of `find_checkpoint`.
     """
     found = find_checkpoint(path, key)
     if found.parent not in (path, path / "checkpoints"):  # the path names a checkpoint
@@ -225,7 +224,7 @@ def load_state(checkpoint: Path, state: TrainingState, selection: Selection) -> 
     try:
         _load(checkpoint, state, selection)
     except (DamagedCheckpointError, OSError) as error:
-        remedy = "name another checkpoint, or restore its files"
+        remedy = "restore the files of this checkpoint, or name another one"
         raise UserError(f"the checkpoint {checkpoint} cannot be loaded: {_reason(error)}; {remedy}") from error
 
 
@@ -333,7 +332,7 @@ def _log_ema(state: TrainingState, saved: Mapping[str, Any], selection: Selectio
     """Log a line if the run begins a new moving average of the weights, or drops the average of the checkpoint."""
     is_loaded = selection.takes("ema") and bool(_below("ema", saved))
     if "ema" in state.parts and not is_loaded:
-        reason = "that of the checkpoint is not loaded" if _below("ema", saved) else "the checkpoint has none"
+        reason = "the average of the checkpoint is not loaded" if _below("ema", saved) else "the checkpoint has none"
         _log.info("moving average of the weights: %s; the new average begins with the loaded parameters", reason)
     elif "ema" not in state.parts and is_loaded:
         warn(_log, "the moving average of the weights in the checkpoint is dropped, because ema.decay is not set")
@@ -345,7 +344,7 @@ def _below(prefix: str, saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _known(values: Mapping[str, Any], prefix: str, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `values` without the keys that the checkpoint lacks. `prefix`: prefix of the keys in the checkpoint.
+    """Return the entries of `values` whose keys the checkpoint has. `prefix`: prefix of the keys in the checkpoint.
     `saved`: all keys of the checkpoint."""
     there = _below(prefix, saved)
     return {key: value for key, value in values.items() if key in there}
@@ -399,7 +398,7 @@ def _check_optimizer(checkpoint: Path, own: Mapping[str, Values], saved: Mapping
 def _differences(own: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
     missing = [name for name in own if name not in saved]
     unexpected = [name for name in saved if name not in own]
-    shapes = [f"{n} is {own[n]}, in the checkpoint {saved[n]}" for n in own if n in saved and own[n] != saved[n]]
+    shapes = [f"{n} is {own[n]}, and {saved[n]} in the checkpoint" for n in own if n in saved and own[n] != saved[n]]
     for title, names in (
         ("missing in the checkpoint", missing),
         ("only in the checkpoint", unexpected),

@@ -30,7 +30,7 @@ _SECONDS_AFTER_AN_ERROR = 60
 
 
 class CheckpointManager:
-    """The checkpoints of a run, in `step-N` folders: saves them, and loads them again.
+    """The object that saves and loads the checkpoints of a run, in `step-N` folders.
 
     A folder `step-N` is complete as soon as it exists, and is never written again. At most one save is in flight. After
     a failed save a warning is logged, older checkpoints stay, and training continues. If the last save of the run

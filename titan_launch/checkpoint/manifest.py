@@ -142,8 +142,8 @@ def read_manifest(folder: Path) -> Manifest:
     """Return the manifest of a checkpoint's folder. Raises DamagedCheckpointError for a missing or invalid manifest.
 
     A manifest is also invalid if it names a file outside of the folder, or if its step is not the step in the folder's
-    name. In a process without a phantom GPU (a simulated GPU that runs no kernels), the
-    manifest of a run with a phantom GPU is invalid, too.
+    name. In a process without a phantom GPU (a simulated GPU that runs no kernels), the manifest of a run with a
+    phantom GPU is invalid, too.
     """
     try:
         content = read_regular(folder / MANIFEST_FILE, MOST_BYTES)

@@ -128,8 +128,8 @@ def _noted(notes: list[str], failure: str) -> Iterator[None]:
 def point(folder: Path, link: str, step: int | None) -> Path | None:
     """Point a link to a step's folder. Remove the link if `step` is None. The replacement is atomic.
 
-    A copy of the run folder that follows links (`cp -rL`) has a folder in place of the link. Rename such a folder
-    first, and return its new path. Otherwise return None.
+    If the run folder was copied with `cp -rL`, a folder is in place of the link. Rename this folder first, and return
+    its new path. Otherwise return None.
     """
     path = folder / link
     aside = None

@@ -64,7 +64,8 @@ def _make_room(request: WriteRequest, temporary: Path, needed: int) -> None:
     clean(folder)
     free = shutil.disk_usage(folder).free
     if free < needed * _SPARE:
-        raise OSError(f"{needed * _SPARE / GIB:.3f} GiB are needed, and {folder} has {free / GIB:.3f} GiB free")
+        space = f"{folder} has {free / GIB:.3f} GiB free"
+        raise OSError(f"{needed * _SPARE / GIB:.3f} GiB are needed, and {space}; delete files to make room")
     temporary.mkdir()
 
 

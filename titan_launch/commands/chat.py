@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from titan_launch.inference.generation import TokenSequence
 
 _NEW_TOKENS = 1024
-"""Default of `--max-new-tokens`. It is smaller if the longest sequence of the model has no room for this number."""
+"""Default of `--max-new-tokens`. If the model's longest sequence leaves fewer tokens, the default is their number."""
 
 _RESET, _QUIT = "/reset", "/quit"
 """Lines that are not messages: the first begins a new conversation, the second ends the chat."""

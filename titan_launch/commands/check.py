@@ -39,9 +39,9 @@ def run(arguments: Namespace) -> int:
 def _warning_of_epochs(config: JobConfig, world_size: int | None) -> str | None:
     """Return a warning if `training.steps` is too many epochs of the data, else None.
 
-    Also return None if the job does not set `training.steps`, or if the global batch size or the number of samples is
-    unknown without reading the data. `world_size`: number of ranks, which determines the global batch size if the
-    job does not set it; None if unknown.
+    Also return None if `training.steps`, the global batch size or the number of samples is unknown before the data is
+    read. `world_size`: number of ranks, which determines the global batch size if the job does not set this size; None
+    if unknown.
     """
     from titan_launch.data.epochs import known_samples, too_many_epochs
 

@@ -39,7 +39,7 @@ _LABELS = {
 
 def add_arguments(parser: Parser) -> None:
     parser.add_job("titan-launch data --config configs/llama_debug.toml --samples 2")
-    text = "ranks, to compute training.global_batch_size if it is not set (default: product of the parallelism degrees)"
+    text = "number of ranks, for a job without training.global_batch_size (default: product of the parallelism degrees)"
     parser.add_argument("--world-size", type=at_least(1), metavar="N", help=text)
     text = "samples to show, in the order of the run (default: 1)"
     parser.add_argument("--samples", type=at_least(0), default=1, metavar="N", help=text)

@@ -27,8 +27,8 @@ def add_arguments(parser: Parser) -> None:
     group.add_argument("--batch-size", type=at_least(1), default=8, metavar="N", help=text)
     group.add_argument("--include-path", metavar="FOLDER", type=Path, help="folder with YAML files of your own tasks")
     group.add_argument("--out", metavar="FILE", type=Path, help="also write all results as JSON")
-    add_chat(parser, "write each document as a message of a user, with the chat template of the model")
-    text = "with --chat: write the examples into the message, not as turns of their own"
+    add_chat(parser, "send each document as a user's message, in the chat template of the model")
+    text = "with --chat: write the few-shot examples into the user's message, not as separate turns"
     parser.add_argument("--single-turn", action="store_true", help=text)
 
 
@@ -42,7 +42,7 @@ def run(arguments: Namespace) -> int:
         raise UserError(f"error: evaluate {not_installed('lm_eval')}")
     include, out = arguments.include_path, arguments.out
     if include is not None and not include.is_dir():
-        raise UserError(f"error: --include-path {include}: there is no such folder")
+        raise UserError(f"error: --include-path {include}: there is no such folder; name the folder of your tasks")
     if out is not None:
         check_output(out)
     check_chat(arguments, "single_turn")

@@ -19,7 +19,7 @@ def add_arguments(parser: Parser) -> None:
     add_source(parser)
     text = "write the mean of the checkpoints of these steps, such as 800,900,1000; or with weights: 800,1000=2"
     parser.add_argument("--average", type=_steps, metavar="STEPS", default={}, help=text)
-    text = "write the mean of SOURCE (weight 1) and this model (weight W, default: 1), a model soup; repeatable"
+    text = "write the weighted mean of SOURCE (weight 1) and of the model in FOLDER (weight W, default: 1); repeatable"
     parser.add_argument("--soup", type=_soup, action="append", metavar="FOLDER[=W]", default=[], help=text)
     parser.add_argument("--out", required=True, metavar="OUT", help="folder to write; must be new or empty (required)")
     text = "hf: config.json, *.safetensors and tokenizer of Hugging Face (the default); plain: one model.safetensors "
@@ -30,7 +30,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help=text)
     text = "largest size of a file with format hf (default: 5GB)"
     parser.add_argument("--max-shard-size", metavar="SIZE", help=text)
-    text = "with format hf: write only the first N rows of the vocabulary (default: as in model.weights, or all)"
+    text = "with format hf: write only the first N tokens of the vocabulary (default: as in model.weights, or all)"
     parser.add_argument("--vocab-size", type=at_least(1), metavar="N", help=text)
 
 
@@ -69,7 +69,7 @@ def run(arguments: Namespace) -> int:
     from titan_launch.models.huggingface.files import WeightsError
 
     if is_phantom():
-        raise UserError("error: export: this process has a phantom GPU, so there are no values to export")
+        raise UserError("error: a process with a phantom GPU has no values to export; run export without a phantom GPU")
     if arguments.format == "plain":
         for option in ("max_shard_size", "vocab_size"):
             if getattr(arguments, option) is not None:
@@ -80,9 +80,9 @@ def run(arguments: Namespace) -> int:
     if len({folder.resolve() for folder in soup}) < len(arguments.soup):
         raise UserError("error: --soup names a folder twice; name each folder once, with its weight")
     if arguments.average and arguments.step is not None:
-        raise UserError("error: --average names the steps; remove --step")
+        raise UserError("error: --step has no effect, because --average names the steps; remove --step")
     if (arguments.average or arguments.soup) and arguments.adapter:
-        raise UserError("error: a mean of adapters is not the mean of their models; remove --adapter")
+        raise UserError("error: --adapter: a mean of adapters is not the mean of their models; remove --adapter")
     options = ExportOptions(
         is_plain=arguments.format == "plain",
         step=arguments.step,

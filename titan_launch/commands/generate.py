@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from titan_launch.inference.language_model import LanguageModel
 
 _NEW_TOKENS = 128
-"""Default of `--max-new-tokens`. It is smaller if the longest sequence of the model has no room for this number."""
+"""Default of `--max-new-tokens`. If the model's longest sequence leaves fewer tokens, the default is their number."""
 
 
 def add_arguments(parser: Parser) -> None:
@@ -30,7 +30,7 @@ def add_arguments(parser: Parser) -> None:
     group = parser.add_argument_group("prompt", "without these options: each line of the standard input is a prompt")
     group.add_argument("--prompt", metavar="TEXT", help="text to continue")
     group.add_argument("--prompt-file", metavar="FILE", help="file with the text to continue")
-    text = "names of special tokens in the prompt, such as <|im_start|>, become these tokens (default: plain text)"
+    text = "read names of special tokens in the prompt, such as <|im_start|>, as these tokens (default: as text)"
     group.add_argument("--special-tokens", action="store_true", help=text)
     language_model.add_chat(
         parser, "send each prompt as a user's message, in the chat template of the model, and generate the answer"
@@ -66,13 +66,13 @@ def _prompts(arguments: Namespace) -> list[str] | None:
             with open(arguments.prompt_file, encoding="utf-8-sig") as file:
                 return [language_model.bounded(file.read(language_model.MOST_PROMPT + 1), where)]
         except (OSError, ValueError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+            reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text; convert the file to UTF-8"
             raise UserError(f"error: {where}: {reason}") from None
     return None if arguments.prompt is None else [arguments.prompt]
 
 
 def _generator(model: LanguageModel, arguments: Namespace) -> Callable[[str], None]:
-    """Return a function that continues a prompt: it prints the text while it is generated, and then the speed."""
+    """Return a function that continues a prompt. The function prints the text during generation, then the speed."""
     from titan_launch.inference.generation import TextStream, generate_tokens
 
     sampling, generator = language_model.sampling_of(arguments, model)

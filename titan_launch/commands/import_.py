@@ -34,8 +34,8 @@ def run(arguments: Namespace) -> int:
         saved = open_saved_model(folder)
         if saved.companions != folder:
             raise WeightsError(
-                "it is not a Hugging Face folder, and needs no import; to start a job from it, set model.weights, or "
-                "checkpoint.initial_load_path for a run folder"
+                "not a Hugging Face folder, so no import is needed; to start a job from the folder, name it in "
+                "model.weights, or, if it is a run folder, in checkpoint.initial_load_path"
             )
         summary = _write(folder, saved, Path(arguments.out))
     except WeightsError as error:

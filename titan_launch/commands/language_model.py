@@ -175,7 +175,7 @@ def typed_lines() -> Iterator[str]:
             say()
             return
         except UnicodeDecodeError:
-            raise UserError("error: the standard input is not UTF-8 text") from None
+            raise UserError("error: the standard input is not UTF-8 text; convert it to UTF-8") from None
         if not line:
             return
         yield bounded(line.removesuffix("\n"), "the standard input")

@@ -70,12 +70,13 @@ def _check_proof(loaded: LoadedJob, file: str) -> None:
     except ConfigError as error:
         raise UserError(loaded.provenance.describe(error.problems)) from None
     if certificate is None:
-        of_this = "this job, this code and these versions of torch and transformers"
         command, named = f"titan-launch prove --config {quote(file)}", loaded.config.prove.certificate
         if named is not None:
             remedy = f"run {command} --out {quote(named)} with the same overrides"
-            raise UserError(f"error: --require-proof: the certificate {named} is not of {of_this}; {remedy}")
-        remedy = f"run {command} with the same overrides, or set prove.certificate to the file of its --out"
-        raise UserError(f"error: --require-proof: found no certificate for {of_this}; {remedy}")
+            others = "another job, other code, or other versions of torch or transformers"
+            raise UserError(f"error: --require-proof: the certificate {named} is for {others}; {remedy}")
+        remedy = f"run {command} with the same overrides, or set prove.certificate to a file from prove --out"
+        these = "this job, this code and these versions of torch and transformers"
+        raise UserError(f"error: --require-proof: found no certificate for {these}; {remedy}")
     if certificate.verdict != "proven":
         raise UserError(f"error: --require-proof: {certificate.text()}")

@@ -99,6 +99,6 @@ def _summary(measured: Measured) -> list[str]:
     for collective in measured.collectives:
         place = ", across nodes" if collective.crossings else ""
         (_, base_seconds), *_, (num_bytes, seconds) = collective.points
-        speed = f"base {base_seconds * 1e6:,.0f} us, {num_bytes / seconds / 1e9:.3g} GB/s"
+        speed = f"{base_seconds * 1e6:,.0f} us (smallest message), {num_bytes / seconds / 1e9:.3g} GB/s (largest)"
         lines.append(f"{collective.kind} ({collective.ranks} ranks{place}): {speed}")
     return lines

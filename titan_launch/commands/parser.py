@@ -178,8 +178,8 @@ def check_weights(loaded: LoadedJob) -> None:
     """Raise UserError if `model.weights` does not hold the tensors of the model. Values are not read.
 
     Nothing is checked if `model.weights` is not set, or if the run will resume, because a resumed run loads a
-    checkpoint. Only the files are checked for a user's own model, for a class of `transformers` and, without torch, for
-    a model of the package that has not been recorded.
+    checkpoint. If the model is not one of this package, only the files are checked, not the names and shapes of
+    tensors. The same holds for a model of this package that has no recording, if torch is not installed.
     """
     config = loaded.config
     if config.model.weights is None:

@@ -63,9 +63,9 @@ KEY_OPTIONS = (
     ("--intra-bandwidth", "planner.intra_node_gb_per_s", "GB/S", _BANDWIDTH.format("to devices of its host")),
     ("--inter-bandwidth", "planner.inter_node_gb_per_s", "GB/S", _BANDWIDTH.format("to devices of other hosts")),
     ("--gpus-per-node", "planner.gpus_per_node", "N", f"devices per host (default: {PlannerConfig().gpus_per_node})"),
-    ("--expert-load", "planner.expert_load", "X", "tokens of the busiest rank, divided by the mean (default: 1)"),
+    ("--expert-load", "planner.expert_load", "X", "tokens of the busiest rank / mean tokens of a rank (default: 1)"),
     ("--speeds", "planner.speeds", "FILE", "speeds that measure-device measured (default: the data sheet of --device)"),
-    ("--mfu", "planner.mfu", "X", "fraction of the peak FLOP/s that a step reaches, instead of speeds of operations"),
+    ("--mfu", "planner.mfu", "X", "fraction of the peak FLOP/s that a step reaches; replaces the speeds of operations"),
 )
 """Options that set a key of the job, as (option, key, metavar, help text)."""
 
@@ -73,10 +73,10 @@ KEY_OPTIONS = (
 def add_arguments(parser: Parser) -> None:
     parser.add_job("titan-launch plan --config configs/llama3_8b.toml --world-size 8 --device h100-80gb")
     parser.add_argument("--world-size", type=at_least(1), default=1, metavar="N", help="ranks (default: 1)")
-    text = "replay: record a microbatch once, and replay it with FSDP2's memory; trace: run a whole step without "
-    text += "values, which is slower (default: replay)"
+    text = "replay: record a microbatch, and compute the memory of a step from the recording; trace: run a whole step "
+    text += "without values, which is slower (default: replay)"
     parser.add_argument("--engine", choices=get_args(EngineName), default="replay", help=text)
-    text = "rows to compare; own: only the modes that the job sets or that auto may choose (default: all)"
+    text = "choices to compare; own: only the modes that the job sets or that auto may choose (default: all)"
     parser.add_argument("--rows", choices=("all", "own"), default="all", help=text)
     text = 'plan with the largest microbatch that fits, as with training.local_batch_size = "auto"'
     parser.add_argument("--max-batch", action="store_true", help=text)
@@ -96,7 +96,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--hold", action="append", default=[], metavar="KEY[=VALUE]", help=text)
     text = "with --search: also try a half, a quarter, ... of --world-size, down to the fewest ranks that suffice"
     parser.add_argument("--max-gpus", action="store_true", help=text)
-    text = "with --search: try global batches from LOW samples to HIGH, each twice the one before"
+    text = "with --search: try global batches of LOW samples, 2 LOW, 4 LOW, ... up to HIGH"
     parser.add_argument("--global-batch", metavar="LOW:HIGH", help=text)
     text = "with --search: write the best job, as a file that extends the job file"
     parser.add_argument("--out", metavar="FILE", help=text)
@@ -134,7 +134,8 @@ def _refuse_options_of_one_layout(arguments: Namespace) -> None:
     defaults |= {"plot": None, "trial": None, "rows": "all", "engine": "replay"}
     if given := [name for name, default in defaults.items() if getattr(arguments, name) != default]:
         option = f"--{given[0].replace('_', '-')}"
-        raise UserError(f"error: {option} needs one layout, and --search plans many; plan the job that it finds")
+        remedy = f"write the best job with --out, and plan that job with {option}"
+        raise UserError(f"error: {option} needs one layout, and --search plans many; {remedy}")
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,7 @@ class _Planned:
     """True if the plan has chosen the size of the microbatch (`training.local_batch_size = "auto"`, `--max-batch`)."""
 
     recommendation: Resolution | None
-    """The best choice of modes. If the job has a mode `auto`, it is the same as `resolution`. None if no choice fits,
+    """The best choice of modes; the same object as `resolution` if the job has a mode `auto`. None if no choice fits,
     if no memory limit is known, or if not all choices were compared."""
 
     advice: tuple[Advice, ...] = ()
@@ -209,8 +210,8 @@ def print_plan(config: JobConfig, world_size: int, locate_key: unit_table.KeyLoc
 
 
 def _try(planned: _Planned, rank: int) -> dict[str, Any] | None:
-    """Train three steps as `rank` with the modes of a plan. Return the memory that the steps took, or None on a CPU.
-    Raises RunError if the memory of this device does not suffice."""
+    """Train three steps as `rank` with the modes of a plan. Return a dictionary with the rank, the device, and the
+    fields of `TrialMemory` in bytes; None on a CPU. Raises RunError if the memory of this device does not suffice."""
     import torch
 
     from titan_launch.trace.trial import run_trial
@@ -226,8 +227,8 @@ def _try(planned: _Planned, rank: int) -> dict[str, Any] | None:
 
 def _measure(planned: _Planned) -> dict[str, Any]:
     """Train three steps of the rank with the highest planned peak memory, on a phantom GPU of the planned device.
-    Return the memory that the steps took. Raises UserError if the host has too little memory, and RunError if the
-    memory of the device does not suffice."""
+    Return a dictionary as `_try` does. Raises UserError if the host has too little memory, and RunError if the memory
+    of the device does not suffice."""
     from titan_launch.phantom_gpu.environment import RANK_GIB, phantom_gpus
 
     config, layout, hardware = planned.resolution.config, planned.layout, planned.hardware
@@ -253,7 +254,7 @@ def _measure(planned: _Planned) -> dict[str, Any]:
 
 
 def print_dry_run(config: JobConfig, world_size: int, rank: int) -> None:
-    """Run one training step as rank `rank` of `world_size`, on fake tensors. Print what the rank holds.
+    """Run one training step as rank `rank` of `world_size`, on fake tensors. Print a description of the rank.
 
     Raises the same ConfigErrors as the start of a run, for example if none of the modes that `auto` may choose fits.
     """
@@ -311,10 +312,12 @@ def _advised(planned: _Planned, parallelism: ParallelismConfig) -> _Planned:
     """Return the plan with advice: changes that save memory. For a job that does not fit, also add the number of ranks
     that suffices.
 
-    A change suffices if the job is then planned to fit. If the present job is planned to fit already, or if no memory
-    limit is known, the user may have seen it run out of memory. A change then suffices if the job reserves at most four
-    fifths of its present memory. `parallelism`: section before `with_unsharded_parameters` has changed it, because a
-    changed job may have a different number of shards.
+    A change suffices if the job is then planned to fit. But a job may have run out of memory although it is planned to
+    fit, or although no memory limit is known. For such a job, a change suffices if the job then reserves at most four
+    fifths of its present memory.
+
+    `parallelism`: section before `with_unsharded_parameters` has changed it, because a changed job may have a different
+    number of shards.
     """
     layout, hardware, row = planned.layout, planned.hardware, planned.resolution.row
     config = planned.resolution.config.model_copy(update={"parallelism": parallelism})
@@ -335,7 +338,7 @@ def _advised(planned: _Planned, parallelism: ParallelismConfig) -> _Planned:
 
 
 def _subject(config: JobConfig, layout: Layout, hardware: Hardware, engine: EngineName = "replay") -> ComparedJob:
-    """Return the model of a job, with the engine that predicts its memory. Raises ConfigError as `check_plan` does."""
+    """Return the recorded model, with the engine that predicts the job's memory. Raises ConfigError as `check_plan`."""
     recordings = recordings_of(config, layout, hardware.kernels)
     if engine == "replay":
         subject = ComparedJob.replayed(config, layout, hardware, recordings)

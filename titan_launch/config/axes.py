@@ -31,7 +31,7 @@ class Axis:
     `SHARD` and `CONTEXT`."""
 
     is_within_shards: bool = False
-    """True if the ranks along the axis are among those over which FSDP2 shards a parameter."""
+    """True if FSDP2 shards parameters over a group of ranks that contains the ranks along the axis."""
 
     divides_parameters: bool = False
     """True if the ranks along the axis have different parameters, even before FSDP2 shards them."""

@@ -41,10 +41,10 @@ def misfits(held: ImageFormat, taken: ImageFormat) -> Iterator[str]:
     if taken.height is None:
         pass
     elif held.height != held.width:
-        yield f"holds images of {pixels}, but the model takes square images; set the keys resize and crop"
+        yield f"holds images of {pixels}, but the model takes square images; set resize and crop to {taken.height}"
     elif held.height != taken.height:
         reason = f"holds images of {pixels}, but the model takes {taken.height} x {taken.width}"
-        yield f"{reason}; set model.args.{size_argument} = {held.height}, or the keys resize and crop"
+        yield f"{reason}; set model.args.{size_argument} = {held.height}, or set resize and crop to {taken.height}"
     if held.num_classes > taken.num_classes:
         reason = f"holds labels up to {held.num_classes - 1}, but the model has {taken.num_classes} classes"
         yield f"{reason}; set model.args.{classes_argument} to {held.num_classes} or more"

@@ -1,8 +1,8 @@
 """Conversion of TorchTitan v0.2 job files. For keys that cannot be converted, most remedies come from
 `TORCHTITAN_KEYS`.
 
-As far as possible, the converted job trains like the old job. So if a default of TorchTitan is different here, and the
-old file does not set the key, the new file sets TorchTitan's default.
+As far as possible, the converted job trains like the old job. So if the old file omits a key whose default differs
+here, the new file sets TorchTitan's default.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ are not listed, but treated in the same way.)"""
 
 
 def _llama4(**sizes: Any) -> tuple[str, str | None, dict[str, Any]]:
-    """Return (name, flavor, arguments) of a Llama 4 in this job file: the class `Llama4ForCausalLM` of `transformers`,
-    with the sizes of TorchTitan's model."""
+    """Return name, flavor and arguments for `[model]`: the class `Llama4ForCausalLM` of `transformers`, with the sizes
+    of TorchTitan's Llama 4."""
     layers = sizes["num_hidden_layers"]
     full_attention = {"no_rope_layers": [1] * layers, "layer_types": ["full_attention"] * layers}
     common = {"model_type": "llama4_text", "architectures": ["Llama4ForCausalLM"], "num_experts_per_tok": 1}
@@ -180,7 +180,8 @@ _MODELS: dict[tuple[str, str], tuple[str, str | None, dict[str, Any]]] = {
         rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
     ),
 }
-"""(Name, flavor, arguments) in this job file for each (name, flavor) of TorchTitan that is different here."""
+"""Name, flavor and arguments for `[model]`, by the (name, flavor) of TorchTitan. A model that has the same name and
+flavor in both programs is not listed."""
 
 
 @dataclass
@@ -345,12 +346,12 @@ def _model(job: Migration) -> None:
         job.drop("model.flavor", f"here, documents of a sample attend to each other; to prevent this, {remedy}")
     elif own == HUGGINGFACE:
         reason = (
-            "the new job uses the class of transformers, whose router has no bias that balances the load of the "
-            "experts, unlike TorchTitan's router"
+            "the new job uses the class of transformers; unlike the router of TorchTitan, the router of this class has "
+            "no bias that balances the experts"
         )
         job.drop("model.name", reason)
     elif not is_known:
-        reason = 'no model of this package; choose another one, or use "model.name" = "package.module:factory"'
+        reason = 'no model of this package; choose one in docs/reference/job_file.md, or set "model.name" to a factory'
         job.drop("model.name" if own not in ARCHITECTURES else "model.flavor", reason)
 
 
@@ -377,7 +378,7 @@ def _dataset(job: Migration, section: str, table: str) -> None:
     name, path = job.value(f"{section}.dataset"), job.value(f"{section}.dataset_path")
     keys = dict(_DATASETS.get(str(name).lower(), {"kind": "huggingface", "path": name}))
     if str(name).lower() not in _DATASETS:
-        job.drop(f"{section}.dataset", "not a data set of TorchTitan itself; check data.kind, path and column")
+        job.drop(f"{section}.dataset", f"not a data set of TorchTitan itself; check the keys of [{table}]")
     if path is not None:
         keys["path"] = path
     for key, value in keys.items():
@@ -414,9 +415,8 @@ def _batch(job: Migration) -> None:
         if ranks is not None:
             job.put("training.global_batch_size", local * ranks)
         else:
-            microbatches = f"training.local_batch_size ({local}) is divided into microbatches of the pipeline"
-            remedy = f"set training.global_batch_size to {local} x the number of data-parallel ranks"
-            job.drop(pipeline, f"{microbatches}; {remedy}, or use the option --world-size of `migrate`")
+            remedy = f"set training.global_batch_size to {local} x this number, or use --world-size of `migrate`"
+            job.drop(pipeline, f"the number of data-parallel ranks is unknown; {remedy}")
 
 
 def _optimizer(job: Migration) -> None:
@@ -547,8 +547,8 @@ def _checkpoint(job: Migration) -> None:
     if excluded := job.value("checkpoint.exclude_from_loading"):
         names = {"optimizer": "optimizer", "dataloader": "data", "train_state": "step", "lr_scheduler": "step"}
         parts = sorted({names[part] for part in excluded if part in names})
-        remedy = f"set it to {json.dumps(parts)} if you set checkpoint.load" if parts else "no such part is loaded here"
-        job.drop("checkpoint.exclude_from_loading", remedy)
+        remedy = f'set "checkpoint.load", and "checkpoint.exclude_from_loading" = {json.dumps(parts)}'
+        job.drop("checkpoint.exclude_from_loading", remedy if parts else "no checkpoint here has these parts")
 
 
 def _validation(job: Migration) -> None:
@@ -562,8 +562,8 @@ def _validation(job: Migration) -> None:
     if steps > 0 and ranks is not None:
         job.put("validation.max_samples", steps * local * ranks)
     elif steps > 0:
-        wanted = f"set validation.max_samples to {steps * local} x the number of data-parallel ranks"
-        job.drop("validation.steps", f"{wanted}, or use the option --world-size of `migrate`")
+        remedy = f"set validation.max_samples to {steps * local} x this number, or use --world-size of `migrate`"
+        job.drop("validation.steps", f"the number of data-parallel ranks is unknown; {remedy}")
     _dataset(job, "validation", "validation.data")
     for key in ("streaming", "shuffle"):
         job.new.pop(("validation", "data", key), None)
@@ -582,7 +582,7 @@ def _profiling(job: Migration) -> None:
         first = max(1, freq - active + 1)
         job.put("profiling.start_step", first, "one profile; TorchTitan makes more")
         job.put("profiling.num_steps", freq - first + 1)
-        reason = f'rank 0 makes one profile, which ends with step {freq}; "profiling.ranks" names more ranks'
+        reason = f'rank 0 makes one profile, which ends with step {freq}; to profile more ranks, set "profiling.ranks"'
         job.drop("profiling.profile_freq", reason)
     if is_on and has_memory:
         job.put("profiling.memory", True)

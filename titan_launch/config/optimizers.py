@@ -1,6 +1,7 @@
-"""The optimizer's algorithms as data: their settings, their state tensors, and the memory of an update. No torch.
+"""The optimizer's algorithms as data: their settings, their state tensors, and the memory of an update.
 
-An algorithm is a row of `ALGORITHMS`, and a file in `titan_launch/optim/` that implements its update.
+An algorithm is an entry of `ALGORITHMS`, and a file in `titan_launch/optim/` that implements its update. This module
+does not import torch.
 """
 
 from __future__ import annotations
@@ -30,9 +31,8 @@ def names_in_8_bits(name: str) -> tuple[str, str]:
 
 
 def length_of_row(shape: Sequence[int]) -> int:
-    """Return the number of elements in a row of a state tensor. A row of a matrix, or of a stack of matrices, is its
-    last axis. A row of a kernel of a 2D or 3D convolution has all weights of an output channel: the last axis has only
-    a few elements."""
+    """Return the number of elements in a row of a state tensor: the length of the last axis. Exception: for a kernel of
+    a 2D or 3D convolution, whose last axis is short, a row has all weights of an output channel."""
     return _rows(shape)[1]
 
 
@@ -143,13 +143,13 @@ class PyTorchUpdate:
     and master weights are not supported."""
 
     update: str
-    """Import string of the function `update(group, config, found_inf)`, which updates one `ShardGroup`."""
+    """Import string of the function `update(group, config, found_inf)`, which updates one `ShardGroup`. `found_inf`: a
+    tensor that is not 0 for a skipped step; None if no step is skipped."""
 
     temporaries: Temporaries
 
     counts_on_host: bool = False
-    """True if PyTorch keeps the optimizer's step counts on the CPU. (The fused implementation always keeps them on the
-    device.)"""
+    """True if `foreach` and `for-loop` keep the step counts on the CPU. (`fused` keeps them on the device.)"""
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ class Algorithm:
     of the parameter, and the dtype of `ShardSize.state_dtype`."""
 
     temporaries: Temporaries
-    """Peak memory of `update`."""
+    """Peak memory of the temporary tensors of `update`."""
 
     settings: tuple[str, ...] = ()
     """Keys and tables of `[optimizer]` that this algorithm reads, and that not all algorithms read."""
@@ -215,7 +215,8 @@ def batches(shards: Sequence[T], num_elements: Callable[[T], int], limit: int | 
 
 
 def _in_batches(of_batch: Callable[[Sequence[ShardSize], OptimizerConfig], int]) -> Temporaries:
-    """Return the function for an update in batches (see `batches`), from a function `of_batch` for one batch."""
+    """Return the function for an update in batches (see `batches`). It returns the largest result of `of_batch`, which
+    returns the peak memory of one batch in bytes."""
 
     def temporaries(groups: Sequence[GroupSizes], config: OptimizerConfig, ranks: int) -> int:
         parts = (part for group in groups for part in batches(group.shards, attrgetter("num_elements")))
@@ -226,7 +227,7 @@ def _in_batches(of_batch: Callable[[Sequence[ShardSize], OptimizerConfig], int])
 
 def _decoding(shards: Sequence[ShardSize], config: OptimizerConfig) -> int:
     """Return the peak memory in bytes while one state tensor per parameter of a batch (see `batches`) is copied to
-    float32. It includes the copies."""
+    float32, including the copies."""
     copies, peak = 0, 0
     for part in alike(shards, _row_width):
         copies += sum(shard.state_copy(config) for shard in part)
@@ -282,9 +283,9 @@ def _adamw(shards: Sequence[ShardSize], config: OptimizerConfig) -> int:
 
 
 def _pytorch_adamw(groups: Sequence[GroupSizes], config: OptimizerConfig, ranks: int) -> int:
-    """Return the memory of PyTorch's AdamW. `fused` works in place. `foreach` allocates the square roots of all second
-    moments of a group. `for-loop` allocates two tensors of the size of one second moment, while one such tensor of the
-    previous parameter still exists."""
+    """Return the peak memory of PyTorch's AdamW in bytes. `fused` works in place. `foreach` allocates the square roots
+    of all second moments of a group. `for-loop` allocates two tensors of the size of one second moment, while one such
+    tensor of the previous parameter still exists."""
     sizes = [[shard.size for shard in group.shards] for group in groups]
     if config.implementation == "fused":
         return 0
@@ -308,9 +309,9 @@ def _sgd(shards: Sequence[ShardSize], config: OptimizerConfig) -> int:
 
 
 def _pytorch_sgd(groups: Sequence[GroupSizes], config: OptimizerConfig, ranks: int) -> int:
-    """Return the memory of PyTorch's SGD. `fused` works in place. `foreach` adds weight decay to a copy of all
-    gradients of a group. `for-loop` adds weight decay to a copy of one gradient, and makes another copy for Nesterov's
-    momentum."""
+    """Return the peak memory of PyTorch's SGD in bytes. `fused` works in place. `foreach` adds weight decay to a copy
+    of all gradients of a group. `for-loop` adds weight decay to a copy of one gradient, and makes another copy for
+    Nesterov's momentum."""
     if config.implementation == "fused":
         return 0
     found = []
@@ -391,7 +392,7 @@ def _muon_batch(batch: Sequence[Sequence[ShardSize]], config: OptimizerConfig, r
 
 
 def _muon_direction(part: Sequence[ShardSize], config: OptimizerConfig) -> int:
-    """Return the peak memory in bytes while Muon computes the directions of a part: the matrices that it then makes
+    """Return the peak memory in bytes while Muon computes the directions of a part: the matrices that Muon then makes
     orthogonal. This memory includes float32 copies of gradients, momenta and directions, and the bytes to decode and
     encode the momenta. It does not include the directions in bfloat16."""
     gradients = sum(shard.gradient_copy for shard in part)

@@ -1,4 +1,4 @@
-"""The files that the `path` of a data source names. No torch."""
+"""The files that the `path` of a data source names. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def expand_paths(path: str | tuple[str, ...], suffixes: tuple[str, ...] = ("",))
 
 
 def files_left_out(path: str | tuple[str, ...], suffixes: tuple[str, ...]) -> Counter[str]:
-    """Return the number of files in the folders of `path` that are not read, by suffix. Files are not read if their
-    suffix is not in `suffixes`."""
+    """Return the number of files in the folders of `path` that are not read, because their suffix is not in `suffixes`.
+    The numbers are by suffix, as `count_ends` returns them."""
     folders = [entry for entry in ((path,) if isinstance(path, str) else path) if os.path.isdir(entry)]
     if "" in suffixes:
         return Counter()
@@ -73,8 +73,8 @@ def describe_ends(ends: Counter[str]) -> str:
 
 
 def glob_of_sort(path: str, end: str) -> str:
-    """Return a glob for the files with the suffix `end`, as a TOML string: `"FOLDER/**/*.txt"` if `path` is a folder.
-    If `path` is a glob that also matches other files, return `"*.txt"`."""
+    """Return a glob for the files with the suffix `end`, as a TOML string: `"FOLDER/**/*.txt"` if `path` is a folder,
+    else `"*.txt"`."""
     return toml_string(os.path.join(path, "**", f"*{end}") if os.path.isdir(path) else f"*{end}")
 
 
@@ -83,7 +83,7 @@ class LinkError(Exception):
 
 
 def refuse_links_out(files: Iterable[Path], folder: Path) -> None:
-    """Raise LinkError for the first file below a folder whose path has a link to a place outside of the folder (see
+    """Raise LinkError for the first file below a folder whose path has a link that leads out of the folder (see
     `leads_out`)."""
     inside: set[Path] = set()
     for file in files:
@@ -211,7 +211,7 @@ def _entries_like(folder: str, part: str, only_folders: bool = False) -> list[st
 
 
 def images_named(path: str) -> Literal["digits", "folder", "shards", "npz"]:
-    """Return the kind of storage that a `path` to images names."""
+    """Return the kind of storage that a `path` to images names; `npz` for any text that names no other kind."""
     if path == SKLEARN_DIGITS:
         return "digits"
     if os.path.isdir(path):
@@ -220,7 +220,7 @@ def images_named(path: str) -> Literal["digits", "folder", "shards", "npz"]:
 
 
 def class_folders(path: str) -> list[str]:
-    """Return the sorted names of the class folders in a folder. Names that begin with a dot are ignored."""
+    """Return the sorted names of the class folders in a folder, except names that begin with a dot. Raises OSError."""
     with os.scandir(path) as entries:
         return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
 

@@ -10,7 +10,7 @@ from titan_launch.core.errors import KeyPath
 Role = Literal["model", "experiment", "operation"]
 """Effect of a changed key on a run that resumes. `model`: the tensors or the computation change, so the checkpoint
 cannot be loaded. `experiment`: the training result changes, so the run needs `checkpoint.accept_changes`. `operation`:
-only duration, location, speed, reports or the handling of bad steps change. The results stay the same, except for
+only duration, location, speed, reports or the handling of skipped steps change. The results stay the same, except for
 rounding, because sums may be computed in another order. But a new number of steps moves the decay of the learning
 rate."""
 

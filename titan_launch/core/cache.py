@@ -37,11 +37,11 @@ _VERSION = 1
 """Version of the layout of entries. An entry of a different version is built again."""
 
 _FILES = "files.json"
-"""Name of the list of an entry's files: `{name: [digest, state]}`."""
+"""Name of the file that lists the files of an entry: `{name: [digest, state]}`."""
 
 
 def built_once(kind: str, identity: Any, build: Callable[[Path], object], task: str = "") -> Path:
-    """Return the folder of the cache entry `identity`. If the folder does not exist, `build(folder)` fills a new one.
+    """Return the folder of the cache entry `identity`. If the folder does not exist, create it by `build(folder)`.
 
     `kind`: name of the subfolder for entries of this kind. `identity`: a value that JSON can represent. Several
     processes may call this function at once: one builds, and the others wait. The folder gets its final name when it is
@@ -114,7 +114,7 @@ def _seal(folder: Path) -> None:
 
 
 def _read_list(folder: Path) -> dict[str, tuple[str, list[int]]]:
-    """Return digest and state of each file, from the list of an entry. Raises OSError, ValueError and TypeError."""
+    """Return {name: (digest, state)} from an entry's list. An invalid list raises OSError, ValueError or TypeError."""
     content = read_json(folder / _FILES)
     if not isinstance(content, dict) or not all(map(is_name_inside, content)):
         raise ValueError
@@ -130,8 +130,8 @@ def _has_known_state(folder: Path) -> bool:
 
 
 def _has_known_content(folder: Path) -> bool:
-    """Read all files of an entry, and return True if they still have the digests in its list. In that case, write
-    their present states (`file_state`) into the list."""
+    """Read all files of an entry, and return True if they still have the digests in its list. In that case, write the
+    present states of the files (`file_state`) into the list."""
     try:
         files = _read_list(folder)
         states = {name: file_state(folder / name) for name in files}

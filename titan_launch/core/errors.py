@@ -62,11 +62,11 @@ class Problem:
 
     said_once: str = ""
     """Last part of `reason`, such as a list of allowed keys. If several problems of a message have the same last part,
-    only the first of these problems is printed with it."""
+    this part is printed only once, with the first of these problems."""
 
 
 class ConfigError(UserError):
-    """Error for a job file that cannot be run. It has one or more problems."""
+    """Error with one or more problems of a job file."""
 
     def __init__(self, problems: Iterable[Problem]):
         self.problems = tuple(problems)

@@ -1,4 +1,4 @@
-"""Atomic writes of files, and reads that never block."""
+"""Atomic writes of files, reads that never block, and checks of paths."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ def cache_folder() -> Path:
     try:
         base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     except RuntimeError:
-        raise UserError(f"error: this user has no home folder for the cache; set {CACHE_VARIABLE}") from None
+        remedy = f"set the environment variable {CACHE_VARIABLE} to a folder"
+        raise UserError(f"error: this user has no home folder for the cache; {remedy}") from None
     return Path(base) / "titan_launch"
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replace a file atomically. Readers see the old text or the new text, even if the writer is killed."""
+    """Write a text file atomically: readers see the old file or the new one, even if this process is killed."""
     temporary = path.with_name(f"{path.name}.tmp")
     remove(temporary)
     with temporary.open("x", encoding="utf-8") as file:
@@ -67,9 +68,9 @@ class RecordFile:
             raise
 
     def replace_last(self, length: int, record: bytes) -> None:
-        """Overwrite the last record, which has `length` bytes, by a record that is at least as long. A kill leaves one
-        of the two, perhaps with NUL bytes after it. Raises OSError if a write fails; on a full disk, the old record
-        stays."""
+        """Overwrite the last record, which has `length` bytes, by a record that is at least as long. If the process is
+        killed, the file ends with the old or the new record, and perhaps NUL bytes. Raises OSError if a write fails; on
+        a full disk, the old record stays."""
         self.append(bytes(len(record) - length))  # the disk has room for the record now
         with open(self._file.name, "r+b", buffering=0) as file:
             start = file.seek(-len(record), os.SEEK_END)
@@ -115,7 +116,7 @@ def free_name(pattern: Path) -> Path:
 
 
 def remove(path: Path) -> None:
-    """Delete a file, a link, or a folder with its content, if it is there."""
+    """Delete a file, a link, or a folder with its content. If `path` does not exist, do nothing."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -185,7 +186,7 @@ def is_name_inside(name: str) -> bool:
 def leads_out(path: Path, folder: Path) -> bool:
     """Return True if a link leads out of a folder: the link is `path`, or a folder between `folder` and `path`.
 
-    Targets in a cache of Hugging Face are allowed, because its folders consist of links:
+    Return False for targets in a cache of Hugging Face, because the folders of such a cache consist of links:
     `models--OWNER--NAME/snapshots/REVISION/FILE` to `models--OWNER--NAME/blobs/DIGEST`.
     """
     home, target = (Path(os.path.realpath(path)) for path in (folder, path))
@@ -195,8 +196,8 @@ def leads_out(path: Path, folder: Path) -> bool:
 
 
 def weights_folder_around(path: Path) -> Path | None:
-    """Return the innermost folder with weights (`*.safetensors`) among `path` and the folders above it; None if there
-    is none.
+    """Return the innermost folder with weights (`*.safetensors`) among `path` and the folders above it; None if no
+    folder has weights.
 
     Nothing is written into such a folder, because other programs and runs read it.
     """
@@ -222,15 +223,14 @@ def refuse_weights_folder(path: Path) -> None:
 
 
 def check_output(path: Path) -> None:
-    """Raise UserError if a file cannot be written: it is a folder or may not be written to, its folder has weights or,
-    for a new file, its folder is missing or may not be written to. Commands call this function before they compute the
-    content of the file."""
+    """Raise UserError if `path` cannot be written (see `check_place`), or is inside of a folder with weights. Commands
+    call this function before they compute the content of the file."""
     refuse_weights_folder(path)
     check_place(path)
 
 
 def check_place(path: Path) -> None:
-    """Raise UserError as `check_output` does, but accept a folder with weights."""
+    """Raise UserError if `path` is a folder, if its folder is missing, or if this user may not write the file."""
     if path.is_dir():
         raise UserError(f"error: {path} is a folder; name a file")
     if not path.parent.is_dir():

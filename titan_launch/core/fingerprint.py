@@ -21,7 +21,7 @@ from titan_launch.core.terminal import counted
 _HASHED_SAMPLES = 64
 
 _NAMED_FILES = 2000
-"""A fingerprint of more files than this omits their names and states, which take 60 to 100 bytes per file."""
+"""Largest number of files whose names and states a fingerprint contains. They take 60 to 100 bytes per file."""
 
 
 @dataclass(frozen=True)
@@ -139,8 +139,8 @@ def commit_of(folder: Path, digits: int = 40) -> str | None:
 
 
 def _drawn_samples(num_samples: int, seed: int) -> Iterable[int]:
-    """Return the indices of the samples to hash: all samples if there are at most 64, else 64 random indices, of which
-    some may be equal."""
+    """Return the indices of the samples to hash: all samples if there are at most 64. Otherwise return 64 random
+    indices, some of which may be equal."""
     if num_samples <= _HASHED_SAMPLES:
         return range(num_samples)
     return (int(_digest([f"{seed}/{draw}".encode()]), 16) % num_samples for draw in range(_HASHED_SAMPLES))

@@ -18,7 +18,7 @@ from typing import Any
 
 from titan_launch.core.errors import KeyPath, config_error, did_you_mean
 
-FOLDERS_CHOOSE_NO_CODE = "a folder alone cannot choose the code to run"
+FOLDERS_CHOOSE_NO_CODE = "for security, a folder cannot choose the code to run"
 """Reason in errors about a folder whose `config.json` names the import string of a factory."""
 
 _OWN_FOLDER = str(Path(__file__).resolve().parents[1]) + os.sep
@@ -57,9 +57,9 @@ _realpath = functools.cache(os.path.realpath)
 
 
 def user_files() -> list[str]:
-    """Return the files of the modules that this process has imported, except those of Python, of installed packages
-    and of this package. An installed package that an import string has named counts as the user's own code, except for
-    PyTorch."""
+    """Return the paths of the user's source files: the files of all imported modules that belong neither to Python, nor
+    to an installed package, nor to this package. An installed package that an import string has named counts as the
+    user's own code, except for PyTorch."""
     known = (_OWN_FOLDER, _realpath(_torch_folder()) + os.sep)
     installed = tuple(_realpath(folder) + os.sep for folder in _installed_folders())
     files = set[str]()
@@ -72,8 +72,8 @@ def user_files() -> list[str]:
 
 
 def _installed_folders() -> set[str]:
-    """Return the folders of the standard library, of installed packages and of scripts, of this environment and of the
-    installation of Python that it is based on."""
+    """Return the folders of the standard library, of installed packages and of scripts. Packages of the base
+    installation of Python (`sys.base_prefix`) are included."""
     paths = sysconfig.get_paths()
     own = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")}
     return own | {*site.getsitepackages([sys.prefix, sys.base_prefix]), site.getusersitepackages()}

@@ -56,8 +56,8 @@ def parse_json(content: bytes | str, most_values: int = MOST_VALUES, most_keys: 
     `most_keys`: limit of the number of keys; None: no limit. A key takes twice the memory of a value. Colons in strings
     count as keys.
 
-    Raises JsonError for a text that is not JSON or exceeds a limit. JsonError is also raised for two equal keys in an
-    object, for NaN and infinities, for numbers outside of the range of float64, and for half of a surrogate pair.
+    Raises JsonError for a text that is not JSON or exceeds a limit. Equal keys in one object, NaN, infinities, numbers
+    outside of the range of float64, and halves of surrogate pairs are errors, too.
     """
     text = _decoded(content)
     del content  # a file may have 64 MiB

@@ -44,9 +44,9 @@ object may take in addition to the time for their input. The spare time begins w
 Without this rule, a file could make each of a million calls take 2 s."""
 
 _REQUEST, _ANSWER = struct.Struct("<QdQQ"), struct.Struct("<Qd")
-"""Headers of requests and answers. The header of a request contains its length, and the limits of CPU seconds, of
-allocated bytes and of the bytes of the answer. The header of an answer contains its length, and the CPU seconds that
-the call took."""
+"""Headers of requests and answers. The header of a request contains the length of the request in bytes, and three
+limits: CPU seconds, allocated bytes, and bytes of the answer. The header of an answer contains the length of the answer
+in bytes, and the CPU seconds that the call took."""
 
 _LONGEST_MESSAGE = 300
 """Number of characters after which the message of an object's error is cut."""
@@ -69,10 +69,10 @@ class Limits(NamedTuple):
     """Bytes that the call may allocate for each byte of input, in addition to MEMORY."""
 
     answer: int = MIB
-    """Largest number of bytes of the answer to an empty input."""
+    """Largest size in bytes of the pickled result (the answer) for an empty input."""
 
     answer_per_byte: int = 0
-    """Number of bytes by which the answer may be larger for each byte of input."""
+    """Number of bytes that are added to the limit `answer` for each byte of input."""
 
     seconds_per_byte: float = SECONDS_PER_BYTE
     """Seconds of CPU time that the call may take for each byte of input."""
@@ -86,13 +86,13 @@ each byte of a file."""
 class LimitedObject:
     """An object that lives in the helper process of this process. The first call creates the object there.
 
-    One helper serves all such objects. If the helper ends, the next call starts another one and creates the object
-    again. A process that is forked from this one has a helper of its own.
+    One helper serves all such objects. If the helper ends, the next call starts another helper and creates the object
+    again. A forked process has a helper of its own.
     """
 
     def __init__(self, limits: Limits, factory: Callable[..., Any], *arguments: Any):
         """`limits`: limits of each call. `factory`: a function or class that creates the object from `arguments`. The
-        factory must be at the top level of a module that imports little, because the helper imports this module."""
+        factory must be at the top level of a module that imports little, because the helper imports that module."""
         self.limits = limits
         self.number = next(_NUMBERS)
         self.recipe = factory, arguments
@@ -149,8 +149,8 @@ class _Helper:
         self, number: int, action: Any, arguments: tuple[Any, ...], seconds: float, limits: Limits
     ) -> tuple[str, Any, float]:
         """Send a request. Return the kind and the value of the answer (see `_result`), and the CPU time in seconds that
-        the call has left; 0 if the helper ended. `action`: the name of a method of the object with the id `number`, or
-        the function that creates this object."""
+        the call has left. If the helper ended, this time is 0. `action`: the name of a method of the object with the id
+        `number`, or the function that creates this object."""
         forgotten = list(self.forgotten)
         request = pickle.dumps((forgotten, number, action, arguments), pickle.HIGHEST_PROTOCOL)
         del self.forgotten[: len(forgotten)]  # not before: if `pickle.dumps` fails, the next request has the list

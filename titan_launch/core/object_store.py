@@ -124,7 +124,7 @@ class ObjectStore:
         self._transfer(self._files._put_file, str(source), self._at(name))
 
     def delete(self, name: str) -> None:
-        """Delete an object, if it is there."""
+        """Delete an object. If it does not exist, do nothing."""
         try:
             _tried(lambda: self._result(self._files._rm_file(self._at(name)), self._callback()))
         except StoreError as error:
@@ -205,7 +205,8 @@ def _explained(error: Exception) -> StoreError:
     if type(error).__name__ == "NoCredentialsError":
         return StoreError("there are no credentials; set them in the environment, or in the files of the store's tools")
     is_final = getattr(error, "errno", None) == errno.EINVAL or type(error).__name__ == "ParamValidationError"
-    return StoreError(f"the request failed ({type(error).__name__}: {text})", is_final)
+    found = f"{type(error).__name__}: {text}"
+    return StoreError(f"the request failed ({found}); check the URL and the network", is_final)
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
@@ -219,7 +220,7 @@ _URLS: dict[str, str] = {}
 
 
 def local_copy(url: str) -> Path:
-    """Return the path of a copy of an object, or of a folder with all objects below a URL, in the cache of this host.
+    """Copy the object at a URL, or all objects below the URL, to the cache of this host. Return the path of the copy.
 
     The objects are listed once per process, and are transferred if the cache has no copy of objects with these names,
     sizes and ETags. One process of the host transfers the objects, and the other processes wait. A transfer that was
@@ -296,5 +297,5 @@ def _transfer(store: ObjectStore, name: str, expected: StoredObject, target: Pat
             partial.rename(target)
             return
         before = digest
-    found = f"{size:,} of {expected.size:,} bytes, or a wrong digest"
+    found = f"the size or the digest was wrong (last size: {size:,} of {expected.size:,} bytes)"
     raise StoreError(f"{name or 'the object'} arrived damaged three times: {found}; check the network and the object")

@@ -40,7 +40,7 @@ PACKAGES = {
 
 def is_installed(module: str) -> bool:
     """Return True if a module can be imported. A folder with the module's name, but without `__init__.py`, does not
-    count: the package `wandb` writes its runs to a folder `wandb` in the working directory."""
+    count, because wandb writes its runs to a folder `wandb` in the working directory."""
     with suppress(ModuleNotFoundError, ValueError):  # `backports` may be missing, or a module may have no spec
         found = find_spec(module)
         return found is not None and found.origin is not None

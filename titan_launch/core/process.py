@@ -41,7 +41,7 @@ _MOST_PROCESSES = 4
 """Largest number of processes that share work. Each fork takes some milliseconds, and the memory of one item's work."""
 
 _MOST_ITEMS = 16_384
-"""Largest number of items that processes share at a time: a pipe holds their numbers, 64 KiB."""
+"""Largest number of items that processes share at a time. A pipe holds 64 KiB: 4 bytes for each item."""
 
 
 def in_forks(function: Callable[[T], R], items: Sequence[T], takes_part: bool = True) -> list[R]:
@@ -152,8 +152,8 @@ def exit_process(status: int) -> NoReturn:
 
 
 def exit_immediately(status: int) -> NoReturn:
-    """End the process without flushing. Any thread may call this function, even while another thread holds the lock of
-    a stream."""
+    """Remove the temporary folder of multiprocessing and the rank's mark (`_RUNNING`), and end the process without
+    flushing. Any thread may call this function, even while another thread holds the lock of a stream."""
     with suppress(OSError, KeyError):  # os._exit skips multiprocessing's exit handler, which removes this folder
         process = sys.modules.get("multiprocessing.process")
         if process and process.parent_process() is None:  # a child shares the folder of its parent
@@ -225,8 +225,8 @@ UNEXPECTED = "the run failed"
 
 
 def wrong_path(error: OSError) -> str | None:
-    """Return the message for an error about a path that is too long, forbidden, read-only, a folder, below a file, or a
-    loop of links; None for any other error."""
+    """Return the message for an error that the user can fix with another path, other permissions or other links. Return
+    None for any other error."""
     wrong = (errno.EACCES, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EROFS)
     if error.errno not in wrong or error.filename is None:
         return None
@@ -240,13 +240,13 @@ def _announce(text: str, status: int) -> int:
 
 
 def announce_once(text: str, traceback: str = "") -> None:
-    """Print an error, unless another rank of this host has printed one before.
+    """Print an error, unless another rank of this host has already printed an error.
 
     The later errors of other ranks are consequences of the first one. The first rank to create the file of
-    `claim_announcement` prints its error. This need not be rank 0, because torchrun may stop rank 0 before rank 0
+    `claim_announcement` prints its error. That is not always rank 0, because torchrun may stop rank 0 before rank 0
     prints. `traceback`: text that is printed above the error, without indentation. If `--local-ranks-filter` hides the
-    output of this rank, `launch` prints the error (`print_hidden_announcement`). Under the torchrun command, nothing
-    prints this error, so another rank prints its own.
+    output of this rank, `launch` prints the error (`print_hidden_announcement`). The torchrun command does not print
+    this error, so another rank with visible output prints its own.
     """
     is_hidden = _is_discarded(sys.stderr)
     if is_hidden and PRINTS_HIDDEN not in os.environ:
@@ -286,7 +286,7 @@ def claim_announcement(environment: Mapping[str, str], hidden: str = "") -> bool
 
 
 def print_hidden_announcement(environment: Mapping[str, str]) -> None:
-    """Print the failure that a rank of this host could not print, if there is one. `environment`: environment variables
+    """If a rank of this host has failed and its output is hidden, print its error. `environment`: environment variables
     of any rank of this start."""
     path = _announcement_mark(environment)
     with suppress(OSError):

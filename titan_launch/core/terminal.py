@@ -1,7 +1,7 @@
 """Output functions: all text that commands print on the terminal passes through this module.
 
-Names and texts from files may contain control characters, with which a file could move the cursor of the terminal,
-erase lines or change the title. This module replaces control characters by escapes, such as `\\x1b`.
+Names and texts from files may contain control characters. With these characters, a file could move the cursor of the
+terminal, erase lines or change the title. This module replaces control characters by escapes, such as `\\x1b`.
 """
 
 from __future__ import annotations

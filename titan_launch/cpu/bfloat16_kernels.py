@@ -41,8 +41,8 @@ def are_slow() -> bool:
 def float32_kernels() -> AbstractContextManager[None]:
     """Compute bfloat16 matrix products and attention through float32 until the `with` block ends.
 
-    Autograd, activation checkpointing and tracing see the same operations as before. Other dtypes reach PyTorch's
-    kernels. So do compiled graphs, whose products write into given tensors.
+    Autograd, activation checkpointing and tracing see the same operations as before. PyTorch's kernels compute other
+    dtypes, and matrix products of compiled graphs, which write into given tensors.
     """
     return _REPLACEMENT.active()
 

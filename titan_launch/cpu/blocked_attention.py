@@ -98,8 +98,8 @@ def takes(  # noqa: PLR0913 - the signature is PyTorch's
     attn_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> bool:
-    """Return True if blocked attention replaces PyTorch's kernel in a call. It does so for causal self-attention of
-    short sequences, without dropout and without a mask."""
+    """Return True if blocked attention replaces PyTorch's kernel in a call: causal self-attention of short sequences
+    (`lengths`), without dropout and without a mask."""
     return (
         is_causal
         and attn_mask is None

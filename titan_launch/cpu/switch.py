@@ -44,7 +44,7 @@ def cpu_speedups(
     overlap_all_reduces(model)
     with ExitStack() as stack:
         if "bfloat16" in product_dtypes and bfloat16_kernels.are_slow():
-            _log.info("bfloat16: PyTorch's CPU kernels compute matrix products and attention in float32 (no AVX-512)")
+            _log.info("bfloat16: matrix products and attention run in float32, because this CPU has no AVX-512")
             stack.enter_context(bfloat16_kernels.float32_kernels())
         # Both replace the kernel of attention, but never on the same CPU: blocked attention is used only with AVX-512.
         if kernels.attention == "auto" and _uses_blocked_attention(layout, seq_len, dtypes):

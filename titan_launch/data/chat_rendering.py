@@ -37,7 +37,7 @@ a certain beginning, end or word, so marks may change the rendered chat. The set
 set that does not change the rendered chat is used."""
 
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
-"""Keys of a message that may hold the reasoning before an answer. A template reads one of the first two keys."""
+"""Keys of a message that may have the reasoning before an answer. A template reads one of the first two keys."""
 
 _TEXTS = ("content", *_THOUGHTS, "arguments")
 """Keys whose texts get marks, in a message and in its tool calls."""
@@ -101,15 +101,15 @@ class Renderer:
     ) -> tuple[str, list[Span]]:
         """Return the text of a chat, and its parts that are targets. Raises RecordError.
 
-        `train_on`: the targets are all turns of the assistant, the last of these turns, or the whole text. A turn whose
-        message has `"weight": 0` or `"train": false` is a target only with `all`.
+        `train_on` chooses the targets: all turns of the assistant, only the last of these turns, or the whole text. A
+        turn whose message has `"weight": 0` or `"train": false` is a target only with `all`.
 
         If the template has `generation` blocks, their texts are the turns of the assistant (see `_Turns.blocks`).
         Otherwise `_Turns.turn` finds the turns, and a chat is refused if a turn would contain text of another message.
 
         Arguments of tool calls that are a JSON object in a string (OpenAI) are decoded, because most templates write
-        them as JSON. If the template refuses the decoded arguments, or seems to write them as Python does, it gets the
-        strings, unless it refuses these.
+        them as JSON. If the template refuses the decoded arguments, the chat is rendered with the strings. The
+        strings are also preferred to decoded arguments that the template seems to write as Python does.
         """
         given = [_with_thoughts(message) for message in messages]
         messages = [_with_decoded_arguments(message) for message in given]
@@ -264,8 +264,7 @@ class _Turns:
     text: str
 
     def turn(self, index: int) -> Span:
-        """Return the turn of message `index`. Raises RecordError if the turn cannot be told apart from other
-        messages."""
+        """Return the turn of message `index`. Raises RecordError if the turn is not found."""
         if not self._marked.messages:
             reason = "the template modifies or tests the text of messages, so the messages are not found in its output"
             raise self._unknown(index, reason)
@@ -281,8 +280,8 @@ class _Turns:
         """Return the `generation` blocks of the messages with the indices `turns`.
 
         Raises RecordError for a block with text of a message that is not the assistant's. This check is omitted if
-        marks would change the text. Also raises RecordError if an answer is no target (`"weight": 0`) and the template
-        does not write one block for each answer.
+        marks would change the text. If an answer is no target (`"weight": 0`), also raises RecordError for another
+        number of blocks than of answers.
         """
         blocks = self.template.rendered(self.messages, self.tools).blocks
         answers = [index for index, message in enumerate(self.messages) if message["role"] == "assistant"]
@@ -336,10 +335,10 @@ class _Turns:
     def _stop(self, index: int, start: int) -> int:
         """Return the end of the turn of message `index`, which begins at `start`. The turn includes its special token.
 
-        The text after the last message of the chat ends its turn. For any other message there are two candidates: the
-        text after the message in the chat up to this message, and the same text in this chat with the prompt for the
-        next answer, without this prompt. The first candidate that also follows the message in `self.text` ends the
-        turn. The second candidate is needed because templates often end the last turn of a chat differently.
+        The text after the last message of the chat ends its turn. For any other message, the chat is rendered only up
+        to this message. The text after the message in that rendering is the first candidate. For the second candidate,
+        the prompt for the next answer is rendered, too, and then removed: templates often end the last turn of a chat
+        differently. The first candidate that also follows the message in `self.text` ends the turn.
         """
         own = max(self._positions_of(index), default=start)
         for end in map(self.template.closed, self._ends(index, start, own)):
@@ -448,7 +447,7 @@ def _is_target(message: Message) -> bool:
 
 
 def _functions(message: Message) -> list[Mapping[str, Any]]:
-    """Return the functions that a message calls, with their `name` and `arguments`."""
+    """Return the functions that a message calls: tables with the keys `name` and `arguments`."""
     calls = (call for call in message.get("tool_calls") or [] if isinstance(call, Mapping))
     functions = (call.get("function", call) for call in calls)
     return [function for function in functions if isinstance(function, Mapping)]
@@ -460,19 +459,19 @@ def _called(message: Message) -> list[str]:
 
 
 def _has_python_arguments(text: str, messages: Sequence[Message]) -> bool:
-    """Return True if a chat's text has the arguments of a tool call as Python writes them."""
+    """Return True if a chat's text contains the arguments of a tool call as the `str` of a Python dict."""
     arguments = (function.get("arguments") for message in messages for function in _functions(message))
     return any(isinstance(each, dict) and each and str(each) in text for each in arguments)
 
 
 def _with_thoughts(message: Message) -> Message:
-    """Return a message with its thoughts under both keys that templates read, as in `transformers`."""
+    """Return a message with its reasoning under both keys that templates read, as in `transformers`."""
     thoughts = next((message[key] for key in _THOUGHTS if message.get(key) is not None), None)
     return message if thoughts is None else {"thinking": thoughts, **message, "reasoning_content": thoughts}
 
 
 def _with_decoded_arguments(message: Message) -> Message:
-    """Return a message whose tool calls have objects as arguments."""
+    """Return a message with the decoded arguments of its tool calls (see `_decoded`)."""
     calls = message.get("tool_calls")
     return {**message, "tool_calls": [_decoded(call) for call in calls]} if isinstance(calls, list) else message
 

@@ -60,7 +60,7 @@ _SIGNATURES = {
 """File formats by their first bytes. Files of these formats are refused, because they are not flat files."""
 
 _LLMC_HEADER = 256
-"""Number of int32 in the header of a file of llm.c: magic number, version, number of tokens, zeros."""
+"""Number of int32 values in the header of llm.c: magic number, version, number of tokens, zeros."""
 
 _VERSION = 2
 """Version of the cached results."""
@@ -133,8 +133,8 @@ def check_unknown_ids(folder: Path, header: Header) -> None:
 
 
 def _paths(config: TokensData, key: KeyPath) -> list[Path]:
-    """Return the files of tokens, sorted by name. Raises ConfigError if there is none, or for a link that leads out of
-    a folder."""
+    """Return the files of tokens, sorted by name. Raises ConfigError if there are no files, or for a link that leads
+    out of a folder."""
     if Path(f"{config.path}.bin").is_file():
         return [Path(f"{config.path}.bin")]
     paths: list[Path] = []
@@ -178,7 +178,8 @@ def _whole_file(path: Path, dtype: str, start: int = 0, index: Path | None = Non
     size = np.dtype(dtype).itemsize
     num_tokens, rest = divmod(path.stat().st_size - start, size)
     if rest:
-        raise TokenFilesError(f"is damaged: the size of {path.name} is not a multiple of {dtype}; copy it again")
+        reason = f"the size of {path.name} is no multiple of {size} bytes ({dtype})"
+        raise TokenFilesError(f"is damaged: {reason}; copy it again")
     return _File(path, f"uint{8 * size}", start, num_tokens, index, is_signed=dtype.startswith("int"))
 
 
@@ -296,7 +297,7 @@ def _megatron_ends(file: _File, index: Path) -> npt.NDArray[np.int64]:
     elif ends[-1] != file.num_tokens:
         problem = f"describes {ends[-1]:,} tokens, but {file.path.name} has {file.num_tokens:,}"
     elif not np.array_equal(ends[:-1] * np.dtype(file.dtype).itemsize, arrays["starts"]):
-        problem = "has sequences that do not begin where the one before ends"
+        problem = "has sequences that do not begin where the previous sequence ends"
     elif not len(borders) or borders[0] != 0 or borders[-1] != sequences or (np.diff(borders) < 0).any():
         problem = f"has documents that do not divide its {sequences:,} sequences in order"
     if problem:

@@ -142,7 +142,7 @@ def num_validation_batches(part: range, local_batch_size: int, dp_size: int) -> 
 
 
 _LONGEST_CLOSE = 5.0
-"""Seconds."""
+"""Longest time in seconds that `FetchedAhead.close` waits."""
 
 
 class FetchedAhead(Iterator[Batch]):
@@ -169,10 +169,10 @@ class FetchedAhead(Iterator[Batch]):
         return batch
 
     def close(self) -> None:
-        """Stop fetching. Wait at most _LONGEST_CLOSE for the batch that is being fetched, because its worker may wait
-        for a disk."""
+        """Stop fetching. Wait at most _LONGEST_CLOSE for the batch that a worker is fetching, because the worker may
+        wait for a disk."""
         self._thread.shutdown(wait=False, cancel_futures=True)
-        # To `wait`, a future is done only if it ran, so it would wait for cancelled futures until the timeout.
+        # `wait` does not count a cancelled future as done, so it would wait for this future until the timeout.
         wait([future for future in self._ahead if not future.cancelled()], timeout=_LONGEST_CLOSE)
 
 

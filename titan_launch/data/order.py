@@ -112,7 +112,7 @@ class MixtureOrder:
         }
 
     def _locate(self, position: int) -> tuple[_Stage, int, int]:
-        """Return the stage of a position, the number of its block in this stage, and its place in the block."""
+        """Return the stage of a position, the index of its block in this stage, and its index in the block."""
         stage = self._stages[bisect_right(self._stages, position, key=lambda stage: stage.start) - 1]
         return stage, *divmod(position - stage.start, stage.block_size)
 

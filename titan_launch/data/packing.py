@@ -70,7 +70,7 @@ class Packing:
     """For each sample, the number of pieces in this sample and all earlier ones."""
 
     def pieces_of(self, samples: Iterable[int]) -> tuple[Indices, list[int]]:
-        """Return the indices of the pieces of some samples, and the number of pieces of each of these samples."""
+        """Return the indices of all pieces in `samples`, and for each sample the number of its pieces."""
         bounds = [(int(self.ends[sample - 1]) if sample else 0, int(self.ends[sample])) for sample in samples]
         return np.concatenate([np.arange(*bound) for bound in bounds]), [stop - start for start, stop in bounds]
 
@@ -97,7 +97,7 @@ def pack(document_ends: Indices, seq_len: int, has_pairs: bool = False) -> Packi
     """Return the packing of documents. `document_ends`: number of tokens up to the end of each document.
 
     `has_pairs`: True if documents 2k and 2k + 1 are a pair. Both documents of a pair are then put into one sample, next
-    to each other. In the sample, the first document of a pair has an even number, and the second document has the next
+    to each other. In the sample, the first document of a pair has an even document number, and the second has the next
     number. Each document must have at least two tokens, and each pair must fit into a sample (`longest_pair`).
     """
     num_pairs = np.maximum(np.diff(document_ends, prepend=0) - 1, 0)
@@ -142,8 +142,9 @@ def best_fit_decreasing(lengths: npt.NDArray[np.int32], capacity: int) -> npt.ND
     """Return the bin of each item. The lengths of the items in a bin, each from 1 to `capacity`, add up to at most
     `capacity`.
 
-    Items of equal length are placed together. A bin with free space f takes f // length of these items: after each of
-    them, it still has the least free space that suffices. So the time grows with the number of different lengths.
+    Items of equal length are assigned together. A bin with free space f takes f // length of these items, because after
+    each item it is still the bin with the least free space that suffices. So the time grows with the number of
+    different lengths.
     """
     counts = np.bincount(lengths, minlength=capacity + 1)
     bin_of = np.empty(len(lengths), np.int32)  # the bin of each item, in the order of decreasing length

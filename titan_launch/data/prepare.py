@@ -153,7 +153,7 @@ def training_texts(corpus: Corpus) -> Iterator[str]:
         size = 0
         for document in chosen_documents(corpus, part, Counts()):
             if not isinstance(document.content, bytes):
-                reason = "gives chats, but a tokenizer is trained only on plain text; name files of plain text"
+                reason = "gives no plain text, on which a tokenizer is trained; name files of plain text"
                 raise config_error((*corpus.key, "kind"), reason, corpus.config.kind)
             yield document.content.decode()
             size += len(document.content)
@@ -260,9 +260,9 @@ def _header_of(corpus: Corpus, folder: Path, source: str) -> Header | None:
 
 
 def make_folder(folder: Path, is_empty: bool = False) -> None:
-    """Create a folder for token files, unless it exists. Raises UserError if it cannot be written and has no finished
-    token files, if it is inside of a folder with weights or, with `is_empty`, if it has files, such as the tokens of an
-    earlier tokenizer."""
+    """Create a folder for token files, unless it exists. Raises UserError if the folder is inside of a folder with
+    weights, or cannot be written. A folder with finished token files may be read-only. `is_empty`: True also refuses a
+    folder with files, such as the tokens of an earlier tokenizer."""
     refuse_weights_folder(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)

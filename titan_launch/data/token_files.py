@@ -180,7 +180,7 @@ def read_header(folder: Path) -> Header:
         if version != VERSION:
             found = f"{one_line(str(version)):.40}"
             reason = f"has version {found} of the format, but this release reads version {VERSION}"
-            raise TokenFilesError(f"{reason}; prepare it again")
+            raise TokenFilesError(f"{reason}; prepare the folder again")
         shards = tuple(shard_of(shard) for shard in content.pop("shards"))
         files = tuple(map(_file_of, content.pop("files")))
         header = Header(**content, shards=shards, files=files)
@@ -191,9 +191,10 @@ def read_header(folder: Path) -> Header:
     except FileNotFoundError:
         raise TokenFilesError(f"has no {HEADER}; write the folder with titan-launch prepare") from None
     except OSError as error:
-        raise TokenFilesError(f"cannot be read: {error.strerror or error}; copy or prepare it again") from None
+        raise TokenFilesError(f"cannot be read: {error.strerror or error}; {_REMEDY}") from None
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise TokenFilesError(f"has a {HEADER} that titan-launch prepare did not write; prepare it again") from None
+        reason = f"has a {HEADER} that titan-launch prepare did not write"
+        raise TokenFilesError(f"{reason}; prepare the folder again") from None
     return header
 
 
@@ -261,8 +262,7 @@ class TokenStream:
     """For each shard, the file of its tokens."""
 
     identity: Sequence[Any]
-    """Values that change if the end of a document changes: the key of cached packings. JSON can represent the
-    values."""
+    """JSON values that change if the end of a document changes: the key of cached packings."""
 
     starts: Sequence[int] = field(init=False)
     """For each shard, the number of tokens before it. The last entry is the number of all tokens."""
@@ -325,9 +325,10 @@ def open_token_files(folder: Path, header: Header) -> TokenStream:
     ends = [map_file(folder / f"{shard.name}.ends", "int64", shard.num_documents) for shard in shards]
     for shard, of_shard in zip(shards, ends, strict=True):
         if of_shard[-1] != shard.num_tokens:
-            raise TokenFilesError(f"is damaged: {shard.name}.ends does not end at {shard.num_tokens:,}; {_REMEDY}")
+            reason = f"{shard.name}.ends does not end at {shard.num_tokens:,}, the number of tokens"
+            raise TokenFilesError(f"is damaged: {reason}; {_REMEDY}")
         if (document := first_without_tokens(of_shard)) is not None:
-            reason = f"document {document:,} of {shard.name}.ends does not end after the one before"
+            reason = f"document {document:,} of {shard.name}.ends does not end after the previous document"
             raise TokenFilesError(f"is damaged: {reason}; {_REMEDY}")
     targets = None
     if header.has_targets:
@@ -350,23 +351,23 @@ def first_without_tokens(ends: npt.NDArray[np.int64]) -> int | None:
 
 
 def verify_token_files(folder: Path) -> Header:
-    """Read all files of a folder, and compare them with the header. Return the header. Raises TokenFilesError."""
+    """Read all files of a folder, and compare them with the header. Return the header. Raises TokenFilesError if a file
+    is damaged."""
     header = read_header(folder)
     stream = open_token_files(folder, header)
     for shard in header.shards:
         if shard_digest(folder, shard.name, header.has_targets) != shard.digest:
-            raise TokenFilesError(f"is damaged: the digest of shard {shard.name} is not that of the header; {_REMEDY}")
+            raise TokenFilesError(f"is damaged: shard {shard.name} has another digest than the header says; {_REMEDY}")
     for tokens, path in zip(stream.shards, stream.paths, strict=True):
         check_ids(int(tokens.max()), path.name, header.vocab_size)
     return header
 
 
-_REMEDY = "copy or prepare it again"
+_REMEDY = "copy or prepare the files again"
 
 
 def map_file(path: Path, dtype: str, size: int) -> npt.NDArray[Any]:
-    """Map a file of `size` numbers into memory. Raises TokenFilesError if the file cannot be read, or has another
-    size."""
+    """Map a file of `size` numbers into memory. Raises TokenFilesError for an unreadable file, or another size."""
     kind = np.dtype(dtype).newbyteorder("<")
     try:
         found = os.stat(path).st_size

@@ -66,7 +66,7 @@ class Tokenizer(Protocol):
 
     @property
     def folder(self) -> Path | None:
-        """Folder of the tokenizer's files; None if it has none."""
+        """Folder of the tokenizer's files; None if the tokenizer has no files."""
 
     @property
     def special_tokens(self) -> Sequence[str]:
@@ -153,7 +153,8 @@ class HuggingFaceTokenizer:
         package `tokenizers` does not find the token."""
         found: int | None = self._call("token_to_id", name)
         if found is None:
-            raise unusable(self._config, f'has a token "{one_line(name)}" that the package tokenizers does not find')
+            reason = f'lists the token "{one_line(name)}", but the package tokenizers does not find it'
+            raise unusable(self._config, f"{reason}; write it again with save_pretrained of transformers")
         return found
 
     def encode(self, text: str) -> list[int]:

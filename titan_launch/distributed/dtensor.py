@@ -33,9 +33,9 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def number_of_copies(parameter: Tensor, replicas: int) -> int:
-    """Return the number of ranks that hold each element of a parameter, without the ranks of other pipeline stages.
-    `replicas`: result of `Layout.fsdp_replicas`. Each replica also has the parameters that FSDP2 ignores
-    (`Layout.is_ignored`), whose mesh has no axis for the replicas."""
+    """Return the number of ranks of a pipeline stage that hold each element of a parameter. `replicas`: result of
+    `Layout.fsdp_replicas`. (Parameters that FSDP2 ignores are in every replica, but their mesh has no axis for the
+    replicas. See `Layout.is_ignored`.)"""
     if not isinstance(parameter, DTensor):
         return replicas
     mesh = parameter.device_mesh
@@ -50,20 +50,19 @@ def own_part(full: Tensor, like: Tensor) -> Tensor:
 
 
 def part_of_box(whole: Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
-    """Return a view of a part of a tensor. `offsets`, `lengths`: of the part, in elements by dim."""
+    """Return a view of a part of a tensor. `offsets`, `lengths`: position and size of the part, in elements by dim."""
     for dim, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
         whole = whole.narrow(dim, offset, length)
     return whole
 
 
 def own_box(shape: Sequence[int], like: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return (offsets, lengths) of the part that this rank would hold of a tensor of the shape `shape` if it were
-    sharded like `like`, in elements by dim. If `like` is a plain tensor, this is the whole tensor.
+    """Return (offsets, lengths), in elements by dim, of this rank's part of a tensor of shape `shape` that is sharded
+    like `like`. If `like` is a plain tensor, the part is the whole tensor.
 
     The inner axes of the mesh shard first: tensor parallelism shards before FSDP2. PyTorch's function for this purpose,
     `compute_local_shape_and_global_offset`, is private. In torch 2.11 to 2.15 that function is also wrong if tensor
-    parallelism and FSDP2 shard the same dim unevenly, for example 7 rows over 3 FSDP2 ranks and 2 tensor-parallel
-    ranks.
+    parallelism and FSDP2 shard the same dim unevenly. An example is 7 rows over 3 FSDP2 and 2 tensor-parallel ranks.
     """
     if not isinstance(like, DTensor):
         return (0,) * len(shape), tuple(shape)

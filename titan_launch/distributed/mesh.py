@@ -55,8 +55,8 @@ class Mesh:
         """The mesh for `fully_shard`: 2-D (replicate, shard) for HSDP, otherwise 1-D (shard).
 
         With context parallelism, dp_shard and cp together are the shard axis, and the first access is collective over
-        all ranks. If the optimizer is sharded over the replicas, the mesh is 1-D also for HSDP, because the optimizer,
-        not FSDP2, reduces the gradients over the replicas.
+        all ranks. If the optimizer is sharded over the replicas, the mesh is 1-D also for HSDP: the optimizer then
+        reduces the gradients over the replicas, and FSDP2 does not.
         """
         within = [axis.short for axis in GRID if axis.is_within_shards]
         names = [name for name in self.ranks.mesh_dim_names or () if name in within]

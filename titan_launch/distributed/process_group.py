@@ -59,10 +59,10 @@ def process_group(
     signal that asked the run to end, or 0. Rank 0 polls this function while it waits for other ranks.
 
     If the block raises an error, the group is not destroyed. Destruction of an NCCL group would wait for collectives
-    that other ranks never join, so this process would not exit, and torchrun would not notice the failure.
+    that other ranks never join. Then this process would not exit, and torchrun would not notice the failure.
 
-    Raises ConfigError if this rank needs a GPU and the host has too few, RunError if the ranks do not reach each other
-    in time or the store is gone, and Stopped if a signal arrives while ranks are missing.
+    Raises ConfigError if the host has too few GPUs, and RunError if the ranks do not reach each other in time or the
+    store is gone. Raises Stopped if a signal arrives while ranks are missing.
     """
     device = choose_device(device_choice, int(os.environ.get("LOCAL_RANK", "0")))
     if device.type == "cuda":
@@ -87,12 +87,14 @@ def process_group(
 
 @contextmanager
 def _store_errors_explained(rank: int, world_size: int) -> Iterator[None]:
-    """If the store cannot be reached, raise a RunError with the store's address in place of PyTorch's error."""
+    """If the store cannot be reached, raise a RunError that names the store's address and quotes PyTorch's error."""
     try:
         yield
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        raise RunError(f"rank {rank} of {world_size} cannot reach the other ranks at {where}: {error}") from error
+        remedy = "check that the first host runs, and that no firewall blocks this port"
+        reason = f"cannot reach the other ranks at {where}; {remedy} (PyTorch: {error})"
+        raise RunError(f"rank {rank} of {world_size} {reason}") from error
 
 
 def _connect(rank: int, world_size: int, timeout: timedelta) -> dist.Store:

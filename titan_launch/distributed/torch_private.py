@@ -4,7 +4,7 @@ Each function was checked against the source of torch 2.11.0, 2.12.1, 2.13.0, 2.
 names other releases. A test lists every private name that is used here, and fails on a release that lacks one. A
 release that is newer than `torch_release.NEWEST_TESTED` is untested. On an untested release, the meaning of a private
 name may have changed. Functions that work on units (groups of parameters that FSDP2 all-gathers together) then find no
-units and do nothing, except that `end_forward` and `reset_iteration` call public methods.
+units and do nothing. Only `end_forward` and `reset_iteration` still call public methods.
 """
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ def warn_of_untested_release() -> None:
             "predicted memory; measured memory on a CPU; counted traffic; the check of the collectives' dtypes in the "
             "precision audit; overlap of all-reduces with backward on a CPU; prefetching by microbatch in pipelines; "
             "the workaround for gloo's all-gather. The precision audit logs differences and does not end the run. "
-            'gradient_accumulation.mode and activation_checkpoint.mode = "auto" take the mode with the least memory. '
-            "The command `plan` and dry runs cannot trace a job, and end with an error",
+            'mode = "auto" in [gradient_accumulation] or [activation_checkpoint] takes the mode with the least memory. '
+            "The command `plan` and dry runs cannot trace a job, and end with an error. To use all features, install a "
+            "tested release of torch",
             *torch_release(),
             *NEWEST_TESTED,
         )
@@ -148,9 +149,9 @@ def communication_wrapped(group: FSDPParamGroup, counted: ContextDecorator) -> I
 def replace_replica_groups(model: nn.Module, stand_in: Callable[[dist.ProcessGroup, FSDPParamGroup], Any]) -> None:
     """For each unit, replace the process group over which FSDP2 all-reduces gradients by `stand_in(group, unit)`.
 
-    FSDP2 calls `size()` and `allreduce(tensors, options)` of a stand-in. The stand-in decides when the sum is complete:
-    when `allreduce` returns, or at the end of backward. `discard_all_reduces` calls its method `discard()`. Units
-    without replicas have no group for all-reduces and are not changed.
+    FSDP2 calls `size()` and `allreduce(tensors, options)` of this replacement (the stand-in). The stand-in decides when
+    the sum is complete: when `allreduce` returns, or at the end of backward. `discard_all_reduces` calls the method
+    `discard()` of each stand-in. Units without replicas have no group for all-reduces and are not changed.
     """
     for unit in parameter_groups(model):
         info: Any = unit.mesh_info
@@ -322,7 +323,7 @@ ForwardOrder = tuple["FSDPParamGroup", ...]
 
 
 def pop_forward_order(root: nn.Module) -> ForwardOrder:
-    """Return the order of units in the forward that has just ended, and delete FSDP2's record of it.
+    """Return the order of units in the forward that has just ended, and delete FSDP2's record of this order.
 
     FSDP2 has only one record. If several forwards ran before the first backward, FSDP2 would concatenate their orders.
     Then a backward would prefetch by the order of a different forward. On an untested release, return an empty order.
@@ -339,7 +340,7 @@ def pop_forward_order(root: nn.Module) -> ForwardOrder:
 
 
 def restore_forward_order(root: nn.Module, order: ForwardOrder) -> None:
-    """Before a backward, set FSDP2's record of its forward to `order`. Backward prefetches in the reverse order."""
+    """Before a backward, set FSDP2's record of the forward order to `order`: the order of the same microbatch."""
     if not is_tested_release():
         return
     assert isinstance(root, FSDPModule)
@@ -352,8 +353,8 @@ def restore_forward_order(root: nn.Module, order: ForwardOrder) -> None:
 def accumulate_in_reduce_dtype(root: nn.Module) -> None:
     """Add the gradients of unsharded parameters to the accumulated gradients, in the reduce dtype.
 
-    FSDP2 adds them at the end of a full backward, but not if only the gradients of weights were computed (zero-bubble
-    schedules). From torch 2.15 on, autograd adds the gradients, and this function does nothing.
+    FSDP2 itself does this at the end of a full backward, but not at the end of a separate backward of weights
+    (zero-bubble schedules). From torch 2.15 on, autograd adds the gradients, and this function does nothing.
     """
     if ACCUMULATES_IN_GRAD:
         return
@@ -397,8 +398,8 @@ def reset_iteration(root: nn.Module) -> None:
     """After an exception in forward or backward, free the unsharded parameters of a wrapped module, and reset FSDP2's
     state of this forward and backward.
 
-    This function discards partial sums of HSDP, and from torch 2.15 on all gradients. So call it only if the step is
-    abandoned. `FSDPModule.reset_iter_state` is public from torch 2.13 on.
+    Call this function only if the step is abandoned, because it discards partial sums of HSDP, and from torch 2.15 on
+    all gradients. `FSDPModule.reset_iter_state` is public from torch 2.13 on.
     """
     if not isinstance(root, FSDPModule):
         return  # nothing is sharded
@@ -484,8 +485,8 @@ def clear_mesh_caches() -> None:
 
 
 def record_memory_history() -> None:
-    """Record allocations and frees on GPUs from now on, with stack traces. The last 200,000 are kept. Like
-    `write_memory_snapshot`, this function calls a documented function of PyTorch, although its name is private."""
+    """Record the last 200,000 allocations and frees on GPUs from now on, with stack traces. Like
+    `write_memory_snapshot`, this function calls a documented function of PyTorch that has a private name."""
     torch.cuda.memory._record_memory_history(max_entries=200_000)
 
 

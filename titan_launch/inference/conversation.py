@@ -36,10 +36,9 @@ class Answer(NamedTuple):
 class Conversation:
     """A conversation that caches its keys and values from one answer to the next.
 
-    For each answer, the template renders the whole conversation again. The new text may differ from the cached tokens.
-    For example, a template may omit the thoughts of an answer if a later message follows. Also, the tokens of the
-    rendered text may differ from the generated tokens. So the keys and values before the first difference are kept, if
-    the cache can be shortened. All later keys and values are computed again.
+    For each answer, the template renders the whole conversation again. The new tokens may differ from those in the
+    cache: a template may omit the reasoning of earlier answers, and the tokenizer may encode an answer differently. So
+    the cache is shortened to the tokens before the first difference, or emptied if it cannot be shortened.
     """
 
     def __init__(self, model: LanguageModel, sequence: TokenSequence, system: str | None = None):

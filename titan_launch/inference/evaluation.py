@@ -49,7 +49,8 @@ class EvaluatedModel(TemplateLM):
     """
 
     def __init__(self, model: LanguageModel, batch_size: int):
-        """If `model` has a chat template, the texts of later calls must come from `apply_chat_template`."""
+        """`batch_size`: sequences that are scored at a time. If `model` has a chat template, all texts to encode must
+        come from `apply_chat_template`."""
         super().__init__()
         self.model = model
         self.batch_size = batch_size

@@ -112,7 +112,7 @@ class ExportOptions:
     """Weight of each checkpoint in the mean, by step. Empty: the checkpoint of `step` is exported alone."""
 
     soup: Mapping[Path, float] = field(default_factory=dict)
-    """Weight of each further model in the mean, by folder. The exported model has the weight 1, or the weights in
+    """Weight of each further model in the mean, by folder. The run itself has the weight 1, or the weights in
     `average`."""
 
 
@@ -153,7 +153,7 @@ def export(run: Path, out: Path, options: ExportOptions) -> str:
 
 
 def _source(run: Path, options: ExportOptions) -> tuple[SavedModel, SavedModel]:
-    """Return the model that the card describes, and the model whose tensors are written. Raises WeightsError,
+    """Return the model for the model card, and the model whose tensors are written. Raises WeightsError,
     DamagedCheckpointError and UserError."""
     steps: list[int | None] = [*options.average] or [options.step]
     shares = [*(options.average.values() or [1.0]), *options.soup.values()]
@@ -299,23 +299,23 @@ def _write_image_processor(source: SavedModel, folder: Path) -> Iterator[str]:
     sources = [*single_sources(job.validation.data or job.data).values(), *single_sources(job.data).values()]
     data = next((data for data in sources if isinstance(data, ImageData)), None)
     if data is None or data.transform is not None or data.path.endswith(".npz"):
-        reason = "a transform or samples of your own, or arrays, may prepare images in other ways"
-        yield f"the folder has no {IMAGE_PROCESSOR_FILE}, because {reason}; write this file for transformers"
+        reason = "the file cannot describe samples or a transform of your own, or the arrays of an .npz file"
+        yield f"the folder has no {IMAGE_PROCESSOR_FILE}, because {reason}; write it yourself"
         return
     taken = image_format(job.model.args)
     write_json(folder / IMAGE_PROCESSOR_FILE, image_processor(data, 3 if taken is None else taken.channels))
 
 
 def _rows(source: SavedModel, options: ExportOptions) -> int | None:
-    """Return the number of rows of the exported embedding and output layer: `options.vocab_size`, by default the
-    `vocab_size` of the original `config.json`, but at most the `vocab_size` of the model. None if the model has no
-    argument `vocab_size`, or is a class of `transformers`. Raises WeightsError for an invalid or too large number."""
+    """Return the number of rows of the exported embedding and output layer: `options.vocab_size` or, by default, the
+    `vocab_size` of the original `config.json` or of the model, whichever is smaller. None if the model has no argument
+    `vocab_size`, or is a class of `transformers`. Raises WeightsError for an invalid or too large number."""
     model = source.job.model
     rows: int | None = getattr(known_args(model), "vocab_size", None)
     if rows is None or model.name == HUGGINGFACE:
         return None
     if options.vocab_size is not None and options.vocab_size > rows:
-        raise WeightsError(f"--vocab-size {options.vocab_size} is larger than the model's vocab_size, {rows}")
+        raise WeightsError(f"--vocab-size {options.vocab_size} is larger than {rows}, the model's vocab_size")
     original = {} if source.companions is None else read_json(source.companions / CONFIG_FILE)
     published = original.get("vocab_size", rows)
     if type(published) is not int or published < 1:
@@ -375,7 +375,7 @@ def _files_of_class(source: SavedModel, options: ExportOptions) -> _HuggingFaceF
     `config.json` from which the class was built. Raises WeightsError."""
     model = source.job.model
     if options.vocab_size is not None:
-        raise WeightsError("--vocab-size is for the models of this package; this run trains a class of transformers")
+        raise WeightsError("--vocab-size has no effect on a class of transformers; remove it")
     module: Any = build_model(model, source.job.training.seq_len).module
     entries, read = _published(module, source)
     return entries, read, {**model.args, "dtype": _dtype_name(source)}
@@ -386,7 +386,7 @@ def _published(module: Any, source: SavedModel) -> tuple[list[Entry], Callable[[
     tensor of an entry.
 
     Several tensors may be converted together from the same parameters. The function keeps the converted tensors until
-    they are requested, so that each parameter is read once. Raises WeightsError if the class could not load such files.
+    they are requested, so that each parameter is read once. Raises WeightsError if the class would not read a tensor.
     """
     shapes = {name: attrgetter(name)(module).shape for name in source.entries}  # as in the class: () for scalars
     dtypes = {name: entry.dtype for name, entry in source.entries.items()}

@@ -25,7 +25,7 @@ class Sampling:
     """The settings for the choice of the next token."""
 
     temperature: float = 0.0
-    """Divisor of the logits. 0 chooses the token with the largest logit (greedy), whatever `top_k` and `top_p` are."""
+    """Divisor of the logits. 0 always chooses the token with the largest logit (greedy)."""
 
     top_k: int | None = None
     """Choose only among the `top_k` tokens with the largest logits. None: among all tokens."""
@@ -180,8 +180,7 @@ def token_sequence(module: nn.Module, max_tokens: int = 0) -> Iterator[TokenSequ
 
 
 def has_cache(module: nn.Module) -> bool:
-    """Return True if the model can cache keys and values. With a cache, the earlier tokens are not computed again for a
-    new token."""
+    """Return True if the model can cache keys and values."""
     parameters = inspect.signature(module.forward).parameters
     return isinstance(module, Decoder) or parameters.keys() >= {"past_key_values", "use_cache"}
 
@@ -206,9 +205,9 @@ def generate_tokens(
 ) -> Iterator[int]:
     """Yield up to `max_new_tokens` tokens after a prompt, without the token that ends the text.
 
-    `sequence`: an earlier sequence of this model. If its cache allows this, tokens that the prompt shares with the
-    beginning of `sequence` are not computed again. Raises UserError if the prompt is empty, if the prompt and
-    `max_new_tokens` together exceed `model.max_tokens`, or if the model returns no logits.
+    `sequence`: an earlier sequence of this model, whose cache is used again (see `continued_as`). Raises UserError if
+    the prompt is empty, if the prompt and `max_new_tokens` together exceed `model.max_tokens`, or if the model returns
+    no logits.
     """
     if not prompt:
         raise UserError("error: the prompt is empty; give at least one character")

@@ -1,5 +1,4 @@
-"""A trained language model in one process: its module, its tokenizer, and the largest number of tokens of a
-sequence."""
+"""A trained language model in one process: its module, its tokenizer, and its longest sequence."""
 
 from __future__ import annotations
 
@@ -192,7 +191,8 @@ def _build(saved: SavedModel, source: Path, device: torch.device, dtype: torch.d
     needed = sum(tensor.numel() for tensor in built.module.parameters()) * dtype.itemsize
     if device.type == "cpu" and needed > host.free_bytes:
         free = f"{host.free_bytes / GIB:,.1f} GiB are free"
-        raise WeightsError(f"its parameters need {needed / GIB:,.1f} GiB of memory, but {free}")
+        remedy = "free memory, or set a smaller --dtype"
+        raise WeightsError(f"its parameters need {needed / GIB:,.1f} GiB of memory, but {free}; {remedy}")
     if device.type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN takes up to 0.5 s for each new sequence length
     _allocate(built.module, device, dtype)

@@ -162,11 +162,9 @@ def _checked(folder: Path, step: int) -> tuple[Path, Manifest]:
 
 def _base_folder(job: JobConfig, recorded: BaseRecord | None, given: Path | None) -> Path | None:
     """Return the folder of the weights with which a run began: `given` or, by default, the first existing folder among
-    `model.weights`, the path in the manifest, and `model.path`. Otherwise return None.
-
-    But if no folder exists, the checkpoint omits parameters, and one of these values is a URL, return a local copy of
-    the URL. Raises WeightsError if the URL cannot be copied, or if `given` is no folder of a model.
-    """
+    `model.weights`, the path in the manifest, and `model.path`. If no folder exists and the checkpoint omits
+    parameters, return a local copy of the first URL among these values. Otherwise return None. Raises WeightsError if
+    the URL cannot be copied, or if `given` is no folder of a model."""
     if given is not None:
         if not ((given / CONFIG_FILE).is_file() or any(given.glob("*.safetensors"))):
             raise WeightsError(f"--base {given} has neither {CONFIG_FILE} nor *.safetensors; name another folder")
@@ -181,9 +179,9 @@ def _base_folder(job: JobConfig, recorded: BaseRecord | None, given: Path | None
         return local_copy(url)
     except StoreError as error:
         shown = "the URL of model.weights" if has_credentials(url) else url
-        omitted = f"The checkpoint omits {counted(recorded.omitted, 'never-trained parameter')}, whose values are there"
-        remedy = "correct this, or name a local copy with --base"
-        raise WeightsError(f"{shown} cannot be read ({error}). {omitted}; {remedy}") from None
+        omitted = f"has {counted(recorded.omitted, 'never-trained parameter')} that the checkpoint omits"
+        remedy = "restore the folder, or name a local copy with --base"
+        raise WeightsError(f"{shown} {omitted}, but cannot be read ({error}); {remedy}") from None
 
 
 def _with_base(saved: SavedModel) -> SavedModel:
@@ -201,10 +199,10 @@ def _with_base(saved: SavedModel) -> SavedModel:
         raise WeightsError(needed)
     folder = _FolderWeights.of(saved.job, saved.base)
     if change := base.fingerprint.changed_to(now := folder.weights.folder.fingerprint()):
-        raise WeightsError(f"{saved.base} has the fingerprint {now.digest} ({change}), but {needed}")
+        raise WeightsError(f"{saved.base} has another fingerprint, {now.digest} ({change}); {needed}")
     added = {name: entry for name, entry in folder.entries.items() if name not in saved.entries}
     if len(added) != base.omitted:
-        raise WeightsError(f"{saved.base} has {len(added)} of these parameters, but {needed}")
+        raise WeightsError(f"{saved.base} has {len(added)} parameters that the checkpoint lacks; {needed}")
 
     def read(name: str) -> Tensor:
         return folder.read(name) if name in added else saved.read(name)
@@ -214,7 +212,7 @@ def _with_base(saved: SavedModel) -> SavedModel:
 
 def _open_imported(folder: Path, record: Mapping[str, Any], job: JobConfig) -> SavedModel:
     if not any(folder.glob("*.safetensors")):
-        raise WeightsError("it has neither checkpoints nor *.safetensors")
+        raise WeightsError("it has neither checkpoints nor *.safetensors; name a run folder, or a folder of weights")
     whole = with_values(job, {("model", "exclude_from_weights"): ()})
     files = _FolderWeights.of(whole, folder).weights.folder
     entries = {name: Entry(name, tensor.shape, _dtype(tensor.dtype)) for name, tensor in files.tensors.items()}

@@ -34,9 +34,9 @@ class ElasticAgent(LocalElasticAgent):
     After a signal, torchrun's own agent stops monitoring, kills its ranks after 30 s, and does not report how the ranks
     ended. This agent continues to monitor its ranks, and `launch.torchrun` forwards the signal to the ranks. If all
     ranks then save and end with status 0, the run has succeeded. After a signal, this agent restarts the ranks neither
-    after a failure nor for a new host. But if the ranks have ended for a new host already, it restarts them, and they
-    get the signal. This agent also does not restart the ranks if a rank ended with the status BAD_INPUT, because the
-    ranks would fail again.
+    after a failure nor for a new host. But if the ranks have already ended for a new host, this agent restarts them,
+    and forwards the signal to them. This agent also does not restart the ranks if a rank ended with the status
+    BAD_INPUT, because the ranks would fail again.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class ElasticAgent(LocalElasticAgent):
         **kwargs: Any,
     ):
         """`stopping`: the forwarder of signals, which gets the processes of the ranks at every start. `on_failure`:
-        called with the failures of ranks before a restart."""
+        function that is called before a restart, with the failures by rank."""
         super().__init__(*args, **kwargs)
         self._stopping = stopping
         self._on_failure = on_failure

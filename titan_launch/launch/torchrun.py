@@ -142,7 +142,7 @@ class Stopping:
 
     @contextmanager
     def starting(self) -> Iterator[None]:
-        """Start workers in this block, and end the block with `started`. A signal then does not end this process."""
+        """Keep signals from ending this process during the `with` block, which starts workers and calls `started`."""
         with self._lock:
             self._is_starting = True
         try:

@@ -29,8 +29,8 @@ _log = logging.getLogger(__name__)
 
 
 def losses_of_next_tokens(config: JobConfig) -> tuple[str, ...]:
-    """Return the tags of the losses that are the cross-entropy of the next tokens. The exponential of such a loss is a
-    perplexity."""
+    """Return the tags of those reported losses that are the cross-entropy of the next tokens, such as `train/loss`.
+    Their exponentials are perplexities. Empty for other losses."""
     if config.data.unit != "tokens" or config.model.loss is not None or labels_taken(config.model) is not None:
         return ()
     in_training = config.loss.name == "cross_entropy" and config.loss.label_smoothing == 0

@@ -72,7 +72,7 @@ class Classes:
 
 @dataclass(frozen=True)
 class _Running:
-    """Statistics of the logits of n targets, over the classes of the chunks so far. Each statistic is fp32 (n, 1)."""
+    """For each of n targets, statistics of its logits in the chunks so far. Each statistic is fp32 (n, 1)."""
 
     largest: Tensor
     """The largest logit so far, or of all classes if all logits are given."""
@@ -132,8 +132,9 @@ def _gradient(  # noqa: PLR0913 - a compiled function takes tensors and numbers
     smoothing: float,
     num_classes: int,
 ) -> Tensor:
-    """Return the gradient of a chunk of logits, in their dtype: `scale` x (`z_factor` x softmax - t - smoothing /
-    num_classes), where t is 1 - smoothing at the target's class, and 0 elsewhere. `z_factor`: None for 1.
+    """Return the gradient of the loss with respect to a chunk of logits, in the dtype of the logits: `scale` x
+    (`z_factor` x softmax - t - smoothing / num_classes). t is 1 - smoothing at the target's class, and 0 elsewhere.
+    `z_factor`: None for 1.
 
     The softmax is exp((logit - `largest`) - `log_sum`), where `log_sum` is the logarithm of `_Running.sum_exp` over all
     classes. (The sum `largest` + `log_sum` alone would lose digits of large logits.)
@@ -289,7 +290,8 @@ class _Best:
         return _Best(logit, torch.zeros_like(logit, dtype=torch.int64))
 
     def with_chunk(self, logits: Tensor, first: int) -> _Best:
-        """Return the state after a chunk of logits. `first`: index of its first class over all ranks."""
+        """Return the state after a chunk of logits. `first`: class of the chunk's first logit, counted over all
+        ranks."""
         logit, label = logits.max(-1, keepdim=True)
         is_larger = logit > self.logit
         return _Best(logit.float().where(is_larger, self.logit), (label + first).where(is_larger, self.label))

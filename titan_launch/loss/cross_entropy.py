@@ -73,8 +73,8 @@ class CrossEntropy(Loss):
             self.targets = None
 
     def select(self, outputs: Any, targets: Tensor) -> Tensor:
-        """Return the logits in a model's outputs or, if the output layer computes the loss, its sums. Raise ConfigError
-        if the outputs have neither."""
+        """Return the logits in a model's outputs. If the output layer computes the loss, return the two sums of the
+        loss instead. Raise ConfigError if the outputs have no such tensor."""
         fits = (lambda tensor, _: tensor.shape == (2,)) if self._has_head else are_logits
         return select_logits(outputs, targets, fits)
 
@@ -93,8 +93,8 @@ class CrossEntropy(Loss):
         if self._has_head:
             if outputs.shape != (2,):
                 reason = (
-                    "the output layer of the model computes the loss, but the model does not return the output of that "
-                    "layer unchanged in every forward; return it unchanged, or set loss.chunks = 1"
+                    "with chunks, the model's output layer computes the loss, but the model's forward does not always "
+                    "return the result of this layer; return the result unchanged, or set loss.chunks = 1"
                 )
                 raise config_error(("loss", "chunks"), reason, self._config.chunks)
             return outputs

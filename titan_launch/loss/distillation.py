@@ -33,7 +33,7 @@ class DistillationLoss(CrossEntropy):
         self._logits: Tensor | None = None
 
     def prepare(self, inputs: Tensor, targets: Tensor, documents: Tensor | None) -> None:
-        """Compute the logits of the teacher, in training only."""
+        """In training, compute the teacher's logits and store them for `sums`. Collective."""
         if torch.is_grad_enabled():
             self._logits = self._teacher(inputs, targets, documents)
 

@@ -145,7 +145,8 @@ class KTOLoss(Loss):
         than 0 and 1, if the targets are on the host."""
         answers = answers_in(targets, documents)
         if targets.device.type == "cpu" and (answers.labels[answers.exist] > 1).any():
-            reason = 'has a document whose last target is no label (0 or 1); name data of kind = "unpaired_preferences"'
+            reason = 'loss.name = "kto" needs a label, 0 or 1, as the last target of each document, but a document has '
+            reason += 'another last target; set data.kind = "unpaired_preferences", or set another loss.name'
             raise config_error(("data",), reason, also=(("loss", "name"),))
         return torch.stack([answers.exist.sum(), count_valid(answers.targets)])
 

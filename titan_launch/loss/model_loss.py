@@ -38,8 +38,8 @@ class ModelLoss(Loss):
         self._cross_entropy = CrossEntropy(LossConfig(chunks=8))
 
     def arguments(self, model: nn.Module, targets: Tensor) -> dict[str, Tensor]:
-        """Return the targets as `labels`, and also as `shift_labels` if the forward takes this argument by name, or
-        takes `**kwargs` in a model with a `loss_function`."""
+        """Return the targets as `labels`. Also return them as `shift_labels` if the forward has an argument of this
+        name, or if it has `**kwargs` and the model has a `loss_function`."""
         parameters = inspect.signature(model.forward).parameters
         takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
         # The language models of `transformers` shift `labels` by one token, but use `shift_labels` unchanged. Most of
@@ -65,7 +65,7 @@ class ModelLoss(Loss):
 
         The first sum is the loss; if the model returns a mean, it is multiplied by the number of valid targets. The
         second sum is 0 with gradients enabled. With gradients disabled, it is the number of correct predictions, or
-        NaN if there are no logits. Raises the ConfigError of `_check_shift`.
+        NaN if there are no logits. Raises ConfigError if the model shifts the targets by one token.
         """
         loss, logits = outputs
         if logits is not None and not are_logits(logits, targets):

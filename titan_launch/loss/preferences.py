@@ -1,4 +1,4 @@
-"""Preference losses, which compare the two answers of a pair. `PAIR_LOSSES` has a row for each loss."""
+"""Preference losses, which compare the two answers of a pair. `PAIR_LOSSES` has an entry for each loss."""
 
 from __future__ import annotations
 
@@ -163,13 +163,13 @@ class PreferenceLoss(Loss):
         self._prepared: tuple[Tensor, Tensor | None] | None = None
 
     def counts(self, targets: Tensor, documents: Tensor | None) -> Tensor:
-        """Return two numbers: the pairs and the valid targets of a microbatch, int64 (2)."""
+        """Return the number of pairs and the number of valid targets of a microbatch, int64 (2)."""
         assert documents is not None, "config.rules requires data of pairs"
         return torch.stack([are_pairs(targets, documents).sum(), count_valid(targets)])
 
     def prepare(self, inputs: Tensor, targets: Tensor, documents: Tensor | None) -> None:
-        """Keep the documents for `sums`. If the loss has a reference model, run it, and keep its numbers
-        (`PairLoss.of_answer`). Collective."""
+        """Store the documents for `sums`. If the loss has a reference model, also run this model, and store the result
+        of `PairLoss.of_answer` for its logits. Collective."""
         assert documents is not None, "config.rules requires data of pairs"
         reference = None
         if self._reference is not None:
@@ -180,8 +180,8 @@ class PreferenceLoss(Loss):
 
     def sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return five sums over pairs: the losses, the rewards of the chosen answers, the rewards of the rejected
-        answers, the number of pairs whose chosen answer has the higher reward, and the margins (reward of the chosen
-        answer minus reward of the rejected one). With gradients disabled, return the first and the fourth sum."""
+        answers, the number of pairs with a positive margin, and the margins. A margin is the reward of the chosen
+        answer minus the reward of the rejected answer. With gradients disabled, return the first and the fourth sum."""
         self._check(outputs.shape, targets)
         if self._row.of_answer is score and outputs.shape[-1] != 1:
             found = f"returns {outputs.shape[-1]} numbers for each token"

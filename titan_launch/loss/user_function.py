@@ -62,20 +62,21 @@ class FunctionLoss(Loss):
         self._checks_sum = has_values
 
     def counts(self, targets: Tensor, documents: Tensor | None) -> Tensor:
-        """Return the number of items, by the function's `count`, and the number of valid targets. Raises ConfigError if
-        `count` does not return a whole number."""
+        """Return the number of items, from `function.count` if it exists, and the number of valid targets: int64 (2).
+        Raises ConfigError if `count` does not return a whole number."""
         count = torch.as_tensor(self._count(targets), device=targets.device)
         if count.numel() != 1 or count.is_floating_point():
-            raise self._error(f"has a count that returns {_described(count)} instead of a whole number")
+            found = f"a tensor of dtype {count.dtype} and shape {tuple(count.shape)}"
+            raise self._error(f"the function's count returns {found}; return the number of items, a single integer")
         return torch.stack([count.reshape(()).long(), count_valid(targets)])
 
     def sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return one sum, the loss. With gradients disabled, return two sums: the loss, and the number of correct
         predictions, for the accuracy in validation.
 
-        Raises ConfigError if the logits have the wrong shape, or if the function fails, returns no scalar or, with
-        gradients enabled, returns a scalar without a gradient. In training, the first microbatch with items in its
-        first sample and in others also raises ConfigError if the function returns a mean instead of a sum.
+        Raises ConfigError if the logits have the wrong shape, if the function fails, or if it returns no scalar. With
+        gradients enabled, also raises ConfigError for a scalar without a gradient, and for a mean instead of a sum (see
+        `_check_is_sum`).
         """
         self._check(outputs.shape, targets)
         logits = outputs.float()
@@ -102,8 +103,8 @@ class FunctionLoss(Loss):
     @torch.no_grad()
     def _check_is_sum(self, logits: Tensor, targets: Tensor, value: Tensor) -> None:
         """Raise ConfigError if the loss of a microbatch is not the sum of the losses of its samples. If the first
-        sample or the others have no items, a mean may equal this sum, so a later microbatch is checked. The check makes
-        the host wait for the device, so it ends with the first microbatch that it can decide."""
+        sample or the others have no items, a mean may equal this sum. Then a later microbatch is checked instead. Only
+        one microbatch of a run is checked, because the host waits for the device."""
         parts = slice(1), slice(1, None)
         if not all(int(self._count(targets[part])) for part in parts):
             return

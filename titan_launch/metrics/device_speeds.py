@@ -37,7 +37,7 @@ _REPETITIONS = 5
 
 _KEPT_BYTES = 31 * MIB
 """Bytes of a host tensor that is created and freed before the measurements. After that, glibc keeps the memory of freed
-tensors up to this size (mallopt(3), M_MMAP_THRESHOLD). In a CPU run, `cpu/allocator.py` makes glibc keep it, too."""
+tensors up to this size (mallopt(3), M_MMAP_THRESHOLD). In a CPU run, `cpu/allocator.py` has the same effect."""
 
 _OLD_BYTES = 64 * MIB
 """Smallest size in bytes of the tensors that matrix products and elementwise operations read. It exceeds the cache of
@@ -116,14 +116,14 @@ def measure(ranks: Ranks, scope: Scope, tell: Callable[[str], None]) -> Measured
 
     torch.empty(_KEPT_BYTES, dtype=torch.uint8)
     watch = _Stopwatch(ranks.device, scope.budget_seconds)
-    say(f"matrix products: {2 * len(scope.sizes) ** 3} combinations of shapes and dtypes")
+    say(f"measuring matrix products: {2 * len(scope.sizes) ** 3} combinations of shapes and dtypes")
     products = {name: _products(watch, scope.sizes, dtype) for name, dtype in _DTYPES.items()}
-    say("attention, convolution and elementwise operations")
+    say("measuring attention, convolution and elementwise operations")
     attention = tuple(_attention(watch, scope, *each) for each in product(_DTYPES, scope.widths))
     convolution = {name: _convolution(watch, scope.images, dtype) for name, dtype in _DTYPES.items()}
     memory = tuple(_memory(watch, num_bytes // 4) for num_bytes in scope.result_bytes)
     collectives = tuple(_collectives(watch, ranks, scope.message_bytes, say))
-    say("host overhead: modules, FSDP2 units, DTensors, pipelines")
+    say("measuring host overhead: modules, FSDP2 units, DTensors, pipelines")
     unit_seconds, parameter_seconds = _unit_seconds(watch, ranks.world_size)
     operation_seconds = max(0.0, _operation_seconds(watch) - memory[0][1])
     exchange_seconds = _exchange_seconds(watch) if ranks.world_size > 1 else 0.0
@@ -150,19 +150,18 @@ def measure(ranks: Ranks, scope: Scope, tell: Callable[[str], None]) -> Measured
 
 
 class _Stopwatch:
-    """A clock that times operations, which all ranks start at the same time. Its methods are collective over all
-    ranks."""
+    """Clock for operations that all ranks start at the same time. Its methods are collective over all ranks."""
 
     def __init__(self, device: torch.device, budget_seconds: float):
         self.device = device
         self._budget = budget_seconds
 
     def mean_seconds(self, call: Callable[[], object]) -> float:
-        """Return the mean over the ranks of the median seconds of a call."""
+        """Return the median seconds of a call, averaged over the ranks."""
         return self._over_ranks(self._median(call), dist.ReduceOp.SUM) / dist.get_world_size()
 
     def longest_seconds(self, call: Callable[[], object]) -> float:
-        """Return the maximum over the ranks of the median seconds of a call."""
+        """Return the median seconds of a call on the slowest rank."""
         return self._over_ranks(self._median(call), dist.ReduceOp.MAX)
 
     def is_supported(self, call: Callable[[], object]) -> bool:
@@ -363,8 +362,8 @@ def _stage_seconds(watch: _Stopwatch) -> float:
     """Return the seconds that a microbatch takes in a stage of a pipeline over all ranks: PyTorch's schedule, a send in
     forward, and a send in backward.
 
-    The module of a stage is a small layer, whose time is subtracted. The result is computed from the difference between
-    the times of a short and a long step (n and 3 n microbatches, n ranks), so that the bubble does not count.
+    The module of a stage is a small layer, whose time is subtracted. Steps with n and with 3 n microbatches on n ranks
+    are measured. Only the difference between their times counts, so that the bubble does not count.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
 
@@ -383,8 +382,8 @@ def _stage_seconds(watch: _Stopwatch) -> float:
 
 
 def _ranks_per_core(ranks: Ranks) -> float:
-    """Return the number of threads of all ranks on the host with the most ranks, divided by the number of cores that
-    this process may use, but at least 1. Return 1 on a GPU."""
+    """Return the number of threads per core, but at least 1, on the host with the most ranks. All threads of the ranks
+    count, and all cores that this process may use. Return 1 on a GPU."""
     if ranks.device.type != "cpu":
         return 1.0
     threads = torch.get_num_threads() * max(Counter(on_all_ranks(lambda: ranks.first_on_host)).values())
@@ -403,7 +402,7 @@ def _collectives(
     world_size, first_on_host = ranks.world_size, on_all_ranks(lambda: ranks.first_on_host)
     sizes = {1 << power for power in range(1, world_size.bit_length())} | {world_size}
     for size in sorted(size for size in sizes if size > 1 and world_size % size == 0):
-        say(f"collectives of {size} ranks")
+        say(f"measuring collectives of {size} ranks")
         group, _ = dist.new_subgroups(size)
         hosts = [first_on_host[first : first + size] for first in range(0, world_size, size)]
         crossings = max(map(ring_crossings, hosts))

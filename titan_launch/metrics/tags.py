@@ -19,8 +19,8 @@ BEST_LOSS, WITHOUT_IMPROVEMENT = "validation/best_loss", "validation/without_imp
 @dataclass(frozen=True)
 class Tag:
     name: str
-    """Name of the metric. In a name, `<source>` stands for a source of a mixture, `<layer>` and `<module>` for the path
-    of a module, and `<group>` for a group of parameters."""
+    """Name of the metric. `<source>` stands for a source of a mixture, `<layer>` and `<module>` for the path of a
+    module, and `<group>` for a group of parameters."""
 
     meaning: str
     combine: Literal["sum", "max", "same"] = "same"
@@ -293,14 +293,14 @@ TAGS = [
     ),
     Tag(
         "time/validation_s",
-        "Seconds in validations since the previous report (a validation at this report counts, too), divided by the "
-        "steps since then. Not part of `time/step_s`.",
+        "Seconds per step in validations since the previous report, including a validation at this report. Not part of "
+        "`time/step_s`.",
         chart=("Speed", "where the time of a step goes (s)"),
     ),
     Tag(
         "time/checkpoint_s",
-        "Seconds per step for which the run waited for checkpoints since the previous report, including returns to a "
-        "checkpoint. The last report of a run includes the final checkpoint. Not part of `time/step_s`.",
+        "Seconds per step for which the run waited for checkpoints since the previous report, including rollbacks. "
+        "The last report of a run includes the final checkpoint. Not part of `time/step_s`.",
         chart=("Speed", "where the time of a step goes (s)"),
     ),
     Tag(

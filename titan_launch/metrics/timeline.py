@@ -23,8 +23,8 @@ class StepClock:
         """Count time under a part, from now until the next call."""
 
     def group(self, name: str) -> None:
-        """In profiles, put all parts until the next call under a common name, such as that of a microbatch. ""
-        gives no name."""
+        """In profiles, put all parts until the next call into a range called `name`, such as that of a microbatch. The
+        name "" begins no range."""
 
 
 UNCOUNTED = StepClock()

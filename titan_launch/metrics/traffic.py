@@ -30,7 +30,7 @@ from titan_launch.plan.communication import Collectives, Traffic
 
 
 class TrafficCount:
-    """Counter of traffic. It starts at 0, and `take` resets it to 0."""
+    """Counter of this rank's collectives and their bytes. It starts at 0, and `take` resets it to 0."""
 
     def __init__(self) -> None:
         self.traffic = Traffic()
@@ -88,7 +88,7 @@ def count_collectives(
 def communication_counted(model: nn.Module, timeline: Timeline) -> Iterator[None]:
     """Count the time of FSDP2's communication as the part `communication` of `timeline` until the `with` block ends.
 
-    On a CPU, this is the time in which the units of a wrapped model communicate, or wait for a collective. On CUDA, it
+    On a CPU, this is the time in which the FSDP2 units of `model` communicate, or wait for a collective. On CUDA, it
     is the time in which the compute stream waits for a collective, or copies to and from its buffers. A unit with a
     single rank in its mesh does not communicate.
 

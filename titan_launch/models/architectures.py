@@ -38,7 +38,7 @@ ARCHITECTURES = {
     "resnet": Architecture(ResNetArgs, RESNET_FLAVORS),
     "vit": Architecture(ViTArgs, VIT_FLAVORS),
 }
-"""The models of this package, by their name in `[model]`. `titan_launch.models.build.SPECS` has their modules."""
+"""The models of this package, by their name in `[model]`. `models.build.SPECS` has the functions that build them."""
 
 
 ALL_IN_ARGS = "none"
@@ -55,8 +55,8 @@ def named_flavor(name: str, flavor: str | None) -> str:
 def resolve_args(name: str, flavor: str, overrides: Mapping[str, Any]) -> ModelArgs:
     """Return the arguments of a model of this package: the values of its flavor, overridden by `[model.args]`.
 
-    `overrides`: `[model.args]`. A table in `overrides`, such as `rope_scaling`, replaces only the keys that it has. If
-    it changes the key `kind`, it replaces the flavor's whole table.
+    `overrides`: `[model.args]`. A table in `overrides`, such as `rope_scaling`, replaces only the keys that it has. A
+    table that changes the key `kind` replaces the flavor's whole table.
 
     Raises pydantic's ValidationError for wrong arguments, and KeyError for an unknown name or flavor.
     """
@@ -79,7 +79,7 @@ def unknown_model(name: str) -> str:
     """Return the error text for a `model.name` that is neither a model of this package nor an import string."""
     known = (*ARCHITECTURES, HUGGINGFACE)
     names = ", ".join(f'"{each}"' for each in known)
-    return f"unknown model; must be {names}, or package.module:factory for your own{did_you_mean(name, known)}"
+    return f"unknown model; must be {names}, or package.module:factory for your own model{did_you_mean(name, known)}"
 
 
 def unknown_flavor(name: str, flavor: str) -> str:

@@ -48,9 +48,9 @@ class TwinNeeds:
     twin_seq_len: int
 
     def rows(self, own: int, small: int) -> int:
-        """Return the number of rows in the twin of a parameter that has `own` rows in the job's model: `own` if it is
-        at most `small`, else `small`. If the job shards such a larger parameter unevenly, return `small` minus 1 or,
-        with tensor parallelism, minus 2."""
+        """Return the number of rows of a parameter in the twin: `own`, the number in the job's model, if `own` is at
+        most `small`. Otherwise, return `small` or, if the job shards the rows unevenly, `small - 1` (`small - 2` with
+        tensor parallelism)."""
         uneven = small - (2 if self.is_tensor_parallel else 1)
         return own if own <= small else small if own % self.shards == 0 else uneven
 
@@ -94,12 +94,12 @@ class ModelArgs(ArgsTable):
         return table
 
     def longest_sequence(self) -> tuple[str, int] | None:
-        """Return the argument that limits the length of sequences, and the limit; None if there is no limit."""
+        """Return the argument that limits the length of sequences, and the limit in tokens; None for no limit."""
         return None
 
     def beyond_causal_attention(self, seq_len: int) -> str | None:
         """Return the setting that makes attention differ from plain causal attention, such as `sliding_window = 4096`.
-        Return None if there is none, or if it has no effect on sequences of `seq_len` tokens."""
+        Return None if no setting has this effect on sequences of `seq_len` tokens."""
         return None
 
     def images_taken(self) -> ImageFormat | None:
@@ -119,7 +119,7 @@ class ModelArgs(ArgsTable):
         return {}
 
     def width(self) -> int | None:
-        """Return the width of the model for muP; None if muP is not known for the model."""
+        """Return the width of the model for muP; None if the model does not support muP."""
         return None
 
     def beyond_mup(self) -> Iterator[str]:

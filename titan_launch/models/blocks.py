@@ -31,7 +31,7 @@ def choose_blocks(module: nn.Module) -> ModelBlocks:
     The blocks are the entries of the model's outermost `nn.ModuleList`s, except for entries without a matrix, such as
     norms. If there are no such entries, the blocks are repeated modules: entries of `nn.Sequential`s, or else the
     instances of one class. Repeated modules count only if they hold more than half of the parameters outside of
-    embeddings.
+    embeddings. Otherwise, the model has no blocks.
     """
     entries = tuple(_list_entries(module))
     if entries:
@@ -75,7 +75,7 @@ def _sequential_entries(module: nn.Module, path: str = "") -> Iterator[str]:
 
 
 def _is_composite(module: nn.Module) -> bool:
-    """Return True if submodules of a module have parameters."""
+    """Return True if any submodule of a module has parameters."""
     return any(True for child in module.children() for _ in child.parameters())
 
 

@@ -130,7 +130,7 @@ class BuiltModel:
     """Function that fills parameters and buffers after `models.init.allocate`, or the values from a user's factory."""
 
     flops_per_sample: int | None = None
-    """FLOPs of forward and backward per sample, as a user's own model declares them; None to count them. A sample of a
+    """FLOPs of forward and backward per sample that a user's own model declares; None if not declared. A sample of a
     language model is a sequence."""
 
     embeddings: tuple[str, ...] = ()
@@ -140,11 +140,11 @@ class BuiltModel:
     """Styles of tensor parallelism by glob of modules; None if the model declares none."""
 
     pipeline_order: tuple[str, ...] = ()
-    """Paths of the modules that run one after another, in order. These modules hold all parameters. Empty if the model
+    """Paths of the modules that run one after another, in order. These modules have all parameters. Empty if the model
     declares no such order."""
 
     context_parallel: Mapping[str, int] | None = None
-    """Token axis of each buffer with one row per position, by glob of buffer names; None if the model has no table."""
+    """Token axis of each buffer with one row per position, by glob of buffer names; None if the model declares none."""
 
     attention: AttentionHeads | None = None
     """Numbers of heads and features in the model's attention; None if unknown."""
@@ -167,7 +167,7 @@ def build_model(
     config: ModelConfig, seq_len: int, host: HostBuild | None = None, lora: LoRAConfig | None = None
 ) -> BuiltModel:
     """Build the model that `model.name` selects: a model of this package, or a user's factory by its import string.
-    With `lora`, add its adapters.
+    With `lora`, add adapters.
 
     `host`: the settings of the call that gets initial values from a user's factory. If `host` is None, the tensors get
     no values, and the model serves only for planning. A factory with `meta_device = True` ignores `host`, because

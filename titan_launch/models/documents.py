@@ -4,7 +4,7 @@ documents begin.
 A forward gets the documents of a batch in one of two ways:
 
     model                          argument
-    of this package, or your own   documents     the number of each token's document
+    of this package, or your own   documents     the document number of each token
     of transformers                position_ids  the position of each token in its document
 """
 
@@ -24,20 +24,20 @@ from titan_launch.core.errors import KeyPath, config_error
 from titan_launch.core.patches import replaced
 
 _DTYPE = torch.int32
-"""Dtype of the positions of this package. The positions that `transformers` makes are int64."""
+"""Dtype of the results of `positions_in`. The positions that `transformers` makes are int64."""
 
 
 def positions_in(documents: Tensor) -> Tensor:
-    """Return the position of each token in its document, counted from 0: int32 (batch, tokens). `documents`: the number
-    of each token's document (batch, tokens). A document begins where the number changes."""
+    """Return the position of each token in its document, counted from 0: int32 (batch, tokens). `documents`: the
+    document number of each token (batch, tokens). A document begins where the number changes."""
     index = torch.arange(documents.shape[1], dtype=_DTYPE, device=documents.device)
     starts = index[1:].where(documents[:, 1:] != documents[:, :-1], 0).cummax(-1).values
     return index - F.pad(starts, (1, 0))
 
 
 def document_arguments(model: nn.Module, documents: Tensor | None) -> dict[str, Tensor]:
-    """Return the keyword argument, as a dict, by which a forward separates the documents of a batch. Return an empty
-    dict if `documents` is None."""
+    """Return a dict with the keyword argument that tells the model's forward which document each token belongs to. The
+    dict is empty if `documents` is None."""
     if documents is None:
         return {}
     if _takes_positions(model):
@@ -50,11 +50,11 @@ def _takes_positions(model: nn.Module) -> bool:
 
 
 def separate_by_positions(model: Any) -> None:
-    """Declare that a model of `transformers` separates documents by the `position_ids` that this package makes.
+    """Let a model of `transformers` separate documents by the `position_ids` that `positions_in` returns.
 
-    From then on, for all models of `transformers` in this process, the dtype of the positions decides whether masks
-    separate documents. Masks separate them with int32 positions (of this package), but not with int64 positions (of
-    `transformers`).
+    This function replaces `find_packed_sequence_indices` of `transformers` in this process. Attention masks of all
+    models of `transformers` then separate documents if the positions are int32, as from `positions_in`. With int64
+    positions, which `transformers` makes, masks do not separate documents.
     """
     from transformers import masking_utils
 
@@ -66,7 +66,7 @@ def separate_by_positions(model: Any) -> None:
 
 
 def _documents_at(position_ids: Tensor) -> Tensor | None:
-    """Return the number of each token's document; None for positions that `transformers` has made."""
+    """Return the document number of each token; None for positions that `transformers` has made."""
     return (position_ids == 0).cumsum(-1) if position_ids.dtype == _DTYPE else None
 
 
@@ -82,15 +82,16 @@ def check_documents(model: nn.Module, seq_len: int, key: KeyPath, value: str) ->
         problem = reason and f"is not supported by {name} of transformers, which {reason}"
     else:
         is_taken = "documents" in inspect.signature(model.forward).parameters
-        problem = None if is_taken else f"needs forward(inputs, documents=None), but {name}.forward takes no documents"
+        reason = f"needs forward(inputs, documents=None), but {name}.forward has no argument documents"
+        problem = None if is_taken else reason
     if problem is not None:
         remedy = 'set packing = "concat"' if key[-1] == "packing" else "use a different model or other data"
         raise config_error(key, f"{problem}; {remedy}", value, also=(("model", "name"),))
 
 
 def _obstacle_in_transformers(model: Any, seq_len: int) -> str | None:
-    """Return the reason why a model does not separate documents by `position_ids`; None if the model does. A forward on
-    the meta device shows whether all masks and learned positions are made from `position_ids`."""
+    """Return the reason why a model cannot separate documents by `position_ids`; None if it can. A forward on the meta
+    device shows whether all masks and learned positions are made from `position_ids`."""
     from transformers import masking_utils
 
     others = {*(getattr(model.config, "layer_types", None) or ())} - {"full_attention", "sliding_attention"}

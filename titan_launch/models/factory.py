@@ -106,7 +106,7 @@ def build_without_values(
 ) -> tuple[nn.Module, HostValues]:
     """Build a factory's module on the meta device, for a rank that gets the values from another rank.
 
-    Return the module, in training mode, and its tensors on the meta device. While the factory runs, `torch.load` loads
+    Return the module, in training mode, and HostValues with meta tensors. While the factory runs, `torch.load` loads
     tensors to the meta device. Raise ConfigError if the factory fails.
     """
 
@@ -135,7 +135,7 @@ def build_buffers_on_host(config: ModelConfig, factory: Callable[..., Any]) -> t
         with register_module_parameter_registration_hook(move):
             module = _call(config, factory, explains_memory=True)
     except _OutOfHostMemory:
-        reason = "has a tensor that does not fit into the host's memory; correct the sizes in its config.json"
+        reason = "has a tensor larger than host memory; correct the sizes in model.args or config.json (model.path)"
         raise config_error(("model", "name"), reason, config.name) from None
     values = take_values(module.train())
     return module, replace(values, by_name={name: value for name, value in values.by_name.items() if not value.is_meta})
@@ -144,8 +144,9 @@ def build_buffers_on_host(config: ModelConfig, factory: Callable[..., Any]) -> t
 def _call(
     config: ModelConfig, factory: Callable[..., Any], where: str = "", explains_memory: bool = False
 ) -> nn.Module:
-    """Return the module of a factory. Raise ConfigError if the factory fails. With `explains_memory`, raise
-    _OutOfHostMemory instead if the cause is that the host has too little memory."""
+    """Call a factory and return its module. Raise ConfigError if the factory fails, or if its module is not supported.
+    With `explains_memory`, raise _OutOfHostMemory instead if the host has too little memory. `where`: the device of the
+    call, in words for errors."""
     _check_arguments(factory, config)
     try:
         module = factory(**config.args)
@@ -167,7 +168,7 @@ def _call(
         problem = "returns a compiled module; remove torch.compile, and set compile.enable = true"
     if problem is not None:
         raise config_error(("model", "name"), problem, config.name)
-    reason = "the parameter {} is lazy and has no shape; give its module the number of features"
+    reason = "the parameter {} is lazy and has no shape; create its module with the number of input features"
     if lazy := [name for name, parameter in module.named_parameters() if is_lazy(parameter)]:
         raise ConfigError(Problem(("model", "name"), reason.format(name)) for name in lazy)
     scalars_as_vectors(module)
@@ -178,7 +179,7 @@ def scalars_as_vectors(module: nn.Module) -> None:
     """Give the scalar parameters of a module the shape (1,), in place, because FSDP2 shards along the first axis.
 
     The module's code still reads scalars. For this, each submodule with scalar parameters gets a subclass of its class.
-    A property of the subclass returns the scalar under the name of the parameter. Checkpoints have the shape (1,).
+    A property of the subclass returns the scalar under the name of the parameter. In checkpoints, the shape is (1,).
     """
     vectors: dict[nn.Parameter, nn.Parameter] = {}
     for child in module.modules():
@@ -227,13 +228,13 @@ def _check_is_on_host(module: nn.Module) -> None:
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if tensor.is_meta:
             reason = (
-                f"has {name} on the meta device, without values; build the module on the host, or give the factory the "
-                "attribute meta_device = True and let reset_parameters fill the module"
+                f"the module has {name} on the meta device, without values; build the module on the host, or give the "
+                "factory the attribute meta_device = True and let reset_parameters fill the module"
             )
             raise config_error(("model", "name"), reason)
         if tensor.device.type != "cpu":
-            reason = f"has {name} on {tensor.device}; leave the module on the host: the launcher moves it to the device"
-            raise config_error(("model", "name"), reason)
+            reason = f"the module has {name} on {tensor.device}; leave the module on the host"
+            raise config_error(("model", "name"), f"{reason}: the launcher moves it to the device")
 
 
 def _check_is_not_shared(module: nn.Module) -> None:
@@ -243,7 +244,8 @@ def _check_is_not_shared(module: nn.Module) -> None:
         other = names.setdefault(parameter.data_ptr(), name) if parameter.nbytes else name
         if other != name:
             reason = (
-                f"has two parameters in the same memory, {other} and {name}; to tie them, assign one parameter to both"
+                f"the module has two parameters in the same memory, {other} and {name}; to tie them, assign one "
+                "parameter to both names"
             )
             raise config_error(("model", "name"), reason)
 
@@ -260,10 +262,10 @@ class _OutOfHostMemory(MemoryError):  # noqa: N818 - code outside of this module
 
 @contextmanager
 def _memory_limited(limit_bytes: int) -> Iterator[None]:
-    """Raise _OutOfHostMemory as soon as the modules built in the `with` block hold tensors of more than `limit_bytes`.
+    """Raise _OutOfHostMemory as soon as the tensors that modules register in the `with` block exceed `limit_bytes`.
 
-    A tensor counts as soon as a module registers it. The free memory of the host shows a tensor only later, because
-    `torch.empty` does not write to the memory that it allocates.
+    The free memory of the host would show a tensor too late, because `torch.empty` does not write to the memory that it
+    allocates.
     """
     sizes: dict[int, int] = {}
 

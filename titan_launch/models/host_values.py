@@ -1,5 +1,4 @@
-"""The initial values that a factory gave its module. One rank of each host has the values, and sends every other rank
-of the host its part."""
+"""The initial values that a factory gave its module, and their transfer from one rank of a host to the others."""
 
 from __future__ import annotations
 
@@ -110,7 +109,7 @@ def meta_twin(tensor: Tensor) -> Tensor:
 
 
 def num_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the memory of the storages of tensors in bytes; a shared storage counts once."""
+    """Return the bytes of the storages of tensors; a shared storage counts once."""
     return sum(storage.nbytes() for storage in {tensor.untyped_storage() for tensor in tensors})
 
 

@@ -42,12 +42,12 @@ def constant(value: float) -> Fill:
 
 
 def normal(std: float) -> Fill:
-    """Return a function that draws from a normal distribution with mean 0."""
+    """Return a function that fills a tensor from a normal distribution with mean 0."""
     return lambda tensor: tensor.normal_(std=std)
 
 
 def truncated_normal(std: float) -> Fill:
-    """Return a function that draws from a normal distribution with mean 0, truncated at three standard deviations."""
+    """Return a function that fills a tensor from a normal distribution with mean 0, truncated at 3 `std`."""
     return lambda tensor: nn.init.trunc_normal_(tensor, std=std, a=-3 * std, b=3 * std)
 
 
@@ -84,8 +84,8 @@ def scaled_values(values: Initializer, scales: WidthScales) -> Initializer:
 
 
 def call_reset_parameters(module: nn.Module, path: str) -> None:
-    """Fill a module's own tensors by calling its `reset_parameters`. This is the initializer of adapters, and of models
-    whose factory declares `meta_device = True`. Raise UserError if the method fails, or does not fill every tensor."""
+    """Fill a module's own tensors by calling its `reset_parameters`. Adapters, and models whose factory declares
+    `meta_device = True`, are filled in this way. Raise UserError if the method fails, or does not fill a tensor."""
     before = {name: (tensor, tensor._version) for name, tensor in own_tensors(module).items()}
     where = f"reset_parameters of {type(module).__name__} ({path or 'the model itself'})"
     reset = _reset_method(module)

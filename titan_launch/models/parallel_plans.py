@@ -40,7 +40,7 @@ class Division(NamedTuple):
     dimension of `w1`. For `by_head`, it is the dimension of every parameter."""
 
     what: str = ""
-    """The entries along this dimension, in words for error messages."""
+    """Name of the entries along this dimension in error messages, such as `output features`."""
 
 
 DIVISIONS: dict[str, Division] = {
@@ -113,8 +113,8 @@ def _tensor_problems(
         return
     if not styles:
         reason = getattr(model, "no_tensor_parallel", None) or (
-            "the model has no attribute tensor_parallel, a dict from globs of modules to styles, which declares how it "
-            "is divided; add it (see docs/how_to/parallelize_your_model.md), or set tensor_parallel_degree = 1"
+            "the model has no attribute tensor_parallel, which declares how to divide it; add this dict from globs of "
+            "modules to styles (see docs/how_to/parallelize_your_model.md), or set tensor_parallel_degree = 1"
         )
         yield Problem(TENSOR.key, reason, degree)
         return
@@ -127,8 +127,8 @@ def _tensor_problems(
         yield from _misfits(path, model.get_submodule(path), style, degree)
         if style == "embedding" and ADAPTER in model.get_submodule(path)._modules:
             reason = (
-                f"divides the rows of {path}, but its adapter needs all rows; set tensor_parallel_degree = 1, or "
-                "remove the module from lora.targets"
+                f"divides the rows of {path}, but the adapter of {path} needs all rows; set tensor_parallel_degree = "
+                "1, or remove this module from lora.targets"
             )
             yield Problem(TENSOR.key, reason, degree, also=(("lora", "targets"),))
     yield from _unassigned(model, found)
@@ -148,7 +148,7 @@ def _unknown_styles(styles: Mapping[str, TensorStyle]) -> Iterator[Problem]:
     for pattern, style in styles.items():
         if style not in known:
             reason = f'tensor_parallel["{pattern}"] = {style!r} is not a style{did_you_mean(str(style), known)}'
-            yield Problem(_NAME, f"{reason} ({', '.join(known)})")
+            yield Problem(_NAME, f"{reason} (styles: {', '.join(known)})")
 
 
 def _unmatched(model: nn.Module, styles: Mapping[str, TensorStyle]) -> Iterator[Problem]:
@@ -163,7 +163,7 @@ def _misfits(path: str, module: nn.Module, style: TensorStyle, degree: int) -> I
     if not isinstance(module, division.cls):
         library = "nn" if division.cls.__module__.startswith("torch.") else division.cls.__module__
         reason = f'{path} is a {type(module).__name__}, but its style in tensor_parallel, "{style}", requires '
-        yield Problem(_NAME, f"{reason}the class {library}.{division.cls.__name__}")
+        yield Problem(_NAME, f"{reason}the class {library}.{division.cls.__name__}; use another style")
         return
     if division.axis is None:
         return
@@ -176,7 +176,7 @@ def _misfits(path: str, module: nn.Module, style: TensorStyle, degree: int) -> I
 
 def _unassigned(model: nn.Module, found: Mapping[str, TensorStyle]) -> Iterator[Problem]:
     """Yield a problem if modules with parameters have no style, or a style for modules without parameters of their own
-    (`input`, `mixture`). It would be undefined how the gradients of these parameters are reduced."""
+    (`input`, `mixture`). The reduction of the gradients of these parameters is then undefined."""
     owners = [
         path
         for path, module in model.named_modules()
@@ -207,7 +207,7 @@ def _divided_ties(model: nn.Module, found: Mapping[str, TensorStyle]) -> Iterato
             other = first.setdefault(id(parameter), path)
             if DIVISIONS[found[other]].axis != DIVISIONS[style].axis:
                 reason = f'{other} ("{found[other]}") and {path} ("{style}") share the parameter {name}, but their '
-                yield Problem(_NAME, f"{reason}styles shard it differently; shard it along one dimension")
+                yield Problem(_NAME, f"{reason}styles shard it differently; use styles that shard the same dimension")
 
 
 def _not_by_sequence(model: nn.Module, found: Mapping[str, TensorStyle]) -> Iterator[Problem]:
@@ -248,8 +248,8 @@ def _context_problems(model: nn.Module, axes: Mapping[str, int] | None, config: 
         return
     if axes is None:
         reason = (
-            "the model has no attribute context_parallel, a dict from globs of buffers with one row per position to "
-            "the axis of the positions, which declares that its sequences can be divided; add it (see "
+            "the model has no attribute context_parallel, which declares how to divide its sequences; add this dict "
+            "from globs of buffers with one row per position to the axis of the positions (see "
             "docs/how_to/parallelize_your_model.md), or set context_parallel_degree = 1"
         )
         yield Problem(CONTEXT.key, reason, degree)

@@ -63,7 +63,7 @@ class AttentionHeads:
     """Number of query heads."""
 
     keys: int
-    """Number of heads of keys and of values."""
+    """Number of key heads, and of value heads."""
 
     width: int
     """Number of features of one head of queries and of keys."""
@@ -75,7 +75,7 @@ class AttentionHeads:
     """Glob of the modules whose output becomes the queries. Attention computes in the dtype of these modules."""
 
     def widths(self, pads_values: bool) -> tuple[int, int]:
-        """Return the numbers of features of a head of queries and of values, as attention passes them to a kernel. With
+        """Return (features of a query head, features of a value head), as attention passes them to a kernel. With
         `pads_values`, both are padded to the larger number."""
         widest = max(self.width, self.value_width)
         return (widest, widest) if pads_values else (self.width, self.value_width)

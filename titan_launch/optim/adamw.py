@@ -30,8 +30,8 @@ def update_adamw(groups: Sequence[ShardGroup], config: OptimizerConfig, applied:
 
 
 def update_pytorch(group: ShardGroup, config: OptimizerConfig, found_inf: Tensor | None) -> None:
-    """Update a group by PyTorch's function `adamw`. `found_inf`: a scalar on the device that is not 0 if the step is
-    skipped; None if no step is skipped."""
+    """Update a group by PyTorch's function `adamw`. `found_inf`: a scalar on the device, not 0 for a skipped step. None
+    means that the step is not skipped."""
     shards = group.shards
     adamw(
         [shard.parameter for shard in shards],

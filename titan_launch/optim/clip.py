@@ -23,8 +23,8 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float, *others:
     """Clip gradients in place to a total norm of at most `max_norm`. If `max_norm` is 0, do not change them.
 
     Return the norm before clipping, over all shards, as a scalar tensor that is equal on all ranks. The norm is 0 if no
-    parameter of any rank has a gradient. `others`: process groups over which the squared norm is summed as well: of the
-    pipeline stages, or of the replicas over which the optimizer is sharded. A group of None is ignored.
+    parameter of any rank has a gradient. `others`: further process groups over which the squared norm is summed: the
+    group of the pipeline stages, or of the replicas of a sharded optimizer. None in `others` is ignored.
 
     The gradients are all DTensors, or all plain tensors. With expert parallelism, the DTensors are on two meshes of the
     same ranks.

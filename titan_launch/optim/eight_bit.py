@@ -1,7 +1,7 @@
 """Optimizer state in 8 bits: codes for the elements, and a float32 scale for each block of 256 elements.
 
 The method is that of arXiv:2110.02861 (Dettmers et al., 2021): an element is its block's largest magnitude times a
-value of a table with 255 or 256 entries, which lie closer together near zero ("dynamic" quantization). This module
+value of a table. The 255 or 256 values of the table lie closer together near zero ("dynamic" quantization). This module
 differs in three ways. The blocks lie within rows (`length_of_row`), so FSDP2 shards the scales like the parameter, and
 any number of ranks can load them. AdamW's second moment is stored as its square root, whose values in a block span half
 as many orders of magnitude. A root above 0 is rounded to 0 only if its whole block is stored as zeros (see
@@ -54,8 +54,8 @@ class Codes(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Number of elements that `decode` and `encode` treat as one row. If the length of the tensor's rows is a
-        multiple of the block size, this is the block size. Otherwise it is the length of a row."""
+        """Number of elements that `decode` and `encode` treat as one row: the block size if the length of the tensor's
+        rows is a multiple of the block size, else the length of a row."""
         columns = length_of_row(self.codes.shape)
         return columns if columns % BLOCK else BLOCK
 

@@ -19,8 +19,8 @@ from titan_launch.optim.shards import in_float32
 
 
 def update_weight(config: EMAConfig, step: int) -> float:
-    """Return the weight w of a step: the new average is (1 - w) x average + w x parameters. w is 0 for a step between
-    updates, and 1 (a copy) for updates up to `ema.start_step`. w depends only on the step, so a resume needs no
+    """Return the weight w of a step: the new average is (1 - w) x average + w x parameters. For a step between updates,
+    w is 0. For updates up to `ema.start_step`, w is 1 (a copy). w depends only on the step, so a resume needs no
     state."""
     assert config.decay is not None
     if step % config.every_steps:
@@ -38,8 +38,8 @@ class WeightEMA(Observer):
     method communicates."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, config: EMAConfig):
-        """Begin with the values of the parameters. If the optimizer has float32 masters, they are averaged in place of
-        the rounded parameters."""
+        """Begin with the values of the parameters. If the optimizer has float32 master weights, these are averaged in
+        place of the rounded parameters."""
         self._config = config
         self._optimizer = optimizer
         self._replicas = replicas_of(optimizer)
@@ -107,15 +107,15 @@ class WeightEMA(Observer):
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load averages. An average that is not in `state` starts again from the value of its parameter, or of its
-        float32 master."""
+        """Load averages by the full names of the parameters. If `state` lacks an average, the average gets the value of
+        its parameter or, if there is one, of the float32 master weight."""
         for parameter, average in self._averages.items():
             loaded = (state[name] for name in self._names[parameter] if name in state)
             value = next(loaded, self._source(parameter))
             local_tensor(average).copy_(value.local if isinstance(value, Shard) else local_tensor(value))
 
     def _source(self, parameter: nn.Parameter) -> Tensor:
-        """Return this rank's values of a parameter: the values of its float32 master if there is one."""
+        """Return this rank's values of a parameter, or of its float32 master weight if there is one."""
         master = self._optimizer.state.get(parameter, {}).get("master")
         return self._own(parameter) if master is None else local_tensor(master)
 
@@ -127,5 +127,5 @@ class WeightEMA(Observer):
 
 
 def build_ema(config: EMAConfig, model: nn.Module, optimizer: Optimizer) -> WeightEMA | None:
-    """Return the average of a wrapped model on its device; None without `ema.decay`."""
+    """Return the moving average of the parameters of a wrapped model; None if `ema.decay` is not set."""
     return None if config.decay is None else WeightEMA(model, optimizer, config)

@@ -53,11 +53,11 @@ def trainable_paths(model: nn.Module) -> dict[nn.Parameter, list[str]]:
 
 
 def _undecayed_and_inner(model: nn.Module, head: Collection[str]) -> tuple[set[nn.Parameter], set[nn.Parameter]]:
-    """Return the parameters that have no weight decay by default (`is_undecayed`), and those that an algorithm for
-    matrices updates by default (`is_inner_matrix`).
+    """Return two sets: the parameters that have no weight decay by default (`is_undecayed`), and the parameters that an
+    algorithm for matrices updates by default (`is_inner_matrix`).
 
-    Several modules may share a parameter. Such a parameter has no weight decay if `is_undecayed` is True for any of the
-    modules. An algorithm for matrices updates the parameter if `is_inner_matrix` is True for all of the modules.
+    A parameter that several modules share has no weight decay if `is_undecayed` is True for any of the modules. An
+    algorithm for matrices updates the parameter if `is_inner_matrix` is True for all of the modules.
     """
     undecayed, inner, others = set[nn.Parameter](), set[nn.Parameter](), set[nn.Parameter]()
     for path, module in model.named_modules(remove_duplicate=False):

@@ -27,8 +27,8 @@ class MatrixGather:
     rank in one all-to-all. A second all-to-all returns the shards of the results. If tensor parallelism also shards the
     matrices, its ranks all-gather each stack between the two all-to-alls, and all of them compute with the full
     matrices. If the optimizer is not sharded over replicas, all replicas repeat the same work. If the optimizer is
-    sharded over replicas, "shard" here means the chunk of one replica, and the ranks of all replicas share the stacks
-    of a batch.
+    sharded over replicas, the ranks of all replicas share the stacks of a batch. "Shard" then means the chunk of one
+    replica.
     """
 
     mesh: DeviceMesh | None
@@ -101,7 +101,7 @@ class MatrixGather:
 
     @property
     def _tensor_parallel(self) -> list[tuple[int, int]]:
-        """For each tensor-parallel axis of the mesh: (index of this axis, axis of a stack that this axis shards)."""
+        """For each tensor-parallel axis of the mesh: (index of the mesh axis, axis of a stack that it shards)."""
         start = len(self.placements) if self._axis is None else self._axis + 1
         behind = enumerate(self.placements[start:], start)
         return [(axis, placement.dim + 1) for axis, placement in behind if isinstance(placement, Sharded)]

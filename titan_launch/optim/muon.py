@@ -64,8 +64,8 @@ def _update_experts(experts: Sequence[Matrix], config: MuonConfig, applied: Tens
 
 
 def _update(division: MatrixGather, batch: Sequence[Sequence[Matrix]], config: MuonConfig, applied: Tensor) -> None:
-    """Update the matrices of a batch. `batch` has at most one list of matrices of equal shape (a stack) for each
-    rank that shares the matrices. Each rank computes the updates of its stack."""
+    """Update the matrices of a batch. `batch`: lists of matrices of equal shape (stacks), at most one for each rank of
+    `division`. The i-th rank computes the updates of the i-th stack."""
     matrices = [matrix for stack in batch for matrix in stack]
     shapes = [torch.Size((len(stack), *stack[0].shard.full.shape)) for stack in batch]
     full = division.gather(_directions(matrices, config, applied), shapes)
@@ -81,7 +81,7 @@ def orthogonalized(matrices: Tensor, steps: int) -> Tensor:
     `matrices` is one matrix (rows, columns), or a stack (matrices, rows, columns).
 
     First each matrix is divided by its Frobenius norm. Each iteration applies a quintic polynomial to the singular
-    values, and uses the smaller of the two products X X^T and X^T X of a matrix X. `matrices` may be overwritten.
+    values of a matrix X, by the smaller of the products X X^T and X^T X. `matrices` may be overwritten.
     """
     a, b, c = _COEFFICIENTS
     given = matrices.bfloat16()

@@ -26,9 +26,9 @@ from titan_launch.plan.param_groups import is_mixed
 class MixedOptimizer(Optimizer):
     """An optimizer in which each group has its own algorithm.
 
-    If `is_mixed` is True, functions of this package update all groups. This is needed if moments, parameters or master
-    weights have different dtypes, and for stochastic rounding. Otherwise PyTorch's functions update the groups whose
-    algorithm PyTorch has (`Algorithm.pytorch`), and functions of this package update the other groups.
+    If `is_mixed` is True (see `plan.param_groups.is_mixed`), functions of this package update all groups. Otherwise
+    PyTorch's functions update the groups whose algorithm PyTorch has (`Algorithm.pytorch`), and functions of this
+    package update the other groups.
 
     The state of a parameter is `step`, the tensors that the algorithm names (with 8 bits: their codes and scales), and
     optionally `master`. All except `step` are DTensors like the parameter. With `replicas` they are plain tensors: the
@@ -44,16 +44,15 @@ class MixedOptimizer(Optimizer):
         seed: int,
         replicas: ReplicaShards | None = None,
     ):
-        """`seed`: seed of stochastic rounding. `replicas`: the replicas over which the optimizer is sharded; None if it
-        is not. With replicas, `step` updates this rank's chunks only: call `replicas.gather_parameters` after
-        `step`."""
+        """`seed`: seed of stochastic rounding. `replicas`: the replicas over which the optimizer is sharded, or None.
+        With replicas, `step` updates this rank's chunks only: call `replicas.gather_parameters` after `step`."""
         self.replicas = replicas
         self._config = config
         self._is_mixed = is_mixed
         self._seed = seed if config.rounding == "stochastic" else None
         self._names = {p: name for group in groups for name, p in group.parameters.items()}
         self._histories: dict[Tensor, float] = {}
-        """A number for each parameter. It is equal for parameters of a group that had gradients in the same steps."""
+        """A number for each parameter: equal for parameters of a group that had gradients in the same steps."""
 
         super().__init__([as_param_group(group) for group in groups], {"lr": config.lr})
 
@@ -88,7 +87,7 @@ class MixedOptimizer(Optimizer):
                 resolve_name(ALGORITHMS[name].update)(groups, self._config, applied)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state. If the optimizer is sharded over replicas, a chunk of a state tensor is a `Shard`."""
+        """Return the state. If the optimizer is sharded over replicas, all state tensors except `step` are `Shard`s."""
         result = super().state_dict()
         if self.replicas is not None:
             parameters = list(chain.from_iterable(group["params"] for group in self.param_groups))
@@ -180,7 +179,7 @@ def build_optimizer(
     and must be on the device.
 
     `head`: paths of the modules that run last; Muon does not update their matrices. `seed`: seed of stochastic
-    rounding. `replicas`: the replicas over which the optimizer is sharded; None if it is not. `scales`: as in
+    rounding. `replicas`: the replicas over which the optimizer is sharded, or None. `scales`: as in
     `group_parameters`. Call `plan.job.check_plan` first, which finds settings that do not fit the model. Call
     `set_lr` before each step.
     """
@@ -201,7 +200,7 @@ def build_optimizer(
 
 
 def replicas_of(optimizer: Optimizer) -> ReplicaShards | None:
-    """Return the replicas over which an optimizer is sharded; None if it is not."""
+    """Return the replicas over which an optimizer is sharded; None if it is not sharded over replicas."""
     return optimizer.replicas if isinstance(optimizer, MixedOptimizer) else None
 
 

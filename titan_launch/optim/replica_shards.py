@@ -5,9 +5,9 @@
 
 FSDP2 uses only the ranks of one replica. The exchange between replicas uses public collectives, once per step and
 unit. The reduce-scatter of a unit starts during the step's last backward, as soon as FSDP2 has reduced the unit's
-gradients, and overlaps with the rest of backward. With CPU offload, it starts after backward. Optimizer state exists
-for the chunks only. A chunk is a box of the whole tensor, so a checkpoint does not depend on the number of replicas,
-nor on whether the optimizer is sharded.
+gradients. With CPU offload, the reduce-scatter starts after backward. Optimizer state exists for the chunks only. A
+chunk is a box (a range of indices along each dim) of the whole tensor. So a checkpoint depends neither on the number of
+replicas nor on the sharding of the optimizer over them.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def chunk_of(shape: torch.Size, replicas: int, index: int) -> ReplicaChunk:
 
 
 class _Place(NamedTuple):
-    """The place of a parameter in the buffers of its unit.
+    """The position of a parameter's chunks in the buffers of its unit.
 
     A buffer has a row for each replica. A row has that replica's chunks of all parameters, one after another. The
     chunks of the last replicas may be smaller, or empty; the elements behind them are not used.
@@ -90,8 +90,7 @@ class _Place(NamedTuple):
 
 @dataclass(eq=False)
 class _ExchangedUnit:
-    """The trained parameters of an FSDP2 unit, which are exchanged together, and the state of their exchange. A
-    gradient "has left" when its reduce-scatter between the replicas has started."""
+    """The trained parameters of an FSDP2 unit, which are exchanged together, and the state of their exchange."""
 
     places: list[_Place]
     width: int
@@ -103,7 +102,7 @@ class _ExchangedUnit:
     not started."""
 
     left: list[_Place] = field(default_factory=list)
-    """The places of parameters whose reduce-scatter over the replicas has started."""
+    """Parameters for whose gradients the reduce-scatter over the replicas has started."""
 
     row: Tensor | None = None
     """This replica's chunks of all gradients whose reduce-scatter is done, summed over the replicas, in the storage
@@ -173,10 +172,10 @@ class ReplicaShards:
         return local if tuple(local.shape) == chunk.shape else chunk.of(local)
 
     def shard_of(self, parameter: Tensor, chunk: Tensor, size: tuple[int, ...]) -> Shard:
-        """Return a chunk with its place in the whole tensor of shape `size`, which is sharded like `parameter`."""
+        """Return a chunk with its offsets in a whole tensor of shape `size` that is sharded like `parameter`."""
         assert isinstance(parameter, DTensor), "FSDP2 shards all trained parameters"
         offsets, _ = own_box(size, parameter)
-        within = self.chunk(parameter).offsets[: len(size)]  # scales of a kernel have fewer axes than the parameter
+        within = self.chunk(parameter).offsets[: len(size)]  # scales of a convolution have fewer axes than the weight
         return Shard(chunk, tuple(a + b for a, b in zip(offsets, within, strict=True)), size)
 
     def begin_microbatch(self, is_last: bool) -> None:
@@ -186,7 +185,7 @@ class ReplicaShards:
 
     @torch.no_grad()
     def _reduced(self, unit: _ExchangedUnit, parameter: Tensor) -> None:
-        """Start the exchange of a unit when FSDP2 has reduced its last gradient.
+        """Start the exchange of a unit when FSDP2 has reduced all gradients of the unit.
 
         FSDP2 calls this hook in the CUDA stream of its reduction, and later makes the compute stream wait for that
         stream. Tensors are made, read and freed in the order of that stream, like FSDP2's own gradients.
@@ -230,7 +229,7 @@ class ReplicaShards:
         # FSDP2 demands that all ranks have gradients of the same parameters.
         places = [place for place in unit.places if place.parameter.grad is not None]
         unit.seen.clear()
-        if not places:  # all are still frozen (`training.unfreeze`), or all have left
+        if not places:  # all parameters are still frozen (`training.unfreeze`), or all exchanges have started
             return
         self._finish()
         sent = torch.zeros(self.replicas, unit.width, dtype=unit.reduce_dtype, device=self._device)
@@ -306,8 +305,8 @@ class ReplicaShards:
 
 
 def trained_by_unit(model: nn.Module, plan: ModelPlan) -> Mapping[Unit, list[nn.Parameter]]:
-    """Return the trained parameters of each FSDP2 unit, in the order of the model. A shared parameter is listed once.
-    `model`: the whole model, or the stages of a rank. `plan`: the plan of the whole model."""
+    """Return the trained parameters of each FSDP2 unit, in the order of `model.named_modules()`. A shared parameter is
+    listed once. `model`: the whole model, or the stages of a rank. `plan`: the plan of the whole model."""
     found: dict[Unit, list[nn.Parameter]] = {}
     seen: set[nn.Parameter] = set()
     for path, module in model.named_modules():

@@ -13,8 +13,8 @@ def lr_factor(config: SchedulerConfig, step: int, total_steps: int) -> float:
     """Return the learning rate of an optimizer step, as a fraction of the peak. Steps count from 1.
 
     During warm-up the rate grows linearly: step k of n has k / n of the peak. Without warm-up, step 1 is at the peak.
-    The decay follows the last step at the peak, and would reach `min_lr_factor` only at step `total_steps + 1`. So no
-    step of the run has the rate 0. If warm-up and decay do not fit into `total_steps`, they are clipped.
+    The decay begins after the last step at the peak. It would reach `min_lr_factor` only at step `total_steps + 1`, so
+    no step of the run has the rate 0. If warm-up and decay do not fit into `total_steps`, they are clipped.
     """
     warmup, decay = _clipped_phases(config, total_steps)
     if step < warmup:

@@ -24,8 +24,8 @@ def update_sgd(groups: Sequence[ShardGroup], config: OptimizerConfig, applied: T
 
 def update_pytorch(group: ShardGroup, config: OptimizerConfig, found_inf: Tensor | None) -> None:
     """Update a group by PyTorch's function `sgd`. (The class `torch.optim.SGD` is not used, because its momentum
-    buffers stay uninitialized if the first step is skipped.) `found_inf`: a scalar on the device that is not 0 if the
-    step is skipped; None if no step is skipped."""
+    buffers stay uninitialized if the first step is skipped.) `found_inf`: a scalar on the device, not 0 for a
+    skipped step. None means that the step is not skipped."""
     shards = group.shards
     count_step(shards, applied_or_skipped(found_inf, shards[0].parameter.device))
     sgd(

@@ -95,7 +95,7 @@ class ShardGroup(NamedTuple):
 def shard_of(
     name: str, parameter: Tensor, state: dict[str, Any], seed: int | None, replicas: ReplicaShards | None
 ) -> LocalShard:
-    """Return the shard of a parameter that has a gradient and state; with `replicas`, this replica's chunk of it."""
+    """Return this rank's shard of a parameter that has a gradient and state, or with `replicas` the replica's chunk."""
     assert parameter.grad is not None
     if replicas is not None:
         own, gradient = replicas.of(parameter, parameter), replicas.of(parameter, parameter.grad)
@@ -105,8 +105,8 @@ def shard_of(
 
 
 def mask_gradients(shards: Sequence[LocalShard], found_inf: Tensor | None) -> None:
-    """Set the gradients of a skipped step to zero, in place. `found_inf`: a scalar on the device of the shards that is
-    not 0 if the step is skipped; None if no step is skipped."""
+    """Set the gradients of a skipped step to zero, in place. `found_inf`: a scalar on the device of the shards, not 0
+    for a skipped step. None means that the step is not skipped."""
     if found_inf is None:
         return
     # The bits of the gradients are multiplied by 0 or 1 as integers, because NaN * 0 is NaN.
@@ -117,8 +117,8 @@ def mask_gradients(shards: Sequence[LocalShard], found_inf: Tensor | None) -> No
 
 
 def applied_or_skipped(found_inf: Tensor | None, device: torch.device) -> Tensor:
-    """Return 0 if the step is skipped (`found_inf` is not 0), and 1 if it is not (`found_inf` is 0 or None). The result
-    is a float64 scalar on `device`. The product of a tensor and such a scalar keeps the tensor's dtype."""
+    """Return a float64 scalar on `device`: 0 for a skipped step (`found_inf` is not 0), else 1 (`found_inf` is 0 or
+    None). The product of a tensor and this scalar keeps the tensor's dtype."""
     if found_inf is None:
         return torch.ones((), dtype=torch.float64, device=device)
     return (found_inf.to(device) == 0).double()
@@ -146,7 +146,7 @@ def moments(shards: Sequence[LocalShard], name: str) -> list[Tensor]:
 
 
 def masters(shards: Sequence[LocalShard]) -> list[Tensor]:
-    """Return float32 tensors for the update of the parameters: master weights, float32 parameters, or copies."""
+    """Return a float32 tensor for each update: the master weight, the parameter itself if it is float32, or a copy."""
     return in_float32([shard.state.get("master", shard.parameter) for shard in shards])
 
 

@@ -61,7 +61,7 @@ elsewhere it is a compiled graph of its own, `inductor_compiled_code`
 
 
 def checkpoint_activations(model: nn.Module, modules: Sequence[str], config: ActivationCheckpointConfig) -> None:
-    """Replace the forwards of `modules` by checkpointed ones, in place. Call this before FSDP2 wraps the modules."""
+    """Replace the forwards of the modules at the paths `modules` by checkpointed ones, before FSDP2 wraps the model."""
     for path in modules:
         _checkpoint(model.get_submodule(path), selection(config) == "op")
 
@@ -140,7 +140,7 @@ def _selective_modes() -> tuple[TorchDispatchMode, TorchDispatchMode]:
 
 
 class _SelectiveMode(TorchDispatchMode):
-    """Dispatch mode of a forward: the first one saves results of `SAVED_OPS`, and the second one reuses them.
+    """Dispatch mode of a forward: in the first forward it saves results of `SAVED_OPS`, in the second it reuses them.
 
     This package uses PyTorch's own modes in graphs only. They require that both forwards run the same operations. But
     if a block contains FSDP2 units, their hooks may all-gather in only one of the two forwards. And before torch 2.15,
@@ -192,8 +192,8 @@ def _saved_result(func: Any, inputs: Sequence[Any], result: Any) -> _Recall:
     """Return a function that returns the result of an operation in the second forward.
 
     `inputs`: the inputs of a compiled graph; empty for other operations. The result of a graph contains the tensors
-    that the graph saves for backward. If such a tensor is an input of the graph, this function does not save it,
-    because the second forward has already computed it when it calls the graph.
+    that the graph saves for backward. If one of these tensors is an input of the graph, it is not saved: the second
+    forward has the input when it calls the graph.
     """
     if func is _aten.topk.default:
         # Save only the indices: the values follow from the indices, and models may change the values in place.
@@ -242,7 +242,7 @@ class _SavePolicy:
 
 
 def cast_in_second_forward(model: nn.Module, plan: ModelPlan) -> None:
-    """Cast inputs and outputs of the FSDP2 units inside of checkpointed modules. Call this after wrapping.
+    """Cast inputs and outputs of the FSDP2 units inside of checkpointed modules. Call this after `apply_fsdp`.
 
     Before torch 2.13, FSDP2 does not cast in the second forward (pytorch issues 148831, 159359, 176650). Tensors that
     FSDP2 has already cast do not change.

@@ -1,13 +1,13 @@
 """Activation offloading: the tensors that a block's forward saves are kept in host memory until backward.
 
-The unit of offloading is the storage, not the tensor: a storage is copied once even if several operations save views of
-it, and backward gets the same views (dtype, shape, strides). So offloading changes no bit of the results.
+The unit of offloading is the storage, not the tensor: a storage is copied once, even if several operations save views
+of it. Backward gets the same views (dtype, shape, strides). So offloading changes no bit of the results.
 
 On CUDA, one side stream copies in both directions, so a copy to the device always follows the copy to the host. The
 copies of a block's storages to the host start while the block computes. The device memory of these storages is freed
 when the next block ends, after the compute stream has waited for the copies. In backward, the first access to a block's
 storages starts the copies for the block before it. All device memory is allocated and freed in the order of the compute
-stream, so the peak does not depend on timing, and `Tensor.record_stream` is not needed.
+stream. So the peak does not depend on timing, and `Tensor.record_stream` is not needed.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ _ENDLESS = 1 << 62
 
 
 class _Saved:
-    """A storage that a forward saved. It is freed with the last reference that autograd holds."""
+    """A storage that a forward saved. The object is freed when autograd drops the last reference to it."""
 
     __slots__ = ("__weakref__", "device", "group", "host", "is_stale", "original")
 
@@ -245,7 +245,7 @@ class _Offloader:
         self._last: tuple[int, _Group] | None = None
         """Index and group of the block that ran last."""
         self._leaving: tuple[Any, _Group, list[_Saved]] | None = None
-        """An event, the group whose copies to the host may be incomplete until this event, and their storages."""
+        """An event, the group whose copies to the host may be incomplete until this event, and the group's storages."""
         self._arriving: tuple[Any, _Group, list[Tensor]] | None = None
         """An event, the group whose copies to the device may be incomplete until this event, and the copies. The copies
         live until the compute stream has waited, even if backward does not need them."""
@@ -365,12 +365,12 @@ _hooks: ContextVar[tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | Non
 
 
 def saved_for_backward(tensor: Tensor, may_be_offloaded: bool) -> Callable[[], Tensor]:
-    """Return a function that returns `tensor`, as it is now, in backward. If the forward of an offloaded block is
-    running and `may_be_offloaded` is True, the tensor is offloaded like the tensors that autograd saves.
+    """Return a function that returns `tensor` with its present values when backward calls it. If the forward of an
+    offloaded block is running and `may_be_offloaded` is True, the tensor is offloaded like the tensors that autograd
+    saves. Use this function for tensors that backward needs, but that autograd does not save.
 
-    This function is for tensors that are kept for backward, but not by autograd. The returned function raises
-    RuntimeError if an operation changed the tensor in place, and no complete copy in host memory has its earlier
-    values.
+    If an in-place operation changes the tensor before backward, the returned function raises RuntimeError, unless the
+    copy in host memory was complete before the change.
     """
     hooks = _hooks.get()
     if hooks is None or not may_be_offloaded:

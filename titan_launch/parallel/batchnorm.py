@@ -181,14 +181,14 @@ def largest_divergence(of_stages: Iterable[Divergence | None]) -> Divergence | N
 
 class RunningStatistics:
     """The running statistics of a model's BatchNorm and InstanceNorm layers on this rank, and one copy of them. Only
-    those of BatchNorm layers are pooled.
+    the statistics of BatchNorm layers are pooled.
 
     The copy has two uses. A training step saves the statistics at its beginning, and restores them if the step is
     skipped or fails. A checkpoint outside of the regular steps, after a time interval or a signal, pools the statistics
     temporarily: `pool(temporarily=True)` saves this rank's statistics, `state_dict` returns the saved values, and
     `unpool` restores them.
 
-    The copy is one flat tensor of bytes for buffers of all dtypes, so the number of kernels does not grow with the
+    The copy is one flat tensor of bytes for buffers of all dtypes. So the number of kernels does not grow with the
     depth of the model. Activation checkpointing does not use this class (see `activation_checkpoint._Forward`).
     """
 
@@ -273,7 +273,7 @@ class RunningStatistics:
         self._is_pooled_temporarily = False
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return this rank's saved statistics by full name while they are pooled temporarily; else an empty dict."""
+        """Return this rank's saved statistics by full name if they are pooled temporarily, else an empty dict."""
         if not self._is_pooled_temporarily:
             return {}
         own = zip(self._buffers.items(), self.saved.split(self._sizes), strict=True)

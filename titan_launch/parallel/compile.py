@@ -42,7 +42,7 @@ def compile_pieces(
 ) -> None:
     """Replace the forward of every module of `plan.compiled` by a compiled one. Compilation runs at the first call.
 
-    A call raises ConfigError if the forward cannot be compiled into one graph, or if the backend fails.
+    The new forward raises ConfigError if it cannot be compiled into one graph, or if the backend fails.
     """
     if not plan.compiled:
         return
@@ -67,8 +67,8 @@ def eager(config: CompileConfig) -> AbstractContextManager[Any]:
 
 
 def describe_pieces(plan: ModelPlan, config: CompileConfig) -> str:
-    """Return a log line with the backend, the compiled modules, and the FSDP2 units inside of blocks, which are not
-    compiled."""
+    """Return a log line with the backend, the compiled modules, and the FSDP2 units inside of blocks. These units are
+    not compiled."""
     pieces = ", ".join(f"{count} x {pattern}" for pattern, count in alike(plan.compiled).items())
     inside = [u for u in plan.units if any(enclosing(parent(path), plan.inventory.blocks) for path in u.modules)]
     around = ", ".join(dict.fromkeys(unit.reason for unit in inside))
@@ -221,7 +221,8 @@ def _created_folder(name: str) -> str:
         folder = Path(name).expanduser().absolute()
         folder.mkdir(parents=True, exist_ok=True)
     except (OSError, RuntimeError) as error:  # RuntimeError: "~user" of an unknown user
-        raise config_error(("compile", "cache_folder"), f"cannot be created: {error}", name) from error
+        reason = f"cannot be created ({error}); name a folder that this user may write to"
+        raise config_error(("compile", "cache_folder"), reason, name) from error
     return str(folder)
 
 

@@ -156,8 +156,8 @@ def ring_attention(mesh: DeviceMesh | None, parallelism: ParallelismConfig, devi
 
 
 _ALIGNMENT = 32
-"""On CUDA, attention in fp32 uses the memory-efficient kernel. It pads the logsumexp of the scores to a multiple of
-this number of tokens. PyTorch's ring attention does not expect this padding (torch 2.11 to 2.15)."""
+"""On CUDA, attention in fp32 uses the memory-efficient kernel. This kernel pads the logsumexp of the scores to a
+multiple of this number of tokens. PyTorch's ring attention does not expect the padding (torch 2.11 to 2.15)."""
 
 
 def _check_num_tokens(seq_len: int, degree: int, num_parts: int) -> None:
@@ -166,9 +166,9 @@ def _check_num_tokens(seq_len: int, degree: int, num_parts: int) -> None:
     whole, length = degree * num_parts * _ALIGNMENT, seq_len // (degree * num_parts)
     if length % _ALIGNMENT:
         reason = (
-            f"divides a sequence of {seq_len} tokens into parts of {length}, but attention in float32 needs parts of a "
-            f"multiple of {_ALIGNMENT} tokens; set training.seq_len to a multiple of {whole}, or compute attention in "
-            "bfloat16"
+            f"divides a sequence of {seq_len} tokens into parts of {length}, but attention in float32 needs parts with "
+            f"a multiple of {_ALIGNMENT} tokens; set training.seq_len to a multiple of {whole}, or compute attention "
+            "in bfloat16"
         )
         raise config_error(CONTEXT.key, reason, degree, also=(("training", "seq_len"),))
 

@@ -34,7 +34,7 @@ probability has a load of 0 only with probability e^-20."""
 
 
 def prepare_experts(model: nn.Module, plan: ModelPlan, mesh: Mesh, device: str) -> None:
-    """Prepare all mixtures of experts in place: set the scale of their auxiliary losses, and with context parallelism
+    """Prepare all mixtures of experts in place. Set the scale of their auxiliary losses and, with context parallelism,
     the group of ranks that divide the sequences. Nothing is communicated. `device`: type of the device that will run
     the model.
 
@@ -147,8 +147,8 @@ class ExpertBalance:
         """Move the selection biases and add the loads to the window. If `is_skipped`, a scalar on the device, is not 0,
         change nothing. Collective over the group if biases move. The host does not wait for the device.
 
-        The bias of an expert moves by `selection_bias_rate` times the sign of (mean load - load), where the load covers
-        all tokens of the step (arXiv:2408.15664).
+        The bias of an expert moves by `selection_bias_rate` times the sign of (mean load - load). The load covers all
+        tokens of the step (arXiv:2408.15664).
         """
         layers, is_trained = list(self._layers.values()), is_skipped == 0
         if not layers:

@@ -64,8 +64,8 @@ class Dispatch:
     """The exchange of tokens between the ranks that divide the experts of a layer.
 
     A forward has three all-to-alls: numbers of rows, rows, and results. A backward has two. The host waits for the
-    device once in a forward, because it must know the numbers of rows. It waits once more if the experts are computed
-    one after another (see `plan.experts.is_grouped`).
+    device once in a forward, because it must know the numbers of rows. The host waits once more if the experts are
+    computed one after another (see `plan.experts.is_grouped`).
     """
 
     def __init__(self, mesh: DeviceMesh):
@@ -105,8 +105,8 @@ def split_sizes(counts: Tensor, there: Tensor, num_rows: int) -> tuple[list[int]
     device.
 
     `counts`: number of rows that this rank sends to each expert. `there`: result of `exchanged_counts`. `num_rows`:
-    number of rows that this rank sends to all experts. It is not used here, but by the function that replaces this one
-    in a trace.
+    number of rows that this rank sends to all experts. Only the function that replaces `split_sizes` in a trace uses
+    `num_rows`.
     """
     sent, received = torch.stack([counts.view_as(there).sum(1), there.sum(1)]).tolist()
     return sent, received

@@ -53,7 +53,7 @@ def scale_update(model: nn.Module, config: Float8Config) -> Callable[[], None] |
     `float8.all_gather` is off.
 
     Call the function after parameters have changed, by the optimizer or a checkpoint, and before they are all-gathered.
-    The function runs one all-reduce over the ranks that shard the parameters. The host does not wait for it.
+    The function runs one all-reduce over the ranks that shard the parameters. The host does not wait for the result.
     """
     if not (config.enable and config.all_gather):
         return None

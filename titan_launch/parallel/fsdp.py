@@ -129,8 +129,8 @@ def _fsdp_module(model: nn.Module, path: str) -> FSDPModule:
 
 
 def _placement_of_experts(modules: Sequence[nn.Module], shards: int) -> Callable[[nn.Parameter], Shard | None] | None:
-    """Return a function that returns the `Shard` by which FSDP2 divides a parameter of experts; for other parameters it
-    returns None (FSDP2 shards along dim 0). Return None for modules without experts."""
+    """Return a function that returns the `Shard` by which FSDP2 divides a parameter of experts, and None for other
+    parameters (FSDP2 then shards along dim 0). For modules without experts, return None instead of a function."""
     inner = (module for outer in modules for module in outer.modules() if isinstance(module, (Experts, StackedLoRA)))
     stacked = {parameter for module in inner for parameter in module.parameters()}
     if not stacked:
@@ -153,8 +153,7 @@ def _sum_gradients(unit: FSDPModule) -> None:
 class Accumulation:
     """The choice of FSDP2's collectives for each microbatch, by `[gradient_accumulation]`. The training step calls
     `begin_microbatch` before each microbatch (in a pipeline, before each backward). If the section keeps parameters
-    unsharded until the step's last backward, as in ZeRO-2, FSDP2 units do not reshard after forward; `ModelPlan` sets
-    this for each unit."""
+    unsharded until the step's last backward (as in ZeRO-2), the plan does not reshard FSDP2 units after forward."""
 
     def __init__(self, config: GradientAccumulationConfig, replicas: ReplicaShards | None = None):
         """`replicas`: the exchange of gradients between the replicas, if the optimizer is sharded over them; else None.
@@ -177,7 +176,7 @@ class Accumulation:
 class Unfreezing:
     """The parameters of a wrapped model that are trained only after a number of steps (`training.unfreeze`).
 
-    Until the first call of `apply`, these parameters require gradients, so that the optimizer and checkpoints have all
+    Until the first call of `apply`, these parameters require gradients. So the optimizer and checkpoints have all
     parameters that the run will ever train.
     """
 

@@ -38,8 +38,8 @@ class LocalStage:
 
     stage: Stage
     module: nn.Module
-    """The model's module tree, in which pass-through modules replace the modules of other stages: the model itself, or
-    a copy if this rank has several stages."""
+    """The model's module tree, in which pass-through modules replace the modules of other stages. The tree is the model
+    itself, or a copy if this rank has several stages."""
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,7 @@ class _Synchronized(_BatchNorm):
         Collective.
 
         Each rank sums squared deviations from its own mean. The sums are then combined (Chan, Golub, LeVeque 1979).
-        Unlike E[x^2] - E[x]^2, this does not subtract large numbers.
+        Unlike E[x^2] - E[x]^2, this method does not subtract large numbers.
         """
         gathered = _all_gather(_summary(x), self.ranks, self.group_name)
         counts, means, sums = gathered[:, :1], *gathered[:, 1:].chunk(2, dim=1)

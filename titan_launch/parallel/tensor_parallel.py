@@ -142,8 +142,8 @@ def _gather_input(module: nn.Module, mesh: DeviceMesh, stream: Placement) -> Non
 
 
 def _sum_outputs(module: nn.Module, mesh: DeviceMesh, stream: Placement) -> None:
-    """Let a module get the whole residual stream as its first input, and sum its output over the ranks, because the
-    output of each rank is a partial sum. With sequence parallelism, each rank gets the sum for its own tokens.
+    """Let a module get the whole residual stream as its first input. Sum the module's output over the ranks, because
+    the output of each rank is a partial sum. With sequence parallelism, each rank gets the sum for its own tokens.
 
     Within the module, all activations are plain tensors. Like the output, their gradients are partial sums on each
     rank. `stream`: placement of the residual stream.
@@ -160,8 +160,8 @@ def _sum_outputs(module: nn.Module, mesh: DeviceMesh, stream: Placement) -> None
 
 
 def _normalize_heads(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Replicate a norm that works per head. If the norm works over all heads, divide it like the heads, and let its
-    forward sum the squares over all ranks."""
+    """Replicate a norm that works per head. If a norm works over all heads, divide its weight like the heads, and let
+    its forward sum the squares over all ranks."""
     if not isinstance(module, AllHeadsRMSNorm):
         _replicate(module, mesh, Partial())
         return

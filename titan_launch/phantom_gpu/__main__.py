@@ -14,9 +14,10 @@ from titan_launch.phantom_gpu.environment import PHANTOMS, phantom_gpus
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m titan_launch.phantom_gpu", description=__doc__)
-    parser.add_argument("--device", default="h100-80gb", metavar="NAME", help=f"one of {', '.join(PHANTOMS)}")
+    names = f"one of {', '.join(PHANTOMS)} (default: %(default)s)"
+    parser.add_argument("--device", default="h100-80gb", metavar="NAME", help=names)
     parser.add_argument("--gpus", type=int, default=1, metavar="N", help="GPUs that the command sees (default: 1)")
-    parser.add_argument("--memory-gib", type=float, metavar="GIB", help="memory of each GPU (default: the device's)")
+    parser.add_argument("--memory-gib", type=float, metavar="GIB", help="GiB of each GPU (default: as the device)")
     parser.add_argument("--hide-gpu", action="store_true", help="run also on a host with a GPU, which is then hidden")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="command and its arguments")
     return parser
@@ -27,7 +28,7 @@ def main() -> int:
     arguments = parser.parse_args()
     command = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
     if not command:
-        parser.error("the command is missing")
+        parser.error("the command is missing; write it after the options")
     try:
         with phantom_gpus(arguments.device, arguments.gpus, arguments.memory_gib, arguments.hide_gpu) as environment:
             return _run(command, environment)

@@ -55,7 +55,8 @@ def _torch_folder() -> Path:
         reason = "which has no code for CUDA; install torch from PyPI (pip install torch) in an environment of its own"
         raise UserError(f"error: the phantom GPU cannot run torch {version}, {reason}")
     if not cuda.startswith("13."):
-        raise UserError(f"error: the phantom GPU needs torch for CUDA 13, and torch {version} is for CUDA {cuda}")
+        reason = f"but torch {version} is for CUDA {cuda}; install torch from PyPI (pip install torch)"
+        raise UserError(f"error: the phantom GPU needs torch for CUDA 13, {reason}")
     if not (folder.parent / _HEADERS / "cuda.h").exists():
         raise UserError("error: the phantom GPU needs CUDA's headers: pip install nvidia-cuda-runtime")
     return folder

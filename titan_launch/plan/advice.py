@@ -18,7 +18,7 @@ from titan_launch.plan.job import with_local_batch_size, with_values
 from titan_launch.plan.layout import Layout, plan_layout, with_global_batch_size
 
 Predict = Callable[[JobConfig, Layout], float]
-"""A function that predicts the memory that a job takes from a device (`PlanRow.reserved_bytes`)."""
+"""A function that predicts the bytes that a job takes from a device (`PlanRow.reserved_bytes`)."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,9 @@ class _Change:
 
 
 def advise(config: JobConfig, layout: Layout, limit_bytes: float, predict: Predict) -> list[Advice]:
-    """Return up to three changes, each of which saves at least 0.5 % of the memory. Changes with which the job fits
-    into `limit_bytes` come first. No mode of `config` may be `auto`. If no single change suffices, the first entry
-    combines several changes, and `Advice.fits` tells whether the combination suffices.
+    """Return up to three changes, each of which saves more than 0.5 % of the memory. Changes with which the job fits
+    into `limit_bytes` come first. If the job fits with no single change, the first entry combines several changes
+    (`Advice.fits` tells whether the job fits with them). No mode of `config` may be `auto`.
 
     The time that a change costs is not predicted, so the kinds of changes have a fixed order. Kinds that usually cost
     the least time come first. Kinds that change the results of the training come last.
@@ -177,8 +177,8 @@ def _changes(config: JobConfig, layout: Layout, limit_bytes: float, predict: Pre
 
 
 def _smaller_batch(config: JobConfig, layout: Layout, limit_bytes: float, predict: Predict) -> int | None:
-    """Return the largest size with which the job fits, among the possible microbatch sizes below the present one. If no
-    such size fits, return the smallest one; None if no smaller size is possible."""
+    """Return the largest possible microbatch size that is below the job's size and with which the job fits. If the job
+    fits with no smaller size, return the smallest size. Return None if no smaller size is possible."""
     sizes = [size for size in possible_batch_sizes(config, layout.world_size) if size < layout.local_batch_size]
     for size in reversed(sizes):
         predicted = _predicted(with_local_batch_size(config, size), layout.world_size, predict)

@@ -22,8 +22,8 @@ _WIDE_CUDNN = ((192, 128), (256, 256))
 
 
 def priority(capability: tuple[int, int]) -> tuple[str, ...]:
-    """Return the attention backends for a GPU of this compute capability, in order of preference. cuDNN is not the
-    first one on GPUs after Hopper, where its results may be wrong. The names are those of `kernels.attention`."""
+    """Return the attention backends for a GPU of this compute capability, in order of preference. The names are those
+    of `kernels.attention`. Only Hopper prefers cuDNN to flash attention."""
     # On later GPUs, cuDNN's results are wrong if there are fewer than 8 key/value heads (pytorch issue 193893).
     if capability[0] == _HOPPER:
         return "cudnn", "flash", "efficient", "math"

@@ -1,10 +1,10 @@
 """The modes and the microbatch size that `auto` resolves to, and the modes that a plan recommends. This module does not
 import torch.
 
-A choice is a gradient accumulation mode with an activation checkpointing mode. The candidates are the choices with the
-verdict `fits`. If `activation_checkpoint.mode` is `auto`, only the candidates with the shortest predicted step remain
-(or with the fewest FLOPs, if times are unknown). Of the remaining candidates, the planner takes the one with the least
-link traffic.
+A choice is a gradient accumulation mode with an activation checkpointing mode. The candidates are the choices that
+`auto` may take and that have the verdict `fits`. If `activation_checkpoint.mode` is `auto`, only the candidates with
+the shortest predicted step remain (or with the fewest FLOPs, if times are unknown). Of the remaining candidates, the
+planner takes the one with the least link traffic.
 
 `training.local_batch_size = "auto"` resolves to the largest microbatch size that fits. The global batch and its
 gradient stay the same: with larger microbatches, a step has fewer microbatches.
@@ -58,7 +58,7 @@ def resolve(comparison: ModeComparison, hardware: Hardware) -> Resolution:
 
 
 def _own_rows(comparison: ModeComparison) -> list[PlanRow]:
-    """Return the rows of the choices that the job allows. Raises ConfigError if there are none."""
+    """Return the rows of the choices that the job sets or `auto` may take. Raises ConfigError if there are no rows."""
     own = [row for row in comparison.rows if row.is_own]
     if not own:
         raise no_possible_choice(comparison.config, comparison.notes)
@@ -66,7 +66,7 @@ def _own_rows(comparison: ModeComparison) -> list[PlanRow]:
 
 
 def no_possible_choice(config: JobConfig, notes: Sequence[str]) -> ConfigError:
-    """Return the error for a job with `auto` that allows no choice of modes. `notes`: the notes of
+    """Return the error for a job with `auto` for which no choice of modes is possible. `notes`: the notes of
     `possible_choices`."""
     return ConfigError([_problem_of_auto(config, f"no choice of modes is possible: {'; '.join(notes)}")])
 
@@ -79,7 +79,7 @@ def check_limit(config: JobConfig, hardware: Hardware) -> None:
 
 def recommend(comparison: ModeComparison, hardware: Hardware) -> Resolution | None:
     """Return the best of all compared choices, by the rules for a job in which both modes are `auto`. Return None if no
-    choice fits, or if no limit is known."""
+    choice fits, or if no memory limit is known."""
     return _best(comparison.config, comparison.rows, hardware, by_time=True)
 
 
@@ -149,7 +149,7 @@ def remedies(comparison: ModeComparison, own: Sequence[PlanRow]) -> Iterator[str
     """Yield remedies for the case that none of the rows `own` fits."""
     others = [row.choice.label for row in comparison.rows if row.verdict == "fits"]
     if others:
-        yield f"these choices fit, but the job does not allow them: {'; '.join(others)}"
+        yield f"these choices fit, and you can set them in the job: {'; '.join(others)}"
     tight = [row.choice.label for row in own if row.verdict == "tight"]
     if tight:
         yield f"these choices are tight (may run out of memory), but you can set them in the job: {'; '.join(tight)}"
@@ -159,7 +159,8 @@ def remedies(comparison: ModeComparison, own: Sequence[PlanRow]) -> Iterator[str
 
 
 def _keys_that_save_memory(config: JobConfig) -> Iterator[str]:
-    """Yield changes of keys that shrink the activations of a microbatch, besides its size, for the data of a job."""
+    """Yield changes of keys, without `local_batch_size`, that shrink the activations of a microbatch of tokens. Yield
+    nothing for other data."""
     if config.data.unit == "tokens":
         yield "a smaller training.seq_len"
         if config.model.loss is None:
@@ -177,8 +178,8 @@ be `auto`."""
 
 def possible_batch_sizes(config: JobConfig, world_size: int) -> list[int]:
     """Return the microbatch sizes that divide the global batch evenly on `world_size` ranks and suit the pipeline
-    schedule, smallest first. Without a global batch, return all sizes up to 1024. Raises the ConfigError of
-    `plan_layout` if not even microbatches of one sample are possible."""
+    schedule, smallest first. Without `training.global_batch_size`, return the sizes 1 to 1024. Raises the ConfigError
+    of `plan_layout` if microbatches of one sample are not possible."""
     if config.training.global_batch_size is None:
         return list(range(1, 1025))
     smallest = plan_layout(config.parallelism, with_local_batch_size(config, 1).training, world_size)
@@ -195,16 +196,16 @@ def possible_batch_sizes(config: JobConfig, world_size: int) -> list[int]:
 
 def largest_batch(config: JobConfig, world_size: int, hardware: Hardware, predict: Predict) -> int:
     """Return the largest microbatch size with which the job has the verdict `fits` in at least one of its choices of
-    modes. Raises ConfigError if no memory limit is known, if no size or no choice of modes is possible, or if not even
-    the smallest size fits."""
+    modes. Raises ConfigError if no memory limit is known, if no size or no choice of modes is possible, or if no size
+    fits."""
     if hardware.memory_gib is None:
         raise config_error(_BATCH, NO_LIMIT, "auto", also=(("planner",),))
     sizes, fitting, needed = possible_batch_sizes(config, world_size), 0, 0.0
     low, high = 0, len(sizes)  # a binary search: sizes[:low] fit, sizes[high:] do not
     accumulation, middle = config.gradient_accumulation, high // 2
     if accumulation.mode != "auto" and accumulation.row.defers:
-        # The largest size may give a single microbatch. A step then holds no gradients of earlier microbatches, so it
-        # may fit although smaller sizes do not.
+        # The largest size may give a single microbatch. A step then holds no gradients of earlier microbatches, so the
+        # largest size may fit although smaller sizes do not.
         middle = high - 1
     while low < high:
         resized = with_local_batch_size(config, sizes[middle])

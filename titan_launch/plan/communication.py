@@ -1,9 +1,9 @@
 """The collectives of a rank in one step: their number, their bytes and the links that they use. This module does not
 import torch.
 
-The traffic of a step is counted in its replay (`plan.memory`). It consists of the collectives of FSDP2 units, and of
-tensor, context, pipeline and expert parallelism. The small collectives of BatchNorm statistics, target counts, gradient
-clipping and metrics are not counted.
+A replay of a step (`plan.memory`) counts the step's traffic: the collectives of FSDP2 units, and of tensor, context,
+pipeline and expert parallelism. The small collectives of BatchNorm statistics, target counts, gradient clipping and
+metrics are not counted.
 
 `collectives_of_unit` derives the number of a unit's collectives without a replay. That number is exact if the unit runs
 in every forward, and if its parameters get gradients.

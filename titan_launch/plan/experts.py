@@ -42,8 +42,8 @@ def is_grouped(device: str, dtype: str, widths: Iterable[int]) -> bool:
 
 
 def check_experts(inventory: Inventory, degree: int) -> None:
-    """Raise ConfigError if expert parallelism over `degree` ranks (above 1) is not possible: the model has no experts,
-    or `degree` does not divide the number of experts of a layer."""
+    """Raise ConfigError if expert parallelism over `degree` ranks is not possible: the model has no experts, or the
+    degree does not divide the number of experts of a layer. A degree of 1 is always possible."""
     if degree == 1:
         return
     modules = [module for module in inventory.modules if module.has_experts]
@@ -89,8 +89,8 @@ def active_parameters(config: JobConfig, plan: ModelPlan) -> int:
 
 
 def describe_load(config: JobConfig, plan: ModelPlan, layout: Layout) -> str | None:
-    """Return the assumed load of experts and the memory of a layer's received rows, in words. Return None without
-    expert parallelism, and for a user's own model, whose routing is unknown."""
+    """Return the assumed load of experts, and the memory of the rows that a layer receives, in words. Return None
+    without expert parallelism, and for a user's own model, whose routing is unknown."""
     args = known_args(config.model)
     top_k = None if args is None else args.experts_per_token()
     if layout.expert == 1 or top_k is None:
@@ -105,4 +105,5 @@ def describe_load(config: JobConfig, plan: ModelPlan, layout: Layout) -> str | N
     )
     kind = "uniform (planner.expert_load = 1)" if load == 1 else f"{load:g} x the mean (planner.expert_load)"
     mib = received * row_bytes / 2**20
-    return f"{kind}: a rank receives {counted(received, 'row')} per layer and microbatch, {mib:,.1f} MiB per buffer"
+    rows = f"{counted(received, 'row')} (one for each token and expert)"
+    return f"{kind}: the busiest rank receives {rows} per layer and microbatch, {mib:,.1f} MiB per buffer"

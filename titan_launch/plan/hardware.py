@@ -54,7 +54,8 @@ _MARGIN, _MARGIN_GIB = 0.05, 0.5
 
 
 NO_LIMIT = (
-    "needs a memory limit, and none is known; set planner.device or planner.memory_gib (plan: --device, --memory-gib)"
+    "needs a memory limit, and none is known; set planner.device or planner.memory_gib, or plan with --device or "
+    "--memory-gib"
 )
 """Error message for a key that is `auto`, if `Hardware.memory_gib` is None."""
 
@@ -265,8 +266,8 @@ def planned_device_exists(config: JobConfig) -> Iterator[Problem]:
 
 
 def unknown_device(name: str, remedy: str = "") -> str | None:
-    """Return the reason why a name is wrong if it is not in the device table, else None. `remedy`: a further
-    clause, which begins with "; "."""
+    """Return an error message if `name` is not in the device table; None if it is. `remedy`: a further clause of the
+    message, which begins with "; "."""
     names = [device.name for device in DEVICES]
     if name in names:
         return None

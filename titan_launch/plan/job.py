@@ -157,9 +157,9 @@ def plan_untrained(config: JobConfig, inventory: Inventory) -> ModelPlan:
 def possible_choices(
     config: JobConfig, layout: Layout, inventory: Inventory, only_own: bool = False
 ) -> tuple[list[Choice], list[str]]:
-    """Return the choices that the job allows, and notes with the reasons why modes are not compared. Of several choices
-    with the same effect in this layout, only one is returned, without a note about the others. `only_own`: True to
-    return only the choices that the job sets or `auto` may take.
+    """Return the choices that a plan can compare, and notes with the reasons why other modes are not compared. Of
+    several choices with the same effect in this layout, only one is returned, without a note about the others.
+    `only_own`: True to return only the choices that the job sets or `auto` may take.
 
     Raises ConfigError if the model does not support the job's activation checkpointing, or cannot be compiled with it.
     """
@@ -257,7 +257,7 @@ def _activation_checkpoints(config: JobConfig) -> Iterator[ActivationCheckpointC
 
 
 def is_configured_choice(config: JobConfig, choice: Choice) -> bool:
-    """Return True if the job sets the modes of `choice`, or if `auto` may choose them."""
+    """Return True if the job sets the modes of `choice`, or if `auto` may take them."""
     return _is_configured_accumulation(config, choice.accumulation) and is_configured_activation_checkpoint(
         config, choice.activation_checkpoint
     )
@@ -271,5 +271,5 @@ def _is_configured_accumulation(config: JobConfig, accumulation: GradientAccumul
 
 
 def is_configured_activation_checkpoint(config: JobConfig, checkpointing: ActivationCheckpointConfig) -> bool:
-    """Return True if the job sets this activation checkpointing, or if `auto` may choose it."""
+    """Return True if the job sets this activation checkpointing, or if `auto` may take it."""
     return config.activation_checkpoint.mode == "auto" or config.activation_checkpoint == checkpointing

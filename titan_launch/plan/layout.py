@@ -201,7 +201,8 @@ def smallest_world_size(parallelism: ParallelismConfig) -> int:
 
 
 def smallest_shard_degree(parallelism: ParallelismConfig) -> int:
-    """Return the smallest `data_parallel_shard_degree` with which the ranks suffice for expert parallelism."""
+    """Return the smallest `data_parallel_shard_degree` for which expert parallelism divides the shard x context ranks
+    evenly."""
     context = parallelism.degree(CONTEXT)
     return lcm(context, parallelism.degree(EXPERT)) // context
 

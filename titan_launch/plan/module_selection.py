@@ -115,8 +115,8 @@ def _check_seen_by_selection(compiled: Sequence[str], checkpointed: Collection[s
     if hidden:
         globs = ", ".join(f'"{pattern}"' for pattern in alike(hidden))
         reason = (
-            f'"op" saves the results of single operations and cannot see the operations of {hidden[0]}, because it is '
-            f"a compiled graph; set activation_checkpoint.modules = [{globs}], or change activation_checkpoint.mode"
+            f"saves the results of single operations, but {hidden[0]} is a compiled graph, which hides its operations; "
+            f"set activation_checkpoint.modules = [{globs}], or change activation_checkpoint.mode"
         )
         also = (_ENABLE, _CHECKPOINTED_MODULES)
         raise config_error(("activation_checkpoint", "selective_ac_option"), reason, "op", also=also)
@@ -136,7 +136,7 @@ def _compilable(inventory: Inventory, boundaries: Collection[str]) -> dict[str, 
     with hooks of FSDP2 or activation checkpointing, which must run outside of a graph."""
     found: dict[str, list[str]] = {block: [] for block in outermost(inventory.blocks)}
     around = {parent(module.path) for module in inventory.modules}
-    # The number of rows of an expert is known only in a step, so experts cannot be inside of a graph either.
+    # The number of tokens of an expert is known only in a step, so experts cannot be inside of a graph either.
     outside = [m.path for m in inventory.modules if m.has_experts or (m.same_as or m.path) in boundaries]
     divided = {path for inner in outside for path in outward(parent(inner))}
     whole = [m.path for m in inventory.modules if m.has_forward and m.path not in divided and enclosing(m.path, found)]
@@ -151,9 +151,9 @@ def _compilable(inventory: Inventory, boundaries: Collection[str]) -> dict[str, 
 def _nothing_left(
     config: JobConfig, blocks: Sequence[str], units: Sequence[Unit], checkpointed: Collection[str]
 ) -> Problem:
-    """Return a problem for blocks in which only single layers can be compiled, because of FSDP2 units inside the blocks
-    (precision rules, BatchNorm, nested blocks, adapters or trained parameters in frozen blocks), because of experts, or
-    because of activation checkpointing. `checkpointed`: checkpointed modules that must run outside of a graph."""
+    """Return the problem of blocks in which only single layers could be compiled. The cause may be experts,
+    checkpointed modules, or FSDP2 units inside the blocks: of precision rules, BatchNorm, nested blocks, adapters, or
+    trained parameters in frozen blocks. `checkpointed`: checkpointed modules that must run outside of a graph."""
     inside = [unit for unit in units if any(enclosing(parent(path), blocks) for path in unit.modules)]
     trained = [unit for unit in inside if unit.reason.startswith("trained")]
     by_reason = {unit.reason: unit.key for unit in inside if unit not in trained}
@@ -178,7 +178,7 @@ def _nothing_left(
         parts.append(f"the checkpointed modules ({listed(hidden)})")
         remedies.append("remove these modules from activation_checkpoint.modules")
         keys.append(_CHECKPOINTED_MODULES)
-    besides = f"apart from {', and from '.join(parts)}, " if parts else ""
+    besides = f"apart from {' and '.join(parts)}, " if parts else ""
     remedy = ", or ".join(filter(None, [" and ".join(remedies), "set compile.enable = false"]))
     reason = (
         f"no part of {listed(blocks)} can be compiled: {besides}there are only single layers, which are not compiled "
@@ -209,8 +209,8 @@ def float8_modules(config: Float8Config, plan: ModelPlan) -> tuple[str, ...]:
     stacked = [path for path in roots if is_named and plan.inventory.by_path[path].has_experts]
     if stacked:
         reason = (
-            f"names {listed(stacked)}, whose products cannot be 8-bit: torchao 0.18 has such products only as a "
-            "prototype, for experts whose numbers of rows are multiples of 16; name linear layers, such as "
+            f"names {listed(stacked)}, whose products cannot be 8-bit: torchao 0.18 has such products of experts only "
+            "as a prototype, for numbers of tokens that are multiples of 16; name linear layers, such as "
             '"layers.*.attention"'
         )
         raise config_error(_FLOAT8_MODULES, reason, config.modules)
@@ -222,7 +222,8 @@ def float8_modules(config: Float8Config, plan: ModelPlan) -> tuple[str, ...]:
     if problems:
         raise ConfigError(problems)
     if not reduced:
-        reason = "matches no linear layer that computes in bfloat16; name other modules, or set float8.enable = false"
+        place = "these modules" if is_named else "the model's blocks"
+        reason = f"no linear layer of {place} computes in bfloat16; name other modules, or set float8.enable = false"
         raise config_error(_FLOAT8_MODULES, reason, config.modules)
     return tuple(module.path for module in reduced)
 
@@ -246,8 +247,9 @@ def check_shards(config: Float8Config, plan: ModelPlan, layout: Layout) -> None:
         rows = next(p.shape[0] for p in plan.inventory.by_path[path].parameters if p.name == "weight")
         if rows % shards:
             reason = (
-                f"{path} has {rows} outputs, not a multiple of {shards} (parallelism.data_parallel_shard_degree); set "
-                f"a shard degree that divides {rows}, name other float8.modules, or set float8.all_gather = false"
+                f"{path} has {rows} outputs, not a multiple of {shards} (data_parallel_shard_degree x "
+                f"context_parallel_degree); set degrees whose product divides {rows}, name other modules in "
+                "float8.modules, or set float8.all_gather = false"
             )
             also = (_FLOAT8_MODULES, ("parallelism", "data_parallel_shard_degree"))
             raise config_error(("float8", "all_gather"), reason, True, also=also)

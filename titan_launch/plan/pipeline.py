@@ -299,8 +299,8 @@ def counts_to_run(parallelism: ParallelismConfig, layout: Layout) -> tuple[int, 
 
 
 def growth_factor(counts: Sequence[int], num_microbatches: int) -> float:
-    """Return the factor of the linear extrapolation from steps with `counts` microbatches, the result of
-    `counts_to_run`, to a step with `num_microbatches`: `first + factor * (last - first)`; 0 with one number in
-    `counts`."""
+    """Return the factor of the linear extrapolation `first + factor * (last - first)` to a step of `num_microbatches`.
+    `first` and `last` are values of steps of `counts[0]` and `counts[-1]` microbatches (`counts_to_run`). The factor is
+    0 if `counts` has only one number."""
     first, last = counts[0], counts[-1]
     return 0.0 if first == last else (num_microbatches - first) / (last - first)

@@ -79,8 +79,8 @@ _SCHEDULES = ("1F1B", "Interleaved1F1B")
 the best case, so they would often come first."""
 
 _OF_RECORDED = 0.97
-"""Lower bound of the fraction of the computation time that grows in proportion to the microbatch size. The remaining
-operations only read weights."""
+"""At least this fraction of the computation time grows in proportion to the microbatch size. The remaining operations
+only read weights."""
 
 _LEAST_TOKENS = 4096
 """Smallest number of tokens of a sequence per context-parallel rank. (The degree in the job is always tried.)"""
@@ -138,7 +138,8 @@ class Result:
     """Number of families that were searched without a ConfigError."""
 
     families: int
-    """Number of families that are possible. Those not tried do not fit, or are not faster."""
+    """Number of families that are possible. A family that was not tried does not fit into memory, or its bound is not
+    below the limit (`Search._limit`)."""
 
     refused: Mapping[str, int]
     """Reasons why families are not possible, each with the number of such families."""
@@ -157,7 +158,7 @@ class _Probe:
     """Lower bound of the seconds during which computation waits for communication in a step."""
 
     held: float
-    """Bytes of parameters, optimizer state and moving average on a rank."""
+    """Bytes of parameters, optimizer state and EMA on a rank."""
 
     activations_per_sample: float
     """Lower bound of the bytes that the blocks save for backward, per sample of a microbatch; 0 if not known."""
@@ -213,8 +214,8 @@ class Search:
             knows_times = hardware.speeds.knows(links)
         if hardware.memory_gib is None or not knows_times:
             reason = (
-                "a search needs the memory and the speed of the device; set planner.device (plan: --device). For a "
-                "device that is not in the table, set planner.memory_gib and planner.speeds, or set "
+                "a search needs the memory and the speed of the device; set planner.device (plan: --device). If the "
+                "planner does not know the device, set planner.memory_gib and planner.speeds, or set "
                 "planner.memory_gib, planner.intra_node_gb_per_s, planner.inter_node_gb_per_s and "
                 "metrics.peak_tflops_per_device"
             )
@@ -282,7 +283,7 @@ class Search:
                     refused[problem] += 1
             waiting = waiting[len(tasks) :]
             best = min((job.seconds for job in found.values()), default=None)
-            shown = "nothing fits yet" if best is None else f"best {best:.3g} s"
+            shown = "nothing fits yet" if best is None else f"best step {best:.3g} s"
             self._say(f"searched {tried} of {tried + len(waiting)} layouts: {shown}")
         ranked = sorted(found.values(), key=lambda job: (_rounded(job.seconds), _complexity(job.config.parallelism)))
         return Result(tuple(ranked[:SHOWN]), tried, number - refused.total(), refused)
@@ -302,7 +303,8 @@ class Search:
         return values if self._is_free(key) else [value_of(self._config, key)]
 
     def _plain(self, config: JobConfig, degrees: Mapping[Key, Any]) -> JobConfig:
-        """Return `config` with the given degrees of parallelism, and with the pair of `_start`."""
+        """Return `config` with the degrees `degrees`, and with the replicas and the sharding of `_start`. If the search
+        sets a pipeline degree above 1, the result has no split points."""
         replicas, sharded = self._start()
         values = {SHARD.key: -1, _REPLICAS: replicas, _SHARDED: sharded, **degrees}
         if degrees[PIPELINE.key] > 1 and self._is_free(PIPELINE.key):
@@ -312,7 +314,7 @@ class Search:
 
     def _start(self) -> tuple[int, bool]:
         """Return the pair (number of replicas, True if the optimizer is sharded over them) with which the search
-        begins. Of the pairs that the held keys allow, it needs the least memory."""
+        begins. Of the pairs that the held keys allow, this pair needs the least memory."""
         own, sharded = value_of(self._config, _REPLICAS), value_of(self._config, _SHARDED)
         mode = self._config.gradient_accumulation
         needs_all_reduces = not self._is_free(_ACCUMULATION) and mode.mode != "auto" and mode.row.needs_all_reduces
@@ -365,7 +367,7 @@ class Search:
                 return "no possible microbatch size divides the global batch evenly over the ranks"
             modes = self._modes(with_local_batch_size(family, sizes[0]))
             if not modes:
-                return "no choice of modes is possible"
+                return "no combination of gradient accumulation and activation checkpointing modes is possible"
             if problem := first_problem(modes[0]):
                 return problem.reason
             plan_job(modes[0], self._inventory)
@@ -535,7 +537,9 @@ class Search:
                 for found in chain(fitting, self._with_replicas(fitting, limit)):
                     if found.seconds < limit:
                         best, limit = found, found.seconds * (1 - _SAME)
-                if not fitting:  # so larger microbatches do not fit either, except for one that leaves nothing to defer
+                if not fitting:
+                    # Larger microbatches do not fit either. The largest one may fit if all planned modes defer
+                    # reductions, because a step with a single microbatch defers none.
                     defers = all(found.config.gradient_accumulation.row.defers for found in planned)
                     larger = [other for other in (sizes[:-1] if defers else sizes) if other > size]
                     # More chunks of the loss do not help if the peak is in a block or an embedding.
@@ -569,9 +573,9 @@ class Search:
                     return
 
     def _with_replicas(self, without: Sequence[Found], limit: float) -> Iterator[Found]:
-        """Yield the variants, of the jobs `without`, that fit into memory. A variant has two or more replicas, and an
+        """Yield variants of the jobs `without`, if they fit into memory. A variant has two or more replicas, and an
         optimizer that is or is not sharded over them. Yield nothing if the number of replicas is held. A variant is
-        planned only if its step may be faster than `limit`, than the jobs `without` and than the yielded jobs."""
+        planned only if its step may be faster than `limit`, the jobs `without` and the yielded jobs."""
         if not self._is_free(_REPLICAS):
             return
         best = min([limit, *(job.seconds for job in without)])

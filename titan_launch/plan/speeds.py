@@ -191,7 +191,7 @@ def _problem(measured: Measured) -> str | None:
     if not all(rate > 0 for rate in measured.convolution.values()):
         return "convolution: needs positive numbers"
     if measured.ranks < 1 or not all(c.ranks > 1 and 0 <= c.crossings <= c.ranks for c in measured.collectives):
-        return "ranks: must be at least 1; a collective needs at least 2 ranks, and from 0 to `ranks` crossings"
+        return "ranks: must be at least 1, and at least 2 in `collectives`, with 0 to `ranks` crossings"
     if measured.ranks_per_core < 1:
         return "ranks_per_core: must be at least 1"
     for what in get_args(HostWork):

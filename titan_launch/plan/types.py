@@ -153,8 +153,8 @@ def sharded_dim(shape: Sequence[int], shards: int, is_stacked: bool) -> int:
 
     `shape`: shape of a rank's part of the parameter after expert and tensor parallelism, before FSDP2 shards this part.
     `is_stacked`: `TensorInfo.is_stacked`. FSDP2 pads dim 0 to a multiple of the number of shards. So 8 experts over 64
-    shards would take the memory of 64 experts. If the number of shards divides the size of dim 1, but not the number of
-    experts, dim 1 is sharded instead, and nothing is padded.
+    shards would take the memory of 64 experts. In such a case, dim 1 is sharded if the number of shards divides its
+    size. Then nothing is padded.
     """
     return int(is_stacked and shape[0] % shards != 0 and shape[1] % shards == 0)
 
@@ -401,8 +401,8 @@ class ModelPlan:
 
 
 def without_modules(plan: ModelPlan, removed: Collection[str]) -> ModelPlan:
-    """Return the plan without the `removed` modules and the modules inside of them. Units and stages keep their
-    `num_parameters`, and modules keep `same_as`."""
+    """Return the plan without the `removed` modules, the modules inside of them, and units that become empty. Units and
+    stages keep their `num_parameters`, and modules keep `same_as`."""
 
     gone = frozenset(removed)
 
@@ -444,8 +444,8 @@ def _by_module(inventory: Inventory, units: Sequence[Unit]) -> dict[str, Unit]:
 
 
 def unit_by_module(inventory: Inventory, units: Sequence[Unit]) -> dict[str, int]:
-    """Return the index of the unit to which the own parameters of each module belong, by path of the module. This is
-    the unit that lists the module; if no unit lists it, the unit of its parent. One of `units` must list the root."""
+    """Return, by path of a module, the index of the unit of the module's own parameters: the unit that lists the
+    module, or else the unit of its parent. One of `units` must list the root."""
     members = {path: index for index, unit in enumerate(units) for path in unit.modules}
     owners: dict[str, int] = {}
     for module in inventory.modules:  # parents come first

@@ -178,7 +178,8 @@ def _audit_unit(plan: ModelPlan, unit: Unit, gathered: str, layout: Layout, seen
 
 
 def _findings(planned: dict[str, tuple[str, ...]], seen: Seen) -> Iterator[AuditFinding]:
-    """Yield planned findings, then findings without a plan, such as a buffer that a forward has created."""
+    """Yield a finding for each kind of tensor with planned dtypes. Then yield a finding for each other observed kind,
+    such as a buffer that a forward has created."""
     unplanned = {what for what, dtypes in seen.dtypes.items() if dtypes} - planned.keys()
     for what in (*planned, *sorted(unplanned)):
         yield AuditFinding(what, planned.get(what, ()), tuple(sorted(seen.dtypes.get(what, ()))))

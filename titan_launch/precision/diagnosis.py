@@ -65,8 +65,8 @@ class Failure:
 
     @property
     def line(self) -> str:
-        """The innermost line of the user's code in the traceback, such as `model.py:42`. Without one, the innermost
-        line of the launcher's code."""
+        """The innermost line of the user's code in the traceback, such as `model.py:42`. If the traceback has no such
+        line, the innermost line of the launcher's code."""
         return Path(user_location(self.error, or_own=True) or "").name
 
     def problem(self, key: KeyPath, reason: str, value: object = UNSET) -> Problem:
@@ -105,7 +105,7 @@ class Failure:
 
     def casting_rule(self, path: str, *dtypes: str) -> tuple[KeyPath, object, str]:
         """Return the key to change, the present value of the key (UNSET if there is none), and a remedy. With the
-        remedy, FSDP2 casts the inputs of the module at `path` to one of `dtypes`, and the module computes in it."""
+        remedy, the module at `path` computes in one of `dtypes`, and FSDP2 casts the module's inputs to this dtype."""
         unit, choice = self.plan.unit_of[path], " or ".join(f'"{dtype}"' for dtype in dtypes)
         rule, new = self.rule(unit), f'with match = "{self.glob(path)}" and param_dtype = {choice} (inputs are cast)'
         if rule is None or unit.key is None:
@@ -195,8 +195,8 @@ def no_kernel(failure: Failure) -> Problem | None:
 
 def _with_casting_rule(failure: Failure, path: str, reason: str, dtypes: Sequence[str]) -> Problem:
     """Return the problem of an operation in the module at `path`. Add a second remedy to `reason`: a precision rule for
-    this module or, if it contains no parameters, for the nearest module around it with parameters. If there is no such
-    module, add nothing."""
+    this module. If the module contains no parameters, the rule is for the nearest module around it with parameters. If
+    there is no such module, add no remedy."""
     while path and not any(module.parameters for module in failure.inside(path)):
         path = parent(path)
     if not path:

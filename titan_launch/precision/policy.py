@@ -13,7 +13,7 @@ from titan_launch.plan.types import ModelPlan, Policy, Unit, full_name
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Return the dtype with a name: `torch.bfloat16` for `"bfloat16"`."""
+    """Return the dtype that PyTorch has under a name: `torch.bfloat16` for `"bfloat16"`."""
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype), name
     return dtype

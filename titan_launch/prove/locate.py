@@ -28,12 +28,12 @@ _MOST = 0.9
 
 def explain(proof: Proof, case: Case, results: Sequence[Difference]) -> ProofFinding:
     """Return the finding about a case whose `results` differ from those of one process. To find the cause, run the case
-    with each of its axes and modes alone. If no such run differs, run the case with each pair of axes and modes."""
+    with each of its axes and modes alone. If none of these runs differs, run each pair of axes and modes."""
     smallest, parts, tolerances = case, list[str](), proof.tolerances(case)
     for number in (1, 2):
         candidates = runs_with_parts(case, number)
         chosen = "one" if number == 1 else "two"
-        every = f"the {len(case.parts)} axes and modes of the failed run"
+        every = f"the {len(case.parts)} axes and modes of the run that differs"
         proof.say(f"looking for the cause: {counted(len(candidates), 'run')}, each with {chosen} of {every}")
         found = [(one, _compared(proof, one)) for one in candidates]
         failing = [(one, of_one) for one, of_one in found if exceeding(of_one, tolerances)]

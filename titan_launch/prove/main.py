@@ -1,5 +1,6 @@
-"""The proof of a job's layout. A small copy of the job, its twin, trains on CPU ranks in several runs. Each run has
-some of the job's axes of parallelism and modes (`Case`), and must train like a single process, its reference."""
+"""The proof of a job's layout. A small copy of the job, its twin, trains on CPU ranks in several runs. Each run
+(`Case`) has some of the job's axes of parallelism and modes. Its results must equal those of a single process, the
+reference."""
 
 from __future__ import annotations
 
@@ -37,8 +38,8 @@ WEIGHTS_TOLERANCE = 1e-3
 """Largest relative difference of logits and gradients from those of `transformers`, which uses other operations."""
 
 _WIDEST = 0.5
-"""Largest tolerance in the precision of the job. A kind of result that would need a larger tolerance, because rounding
-alone changes it too much, is not compared."""
+"""Largest tolerance in the precision of the job. A kind of result that needs a larger tolerance is not compared,
+because rounding alone changes it too much."""
 
 _RANK_GIB = 0.4
 _TIMEOUT_S = 600.0
@@ -46,7 +47,7 @@ Say = Callable[[str], None]
 
 
 def prove(config: JobConfig, say: Say = lambda text: None) -> Certificate:
-    """Compare a job's layout with a single process. `say` shows progress.
+    """Compare a job's layout with a single process. `say`: function that shows a line of progress.
 
     Raises ConfigError for a job whose twin cannot be built or is too large for this host. Raises UserError if the host
     has too little memory or cannot start enough processes, or if the single process cannot train the twin. Raises
@@ -82,7 +83,7 @@ def prove(config: JobConfig, say: Say = lambda text: None) -> Certificate:
 
 @dataclass
 class Proof:
-    """The runs of a twin, and the results so far."""
+    """The runs of a twin (a small copy of a job), and the results so far."""
 
     twin: Twin
     folder: Path
@@ -97,8 +98,8 @@ class Proof:
         self._results: dict[str, list[Difference]] = {}
         self._has_batch_norm = False
         self._rounding: dict[str, dict[tuple[int, str], float]] = {}
-        """Rounding errors in fp32, by file of a reference: the largest difference by (step, kind of result). A file is
-        missing until its errors are measured."""
+        """Rounding errors in fp32, by file of a reference: the largest difference by (step, kind of result). A file has
+        no entry until its errors are measured."""
 
     def run(self) -> None:
         """Compare the cases with a single process, and explain the first case that differs.
@@ -110,8 +111,8 @@ class Proof:
         free, needed = free_memory_gib(), _RANK_GIB * processes
         if free < needed:
             raise UserError(
-                f"{processes} processes need about {needed:.1f} GiB of memory, and {free:.1f} GiB are free; free "
-                "memory, or use a machine with more memory"
+                f"{processes} processes need about {needed:.1f} GiB of memory, and {free:.1f} GiB are free; end "
+                "other processes, or use a machine with more memory"
             )
         if self.twin.second is not None:  # the loss of the twin reads its second model from this folder
             model = self.twin.second.model_dump(mode="json")
@@ -170,7 +171,7 @@ class Proof:
         reference, file = self.reference(case)
         too_wide = {kind for kind, tolerance in self.tolerances(case).items() if tolerance > _WIDEST}
         for kind in sorted(too_wide):
-            what = f"the {kind}s in {case.config.precision.param_dtype}"
+            what = f"results of kind {kind} in {case.config.precision.param_dtype}"
             self._leave_out(what, reference.rounding_errors[kind])
         steps, rounding = self._comparable_steps(file), self._rounding.get(file, {})
         return [
@@ -241,7 +242,7 @@ class Proof:
             try:
                 (reference,) = self.launch("measure:measure_reference", 1, config, changes, file, exact)
             except RunError as error:  # a failure of the single process says nothing about the layout
-                reason = f"one process on a CPU cannot train the twin, so there is nothing to compare with: {error}"
+                reason = f"one process on a CPU cannot train the twin (a small copy of the job): {error}"
                 raise UserError(
                     f"{reason}\nif the model has kernels that run only on a GPU, add CPU versions, and select them by "
                     "an argument in [prove.args]"
@@ -317,7 +318,10 @@ class Proof:
                     "tolerance; remove steep functions (such as sin(1e8 * x)) from the model"
                 )
             if reference.constant:
-                yield f"dead: the gradient of {listed(reference.constant)} does not depend on the data"
+                yield (
+                    f"dead: the gradient of {listed(reference.constant)} does not depend on the data; freeze these "
+                    "parameters, or correct the model"
+                )
             for key in reference.without_effect:
                 yield (
                     f"without effect: no gradient changes when {key} is set to 0; remove the key, or correct the model"

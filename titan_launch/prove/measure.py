@@ -97,7 +97,8 @@ def _check_size(config: JobConfig) -> None:
     needed, free = number * _BYTES / GIB, free_memory_gib()
     if needed > free:
         reason = (
-            f"has {number:,} parameters, so a proof needs about {needed:.0f} GiB of memory, and {free:.1f} GiB are free"
+            f"the copy of the model has {number:,} parameters, so a proof needs about {needed:.0f} GiB of memory, and "
+            f"{free:.1f} GiB are free"
         )
         advice = "name smaller arguments of the model in the table [prove.args]"
         raise config_error(("model", "name"), f"{reason}; {advice}", config.model.name)
@@ -161,8 +162,8 @@ FLOOR = 1e-4
 def difference(step: int, name: str, value: Tensor, wanted: Tensor | None, floor: float) -> Difference:
     """Return the difference between a result and the same result of one process.
 
-    `wanted`: the result of one process. None: one process has no such result, which counts as zeros. `floor`: the
-    smallest norm to divide the difference by. If a result is not finite, its error is 1e30.
+    `wanted`: the result of one process; None if one process has no such result, which counts as zeros. `floor`: the
+    smallest norm to divide the difference by. If one of the two results is not finite, the error is 1e30.
     """
     own = value.double().flatten()
     other = torch.zeros_like(own) if wanted is None else wanted.double().flatten()

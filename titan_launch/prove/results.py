@@ -46,7 +46,7 @@ def exceeding(results: Iterable[Difference], tolerances: Mapping[str, float]) ->
 
 @dataclass(frozen=True)
 class Reference:
-    """Findings about the run of the twin (a small copy of the job) on one process. Layouts are compared with it."""
+    """Findings about the run of the twin (a small copy of the job) on one process, with which layouts are compared."""
 
     has_batch_norm: bool
     num_parameters: int

@@ -1,8 +1,8 @@
 """The outputs of modules and the gradients of their inputs in one step, on one process and on the ranks of a layout.
 
 Each rank compares its own parts with those of one process, so nothing is communicated. The layout tells which samples,
-tokens and parts of matrices a rank has. A tensor whose shape fits none of these, such as the rows of an expert, is not
-compared.
+tokens and parts of matrices a rank has. A tensor whose shape fits none of these, such as the tokens of an expert, is
+not compared.
 """
 
 from __future__ import annotations

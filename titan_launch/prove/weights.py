@@ -32,7 +32,7 @@ _COPIES = 5 * 4
 
 def compare_weights(job: dict[str, Any]) -> list[Difference] | str:
     """Compare logits and gradients of a job's model with those of the class of `transformers` that `config.json` names,
-    in fp32, on a few sequences. Return the reason as a sentence if they cannot be compared.
+    in fp32, on a few sequences. If the models cannot be compared, return the reason as a sentence.
 
     The gradients of the model of `transformers` are written as a weights folder. This folder is then read in the same
     way as the job's folder. So if the reader puts a tensor into a wrong place, both logits and gradients differ.
@@ -50,7 +50,7 @@ def compare_weights(job: dict[str, Any]) -> list[Difference] | str:
         return "model.weights: not compared with transformers, because the folder has this package's own format"
     needed = sum(torch.Size(tensor.shape).numel() for tensor in folder.tensors.values()) * _COPIES / GIB
     if needed > free_memory_gib():
-        return f"model.weights: a comparison with transformers needs {needed:.1f} GiB of memory"
+        return f"model.weights: not compared with transformers, because this needs {needed:.1f} GiB of free memory"
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 

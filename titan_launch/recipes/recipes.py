@@ -61,15 +61,15 @@ class Recipe:
     """`training.local_batch_size` if no size can be planned: without a GPU, without a model, or without torch."""
 
     prefers_steps: bool = False
-    """True to write the key `steps` in place of `epochs`, except if these steps are at least `epochs` epochs."""
+    """True to write the key `steps` in place of `epochs`, unless this number of steps is at least `epochs` epochs."""
 
     epochs: int = 3
     epochs_from_random: int = 3
     """Number of epochs if the user names no model folder."""
 
     least_steps: int = 50
-    """Smallest number of steps. The global batch of a small data set is reduced until the run has this number of steps,
-    or until each rank has one sample per step. 0 sets no limit."""
+    """Smallest number of steps; 0 sets no limit. For a small data set, the global batch is reduced until the run has
+    this number of steps, but not below one sample per rank."""
 
     lora_rank: int = 0
     """Rank of the adapters; 0 trains all parameters."""
@@ -139,7 +139,7 @@ RECIPES: dict[str, Recipe] = {
     ),
     "dpo": Recipe(
         "DPO: direct preference optimization with adapters, on pairs of answers",
-        "Direct preference optimization. The reference is the model without its adapters, which needs no memory.",
+        "Direct preference optimization. The reference needs no memory: it is the model without its adapters.",
         ("preferences",),
         PAIRS,
         tokens_per_step=2**16,
@@ -303,7 +303,7 @@ def _text_model(recipe: Recipe, model: ModelFolder | None) -> Iterator[Table]:
         rows = [Row("weights", path, comment)]
         if model is not None and model.name == HUGGINGFACE:
             if recipe.is_reward:
-                raise UserError(f"error: --model {path}: a reward model must be one of the decoders of this package")
+                raise UserError(f"error: --model {path}: a reward model needs a decoder of this package, such as Llama")
             rows = [Row("name", HUGGINGFACE, "the class of `transformers`"), Row("weights", path)]
         if recipe.is_reward:
             rows.append(Row("exclude_from_weights", ["output.weight"], "a new output layer, from random values"))

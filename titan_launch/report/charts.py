@@ -102,7 +102,7 @@ def _hover_of_lines(lines: Mapping[str, Sequence[Points]], x: str, to_x: Callabl
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a stacked chart: an interval of steps."""
+    """A column of a stacked chart, for the steps from `first` to `last`."""
 
     first: int
     last: int
@@ -233,7 +233,7 @@ def bar_chart(title: str, bars: Sequence[Bar], unit: str, colors: Mapping[str, i
 
 
 def without_end(text: str, most: int) -> str:
-    """Return a text. If the text is longer than `most` characters, ` ...` replaces its end."""
+    """Return a text of at most `most` characters. If `text` is longer, ` ...` replaces its end."""
     return text if len(text) <= most else f"{text[: most - 4]} ..."
 
 

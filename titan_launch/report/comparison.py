@@ -63,7 +63,7 @@ class Line:
 
 
 class RunComparison:
-    """Two or more runs. The first is the reference."""
+    """A comparison of two or more runs. The first run is the reference."""
 
     def __init__(self, runs: Sequence[RecordedRun]):
         self.runs = dict(zip(_distinct_names(runs), runs, strict=True))
@@ -83,7 +83,7 @@ class RunComparison:
         """The last step for which all runs have reported a training loss; None if there is no such step."""
 
         self.lines = [line for line in _lines(runs, self.step, self.axis) if {*line.values} != {None}]
-        """The figures. Loss and speed come first."""
+        """The figures that at least one run has. Loss and speed come first."""
 
         common = set.intersection(*(set(run.tags) for run in runs))
         found = {name: sorted({*run.tags} - common) for name, run in self.runs.items()}
@@ -217,7 +217,8 @@ class RunComparison:
         tag = tags[self.reference]
         if tag is None or len({*tags.values()}) > 1:
             kinds = ", ".join(f"{name}: {tag or 'none'}" for name, tag in tags.items())
-            raise UserError(f"error: --fail-if-slower: all runs must report the same metric of speed ({kinds})")
+            reason = f"all runs must report the same metric of speed ({kinds}); remove this option"
+            raise UserError(f"error: --fail-if-slower: {reason}")
         line = next((line for line in self.lines if line.name == speed_unit(tag)), None)
         if line is None:
             return [f"{name} has no finite speed" for name in self.runs]
@@ -231,10 +232,10 @@ class RunComparison:
         ]
 
     def loss_differs(self, limit: float) -> list[str]:
-        """Return a sentence for each run whose loss at the last common step is not finite, or differs by more than
-        `limit` from that of the first run. Raises UserError if the runs have no loss at a common step."""
+        """Compare losses at the last common step. Return a sentence for each run whose loss is not finite, or differs
+        by more than `limit` from that of the first run. Raises UserError if the runs have no loss at a common step."""
         if self.step is None:
-            raise UserError("error: --fail-if-loss-differs: the runs have no loss at a common step")
+            raise UserError("error: --fail-if-loss-differs: the runs have no loss at a common step; remove this option")
         losses = {name: dict(run.values(LOSS))[self.step] for name, run in self.runs.items()}
         first = losses[self.reference]
         return [
@@ -313,7 +314,7 @@ def _difference_of_curves(curve: Points, reference: Points) -> Points:
 
 
 def _lines(runs: Sequence[RecordedRun], step: int | None, axis: str) -> Iterator[Line]:
-    """Yield the figures. `step`: the last step with a loss of all runs. `axis`: axis over which losses are compared."""
+    """Yield the figures. `step`: last step for which all runs have a loss. `axis`: a result of `_loss_axis`."""
     curves = [_loss_curve(run, LOSS, axis) for run in runs]
     if axis != "step" and all(curves) and max(curve[0][0] for curve in curves) <= min(curve[-1][0] for curve in curves):
         place = min(curve[-1][0] for curve in curves)

@@ -128,7 +128,7 @@ _CONFIG = TypeAdapter(_Config)
 
 @dataclass(frozen=True)
 class RecordedUnit:
-    """A row of `units.json`."""
+    """A row of `units.json`, the table of FSDP2 units."""
 
     name: str
     parameters: Annotated[int, Field(ge=0, lt=2**62)]
@@ -141,7 +141,7 @@ class RecordedUnit:
 
 @dataclass(frozen=True)
 class AuditedUnit:
-    """A unit in `precision_audit.json`."""
+    """An FSDP2 unit in `precision_audit.json`."""
 
     name: str
     as_planned: bool
@@ -292,8 +292,8 @@ class RecordedRun:
 
     @property
     def first_step(self) -> int:
-        """Step of the checkpoint from which the ranks that wrote the first report had started, such as that of another
-        run; 0 if they had started without a checkpoint, or if their logs are gone."""
+        """Step of the checkpoint, perhaps of another run, from which the ranks started that wrote the first report.
+        0 if these ranks started without a checkpoint, or if their logs are gone."""
         first = next(iter(self.reports.steps), 0)
         return max((start.step for start in self.starts if start.step < first), default=0)
 
@@ -345,8 +345,8 @@ class RecordedRun:
         return {steps[index] if index < len(steps) else None for index in later}
 
     def steady(self, tag: str) -> list[float]:
-        """Return the values of a metric, except those of the first report after each start, which includes the slow
-        first steps. If there are no other reports, return all values."""
+        """Return the values of a metric without the first report after each start, because this report includes the
+        slow first steps. If there are no other reports, return all values."""
         found = self.values(tag)
         return [value for step, value in found if step not in self._slow_steps] or [value for _, value in found]
 

@@ -10,16 +10,16 @@ Their outputs have the right shape, dtype and strides, and the tensors that they
 - Attention: CUDA runs flash attention for fp16 and bf16, and memory-efficient attention for fp32 or with a mask. If the
   shapes are not (batch, heads, tokens, head_dim), CUDA runs the kernel that stores all scores. The same holds for
   grouped queries in fp32 or with a mask, and for every call with `kernels.attention = "math"`. If values have another
-  width than queries, in fp16 or bf16 and without a mask, the replacement uses cuDNN's kernel. It saves as many bytes as
-  flash attention, and supports widths up to `plan.attention_kernels.WIDEST_FLASH`.
+  width than queries, in fp16 or bf16 and without a mask, the replacement uses cuDNN's kernel. This kernel saves as many
+  bytes as flash attention, and supports widths up to `plan.attention_kernels.WIDEST_FLASH`.
 - Attention with a sliding window, a soft cap, attention sinks or documents: CUDA runs FlexAttention, which saves its
   inputs, its output, and an fp32 logsumexp for each query. The memory of its block mask is not counted.
 - Matrix products of experts: CUDA runs one grouped product in bf16 (`plan.experts.is_grouped`). With other dtypes, and
-  on a CPU, there is one product for each expert. In both cases, the rows and the stacked matrices are saved. A trace
-  does not know how many rows each expert gets, so it divides the rows of a rank equally among its experts. With expert
-  parallelism, a rank receives the mean number of rows over ranks, times `planner.expert_load`. Classes of
-  `transformers` call the grouped product in any dtype, also on a CPU. Before 2.15, PyTorch's shape function of the
-  grouped product rejects fp32, so this function is replaced.
+  on a CPU, there is one product for each expert. In both cases, the inputs of the experts and the stacked matrices are
+  saved. A trace does not know which tokens each expert gets, so it divides the tokens of a rank equally among the
+  experts of the rank. With expert parallelism, a rank receives the mean number of tokens over ranks, times
+  `planner.expert_load`. Classes of `transformers` call the grouped product in any dtype, also on a CPU. Before 2.15,
+  PyTorch's shape function of the grouped product rejects fp32, so this function is replaced.
 - BatchNorm needs no replacement: CUDA's native kernel, cuDNN's and the CPU's save the input and two fp32 numbers for
   each channel.
 

@@ -74,7 +74,7 @@ def _describe_rank(model: AssembledModel, optimizer: Optimizer) -> Iterator[str]
     parameters = list(model.module.parameters())
     num_units = sum(len(part.units) for _, part in parts(model.module, plan))
     yield (
-        f"model: {plan.inventory.num_parameters:,} parameters; on this rank: {counted(num_units, 'unit')}, "
+        f"model: {plan.inventory.num_parameters:,} parameters; on this rank: {counted(num_units, 'FSDP2 unit')}, "
         f"{sum(local_tensor(p).numel() for p in parameters):,} elements of parameters, {_gib(parameters)}"
     )
     values = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]

@@ -29,7 +29,8 @@ def fake_process_group(world_size: int, rank: int = 0) -> Iterator[None]:
 
     if dist.is_initialized():
         raise RuntimeError(
-            "a trace creates its own process group: trace in another process, or before init_process_group"
+            "this process has a process group, but a trace creates its own; trace in another process, or before "
+            "init_process_group"
         )
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:

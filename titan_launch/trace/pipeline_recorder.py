@@ -125,8 +125,8 @@ class PipelineRecorder:
             step(microbatches, loss, lambda: num_items)
             self._end_part(None)
         composed = list(self._composed())
-        # The notes between the calls of stages are from this run, but the notes of a call may repeat those of another
-        # microbatch, which freed other tensors. The difference of the bytes that are left is added at the end.
+        # The notes between the calls of stages are from this run, but the notes of a call may be those of another
+        # microbatch, which freed other tensors. The difference in the bytes that stay allocated is added at the end.
         left = _left(note for _, own in self._parts for note in own)
         left.subtract(_left(composed))
         self.notes[:] = [*composed, Bytes(tuple((category, n) for category, n in left.items() if n))]

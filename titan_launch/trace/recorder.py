@@ -157,7 +157,7 @@ class TorchRecorder:
     group."""
 
     def subject(self, job: JobConfig) -> Subject:
-        """Build the model of a job on the meta device, and inspect it. Raises ConfigError as a run does."""
+        """Return the `Subject` of a job. Models are built on the meta device. Raises ConfigError as a run does."""
         built = build_job_model(job)
         second, frozen = None, build_frozen_model(job)
         if frozen is not None:
@@ -177,7 +177,7 @@ class TorchRecorder:
         """Record a job, and return its tapes (see `plan.memory.recordings.Recordings.tapes`).
 
         If many blocks are alike, only some of them are recorded. All blocks are recorded if the tapes show that the
-        recorded blocks differ, or if the model does not run without the others.
+        recorded blocks differ, or if the model does not run without the other blocks.
 
         Raises ConfigError for most dtype errors, as a run does, and for a model that cannot be traced. Raises UserError
         on an untested release of PyTorch.
@@ -223,7 +223,7 @@ class TorchRecorder:
             return record(build_job_model(job), tuple(Blocks(outermost(part.inventory.blocks)) for part in parts))
 
     def works_in_fork(self) -> bool:
-        """Return True if a backward runs in this process. Autograd refuses a backward in a fork of a process in which
+        """Return True if this process can run a backward. Autograd refuses a backward in a fork of a process in which
         autograd has started threads."""
         try:
             torch.ones((), requires_grad=True).backward()

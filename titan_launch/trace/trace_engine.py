@@ -66,8 +66,8 @@ def _trace_short(
     blocks, by their paths.
 
     Return None if the model does not run without some of its blocks. Also return None if memory or traffic is not a
-    linear function of depth. An example is a model whose blocks read the outputs of all earlier blocks. `checks_line`:
-    True to check this with a trace at a third depth.
+    linear function of depth, for example because each block reads the outputs of all earlier blocks. `checks_line`:
+    True to check the linear function with a trace at a third depth.
     """
     with whole_traced_on_error():
         shorter = trace_without(shortcut.removed_from_shorter)
@@ -221,4 +221,4 @@ def check_release() -> None:
     if not is_tested_release():
         release, newest = (".".join(map(str, numbers)) for numbers in (torch_release(), NEWEST_TESTED))
         reason = f"torch {release} is newer than the newest release that was tested, {newest}, so jobs cannot be traced"
-        raise UserError(f"{reason}; use an older release")
+        raise UserError(f"{reason}; install torch {newest}")

@@ -34,11 +34,11 @@ _KEY = ("model", "weights")
 
 
 class RunBase:
-    """The folder that `model.weights` names, if any. It implements `checkpoint.state.BaseWeights`."""
+    """The folder that `model.weights` names, if any. This class implements `checkpoint.state.BaseWeights`."""
 
     def __init__(self, model: nn.Module, config: JobConfig, inventory: Inventory):
-        """Read the headers of the folder's files. If they cannot be read, the error is raised when values are needed.
-        `model`: the allocated model of this rank. `inventory`: the modules of the whole model."""
+        """Read the headers of the folder's files. An error of this read is raised only when values are needed. `model`:
+        the allocated model of this rank. `inventory`: the modules of the whole model."""
         self._model, self._config, self._inventory = model, config.model, inventory
         self._saves_frozen = config.checkpoint.save_frozen
         self._folder: WeightsFolder | None = None
@@ -51,8 +51,8 @@ class RunBase:
 
     def begin_adapters(self, adapters: Sequence[Adapter], config: LoRAConfig) -> None:
         """Copy the values in the folder `lora.adapter` into the adapters; collective. Each rank reads the adapters of
-        its pipeline stage, and keeps its shards. `adapters`: the adapters of the whole model. Raises ConfigError, on
-        all ranks alike, if the folder cannot be read, or if its adapters do not fit the job."""
+        its pipeline stage, and copies only its shards. `adapters`: the adapters of the whole model. Raises ConfigError,
+        on all ranks alike, if the folder cannot be read, or if its adapters do not fit the job."""
         assert config.adapter is not None
         path = Path(config.adapter)
 
@@ -64,7 +64,7 @@ class RunBase:
                 pieces, targets = self._targets(adapters, folder)
                 folder.check(targets, pieces, config, None if self._fingerprint is None else self._fingerprint.digest)
                 if shared := [target.path for target in targets if folder.shares_a(target)]:
-                    message = "adapters: matrix A of %s is copied to several modules, which train it separately"
+                    message = "adapters: matrix A of %s is copied to several modules, and each module trains its copy"
                     _log.info(message, listed(shared))
                 own = dict(self._model.named_parameters())
                 for target in targets:
@@ -75,12 +75,12 @@ class RunBase:
                 raise config_error(("lora", "adapter"), str(error), config.adapter) from None
 
         on_all_ranks(load)
-        _log.info("adapters: from %s", path)
+        _log.info("adapters: initial values from %s", path)
 
     def _targets(
         self, adapters: Sequence[Adapter], folder: AdapterFolder
     ) -> tuple[Mapping[str, Piece], Sequence[Target]]:
-        """Return the place of each weight in files, and the `peft` target of each adapter. Both use the same names as
+        """Return the `Piece` of each weight in files, and the `peft` target of each adapter. Both use the same names as
         the adapter folder: the names of this package, or those of `transformers`."""
         adapted = {name for adapter in adapters for name in (adapter.a, adapter.b)}
         shapes = {
@@ -110,8 +110,9 @@ class RunBase:
         return BaseRecord(folder, self._fingerprint, len(names), num_bytes)
 
     def begin(self) -> None:
-        """Copy the weights into the model; collective. Each rank reads only the parts that it holds. Raises
-        ConfigError, on all ranks alike, if the folder cannot be read, or does not hold the model's tensors."""
+        """Copy the weights into the model. Let later checkpoints omit the parameters that are never trained.
+        Collective. Each rank reads only its shards. Raises ConfigError, on all ranks alike, if the folder cannot be
+        read, or lacks tensors of the model."""
         self._copy(None)
         self._omit(frozenset())
 
@@ -168,11 +169,12 @@ class RunBase:
         _log.info(message, self._config.weights, source.model_type or source.name, format_bytes(loaded), seconds)
 
     def _omit(self, differing: Collection[str]) -> None:
-        """Let later checkpoints omit the parameters that are never trained, except those in `differing`, whose values
-        differ from the values in the folder, and those that the folder of another host lacks. Collective."""
+        """Let later checkpoints omit the parameters that are never trained. Not omitted are the parameters in
+        `differing`, whose values differ from the folder's, and parameters that the folder of any host lacks.
+        Collective."""
         self._has_begun = True
         own = frozenset(name for name in self._held if self._first_names[name] not in differing)
-        # Rarely, a rank lacks a name. The names that it has could be gigabytes, over all ranks of a large job.
+        # Ranks exchange the names that their folders lack. All other names could be gigabytes in a large job.
         lacking = on_all_ranks(lambda: self._frozen - self._held if self._held else None)
         self.omitted = frozenset() if None in lacking else own.difference(*filter(None, lacking))
         if self.omitted and self.record is not None:
@@ -182,7 +184,7 @@ class RunBase:
     @cached_property
     def _weights(self) -> Weights:
         """The values in the folder for the model's parameters and buffers. Raises ConfigError if the folder cannot be
-        read, or does not hold the model's tensors."""
+        read, or lacks tensors of the model."""
         return find_weights(self._config, self._inventory, getattr(self._model, "places_in_files", None), self._folder)
 
     @cached_property

@@ -110,9 +110,9 @@ class StreamBatches(SizedPart):
         try:
             text = json.dumps(self._loader.state_dict(), allow_nan=False)
         except (TypeError, ValueError) as error:
-            form = "dicts, lists, strings, finite numbers and None"
-            reason = f"data.kind names a stream whose state_dict must consist of {form}; change its state_dict"
-            raise RunError(f"{reason}: {error}") from None
+            form = "return only dicts, lists, strings, finite numbers and None"
+            reason = "state_dict() of the stream that data.kind names returned a value that cannot be saved as JSON"
+            raise RunError(f"{reason} ({error}); {form}") from None
         return {self._key: torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)}
 
     def targets(self, shapes: Mapping[str, tuple[int, ...]]) -> Values:
@@ -295,8 +295,8 @@ def build_order(data: DataSource, source: SampleSource, seed: int, global_batch_
 
 
 def _check_answers(config: JobConfig, data: RunData) -> None:
-    """Raise ConfigError if a data source does not have the answers that the loss reads (pairs of answers, or answers
-    with a label), or has answers that the loss does not read."""
+    """Raise ConfigError if a data source lacks the answers that the loss reads, or has answers that the loss does not
+    read. Answers are pairs, or single answers with a label."""
     flags = {PAIRS: "has_pairs", RATED: "has_ratings"}  # attributes of token files
     for (section, source), (kind, flag) in product(data.sources.items(), flags.items()):
         wanted = config.loss.kind.data_kind == kind

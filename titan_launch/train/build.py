@@ -76,7 +76,7 @@ def build_run(config: JobConfig, ranks: Ranks, stack: ExitStack, process: Surrou
     """Build everything that training needs. Collective. Closing `stack` closes all parts of the run.
 
     First come the checks that need no memory: division of ranks, model, precision rules, data. Then memory is
-    allocated. Only after that, the run folder is written.
+    allocated. Only after that, the run folder is written. Raises UserError if the job cannot run.
     """
     process = process or Surroundings()
     watchdog = process.watchdog or Watchdog(config.comm, ranks)

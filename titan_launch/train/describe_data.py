@@ -127,10 +127,10 @@ def _ignored_share(source: SampleSource) -> float:
 
 
 def _samples(data: RunData) -> Iterator[tuple[dict[str, Any], Sample]]:
-    """Yield (place, sample) for the training samples in the order of the run. The place is a dict with the position in
-    this order, the name of the source, and the index in that source.
+    """Yield (origin, sample) for the training samples in the order of the run. The origin is a dict with the position
+    in this order, the name of the source, and the index in that source.
 
-    For a stream, yield the samples that data-parallel rank 0 reads. The place then has the position and the rank.
+    For a stream, yield the samples that data-parallel rank 0 reads. The origin then has the position and the rank.
     """
     if isinstance(data.train, StreamSource):
         for position, sample in enumerate(data.train.open_part(0, data.layout.data_parallel)):
@@ -152,9 +152,9 @@ def _contents(config: JobConfig, sample: Sample, tokenizer: Tokenizer) -> dict[s
 
 
 def decode_sample(sample: Sample, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """Return the documents of a sample of tokens, without its padding: for each, the number of its inputs (`tokens`),
-    and its `text` in passages. A passage is the text of consecutive tokens. Either all of these tokens count as
-    targets, or none.
+    """Return the documents of a sample of tokens, without its padding: for each document, the number of its inputs
+    (`tokens`) and its `text`, a list of passages. A passage has the `text` of consecutive tokens, and `counts`: True if
+    the loss counts these tokens as targets, False if it ignores them.
 
     The last token of a document is never an input. If the loss ignores this token, it is omitted. The first token is
     never a target. It belongs to the passage of the second token. A sample without document numbers is one document.

@@ -37,8 +37,7 @@ class EarlyStopping:
 
     @property
     def has_ended(self) -> bool:
-        """True if the last validation has ended the run. It is False again if the run is resumed with a larger
-        patience."""
+        """True if the last validation has ended the run. False again after a resume with a larger patience."""
         return self._has_ended and self._without_improvement >= self._patience
 
     @property
@@ -47,7 +46,8 @@ class EarlyStopping:
         return self._best_step == self._progress.step or self.has_ended
 
     def observe(self, loss: float) -> dict[str, float]:
-        """Record the loss of a validation after the last finished step. Return the metrics by tag."""
+        """Record the loss of a validation after the last finished step. A loss that is not finite counts as infinite.
+        Return the metrics by tag."""
         if not math.isfinite(loss):
             loss = math.inf
         if loss < self._best_loss:
@@ -82,10 +82,10 @@ class EarlyStopping:
     def load_state_dict(self, state: Values) -> None:
         """Load saved numbers. Collective. Raises ValueError for invalid numbers.
 
-        `state` is empty if the checkpoint was saved without `validation.patience`, or if its step is not loaded.
-        `state` is from another run if this run's folder has no checkpoints. In these cases, the number of validations
-        without an improvement is 0. The lowest loss is then the lowest loss of the checkpoints in this run's folder, up
-        to the current step.
+        `state` is ignored if it is empty: the checkpoint was saved without `validation.patience`, or its step is not
+        loaded. `state` is also ignored if this run's folder has no checkpoints, because `state` is then from another
+        run. The number of validations without an improvement is then 0. The lowest loss is that of the checkpoints in
+        this run's folder, up to the current step.
         """
         saved = on_rank_0(lambda: validation_losses(self._folder))
         if saved and state.keys() == self.state_dict().keys():

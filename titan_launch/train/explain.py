@@ -69,8 +69,8 @@ def explain_model(
 
 @contextmanager
 def explained_in_trace(config: JobConfig, model: nn.Module, plan: ModelPlan) -> Iterator[None]:
-    """If `explain_model` explains an error of the block, which traces a model, raise the explanation in place of the
-    error."""
+    """In a block that traces a model, replace an error that `explain_model` explains by its ConfigError. Other errors
+    are raised unchanged."""
     try:
         yield
     except Exception as error:
@@ -116,7 +116,7 @@ def _out_of_memory_report(run: Run, error: BaseException) -> str:
             plan = TraceProcess(run.config, run.job.layout.world_size, run.job.hardware, stack, advises=True).result()
     except (ConfigError, UserError, RunError, OSError) as failure:
         reason = str(failure).splitlines()[-1]
-        return "\n".join([*lines, f"the job could not be planned: {reason}"])
+        return "\n".join([*lines, f"no planned peak, because the planner failed: {reason}"])
     row = next(row for row in plan["rows"] if row["is_chosen"])
     largest = sorted(row["active_bytes_by_category"].items(), key=lambda held: -held[1])[:4]
     categories = ", ".join(f"{name} {format_memory(size)}" for name, size in largest)

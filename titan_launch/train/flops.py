@@ -87,8 +87,8 @@ def unknown_if_it_fails() -> Iterator[None]:
 
 
 def flops_of_job(config: JobConfig) -> Flops:
-    """Return the FLOPs of one sample of a job without `auto`. Raises the errors of `count_flops`, and ConfigError
-    as the start of a run does."""
+    """Return the FLOPs of one sample of a job without `auto`. Raises ConfigError if the job cannot run, and the errors
+    of `count_flops`."""
     built = build_job_model(config)
     return count_flops(config, built, plan_precision(config, built), *sample_format(config))
 
@@ -168,8 +168,8 @@ _GROUPED = _aten._grouped_mm
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
-    """Run attention as one operation, which takes values of any width, and return its output. Mask, scale and dropout
-    are ignored, because they do not change the FLOPs."""
+    """Run attention as one operation, which takes value tensors of any width, and return its output. Mask, scale and
+    dropout are ignored, because they do not change the FLOPs."""
     shape = *query.shape[:-1], value.shape[-1]
     query, key, value = (x if x.dim() == 4 else x.reshape(-1, *x.shape[-3:]) for x in (query, key, value))
     groups = query.shape[1] // key.shape[1]

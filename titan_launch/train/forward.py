@@ -119,7 +119,7 @@ def check_embeddings(model: nn.Module, vocab_size: int) -> None:
     def compare(path: str, module: nn.Embedding, args: tuple[Any, ...]) -> None:
         if model_inputs and args and args[0] is model_inputs[0] and module.num_embeddings < vocab_size:
             reason = f"looks up token ids in {path} (Embedding), which has {module.num_embeddings} rows, but "
-            raise forward_error(f"{reason}{DATA['tokens'].format(vocab_size)}; set its rows to {vocab_size}")
+            raise forward_error(f"{reason}{DATA['tokens'].format(vocab_size)}; give the Embedding {vocab_size} rows")
 
     def end(module: nn.Module, args: tuple[Any, ...], outputs: Any) -> None:
         model_inputs.clear()
@@ -135,8 +135,8 @@ def check_embeddings(model: nn.Module, vocab_size: int) -> None:
 
 
 def _plain_tensors(model: nn.Module, device: torch.device) -> Iterator[str]:
-    """Yield an error text for each module attribute whose value is a tensor on another device than `device`, or a list,
-    tuple or dict with such a tensor. Parameters and buffers are not checked."""
+    """Yield an error text for each module attribute with a tensor on another device than `device`. The attribute is the
+    tensor, or a list, tuple or dict with the tensor. Parameters and buffers are not checked."""
     attributes = ((path, module, *item) for path, module in model.named_modules() for item in vars(module).items())
     for path, module, name, value in attributes:
         inside = list(value.values()) if isinstance(value, dict) else value

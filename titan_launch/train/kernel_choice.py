@@ -95,9 +95,9 @@ def use_kernels(
 def use_planned_kernels(
     config: JobConfig, built: BuiltModel, plan: ModelPlan, layout: Layout, capability: tuple[int, int]
 ) -> None:
-    """Decide for a plan whether attention pads its value tensors to the width of the queries, as `use_kernels` would on
-    a GPU of this compute capability. Instead of a call of attention, `plan.attention_kernels.takes` decides which
-    backends are usable. If `takes` refuses the backend that `kernels.attention` names, values are padded."""
+    """Decide for a plan whether attention pads its value tensors to the width of the queries. `use_kernels` decides the
+    same on a GPU of this compute capability. Here, `plan.attention_kernels.takes` says which backends are usable,
+    without a call of attention. If `takes` refuses the backend that `kernels.attention` names, values are padded."""
 
     def obstacle(dtype: str, pads_values: bool) -> Obstacle:
         assert built.attention is not None
@@ -249,7 +249,8 @@ def _check_on(
 
 
 def refusal(backend: SDPBackend, call: Callable[[], object]) -> str | None:
-    """Run `call`, a call of attention, with only this backend enabled. Return why PyTorch refuses the call, or None.
+    """Run `call`, a call of attention, with only this backend enabled. Return the reason for which PyTorch refuses the
+    call, or None if the call succeeds.
 
     PyTorch's own checks (`torch.backends.cuda.can_use_flash_attention` and others) write their reasons to standard
     error only.

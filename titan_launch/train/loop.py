@@ -70,7 +70,7 @@ class Due:
 
     validate: bool
     """Validate. With `validation.freq` above 0: due every `validation.freq` steps and after the last step. If a signal
-    ends the run earlier, no validation is due. The scheduler soon kills the run, and the checkpoint needs that time."""
+    ends the run earlier, no validation is due, because the scheduler soon kills the run."""
 
     save: bool
     """Save a checkpoint. With `checkpoint.enable`: due every `checkpoint.interval` steps, every
@@ -84,8 +84,7 @@ class Due:
 
     restore_statistics: bool
     """After the save, restore each rank's own running statistics, which `pool` has averaged over ranks. Due if only
-    `checkpoint.interval_minutes` or a signal causes the checkpoint: neither `checkpoint.interval`, `validation.freq`
-    nor the end of the run applies to the step. Such a checkpoint must not change later steps."""
+    `checkpoint.interval_minutes` or a signal causes the checkpoint. Such a checkpoint must not change later steps."""
 
 
 def due_after_step(config: JobConfig, step: int, first_step: int, stop_signal: int, save_is_due: bool) -> Due:
@@ -125,7 +124,7 @@ def is_saved(run: Run, due: Due) -> bool:
 
 def fit(run: Run) -> None:
     """Train until all steps are done, or until early stopping or a signal ends the run. Report, validate and save
-    checkpoints on the way."""
+    checkpoints on the way. Raises Stopped as `ending` does, and RunError if skipped steps end the run."""
     last = run.config.training.total_steps
     if reason := nothing_to_do(run):
         _log.info("%s", reason)
@@ -181,9 +180,10 @@ def looks_for_skipped_steps(run: Run, due: Due) -> bool:
 
 
 def ending(run: Run) -> str:
-    """Return a text that says how the run ended. Collective if early stopping has ended the run. Raises Stopped if all
-    ranks will restart for a new host. Also raises Stopped if a signal ended the run after a step of this process, and
-    no checkpoint is saved."""
+    """Return a text that says how the run ended. Collective if early stopping has ended the run.
+
+    Raises Stopped if all ranks will restart for a new host. Also raises Stopped if a signal ended the run after a step
+    of this process, and the run saves no checkpoints."""
     step, last, number = run.progress.step, run.config.training.total_steps, run.control.stop_signal
     if has_ended_early(run):
         return early_ending(run)
@@ -316,7 +316,7 @@ def learning_rates(run: Run, step: int) -> dict[str, float]:
 
 
 def perplexities(run: Run, scalars: Mapping[str, float]) -> dict[str, float]:
-    """Return the perplexities of a language model, by tag: the exponentials of its losses."""
+    """Return the perplexities of a language model, by tag: the exponentials of its losses, limited to exp(700)."""
     found = [name for name in losses_of_next_tokens(run.config) if name in scalars]
     return {name.replace("loss", "perplexity"): math.exp(min(scalars[name], 700.0)) for name in found}
 
@@ -336,7 +336,7 @@ def values_of_run(run: Run) -> dict[str, float]:
 
 
 def warn_of_collapse(run: Run, scalars: Mapping[str, float]) -> None:
-    """Warn once of each mixture of experts that left more than half of its experts unused since the last report."""
+    """On rank 0, warn once of each mixture of experts that used less than half of its experts since the last report."""
     collapsed = run.step.experts.newly_collapsed(scalars)
     if collapsed and run.ranks.is_rank_0:
         run.output.clear_progress()

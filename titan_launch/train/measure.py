@@ -171,19 +171,19 @@ class StepMeasurements(Observer):
         self._only_training = True
 
     def before_step(self, step: WatchedStep) -> None:
-        """Measure the step's memory or communication, if it is due."""
+        """Begin the measurements that are due in this step: peak memory, or the time of exposed communication."""
         if self._first_step is None:
             self._first_step = self._window_start = step.number
         if self._tracks_memory and step.number == self._first_step + STEADY_STEP - 1:
             self._watched.enter_context(self._memory_tracked(step.microbatches))
         if self._profile_freq and step.number % self._profile_freq == 0:
             if self._timeline.is_profiled:  # PyTorch can run only one profiler at a time
-                self._seen.setdefault("comm/exposed_s", -math.inf)  # other ranks measure it, and all pass the same tags
+                self._seen.setdefault("comm/exposed_s", -math.inf)  # all ranks must report the same tags
             else:
                 self._watched.enter_context(exposed_time_profiled(self._train_step.device, self._seen))
 
     def after_step(self, step: WatchedStep, result: StepResult) -> None:
-        """Keep the measurements of the step."""
+        """End the measurements of the step. `take_metrics` returns their results."""
         self._watched.close()
         self._steps += 1
 

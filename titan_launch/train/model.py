@@ -67,8 +67,8 @@ def build_on_all_ranks(config: JobConfig, ranks: Ranks) -> BuiltModel:
     """Build a job's model on each rank; collective. A user's own factory may give the model initial values.
 
     One rank of each host calls the factory on the CPU and keeps the values. The other ranks call the factory on the
-    meta device. If the factory fails on the meta device, or makes a different module there than on the CPU, the
-    other ranks also call it on the CPU, one after another, and drop the values.
+    meta device. If the factory fails on the meta device, or makes a different module there, the other ranks also call
+    it on the CPU. They do so one after another, and drop the values.
 
     Raises ConfigError, on all ranks alike, as `build_model` does, and if a factory makes different modules on two
     ranks.
@@ -105,8 +105,8 @@ def build_on_all_ranks(config: JobConfig, ranks: Ranks) -> BuiltModel:
             queues.setdefault(identity.owner, []).append(rank)
     if queues:
         message = (
-            "%s fails on the meta device, or builds a different module there; number of ranks that call the factory on "
-            "the CPU, one after another on each host: %d"
+            "initial values: on the meta device, %s fails or builds a different module than on the CPU; so ranks also "
+            "call it on the CPU, one after another on each host (number of ranks: %d)"
         )
         _log.info(message, config.model.name, sum(map(len, queues.values())))
     for turn in zip_longest(*queues.values()):
@@ -170,7 +170,7 @@ def _different_modules(config: JobConfig, described: list[_Described]) -> Config
         name = differing[0]
         instead = f"{name} is {other.get(name, 'missing')} instead of {first.get(name, 'missing')}"
         reason = (
-            f"the factory makes other tensors on rank {rank} than on rank 0, {listed(differing)}: {instead}; {only}"
+            f"the factory makes other tensors on rank {rank} than on rank 0 ({listed(differing)}): {instead}; {only}"
         )
     elif other and list(other) != list(first):
         reason = (
@@ -291,9 +291,9 @@ def allocate_model(
     """Allocate this rank's shards of the model and of `model.frozen` on `device`. If `initial_values` is True, fill
     them with initial values. With `training.enable_cpu_offload`, the shards of parameters are in host memory.
 
-    With context parallelism, also cut the model's buffers that extend along the sequence to this rank's rows, and use
-    ring attention until `stack` is closed. `attention_device`: device for which ring attention is chosen; by default
-    `device`. Raises ConfigError if PyTorch has no ring attention for that device.
+    With context parallelism, also cut the model's buffers that extend along the sequence to this rank's part of the
+    sequence. Ring attention is used until `stack` is closed. `attention_device`: device for which ring attention is
+    chosen; by default `device`. Raises ConfigError if PyTorch has no ring attention for that device.
     """
     ranks = model.mesh.along(CONTEXT)
     stack.enter_context(ring_attention(ranks, config.parallelism, attention_device or device))

@@ -65,7 +65,7 @@ class PrecisionAudit(Observer):
         self._hooks = ExitStack()
 
     def before_step(self, step: WatchedStep) -> None:
-        """Watch the step if it is the first one."""
+        """Watch the step if it is the first step of this process."""
         if not self._is_due:
             return
         self._is_due = False

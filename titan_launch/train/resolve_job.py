@@ -80,8 +80,8 @@ def resolve_job(config: JobConfig, ranks: Ranks, attempt: Attempt) -> tuple[Reso
     units and dtypes. Return the job and the model. Collective.
 
     A resumed run keeps the modes that its run folder records, if the job still allows them. Raises ConfigError on all
-    ranks if the job does not fit the ranks, the devices or the model, and UserError if the job does not fit into
-    memory.
+    ranks if the job does not fit the ranks, the devices or the model. Raises UserError on all ranks if the job does not
+    fit into memory.
     """
     hardware = _hardware_of_run(config, ranks)
     config = _resolve_batch_size(config, hardware, ranks)
@@ -112,8 +112,8 @@ _Decision = tuple[Choice, str]
 
 def _hardware_of_run(config: JobConfig, ranks: Ranks) -> Hardware:
     """Return the planner's assumptions about the devices of this run. Collective. On GPUs, the memory limit is the
-    memory of the smallest device. On CPUs, the memory limit is the host's memory divided by the ranks on the host, or
-    the limit of this process (`ulimit`) if that is lower. Keys of `[planner]` may set another limit."""
+    memory of the smallest device. On CPUs, the memory limit is the host's memory divided by the number of ranks on the
+    host, or a lower limit of this process (`ulimit`). Keys of `[planner]` may set another limit."""
     if ranks.device.type != "cuda":
         return hardware_of(config, ranks.on_host, kernels="cpu")
     properties = torch.cuda.get_device_properties(ranks.device)
@@ -123,7 +123,7 @@ def _hardware_of_run(config: JobConfig, ranks: Ranks) -> Hardware:
 
 
 def _resolve_batch_size(config: JobConfig, hardware: Hardware, ranks: Ranks) -> JobConfig:
-    """Return the job with a number in place of `training.local_batch_size = "auto"`. A job without this `auto` is
+    """Return the job with a number in place of `training.local_batch_size = "auto"`. A job with another value is
     unchanged. Collective.
 
     Rank 0 chooses the largest microbatch that fits by the plan. Then each rank starts a trial of this microbatch:
@@ -188,7 +188,8 @@ def _decide(config: JobConfig, layout: Layout, inventory: Inventory, hardware: H
     except ConfigError:
         raise
     except (UserError, RunError) as error:
-        raise UserError(f'{error}\nto run without the planner, set modes instead of "auto"') from error
+        keys = "gradient_accumulation.mode and activation_checkpoint.mode"
+        raise UserError(f'{error}\nto run without the planner, set {keys} to values other than "auto"') from error
 
 
 def _recorded(config: JobConfig, attempt: Attempt) -> _Decision | None:

@@ -54,7 +54,7 @@ class Run:
     """The first step of this process: 1, or the step after the checkpoint from which the run resumed."""
 
     state: TrainingState
-    """The state that a checkpoint holds."""
+    """The state that checkpoints save."""
 
     checkpoints: CheckpointManager | None
     batches: RunBatches
@@ -80,8 +80,8 @@ class Run:
 
     @cached_property
     def lr_factors(self) -> dict[str, float]:
-        """The factor of the learning rate of each optimizer group, by name, including groups that are only on other
-        pipeline ranks."""
+        """Learning-rate factors by name of the optimizer group. Groups that are only on other pipeline ranks are
+        included."""
         config = self.config
         trained = trained_parameters(self.job.plan.inventory, config.optimizer, width_scales(config))
         return {parameter.group: parameter.settings.lr_factor for parameter in trained.values()}

@@ -52,8 +52,8 @@ class Update:
 
 
 class MicrobatchesInTurn:
-    """The forward and backward of a step's microbatches, one after another, for a model without pipeline stages. With
-    pipeline stages, `pipeline_step.PipelinedStep` takes its place."""
+    """The forward and backward of a step's microbatches, one after another, for a model without pipeline stages. Models
+    with pipeline stages use `pipeline_step.PipelinedStep` instead."""
 
     computes_loss = True
 
@@ -68,7 +68,7 @@ class MicrobatchesInTurn:
 
     def __call__(self, microbatches: list[Batch], loss: Loss, num_items: Callable[[], Tensor]) -> Tensor:
         """Compute the gradients of all microbatches. Return the total of their `Loss.sums`, divided by `num_items()`.
-        `num_items` returns the step's number of items over all ranks. It is called after each forward."""
+        `num_items` returns the step's number of items over all ranks, and is called after each forward."""
         sums = torch.zeros(loss.num_sums, device=self._device)
         if loss.prepares_steps:
             self.timeline.group("before the microbatches")
@@ -114,7 +114,7 @@ class TrainStep:
         """BatchNorm's running statistics, and a copy of them, which a skipped or abandoned step restores."""
 
         self.experts = ExpertBalance(model, mesh.data_group, device)
-        """The loads (tokens per expert) and the selection biases of mixtures of experts."""
+        """The loads (numbers of tokens per expert) and the selection biases of mixtures of experts."""
 
         self._replicas = replicas_of(self.optimizer)
         self._parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]

@@ -313,7 +313,7 @@ def test_named_tokens_are_those_of_transformers_or_refused(folders: dict[str, Pa
     end = {"eos_token": "<|endoftext|>"}
     unknown = 'data.template: writes the token "<|assistant|>", which is not among the "added_tokens" of '
     cases: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-        ({"tokenizer_class": "GPT2Tokenizer"}, {}, 'or set data.template_args.eos_token (perhaps to "")'),
+        ({"tokenizer_class": "GPT2Tokenizer"}, {}, 'or set data.template_args.eos_token ("" for no token)'),
         ({**end, "extra_special_tokens": ["<|assistant|>"]}, {}, unknown),
         ({**end, "extra_special_tokens": ["<|assistant|>"]}, {NAMES_FILE: {"extra_special_tokens": ["<a>"]}}, unknown),
         (end, {ADDED_FILE: {"<|assistant|>": 999}}, unknown),
@@ -449,7 +449,7 @@ def test_bad_templates_are_named(folders: dict[str, Path], tmp_path: Path, monke
         return problem(path, ByteTokenizer(), lines, template=str(tmp_path / name)).replace(str(tmp_path), "T")
 
     syntax = "is not a Jinja template: line 2: Expected an expression, got 'end of statement block'"
-    assert found("a\n{% if %}") == f"data.template: {syntax}"
+    assert found("a\n{% if %}") == f'data.template: {syntax}; correct it, or set "chatml"'
     missing = 'data.template: cannot read T/none: No such file or directory; set "chatml", or a Jinja file'
     assert found(None, "none") == missing
     changing = "{{ messages | length }}{% for message in messages %}{{ message.content }}{% endfor %}"

@@ -205,7 +205,7 @@ def test_prepared_answers_keep_their_labels_and_are_never_divided(tmp_path: Path
         assert own.equal(other)
     with pytest.raises(ConfigError, match="would divide the answers with a label in the token files"):
         opened(SEQ_LEN, "concat")
-    with pytest.raises(ConfigError, match="has answers with a label, of which one takes"):
+    with pytest.raises(ConfigError, match=r"has answers with a label\. The longest takes"):
         opened(30, "documents")
 
 
@@ -225,5 +225,5 @@ def test_prepared_pairs_are_the_same_samples(tmp_path: Path) -> None:
         ConfigError, match=r'data\.packing: would divide the pairs of answers in the token files; set "documents"'
     ):
         opened(SEQ_LEN, "concat")
-    with pytest.raises(ConfigError, match="has pairs of answers, of which one takes 131 positions"):
+    with pytest.raises(ConfigError, match=r"has pairs of answers\. The longest takes 131 positions"):
         opened(100, "documents")

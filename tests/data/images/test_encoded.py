@@ -204,7 +204,7 @@ def test_a_damaged_image_is_named_when_it_is_read(tmp_path: Path) -> None:
     for content, reason in (
         (bytes(len(whole)), r"1.PNG is not a valid image \(it is none of BMP, GIF"),
         (whole[:60] + bytes(len(whole) - 60), r"1.PNG is not a valid image \("),
-        (whole[:-9], rf"1.PNG has {len(whole) - 9} bytes, but {len(whole)} when its data was indexed"),
+        (whole[:-9], rf"1.PNG has {len(whole) - 9} bytes, but had {len(whole)} bytes when it was indexed"),
         (None, "1.PNG cannot be read: No such file or directory; restore"),
     ):
         path.unlink() if content is None else path.write_bytes(content)

@@ -259,12 +259,12 @@ def test_images_that_do_not_fit_the_model_are_refused(tmp_path: Path) -> None:
     assert problem(path=path, taken=ImageFormat(1, 9, 9, num_classes=12)).splitlines() == [
         "data.path: holds images with 3 channels, but the model takes 1; set model.args.in_channels = 3",
         "data.path: holds images of 8 x 8 pixels, but the model takes 9 x 9; set model.args.image_size = 8, "
-        "or the keys resize and crop",
+        "or set resize and crop to 9",
         "data.path: holds labels up to 12, but the model has 12 classes; set model.args.num_classes to 13 or more",
     ]
     oblong = write(tmp_path / "b.npz", np.zeros((4, 8, 9), np.uint8), LABELS)
     assert problem(path=oblong, taken=ImageFormat(1, 8, 8, num_classes=4)) == (
-        "data.path: holds images of 8 x 9 pixels, but the model takes square images; set the keys resize and crop"
+        "data.path: holds images of 8 x 9 pixels, but the model takes square images; set resize and crop to 8"
     )
     last = write(tmp_path / "c.npz", np.zeros((4, 8, 8, 3), np.uint8), LABELS)
     assert problem(path=last, taken=ImageFormat(3, 8, 8, num_classes=4)) == (

@@ -137,7 +137,8 @@ def test_errors_name_the_key_and_the_remedy(tmp_path: Path) -> None:
     assert problem(TextData(path=str(tmp_path)), key=("validation", "data")) == (
         f"validation.data.{too_few}: 2 files, 7 tokens; {remedy}"
     )
-    assert problem(TextData(path=(str(file), "nowhere/*.txt"))) == 'data.path: no file is found at "nowhere/*.txt"'
+    missing = 'data.path: no file is found at "nowhere/*.txt" (paths are relative to the working directory)'
+    assert problem(TextData(path=(str(file), "nowhere/*.txt"))) == missing
     full_side, empty_side = ("validation", "train") if is_held_out("a.txt", 50) else ("train", "validation")
     assert problem(TextData(path=str(file), split=full_side, validation_percent=50)) == (
         f"data.path: has too few tokens in its {full_side} split for a sample of seq_len + 1 = 257 tokens: 1 file, "

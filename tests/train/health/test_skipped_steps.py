@@ -148,7 +148,7 @@ def test_the_record_of_a_stream_names_no_samples(tmp_path: Path) -> None:
     job["debug"]["max_skips"] = 1
     ((_, message, _),) = run_ranks(train_poisoned, 1, job, range(4))
     path = tmp_path / "tiny" / "skipped_steps" / "step-1.json"
-    assert message.endswith(f"Its numbers are in {path}")
+    assert message.endswith(f"The numbers of the step are in {path}")
     assert [rank["samples"] for rank in json.loads(path.read_text())["ranks"]] == [None]
 
 
@@ -156,14 +156,14 @@ def test_a_run_returns_to_a_checkpoint_a_limited_number_of_times(tmp_path: Path)
     job = job_with(tmp_path, 8, on_repeated_skips="rollback", max_rollbacks=2)
     ((_, message, _),) = run_ranks(train_poisoned, 1, job, range(16, 1000))
     assert message.startswith("step 5: the loss or the gradient is not finite")
-    assert "it has gone back to a checkpoint 2 times already (debug.max_rollbacks)" in message
+    assert "it has gone back to a checkpoint 2 times already (debug.max_rollbacks = 2)" in message
     assert str(tmp_path / "tiny" / "skipped_steps" / "step-5.rollback-2.json") in message
 
 
 def test_a_run_without_a_checkpoint_stops_with_an_error(tmp_path: Path) -> None:
     job = job_with(tmp_path, 8, on_repeated_skips="rollback")
     ((_, message, _),) = run_ranks(train_poisoned, 1, job, range(8))
-    assert "and the run stops: it has saved no checkpoint to go back to since its start" in message
+    assert "The run stops, because it has saved no checkpoint since its start; set a smaller" in message
 
 
 def test_a_checkpoint_of_a_later_data_position_gives_no_negative_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,5 +188,5 @@ def test_too_many_skipped_steps_stop_the_run_and_a_resume_continues_the_count(tm
     for number in range(MAX_RECORDS):
         (faults / f"step-{number + 100}.json").touch()
     ((_, message, _),) = run_ranks(train_poisoned, 1, {**job, "training": {**job["training"], "steps": 8}}, bad)
-    assert message.startswith("step 4: ") and "skipped steps in a row: 2, the limit" in message
+    assert message.startswith("step 4: ") and "(debug.max_skips = 2), and the run stops" in message
     assert (faults / "step-4.json").exists()  # the step that ends the run is always recorded

@@ -189,4 +189,4 @@ def test_a_non_finite_step_stops_the_run(tmp_path: Path) -> None:
     for states, message in run_ranks(train_with_poison, 2, tiny_job(tmp_path), 3, 1):
         assert len(states) == 2
         assert message.startswith("step 3: the loss or the gradient is not finite (loss nan, on rank 1; gradient norm")
-        assert f"Its samples are in {tmp_path / 'tiny' / 'skipped_steps' / 'step-3.json'}" in message
+        assert f"The samples of the step are in {tmp_path / 'tiny' / 'skipped_steps' / 'step-3.json'}" in message

@@ -1,5 +1,5 @@
 """Keys of TorchTitan, TRL, Transformers' Trainer, Axolotl, LLaMA-Factory, torchtune, Lightning and others, with their
-replacements in this job file."""
+replacements in titan_launch."""
 
 from __future__ import annotations
 
@@ -15,15 +15,13 @@ _DATASET = 'use "data.path", with "data.kind" = "huggingface" for a data set of 
 _PROFILE = 'use "profiling.start_step", the first step of a profile, and "profiling.num_steps"'
 _PROFILE_FOLDER = "not needed; profiles are in profiling/ of the run folder"
 _WANDB = 'use "metrics.sinks" = ["wandb"]; environment variables such as WANDB_PROJECT set the rest'
-_ACCUMULATION = (
-    'set "training.global_batch_size" instead: local_batch_size times data-parallel ranks times accumulation steps'
-)
+_ACCUMULATION = 'set "training.global_batch_size" to local_batch_size x data-parallel ranks x accumulation steps'
 _BETAS = 'use "optimizer.beta1" and "optimizer.beta2"'
 _MODE = 'use "activation_checkpoint.mode"; "none" disables activation checkpointing'
 _NO_COMPILE_MODE = "not supported; inductor always runs in its default mode; remove this key"
 _NO_EARLY_STEP = "not supported, since clipping needs all gradients before the update; remove this key"
 _NO_ANOMALY = "anomaly detection is not supported; remove this key"
-_MODEL_ONLY = 'every checkpoint has the whole training state; "titan-launch export" writes the model alone'
+_MODEL_ONLY = 'use "titan-launch export" to write the model alone; every checkpoint has the whole training state'
 _FOLDER = 'use "job.dump_folder"; checkpoints are in checkpoints/ of the run folder'
 
 TORCHTITAN_KEYS: dict[str, str] = {
@@ -65,7 +63,7 @@ TORCHTITAN_KEYS: dict[str, str] = {
     "checkpoint.keep_latest_k": "checkpoint.keep_latest",
     "checkpoint.load_step": "checkpoint.load",
     "checkpoint.load_only": 'use "checkpoint.initial_load_path" with "checkpoint.enable" = false',
-    "checkpoint.initial_load_model_only": '"checkpoint.initial_load_path" always loads only parameters and buffers',
+    "checkpoint.initial_load_model_only": 'use "checkpoint.initial_load_path", which loads only parameters and buffers',
     "checkpoint.initial_load_in_hf": 'use "model.weights" with the folder',
     "checkpoint.last_save_in_hf": 'not needed; "titan-launch export" writes the Hugging Face format of a checkpoint',
     "checkpoint.last_save_model_only": _MODEL_ONLY,
@@ -80,7 +78,7 @@ TORCHTITAN_KEYS: dict[str, str] = {
     "metrics.enable_wandb": _WANDB,
     "metrics.disable_color_printing": "use the environment variable NO_COLOR",
     "metrics.save_tb_folder": "not needed; TensorBoard files are in tb/ of the run folder",
-    "comm.backend": '"job.device" sets the backend: NCCL for "cuda", gloo for "cpu"',
+    "comm.backend": 'use "job.device", which sets the backend: NCCL for "cuda", gloo for "cpu"',
     "comm.mode": "use the option --fake-world-size of `launch` for a dry run",
     "comm.train_timeout_seconds": "comm.timeout_seconds",
     "comm.trace_buf_size": "comm.flight_recorder_size",
@@ -91,7 +89,7 @@ TORCHTITAN_KEYS: dict[str, str] = {
     "debug.detect_anomaly": _NO_ANOMALY,
     "debug.moe_force_load_balance": "not supported; remove this key",
     "debug.seed": "training.seed",
-    "debug.deterministic_warn_only": '"debug.deterministic" makes nondeterministic kernels an error, not a warning',
+    "debug.deterministic_warn_only": 'use "debug.deterministic"; nondeterministic kernels are then an error',
     "validation.enable": 'use "validation.freq"; 0 disables validation',
     "validation.dataset": _DATASET.replace("data.", "validation.data."),
     "validation.dataset_path": "validation.data.path",
@@ -108,8 +106,8 @@ TORCHTITAN_KEYS: dict[str, str] = {
     "profiling.save_memory_snapshot_folder": _PROFILE_FOLDER,
     "quantize": "float8.enable",
 }
-"""Remedies for TorchTitan's keys and sections that have another name in this job file, or that do not exist here. A key
-that has the same name in another section here needs no entry: `explain_unknown_key` finds this section."""
+"""Remedies for TorchTitan's keys and sections that have another name in titan_launch, or that titan_launch lacks. A key
+that has the same name in another section needs no entry: `explain_unknown_key` finds this section."""
 
 _NAMES: dict[str, str] = {
     # The model.
@@ -285,7 +283,7 @@ FOREIGN_KEYS: dict[str, str] = {
     **TORCHTITAN_KEYS,
     **COMMON_NAMES,
     "optimizer.beta": _BETAS,  # in other sections, `beta` means a key of a loss
-    # Names of sections of this job file that are keys with a single value in other tools.
+    # Names of titan_launch's sections that are keys with a single value in other tools.
     "activation_checkpoint": "activation_checkpoint.mode",
     "compile": "compile.enable",
     "data": "data.path",
@@ -297,11 +295,11 @@ FOREIGN_KEYS: dict[str, str] = {
     "precision": 'use "precision.param_dtype", such as "bfloat16"',
 }
 """Remedies for the keys of all tools, by dotted key (for one section) or by name (for any section). A remedy is a key
-of this job file, or a clause that contains keys of this job file in quotes."""
+of titan_launch, or a clause that contains keys of titan_launch in quotes."""
 
 
 def foreign_key(key: KeyPath) -> tuple[str, list[KeyPath]] | None:
-    """Return the remedy for a key of another tool, and the keys of this job file that the remedy names; None for any
+    """Return the remedy for a key of another tool, and the keys of titan_launch that the remedy names; None for any
     other key."""
     text = FOREIGN_KEYS.get(".".join(map(str, key))) or FOREIGN_KEYS.get(str(key[-1]))
     if text is None:

@@ -54,8 +54,8 @@ class JobFile:
 
 @dataclass(frozen=True)
 class FolderFile:
-    """The `config.json` in a folder of a model, in the role of a job file. It is merged first, so all job files
-    override it."""
+    """The `config.json` in a folder of a model, which is merged before the job files, so that all job files override
+    its keys."""
 
     path: str
     table: dict[str, Any]
@@ -125,7 +125,8 @@ class _Reader:
             return []
         _, place = file.find(("extends",))
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            self.problems.append(f"{place}: extends: must be the path of a file, or an array of paths")
+            given = f"{place}: extends = {shortened(toml_value(names))}"
+            self.problems.append(f"{given}: must be the path of a file, or an array of paths")
             return []
         folder = os.path.dirname(file.path)
         paths = [name if _is_plain(name) else os.path.normpath(os.path.join(folder, name)) for name in names]
@@ -166,7 +167,7 @@ def _named(path: str) -> str:
         names = ", ".join(name for name in known if "/" not in name)
         hint = _similar_file(path) or did_you_mean(path, known)
         shown = shortened(path, _MAX_PATH_LENGTH)
-        raise _FileError(f"{shown}: no such file, and no config of this package (there are {names}){hint}")
+        raise _FileError(f"{shown}: no such file, and no job file of this package, which has {names}{hint}")
     return str(known[path])
 
 

@@ -68,7 +68,7 @@ def _merge_all(path: str | None, overrides: Sequence[str], aliases: Mapping[str,
     """Return the merged files and overrides of a job. Its problems are overrides that cannot be applied, URLs that
     cannot be copied, and problems of the model's folder (see `_model_of_folder`).
 
-    If the job has URLs, and its keys or values are wrong, raises UserError before anything is copied.
+    For a job with URLs, raises UserError for wrong keys or values before anything is copied.
     """
     given, files = parse_overrides(overrides, aliases), read_job(path) if path else []
     subject = path or "the command line"
@@ -96,7 +96,7 @@ def _merge_all(path: str | None, overrides: Sequence[str], aliases: Mapping[str,
 
 def _model_of_folder(model: Any) -> FolderFile | None:
     """Return the keys of `[model]` from the `config.json` of the model's folder, as a file that the job files override.
-    Return None if the job names no such folder, or needs no keys from it. Raises ConfigError for a wrong folder."""
+    Return None if the job names no such folder, or needs no keys from it. Raises ConfigError for an unusable folder."""
     if not isinstance(model, dict):
         return None
     return _class_of_folder(model) if model.get("name") == HUGGINGFACE else _model_of_weights(model)
@@ -133,9 +133,10 @@ def _class_of_folder(model: Mapping[str, Any]) -> FolderFile | None:
     unknown = [key for key in given if key not in table and key not in _OVERRIDES]
     if unknown:
         also: tuple[KeyPath, ...] = (("model", name),)
+        hints = {key: did_you_mean(key, table) or "; remove this key" for key in unknown}
         raise ConfigError(
-            Problem(("model", "args", key), f"{path} has no such key{did_you_mean(key, table)}", given[key], also)
-            for key in unknown
+            Problem(("model", "args", key), f"{path} has no such key{hint}", given[key], also)
+            for key, hint in hints.items()
         )
     replaced = {*_WITHOUT_EFFECT, *(key for name in given for key in _OVERRIDES.get(name, ()))}
     args = {key: value for key, value in table.items() if key not in replaced}
@@ -145,7 +146,7 @@ def _class_of_folder(model: Mapping[str, Any]) -> FolderFile | None:
 def _model_of_weights(model: Mapping[str, Any]) -> FolderFile | None:
     """Return the name, flavor and arguments of the model in the folder `model.weights`.
 
-    Return None if the job does not set `model.weights`, or if it sets a flavor or names its own factory. Raises
+    Return None for a job without `model.weights`, with a flavor, or with a factory in `model.name`. Raises
     ConfigError if the `config.json` of the folder cannot be read, names no model of this package, or names a different
     model than the job.
     """

@@ -127,7 +127,7 @@ def parse_value(text: str) -> Any:
 
 
 _ALTERNATIVES: Mapping[KeyPath, str] = {("training", "steps"): "epochs", ("training", "epochs"): "steps"}
-"""Pairs of keys of one table, of which a job sets only one: the path of each key, and the name of the other key."""
+"""Keys of which a job sets only one: the path of each key, with the name of the other key in the same table."""
 
 
 class Draft(Provenance):

@@ -25,8 +25,8 @@ class Source(Protocol):
     """A file or an override of a job. Later sources override earlier ones."""
 
     def find(self, key: KeyPath) -> tuple[int, str]:
-        """Return (line, location as text) of a key. If the key has no line, the line is that of the nearest table
-        around the key, or 0 if there is none."""
+        """Return (line, location as text) of a key. `line`: line of the key, or else of the nearest table
+        around the key; 0 if neither has a line."""
 
 
 class Provenance:
@@ -58,7 +58,7 @@ class Provenance:
 
     def describe(self, problems: Iterable[Problem]) -> str:
         """Return the message for all problems of a job, in the order of its files, lines and overrides. If several
-        problems end with the same `said_once`, the later ones are shown without it."""
+        problems end with the same `said_once`, only the first of them is shown with this text."""
         ordered = sorted(problems, key=lambda problem: self.find(problem.key))
         said: set[str] = set()
         lines = []

@@ -52,7 +52,7 @@ def choices(kind: Any) -> tuple[str, ...]:
 
 
 def tables(section: type[Section], key: KeyPath = ()) -> Iterator[TableSchema]:
-    """Yield all tables in a section, outer ones first. A table with kinds is yielded once per kind."""
+    """Yield all tables in a section, outer tables first. A table with kinds is yielded once per kind."""
     for name, field in section.model_fields.items():
         path = (*key, name)
         dotted = ".".join(map(str, path))
@@ -109,7 +109,7 @@ class Kinds:
         self.variants = variants
         """Section class of each kind."""
         self.default: str = next(iter(variants))
-        """Kind of a table without `kind`: the first one."""
+        """Kind of a table without `kind`: the first kind."""
 
     def dropped_keys(self, old: Mapping[str, Any], new: Mapping[str, Any]) -> set[str]:
         """Return the keys of the table `old` that must be removed before `new` is merged into it, because `new` changes

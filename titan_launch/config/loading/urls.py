@@ -28,7 +28,7 @@ READ: frozenset[KeyPath] = frozenset(
 """Keys of files and folders that a run reads, without the indices of arrays. URLs in other keys are not copied."""
 
 WRITTEN: Mapping[KeyPath, str] = {
-    ("job", "dump_folder"): "; checkpoint.store copies checkpoints to an object store",
+    ("job", "dump_folder"): "; to copy checkpoints to an object store, set checkpoint.store",
     ("compile", "cache_folder"): "",
 }
 """Keys of local folders that a run writes, each with text for the end of the error about a URL."""

@@ -184,7 +184,7 @@ def _remedies(key: KeyPath, owner: type[Section] | None) -> Iterator[tuple[str, 
         yield f"only kind = {' or '.join(having)} has this key", [(*parent, "kind")]
     models = [f'"{model}"' for model, row in ARCHITECTURES.items() if name in row.args.model_fields]
     if parent == _ARGS and models:
-        yield f"it is an argument of {' or '.join(models)}", [("model", "name")]
+        yield f"only model.name = {' or '.join(models)} has this argument", [("model", "name")]
     if foreign := foreign_key(key):
         yield foreign
     if found := _tables_with(name):

@@ -303,8 +303,8 @@ def _normal_entries(data: _Split | TokensData) -> list[str]:
 
 
 def pairs_of(config: JobConfig, kind: type[Kind]) -> Iterator[tuple[tuple[KeyPath, Kind], tuple[KeyPath, Kind]]]:
-    """Yield each pair of a source of training data and a source of validation data that are instances of the class
-    `kind`. Yield nothing if the run does not validate."""
+    """Yield ((key, table), (key, table)) for each pair of a training source and a validation source, both instances of
+    the class `kind`. Yield nothing if the run does not validate."""
     if config.validation.freq:
         found = list(sources_with(config, kind))
         train, held_out = ([s for s in found if s[0][0] == table] for table in ("data", "validation"))

@@ -1,4 +1,4 @@
-"""Rules of `titan_launch.config.rules` for the loss, and the job that describes its second model."""
+"""Rules across sections for the loss, and the job that describes the second model of a loss."""
 
 from __future__ import annotations
 
@@ -150,8 +150,8 @@ def outputs_suit_the_loss(config: JobConfig) -> Iterator[Problem]:
 
 
 def labels_mean_the_same(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem for each source of texts with labels whose labels, or their order, differ from those of the
-    first source. The number of a label would then mean something else, or none of the model's outputs."""
+    """Report a problem for each source whose `labels` differ from the `labels` of the first source, in names or in
+    order. The same output of the model would then stand for different labels."""
     sources = list(sources_with(config, ClassificationData))
     for source, data in sources[1:]:
         first, expected = sources[0]
@@ -161,8 +161,8 @@ def labels_mean_the_same(config: JobConfig) -> Iterator[Problem]:
 
 
 def labels_have_the_order_of_the_weights(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem if the labels of the first source of texts are the names in the folder `model.weights`, in
-    another order, and the output layer of the folder is used. Its outputs would then have wrong names."""
+    """For a job that uses the output layer of `model.weights`, report a problem if the labels of the first source are
+    the labels in this folder, but in another order. The outputs would then have wrong names."""
     model = config.model
     if model.weights is None or any(matches(glob, "output.weight") for glob in model.exclude_from_weights):
         return
@@ -179,8 +179,8 @@ def labels_have_the_order_of_the_weights(config: JobConfig) -> Iterator[Problem]
 
 
 def base_is_frozen(config: JobConfig) -> Iterator[Problem]:
-    """For a loss with `reference = "base"`, report a problem if the job has no adapters, if it also trains parameters
-    of the base model, or if it moves selection biases of experts. (`Base` checks running statistics.)"""
+    """For a loss with `reference = "base"`, report a problem if the job has no adapters, trains parameters of the base
+    model, or moves selection biases of experts. (The class `Base` checks running statistics.)"""
     settings = config.loss.settings
     if not isinstance(settings, ReferenceConfig) or settings.reference != BASE:
         return
@@ -198,7 +198,7 @@ def base_is_frozen(config: JobConfig) -> Iterator[Problem]:
     if rate := selection_bias_rate(config.model):
         cause = f"model.args.experts.selection_bias_rate = {rate} moves selection biases of the base model"
         reason = f"is the base model, which must stay frozen, but {cause}"
-        yield Problem(key, f"{reason}; set it to 0, or name a folder", BASE, also=(("model",),))
+        yield Problem(key, f"{reason}; set this rate to 0, or name a folder", BASE, also=(("model",),))
 
 
 def second_model_fits(config: JobConfig) -> Iterator[Problem]:

@@ -1,4 +1,4 @@
-"""Rules across sections for the model and its arguments. Part of `titan_launch.config.rules`."""
+"""Rules across sections for the model and its arguments."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def _tables(value: object, key: KeyPath = ()) -> Iterator[tuple[KeyPath, Table]]
 
 def weights_are_of_the_model(config: JobConfig) -> Iterator[Problem]:
     """Report a problem if the folder `model.weights` cannot be read or holds a different model. Also report a problem
-    for each model argument that differs from the argument in the folder, except `num_labels` and a larger `vocab_size`.
+    for each model argument that differs from the argument in the folder (exceptions: see `ModelConfig.weights`).
     (A missing folder is not a problem here, because a run that resumes may not need the folder. A new run reports a
     missing folder when it reads the weights.)"""
     model, key = config.model, ("model", "weights")

@@ -23,8 +23,8 @@ _MODEL: tuple[KeyPath, ...] = (("model", "name"), ("model", "flavor"), ("model",
 
 
 def matrices_can_be_divided(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem if a size that tensor parallelism divides, such as the number of heads or the vocabulary size,
-    is not a multiple of the degree (see `ModelArgs.tensor_parallel_sizes`)."""
+    """Report a problem if a size that tensor parallelism divides, such as the vocabulary size, is not a multiple of
+    the degree (see `ModelArgs.tensor_parallel_sizes`)."""
     degree, args = config.parallelism.tensor_parallel_degree, known_args(config.model)
     if degree == 1 or args is None:
         return
@@ -58,7 +58,7 @@ def ring_attention_is_causal(config: JobConfig) -> Iterator[Problem]:
     documents, which ring attention does not support."""
     degree = config.parallelism.context_parallel_degree
     for what, also in beyond_causal_attention(config) if degree > 1 else ():
-        reason = f"is not supported with {what}: ring attention is plain causal; set context_parallel_degree = 1"
+        reason = f"supports only plain causal attention, but the job has {what}; set context_parallel_degree = 1"
         yield Problem(CONTEXT.key, reason, degree, also)
 
 
@@ -227,8 +227,8 @@ def misfit_of_microbatches(
         above = next(n for n in count(num_microbatches) if _makes_equal_rounds(n, degree))
         each, unit = (1, " microbatches") if samples_each is None else (samples_each, "")
         return (
-            f"{has}; {schedule} divides them into {num_microbatches // degree} rounds ({num_microbatches} // {degree} "
-            f"ranks), which must be equal; nearest: {below * each} or {above * each}{unit}"
+            f"{has}; {schedule} needs {num_microbatches // degree} rounds ({num_microbatches} // {degree} ranks) of "
+            f"equal size; nearest: {below * each} or {above * each}{unit}"
         )
     return None
 

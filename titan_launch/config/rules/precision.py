@@ -73,7 +73,7 @@ def deferred_all_reduces_exist(config: JobConfig) -> Iterator[Problem]:
 
 
 def parameters_can_stay_unsharded(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem for each key that reshards parameters after forward while `keep_params_unsharded` is true, and
+    """With `keep_params_unsharded = true`, report a problem for each key that reshards parameters after forward, and
     for a loss that frees the parameters in each step."""
     key = ("gradient_accumulation", "keep_params_unsharded")
     if not config.gradient_accumulation.keep_params_unsharded:

@@ -317,7 +317,7 @@ CONTRADICTIONS = (
     Contradiction(
         "ema.validate_with",
         lambda job: job.ema.decay is not None and job.ema.validate_with != "both" and not job.validation.freq,
-        "has no effect with {validation.freq}; set validation.freq, or remove this key",
+        "has no effect with {validation.freq}; set validation.freq above 0, or remove this key",
     ),
     Contradiction(
         "checkpoint.save_last",

@@ -32,7 +32,7 @@ def profile_is_in_the_run(config: JobConfig) -> Iterator[Problem]:
 
 def profiled_ranks_exist(config: JobConfig, world_size: int) -> Iterator[Problem]:
     """Report a problem if `profiling.ranks` has a rank that the run never has. `world_size`: largest number of ranks.
-    (This rule is not in RULES: a run that restarts with fewer ranks goes on.)"""
+    (RULES does not contain this rule, because a run may restart with fewer ranks.)"""
     for index, rank in enumerate(config.profiling.ranks):
         if rank >= world_size:
             reason = f"the run has at most {counted(world_size, 'rank')}; set a number from 0 to {world_size - 1}"

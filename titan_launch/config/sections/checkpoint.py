@@ -33,7 +33,7 @@ class CheckpointConfig(Section):
     resumes from this checkpoint."""
 
     interval: Annotated[int, Field(ge=1)] = 500
-    """Steps between checkpoints. With `enable = true` the last step is always saved."""
+    """Steps between checkpoints."""
 
     interval_minutes: Annotated[float, Field(gt=0)] | None = None
     """Minutes between checkpoints, in addition to `interval`. Unset: only `interval` counts."""
@@ -69,8 +69,8 @@ class CheckpointConfig(Section):
     damaged, the run ends with an error. `none`: the run starts at step 0, and an earlier run in the folder is moved
     aside, not deleted. A number: the checkpoint of that step in the run folder; checkpoints of later steps are moved
     aside. A path: a checkpoint of another run (`.../checkpoints/step-100`), or the folder of another run, whose newest
-    checkpoint is loaded. Exception: if `enable = true` and the launch has already saved a checkpoint, ranks that
-    `launch`, torchrun or Slurm restarts always resume from the latest checkpoint of this run."""
+    checkpoint is loaded. Exception: once a launch with `enable = true` has saved a checkpoint, ranks that `launch`,
+    torchrun or Slurm restarts always resume from the latest checkpoint of this run."""
 
     store: Annotated[str, AfterValidator(_store_url)] | None = None
     """URL of a folder in an object store, such as `s3://bucket/runs`. Each complete checkpoint is also copied to

@@ -248,8 +248,8 @@ class UnpairedPreferenceData(ChatData):
 
 
 class ClassificationData(LinesData):
-    """Texts with labels in JSON lines, for a classifier (`model.args.num_labels`). Each line is one document. Its only
-    target is its label, after the last token of the text."""
+    """Texts with labels in JSON lines, for a classifier (`model.args.num_labels`). Each line is one document. The only
+    target of a document is its label, after the last token of the text."""
 
     kind: Literal["classification"]
 
@@ -263,7 +263,7 @@ class ClassificationData(LinesData):
     0."""
 
     labels: Annotated[Array[str], Field(min_length=2)]
-    """Names of all labels, in the order of the model's outputs. `model.args.num_labels` must be their number. An
+    """Names of all labels, in the order of the model's outputs. `model.args.num_labels` must equal their number. An
     exported model has these names."""
 
     truncation: Literal["skip", "stop", "right", "left"] = "skip"
@@ -308,7 +308,7 @@ class HuggingFaceData(RecordsData):
     and validation.)"""
 
     streaming: bool = False
-    """Read the rows as a stream while the run trains, instead of tokenizing all rows when it starts. A stream has no
+    """Read the rows as a stream while the run trains, instead of tokenizing all rows at its start. A stream has no
     random order and no epochs: see docs/how_to/streams.md. Requires `shuffle = false`."""
 
 
@@ -432,7 +432,7 @@ class FactoryData(DataSource):
 
     @property
     def unit(self) -> SampleUnit:  # type: ignore[override]
-        """`images` or `tokens`, as `samples` says."""
+        """`images` if `samples` is `images`, else `tokens`."""
         return "images" if self.samples == "images" else "tokens"
 
 
@@ -539,7 +539,7 @@ MIXED_KINDS: dict[str, type[DataSource]] = {
 """The config class of each kind of data in a mixture."""
 
 KINDS: dict[type[DataSource], dict[str, type[DataSource]]] = {DataSource: DATA_KINDS, MixtureEntry: MIXED_KINDS}
-"""The classes that a field may have, by the type of the field, and then by `kind`."""
+"""For each type of a field, the classes that its value may have, by `kind`."""
 
 
 def single_sources(data: DataSource) -> dict[str, DataSource]:
@@ -572,8 +572,8 @@ def misread_as_text(path: str, names: Iterable[str]) -> str | None:
         return f"{has}, {mistake}; {remedy}"
     glob = glob_of_sort(path, next(iter(others)))
     return (
-        f"has {describe_ends(records)} beside {describe_ends(others)}, {mistake}; name the files of one sort by a glob "
-        f"({glob}), or {remedy}; to use both sorts, write a table [[data.sources]] for each"
+        f"has {describe_ends(records)} beside {describe_ends(others)}, {mistake}; name the files of one suffix by a "
+        f"glob ({glob}), or {remedy}; to use both, write a table [[data.sources]] for each suffix"
     )
 
 

@@ -286,7 +286,7 @@ LOSSES: Mapping[str, LossKind] = {
 `LossConfig.kind` look losses up in this table. A test compares docs/how_to/losses.md with the table."""
 
 FUNCTION_LOSS = LossKind(unsupported=_OF_WHOLE_LOGITS)
-"""The row of every loss that the user writes as a function."""
+"""The properties of every loss that the user writes as a function."""
 
 MODEL_LOSS = LossKind(
     unsupported=dict.fromkeys(
@@ -300,4 +300,4 @@ MODEL_LOSS = LossKind(
         "cannot be used with {}, for which the launcher must compute the loss; remove one of the two keys",
     )
 )
-"""The row of a loss that a model computes itself (`model.loss`)."""
+"""The properties of a loss that a model computes itself (`model.loss`)."""

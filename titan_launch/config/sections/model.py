@@ -46,8 +46,8 @@ class ModelConfig(Section):
     weights: str | None = None
     """Folder with the initial values of the parameters: a Hugging Face folder (`config.json` and `*.safetensors`), or a
     folder that `titan-launch import` or `export --format plain` wrote. If `flavor` is not set, the folder also provides
-    `name` and `args`. An argument of the job that differs from the argument in the folder is an error, except
-    for four arguments. A larger `vocab_size` adds rows of zeros. A different `num_labels` needs a new head (see
+    `name` and `args`. An argument of the job that differs from the argument in the folder is an error, with
+    these exceptions. A larger `vocab_size` adds rows of zeros. A different `num_labels` needs a new head (see
     `exclude_from_weights`). The auxiliary losses of experts may differ, and so may `experts.selection_bias_rate` if the
     folder's model has selection biases. A run that resumes reads only the parameters that its checkpoint omits (see
     `checkpoint.save_frozen`)."""

@@ -46,9 +46,8 @@ class ParallelismConfig(Section):
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     """Reshard parameters after forward, and all-gather them again for backward. `default`: reshard all blocks but the
     last, because backward needs the last block and the head first. If one rank holds all shards, `default` reshards
-    nothing, because an all-gather would only copy. (Jobs with CPU offload, or with a mode `auto`, reshard
-    nevertheless.) `always`: also reshard the last block and the head. `never`: keep all parameters unsharded until
-    backward."""
+    nothing, because an all-gather would only copy. (Exceptions: jobs with CPU offload, or with a `mode = "auto"`.)
+    `always`: also reshard the last block and the head. `never`: keep all parameters unsharded until backward."""
 
     tensor_parallel_degree: Degree = 1
     """Number of ranks over which the matrices of every layer are sharded (tensor parallelism). Each rank computes a

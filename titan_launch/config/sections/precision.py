@@ -85,9 +85,9 @@ class PrecisionConfig(Section):
     """FSDP2 units of the modules that rules match, and of trained modules in frozen blocks, such as adapters.
     `in_place`: the modules stay in the units of their blocks, so a rule adds no collective. A unit then has parameters
     of several dtypes, which needs torch 2.15. `own_unit`: the modules get units of their own. `auto`: in place, except
-    for rules that FSDP2 does not support in place. Such a rule sets `unit_per` or `reshard_after_forward`, or its
-    modules differ from their block, for example in storage dtype, in reduce dtype, or in the step at which they are
-    unfrozen. Before torch 2.15, `auto` is the same as `own_unit`."""
+    for rules that FSDP2 does not support in place. Such a rule sets `unit_per` or `reshard_after_forward`, or
+    matches modules that differ from their block, for example in storage dtype, in reduce dtype, or in the step that
+    unfreezes them. Before torch 2.15, `auto` is the same as `own_unit`."""
 
     rules: Array[PrecisionRule] = ()
     """Exceptions for modules, by class or by path. The first rule that matches a module applies. A rule that matches no

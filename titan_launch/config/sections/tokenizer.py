@@ -105,7 +105,7 @@ def special_token(config: TokenizerConfig) -> str:
         return config.end_of_document
     if (named := _named_beside(config)) and named not in tokens:
         reason = f'has no token "{one_line(named)}", which is the "eos_token" of {_files_beside(config)}'
-        raise unusable(config, f"{reason}; correct this key, or set tokenizer.end_of_document in a job file")
+        raise unusable(config, f"{reason}; correct the eos_token, or set tokenizer.end_of_document")
     for name in (named, *_USUAL_ENDS):
         if name in tokens:
             return name
@@ -198,7 +198,7 @@ def _named_beside(config: TokenizerConfig) -> str:
     name = name.get("content", "") if isinstance(name, dict) else name or ""
     if not isinstance(name, str):
         reason = f'"eos_token" of {_files_beside(config)} is neither a string nor an object with a string "content"'
-        raise unusable(config, f"{reason}; correct this key, or remove it")
+        raise unusable(config, f"{reason}; correct or remove the eos_token")
     return name
 
 

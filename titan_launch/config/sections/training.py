@@ -157,7 +157,7 @@ class GradientAccumulationConfig(Section):
 
     @property
     def row(self) -> AccumulationMode:
-        """The row of the mode in `ACCUMULATION_MODES`. Raises ValueError for `auto`, which `plan.auto_mode` must
+        """The entry of the mode in `ACCUMULATION_MODES`. Raises ValueError for `auto`, which `plan.auto_mode` must
         resolve first."""
         if self.mode == "auto":
             raise ValueError("gradient_accumulation.mode is still `auto`: resolve `auto` first (plan.auto_mode)")
@@ -247,10 +247,10 @@ class OptimizerConfig(Section):
     """Number added to the denominator of AdamW's update."""
 
     weight_decay: Annotated[float, Field(ge=0)] | None = None
-    """Weight decay of all parameters except for embeddings, norms, biases and other vectors. AdamW and Muon decouple it
-    from the gradient; their default is 0.1. SGD adds `weight_decay` times the parameter to the gradient (L2
-    regularization, as `torch.optim.SGD`); its default is 0. If the algorithm of a parameter group has the other kind of
-    weight decay, such as SGD in a job with AdamW, the group uses the default of its algorithm instead."""
+    """Weight decay of all parameters except for embeddings, norms, biases and other vectors. AdamW and Muon decouple
+    weight decay from the gradient; their default is 0.1. SGD adds `weight_decay` times the parameter to the gradient
+    (L2 regularization, as `torch.optim.SGD`); its default is 0. A parameter group whose algorithm has the other kind of
+    weight decay, such as SGD in a job with AdamW, uses the default of that algorithm instead."""
 
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"
     """PyTorch's implementation of AdamW and SGD. `fused` is the fastest on CPU and CUDA. With `foreach` and `for-loop`,
@@ -343,7 +343,7 @@ SchedulerConfig = Annotated[WarmupStableDecay | Cosine | Linear | Constant, Fiel
 
 class MupConfig(Section):
     """Maximal update parametrization (muP, arXiv:2203.03466): learning rates that are tuned on a narrow model also suit
-    a wide one. muP supports AdamW, and models of the decoder families without tied embeddings. Models of different
+    a wide model. muP supports AdamW, and models of the decoder families without tied embeddings. Models of different
     widths must have the same head width, and numbers of heads and a `hidden_dim` that grow with `dim`."""
 
     base_width: Annotated[int, Field(ge=1)] | None = None

@@ -54,14 +54,15 @@ class ChatCorpus(TokenizedLinesCorpus):
         return Document(json.dumps(messages, sort_keys=True).encode(), self.truncated(chat, longest), file)
 
     def tokenized(self, messages: Sequence[Message], record: Mapping[str, Any]) -> Encoded:
-        """Return all tokens of a chat. `record`: the line, which may have `tools`. Raises the errors of `rendered`."""
+        """Return a chat before truncation. `record`: the line, which may have `tools`. Raises the errors of
+        `rendered`."""
         return self.rendered(messages, record, self.config.train_on)
 
     def rendered(
         self, messages: Sequence[Message], record: Mapping[str, Any], train_on: Literal["assistant", "last", "all"]
     ) -> Encoded:
-        """Return all tokens of a chat with the targets that `train_on` names. Raises RecordError, and the ConfigError
-        of `ChatTemplate.render`."""
+        """Return a chat before truncation, with the targets that `train_on` names. Raises RecordError for a chat that
+        cannot be used, and the ConfigError of `ChatTemplate.render`."""
         tools = record.get("tools")
         if train_on != "all" and not any(message["role"] == "assistant" for message in messages):
             raise RecordError("without a message of the assistant")
@@ -93,7 +94,7 @@ class PreferenceCorpus(ChatCorpus):
     has_pairs = True
 
     def tokenized(self, messages: Sequence[Message], record: Mapping[str, Any]) -> Encoded:
-        """Return all tokens of a chat. With `train_on = "end"`, the only target is a placeholder after the last
+        """Return a chat before truncation. With `train_on = "end"`, the only target is a placeholder after the last
         token."""
         if self.config.train_on != "end":
             return super().tokenized(messages, record)
@@ -134,7 +135,8 @@ class UnpairedPreferenceCorpus(ChatCorpus):
     has_ratings = True
 
     def tokenized(self, messages: Sequence[Message], record: Mapping[str, Any]) -> Encoded:
-        """Return all tokens of a chat, and its label. Also raises RecordError for a chat without a label."""
+        """Return a chat before truncation, followed by its label. Raises RecordError for a chat without a label, and
+        the errors of `rendered`."""
         label = record.get("label")
         if not isinstance(label, bool):
             detail = f"its value is {label!r:.80}" if "label" in record else "true means a desirable answer"
@@ -188,7 +190,7 @@ def chat_messages(record: Mapping[str, Any]) -> list[Message]:
 
     - `{"messages": [{"role": ..., "content": ...}, ...]}` (OpenAI)
     - `{"conversations": [{"from": ..., "value": ...}, ...]}` (ShareGPT)
-    - `{"prompt": ..., "response": ...}` or `completion`: texts, or arrays of messages
+    - `{"prompt": ..., "response": ...}`, or `completion` in place of `response`: texts, or arrays of messages
     - `{"instruction": ..., "input": ..., "output": ...}` (Alpaca), of which `input` may be missing, or be named
       `context` (Dolly)
 
@@ -227,7 +229,7 @@ def _system(record: Mapping[str, Any]) -> list[Message]:
 
 
 def _text(record: Mapping[str, Any], key: str) -> str:
-    """Return the text of a key that a line may have; "" without the key, and for null. Raises RecordError for another
+    """Return the string `record[key]`. Return "" if the key is missing or null. Raises RecordError for any other
     value."""
     text = record.get(key)
     if not isinstance(text, str | None):
@@ -236,7 +238,7 @@ def _text(record: Mapping[str, Any], key: str) -> str:
 
 
 _KEYS = (("messages", "conversations"), ("prompt", "instruction"), ("response", "completion", "output"))
-"""Keys of whole chats, of questions, and of answers. A line may have one key of each group that it uses."""
+"""Keys of whole chats, of questions, and of answers. A line may have only one key of a group."""
 
 
 def chat_keys(record: Mapping[str, Any]) -> tuple[str, ...]:
@@ -277,7 +279,7 @@ def _named(message: dict[str, Any]) -> Message:
 
 
 def _within(offsets: Offsets, spans: Sequence[Span]) -> npt.NDArray[np.bool_]:
-    """Return True for each token that has a character in a span, and False for the other tokens."""
+    """Return an array `[tokens]`: True for each token that has a character in one of the spans."""
     starts, stops = offsets.T
     within = np.zeros(len(starts), np.bool_)
     for span in spans:

@@ -54,10 +54,10 @@ class ChatTemplate:
     renderer: Renderer
     key: KeyPath
     value: str | None
-    """Value of the key; None for the template of the tokenizer."""
+    """Value of the key; None if the template comes from a tokenizer's folder."""
 
     is_trusted: bool
-    """True for a template and special tokens of this package, which need no limits."""
+    """True if the template and the special tokens are those of this package, which need no limits."""
 
     def render(
         self, messages: Sequence[Message], tools: Any, train_on: Literal["assistant", "last", "all"]
@@ -73,9 +73,9 @@ class ChatTemplate:
         return str(self.call("prompt", messages, allows_special, num_messages=len(messages)))
 
     def call(self, method: str, *arguments: Any, num_messages: int = 0) -> Any:
-        """Return the result of a method of the renderer. Raises RecordError if the renderer refuses the chat, and
-        ConfigError on the key of the template if the call fails for another reason or exceeds a limit. `num_messages`:
-        number of messages of the chat. The more messages, the more CPU time the call may take."""
+        """Return the result of a method of the renderer. Raises RecordError for a chat that the renderer refuses.
+        Raises ConfigError on `key` if the call fails for another reason, or exceeds a limit. `num_messages`: number of
+        messages of the chat. The more messages, the more CPU time the call may take."""
         if self.is_trusted:
             return getattr(self.renderer, method)(*arguments)
         try:
@@ -119,14 +119,13 @@ def load_template(
     _check_jinja(key)
     loaded = ChatTemplate(renderer, key, template, is_trusted=folder is None and template in TEMPLATES)
     if error := loaded.call("syntax_error"):
-        raise config_error(key, f"is not a Jinja template: {error}", value)
+        raise config_error(key, f"is not a Jinja template: {error}; correct it, or set {_KNOWN}", value)
     return loaded
 
 
 def _of_folders(folders: Sequence[Path], key: KeyPath) -> str:
-    """Return the first template in the folders of tokenizers. The template is a file, or a setting of the tokenizer:
-    a string, or the entry `default` of a list. Raises ConfigError on `key` if no folder has a
-    template."""
+    """Return the first template in the folders of tokenizers: a file, or the setting `chat_template` of the tokenizer,
+    which is a string or a list with the entry `default`. Raises ConfigError on `key` if no folder has a template."""
     for folder in folders:
         if os.path.lexists(folder / TEMPLATE_FILE):
             return _read(folder / TEMPLATE_FILE, key, None)
@@ -159,15 +158,15 @@ def _check_tokens(
     key: KeyPath,
     value: object,
 ) -> None:
-    """Raise ConfigError if the template `text` writes a token that only `transformers` would add to the tokenizer: the
-    default of a class, or a token of the settings that the `tokenizer.json` lacks. `settings`: the result of
-    `read_settings`. `variables`: the named tokens and the variables of the job. `value`: value of `key`."""
+    """Raise ConfigError if the template `text` writes a token that `tokenizer.json` lacks, but `transformers` would
+    add: the default of a class, or a token of the settings. `settings`: the result of `read_settings`. `variables`:
+    the named special tokens and the variables of the job. `value`: value of `key`."""
     has_defaults = settings.get("tokenizer_class") not in ("PreTrainedTokenizerFast", "TokenizersBackend")
     for name in ("bos_token", "eos_token") if has_defaults else ():
         if name not in {*settings, *variables} and _is_read(name, text):
-            place = f"{tokenizer.folder}/{SETTINGS_FILE} does not set it, and its default depends on transformers"
+            place = f"{tokenizer.folder}/{SETTINGS_FILE} does not set it, and only transformers knows its default"
             variable = f"--template-arg {name}" if len(key) == 1 else format_key((*key[:-1], "template_args", name))
-            remedy = f'write the token into this file, or set {variable} (perhaps to "")'
+            remedy = f'write the token into this file, or set {variable} ("" for no token)'
             raise config_error(key, f"reads {name}, but {place}; {remedy}", value)
     written = "\n".join([text, *(str(value) for name, value in variables.items() if _is_read(name, text))])
     for token in _tokens_of(settings):
@@ -178,7 +177,7 @@ def _check_tokens(
 
 
 def _is_read(name: str, text: str) -> bool:
-    """Return True if a template has the variable `name`."""
+    """Return True if the template `text` contains the variable `name`."""
     return re.search(rf"\b{re.escape(name)}\b", text) is not None
 
 

@@ -82,7 +82,7 @@ class Corpus(ABC):
     """Documents in files. Instances are sent to worker processes."""
 
     unit = "file"
-    """Noun in messages for the data of one document, such as `file` or `line`."""
+    """Noun in messages for the part of a file that is one document: `file`, `line` or `row`."""
 
     remedy = "name other files"
     """Remedy in the error for data without any usable document."""
@@ -102,7 +102,7 @@ class Corpus(ABC):
 
     @property
     def identity(self) -> Sequence[object]:
-        """Values that decide the tokens in addition to the files, the keys of the section, and the tokenizer."""
+        """Further values on which the tokens depend, besides the files, the keys of the section, and the tokenizer."""
         return []
 
     @property
@@ -126,7 +126,8 @@ class Corpus(ABC):
 
     @abstractmethod
     def parts(self) -> list[Part]:
-        """Return the parts, in order. They do not depend on the number of processes."""
+        """Return the parts, in the order of `files`. The parts do not depend on the number of processes. Raises
+        ConfigError if the data cannot be read."""
 
     @abstractmethod
     def documents(self, part: Part) -> Iterator[Document | Skipped]:
@@ -134,7 +135,7 @@ class Corpus(ABC):
         stop the run, and for files that cannot be read."""
 
     def unreadable(self, file: File, reason: str) -> ConfigError:
-        """Return the error for a file that cannot be read."""
+        """Return the error for a file that cannot be read. `reason`: text after the file's path, with the remedy."""
         return config_error((*self.key, "path"), f"cannot read {one_line(str(file.path))}: {reason}")
 
     def unopened(self, file: File, error: OSError) -> ConfigError:

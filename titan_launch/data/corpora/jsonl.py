@@ -101,8 +101,7 @@ _NO_END = 1 << 62
 
 
 def _skip_line(stream: BinaryIO, limit: int) -> int:
-    """Read a stream to the end of the current line, but at most about `limit` bytes. Return the number of bytes
-    read."""
+    """Read a stream to the end of the line, but at most about `limit` bytes. Return the number of bytes read."""
     size = 0
     while size < limit and (found := stream.readline(MIB)):
         size += len(found)
@@ -117,7 +116,6 @@ class TokenizedLinesCorpus(LinesCorpus):
     has_targets = True
 
     def encode(self, contents: Sequence[Encoded]) -> list[Encoded]:
-        """Return `contents` unchanged, because `document` has already tokenized the lines."""
         return list(contents)
 
 
@@ -166,7 +164,8 @@ class ClassificationCorpus(TokenizedLinesCorpus):
         return Document(content, scored(tokens, label, self.seq_len, rule), file)
 
     def _label(self, value: object) -> int:
-        """Return the index of a label in the key `labels`. Raises RecordError."""
+        """Return the index of a label in the key `labels`. `value`: the label, or already its index. Raises RecordError
+        for any other value."""
         labels = self.config.labels
         if isinstance(value, str) and value in labels:
             return labels.index(value)

@@ -19,7 +19,7 @@ _MOST_DICTIONARY = 32 * MIB
 """Largest size in bytes of a column's dictionary. Writers usually limit dictionaries to 1 MiB."""
 
 _AT_ONCE = 32 * MIB
-"""Largest number of bytes of rows that are read at a time. Each row counts with the size of the dictionary."""
+"""Largest size in bytes of the rows that are read at a time. Each row counts as the size of the dictionary."""
 
 
 class ParquetCorpus(FileCorpus, ColumnCorpus):
@@ -39,7 +39,7 @@ class ParquetCorpus(FileCorpus, ColumnCorpus):
                 last, leaves = table.num_row_groups - 1, table.metadata.schema  # a struct has several leaves
                 column = next(i for i in range(len(leaves)) if leaves.column(i).path == self.config.column)
                 for group in range(table.num_row_groups):
-                    # If metadata is damaged, this read raises an exception, and the next line would crash the process.
+                    # For damaged metadata, this read raises an exception. The next line would crash the process.
                     next(table.iter_batches(1, [group], [self.config.column], use_threads=False), None)
                     in_group = table.metadata.row_group(group).column(column).total_uncompressed_size
                     of_all += in_group
@@ -77,15 +77,14 @@ class ParquetCorpus(FileCorpus, ColumnCorpus):
             size = 0 if first is None else first.column(column).dictionary.nbytes
             if size > _MOST_DICTIONARY:
                 reason = f"row group {group} has a dictionary of {size:,} bytes, and the limit is {_MOST_DICTIONARY:,}"
-                raise self.unreadable(file, f"{reason}; write it without a dictionary")
+                raise self.unreadable(file, f"{reason}; {self.remedy_for_size}")
             rows = min(BATCH_ROWS, max(1, _AT_ONCE // max(1, size)))
             yield from table.iter_batches(rows, [group], [column], use_threads=False)
 
     @contextmanager
     def _table(self, file: File) -> Iterator[tuple[Any, BinaryIO]]:
         """Open a Parquet file until the end of the block. Yield its `pyarrow.parquet.ParquetFile` and its stream.
-        Raises ConfigError if pyarrow is not installed, if the file cannot be read, or if it lacks the column of
-        text."""
+        Raises ConfigError if pyarrow or the column of text is missing, or if the file cannot be read."""
         try:
             import pyarrow  # noqa: F401 - optional, and slow to import
             from pyarrow.parquet import ParquetFile

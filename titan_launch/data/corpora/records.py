@@ -19,23 +19,23 @@ _SHOWN = 500
 
 
 class RecordCorpus(Corpus):
-    """A corpus whose documents are records. If a record cannot be used, it is skipped, or the run stops: the key
-    `on_error` decides."""
+    """A corpus whose documents are records. The key `on_error` decides whether a record that cannot be used is skipped
+    or stops the run."""
 
     config: RecordsData
     unit = "row"
 
     def content(self, text: object, key: str) -> bytes:
-        """Return a record's text in UTF-8. `key`: the key of the section that names the text. Raises RecordError if
-        `text` is not a string of valid Unicode."""
+        """Return a record's text in UTF-8. `key`: the key of the section with the name of the text's field, such as
+        `column`. Raises RecordError if `text` is not a string of valid Unicode."""
         name = getattr(self.config, key)
         if not isinstance(text, str):
             raise RecordError(f'without a string in "{name}"', f"it is {_TYPES.get(type(text), 'another type')}", key)
         return utf8(text)
 
     def failed(self, error: RecordError, where: str) -> Skipped:
-        """Return a Skipped for the record that caused `error`. Raises ConfigError if `error.on_error` is "stop", or if
-        it is "" and the key `on_error` is "stop". `where`: name of the record."""
+        """Return a Skipped for the record that caused `error`. Raises ConfigError if the record stops the run.
+        `error.on_error` decides this or, if it is "", the key `on_error`. `where`: name of the record."""
         if (error.on_error or self.config.on_error) == "skip":
             return Skipped(error.reason, where)
         skip = f'{format_key((*self.key, error.key if error.on_error else "on_error"))} = "skip"'
@@ -63,7 +63,8 @@ _TYPES: dict[type, str] = {
 
 
 class ColumnCorpus(RecordCorpus):
-    """A corpus of rows in tables of Arrow. The key `column` names the column with the text. Rows count from 0."""
+    """A corpus of rows in tables of Arrow. The key `column` names the column with the text. Messages number the rows
+    from 0."""
 
     config: ParquetData | HuggingFaceData
 

@@ -48,7 +48,7 @@ class FileCorpus(Corpus):
         except RecursionError:
             problem = "has folders that are nested too deeply; name other files"
         except FileNotFoundError as error:
-            problem = f'no file is found at "{error.args[0]}"'
+            problem = f'no file is found at "{error.args[0]}" (paths are relative to the working directory)'
         except LinkError as error:
             problem = f"{error}, or name the target"
         entries = (self.config.path,) if isinstance(self.config.path, str) else self.config.path
@@ -81,8 +81,8 @@ class FileCorpus(Corpus):
 
     @contextmanager
     def opened(self, file: File) -> Iterator[BinaryIO]:
-        """Open a file until the end of the block, and decompress its content. Raises ConfigError if the file cannot be
-        read."""
+        """Open a file until the end of the block. Yield a stream of its decompressed content. Raises ConfigError if the
+        file cannot be read."""
         decompress, damage = self._decompressor(file)
         try:
             with open_regular(file.path) as raw, decompress(raw) as stream:

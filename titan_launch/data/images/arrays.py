@@ -128,7 +128,7 @@ def open_npz(path: str, path_key: KeyPath) -> ArrayImages:
 
 def map_npz(path: Path, names: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
     """Return the arrays of an `.npz` file whose names are in `names`, by name. Names that the file lacks are omitted.
-    Raises many types of errors.
+    Raises ArrayFileError, OSError, and many other types of errors for damaged files.
 
     Uncompressed arrays are mapped into memory: all processes of a host share them, and only the used parts are read.
     """
@@ -149,7 +149,7 @@ def map_npy(stream: BinaryIO, size: int) -> npt.NDArray[Any]:
 
 
 def _array(stream: BinaryIO, file: zipfile.ZipFile, member: zipfile.ZipInfo) -> npt.NDArray[Any]:
-    """Return an array of an `.npz` file: mapped into memory, or decompressed. Raises many types of errors."""
+    """Return an array of an `.npz` file: mapped into memory, or decompressed. Raises the errors of `map_npz`."""
     if member.compress_type == zipfile.ZIP_STORED:
         # A local header has 30 bytes, a name and an extra field. The content follows (APPNOTE.TXT, section 4.3.7).
         stream.seek(member.header_offset + 26)
@@ -176,7 +176,7 @@ def _array(stream: BinaryIO, file: zipfile.ZipFile, member: zipfile.ZipInfo) -> 
 
 
 def _read_header(stream: Any) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """Read the header of an array. Return (shape, is_fortran, dtype). Raises many types of errors."""
+    """Read the header of an array. Return (shape, is_fortran, dtype). Raises the errors of `map_npz`."""
     version = np.lib.format.read_magic(stream)
     width = 2 if version == (1, 0) else 4
     length = stream.read(width)

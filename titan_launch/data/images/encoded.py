@@ -58,14 +58,12 @@ class _Listing:
     sizes: list[int] = field(default_factory=list)
     labels: list[int] = field(default_factory=list)
     hashes: list[int] = field(default_factory=list)
-    """Hash of each image's path (folders), or of its index (shards). The hash decides to which split the image
-    belongs."""
+    """Hash of each image's path (folders), or of its index (shards). The hash decides the split of the image."""
     skipped: list[str] = field(default_factory=list)
     """Names of files in class folders that are not used: hidden files, and files that are not images."""
 
     def add_image(self, offset: int, size: int, label: int, hashed: str) -> None:
-        """Add an image that is in the last file of `names`. `hashed`: text whose hash decides the split of the
-        image."""
+        """Add an image of the last file in `names`. `offset`, `size`: its bytes. `hashed`: text for `hashes`."""
         self.files.append(len(self.names) - 1)
         self.offsets.append(offset)
         self.sizes.append(size)
@@ -102,7 +100,7 @@ class EncodedImages:
 
     def __init__(self, root: Path, index: Path, channels: int):
         """`root`: the folder to which the names in the index are relative. `index`: the file of the index. `channels`:
-        number of channels of the decoded images."""
+        number of channels of the decoded images: 1, 3 or 4."""
         arrays = map_npz(index, _ARRAYS)
         self.labels: Labels = arrays["labels"]
         self.note = os.fsdecode(arrays["note"].tobytes())
@@ -133,7 +131,7 @@ class EncodedImages:
         return one_line(f"{member} in {path}")
 
     def content(self, index: int) -> bytes:
-        """Return the encoded image. Raises UserError if its file cannot be read, if the image no longer has the size in
+        """Return the encoded image. Raises UserError if the file cannot be read, if the image no longer has the size in
         the index, or if the image is too large."""
         size, offset = int(self._arrays["sizes"][index]), int(self._arrays["offsets"][index])
         if size > MOST_BYTES:
@@ -149,7 +147,7 @@ class EncodedImages:
         if len(content) != size:
             found = f"{len(content)} bytes" if len(content) < size else "more bytes"
             raise UserError(
-                f"{self.name(index)} has {found}, but {size} when its data was indexed; restore the file, "
+                f"{self.name(index)} has {found}, but had {size} bytes when it was indexed; restore the file, "
                 f"or delete the index {self._index_file.parent} and start again"
             )
         return content
@@ -158,8 +156,8 @@ class EncodedImages:
         """Return an image `[channels, height, width]`, upright: uint8, or float32 for 16-bit gray. Raises UserError if
         `content` fails, if Pillow cannot decode the image, or if `decode` refuses it.
 
-        `resize`: the size to which the shorter side will be scaled. A JPEG of at least four times this size is scaled
-        by 1/2, 1/4 or 1/8 while it is decoded, which is much faster.
+        If the shorter side of a JPEG has at least four times `resize` pixels, decoding scales the JPEG by 1/2, 1/4 or
+        1/8, which is much faster.
         """
         try:
             with opened_image(self.content(index)) as image:
@@ -213,7 +211,7 @@ def open_shards(path: str, label_field: str | None, channels: int, path_key: Key
     try:
         shards = tar_shards(path)
     except FileNotFoundError as error:
-        raise config_error(path_key, f"no file matches {error}", path) from None
+        raise config_error(path_key, f"no file matches {error}; correct the path", path) from None
     except LinkError as error:
         raise config_error(path_key, f"{error}, or name the target", path) from None
     root = Path(os.path.commonpath([shard.resolve().parent for shard in shards]))
@@ -281,8 +279,8 @@ def _errors_on(path_key: KeyPath, path: str) -> Iterator[None]:
 
 
 def _why_unread(error: OSError, name: str = "") -> str:
-    """Return the reason, with a remedy, why a file or folder cannot be read. `name`: name of the file or folder;
-    by default the name in `error`."""
+    """Return the reason why a file or folder cannot be read, with a remedy. `name`: name of the file or folder; ""
+    means the name in `error`."""
     found = one_line(name or str(error.filename))
     return f"{found} cannot be read: {error.strerror or error}; correct the permissions, or remove it"
 

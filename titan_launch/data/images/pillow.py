@@ -122,7 +122,7 @@ def _check(image: Image, content: bytes) -> None:
         )
     exif, in_text = image.info.get("exif", b""), image.info.get("Raw profile type exif", "")
     if max(len(exif), len(in_text) // 2) > _MOST_EXIF:
-        raise PixelFormatError(f"has more than {_MOST_EXIF:,} bytes of EXIF; save it without them")
+        raise PixelFormatError(f"has more than {_MOST_EXIF:,} bytes of EXIF; save it without EXIF")
 
 
 def _too_large(limit: int) -> PixelFormatError:

@@ -22,7 +22,7 @@ from titan_launch.core.patches import generators_seeded
 from titan_launch.data.order import random_words
 
 _AREA, _RATIO = (0.08, 1.0), (3 / 4, 4 / 3)
-"""Ranges of `resized_crop`: fraction of the image's area, and width divided by height (arXiv:1409.4842)."""
+"""Ranges of a part in `resized_crop`: fraction of the image's area, and width divided by height (arXiv:1409.4842)."""
 
 _ATTEMPTS = 10
 """Largest number of random parts that `resized_crop` draws until one fits into the image."""

@@ -55,8 +55,7 @@ class FactorySource:
         return self._check(self._data[index], f"sample {index}")
 
     def read_batch(self, indices: Sequence[int], positions: Sequence[int] | None) -> Sample:
-        """See `BatchSource.read_batch`. `positions` has no effect. Raises UserError if `SampleCheck` refuses a
-        sample."""
+        """See `BatchSource.read_batch`. `positions` has no effect. Raises UserError as `__getitem__` does."""
         if hasattr(self._data, "__getitems__"):
             found = self._data.__getitems__(list(indices))
             samples = [self._check(sample, f"sample {index}") for index, sample in zip(indices, found, strict=True)]
@@ -66,8 +65,8 @@ class FactorySource:
 
 
 def build_factory(config: FactoryData, context: SourceContext) -> SampleSource:
-    """Call the user's factory, and build a source of the object that it returns. Raises ConfigError if the factory
-    fails, if its object or the first or last sample is invalid, or if keys of the section do not fit a stream."""
+    """Call the user's factory, and build a source of the object that the factory returns. Raises ConfigError if the
+    factory fails, if the object or its first or last sample is invalid, or if keys do not fit a stream."""
     key = (*context.key, "kind")
     factory = import_factory(config.kind, key)
 
@@ -102,7 +101,7 @@ def build_factory(config: FactoryData, context: SourceContext) -> SampleSource:
     except StopIteration:
         raise config_error(key, "returns an iterable without samples", config.kind) from None
     except Exception as error:
-        raise config_error(key, f"cannot be read:\n{user_traceback(error)}", config.kind) from error
+        raise config_error(key, f"returns data that cannot be read:\n{user_traceback(error)}", config.kind) from error
     if problems := list(stream_problems(config, context.key)):
         raise ConfigError(problems)
 
@@ -128,11 +127,11 @@ class SampleCheck:
     @classmethod
     def of(cls, first: Any, config: FactoryData, context: SourceContext, num_classes: int | None) -> SampleCheck:
         """Return the check of a factory's samples. Raises ConfigError for images of a wrong form, for images that do
-        not fit the model, and if neither `num_classes` nor the model gives the number of classes. Raises UserError if
-        the new check refuses the first sample.
+        not fit the model, and for images of an unknown number of classes. Raises UserError if the new check refuses the
+        first sample.
 
         `first`: the first sample. `num_classes`: the attribute `num_classes` of the object that the factory returned;
-        None if it is missing.
+        None without this attribute. The number of classes is then that of the model or the tokenizer.
         """
         key = (*context.key, "kind")
         if config.unit == "tokens":

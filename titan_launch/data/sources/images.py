@@ -31,11 +31,11 @@ class Images(Protocol):
     """Class of each image."""
 
     note: str
-    """Text for a log line, such as the number of skipped files."""
+    """End of the text of `describe`, such as `; skipped 2 files ...`; "" if no files were skipped."""
 
     def as_file(self, chosen: Indices) -> tuple[str, int]:
-        """Return (name, size in bytes) under which a fingerprint lists the chosen images, as if they were one file. The
-        name is, for example, a digest of the images."""
+        """Return (name, size in bytes) of the images with the indices `chosen`. A fingerprint lists these images as one
+        file. The name is, for example, a digest of the images."""
 
     def hashes(self) -> npt.NDArray[np.uint32]:
         """Return a hash for each image, which decides to which split the image belongs."""
@@ -47,8 +47,8 @@ class Images(Protocol):
         """Return the stored bytes of an image."""
 
     def pixels(self, index: int, resize: int | None) -> Tensor:
-        """Return an image, uint8 or float32 `[channels, height, width]`. `resize`: the size to which its shorter side
-        will be scaled."""
+        """Return an image, uint8 or float32 `[channels, height, width]`. Raises UserError for an image that cannot be
+        read. `resize`: number of pixels to which the caller will scale the shorter side; None: no scaling."""
 
 
 class ImageSource:
@@ -125,7 +125,7 @@ class ImageSource:
 
 
 def build_images(config: ImageData, context: SourceContext) -> ImageSource:
-    """Open the images of `config` and choose its split. Raises ConfigError on a key below `context.key`. Raises
+    """Return the source of the images in the split of `config`. Raises ConfigError on a key below `context.key`. Raises
     UserError if the first image cannot be read, or if the cache cannot be written."""
     key, taken = context.key, context.images_taken
     images = _open(config, 3 if taken is None else taken.channels, (*key, "path"))

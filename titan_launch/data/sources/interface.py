@@ -75,8 +75,8 @@ class BatchSource(Protocol):
     """A source that reads a whole batch faster than one sample after another."""
 
     def read_batch(self, indices: Sequence[int], positions: Sequence[int] | None, /) -> Sample:
-        """Return the same batch as the function `read_batch` below. Integers may have a smaller dtype than int64; the
-        loader converts them."""
+        """Return the same batch as the function `read_batch` below. Its integers may be int32: the loader converts
+        them to int64."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class SourceContext:
     """Number of tokens in a sample."""
 
     images_taken: ImageFormat | None
-    """Format of the images that the model takes; None if it is unknown, or if the model takes tokens."""
+    """Format of the images that the model takes; None if the format is unknown, or if the model takes tokens."""
 
     key: KeyPath
     """Path of the section in the job file, for errors: `("data",)`, `("validation", "data")`, or `("data", "sources",

@@ -29,7 +29,7 @@ class MixtureSource:
         for index, (inputs, *_) in enumerate(samples):
             if (inputs.shape, inputs.dtype) != (first.shape, first.dtype):
                 found, wanted = (f"{tuple(sample.shape)} {sample.dtype}" for sample in (inputs, first))
-                reason = f"has samples of {found}, but {format_key((*key, 0))} has {wanted}; mix data of one shape"
+                reason = f"has samples of {found}, but {format_key((*key, 0))} has {wanted}; use one shape and dtype"
                 raise config_error((*key, index), reason)
 
     def __len__(self) -> int:

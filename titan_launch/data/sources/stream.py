@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 _MORE = "use fewer data-parallel ranks, or name more data"
 
 State = dict[str, Any]
-"""Plain data, which JSON can represent."""
+"""The state of a reader: values that JSON can represent."""
 
 
 class Reader(Iterator[Sample], Protocol):
@@ -45,7 +45,8 @@ class StreamSource:
     by index."""
 
     def __init__(self, open_part: Callable[[int, int], Reader], first: Sample, num_classes: int, description: str):
-        """`open_part(part, parts)` returns a reader of one part. `first`: the first sample."""
+        """`open_part(part, parts)` returns a reader of one of `parts` parts; `part` counts from 0. `first`: the first
+        sample of the stream."""
         self.open_part, self._first, self.num_classes = open_part, first, num_classes
         self._description = description
 
@@ -99,7 +100,7 @@ class _Cursor:
         self.epoch, self.count = state["epoch"], state["count"]
         self._begin(state["stream"])
         if state["stream"] is None and self.count:
-            _log.info("stream: skipping %d items, because the stream has no state_dict", self.count)
+            _log.info("stream: reading %d items again to continue, because the stream has no state_dict", self.count)
             next(islice(self._items, self.count - 1, None), None)
 
     def _begin(self, state: State | None = None) -> None:
@@ -130,8 +131,7 @@ class SampleReader(Iterator[Sample]):
 
 
 class TextReader(Iterator[Sample]):
-    """Reader of one part of a stream of rows with text. The tokens of the rows are concatenated and cut into
-    samples."""
+    """Reader of one part of a stream of text rows. The tokens of the rows are concatenated and cut into samples."""
 
     def __init__(self, corpus: HuggingFaceCorpus, seq_len: int, part: int, parts: int):
         self._corpus, self._seq_len = corpus, seq_len

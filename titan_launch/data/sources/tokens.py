@@ -45,11 +45,12 @@ class _TokenFilesSource(ABC):
 
     @abstractmethod
     def read_batch(self, indices: Sequence[int], positions: Sequence[int] | None = None) -> Sample:
-        """Return several samples. All tensors are int32 `[len(indices), seq_len]`. Raises UserError for a token outside
-        of the vocabulary."""
+        """Return the samples at `indices`. All tensors are int32 `[len(indices), seq_len]`. `positions` has no effect.
+        Raises UserError for a token outside of the vocabulary."""
 
     def __getitem__(self, index: int) -> Sample:
-        """Return inputs and targets, int64 `[seq_len]`, and any document numbers, int32 `[seq_len]`."""
+        """Return inputs and targets, int64 `[seq_len]`, and of a packed sample also document numbers, int32
+        `[seq_len]`."""
         if not 0 <= index < len(self):
             raise IndexError(index)
         inputs, targets, *documents = (column[0] for column in self.read_batch([index]))
@@ -256,7 +257,7 @@ def _check_whole(config: CorpusData | TokensData, context: SourceContext, stream
     longest = longest_pair(ends) if has_pairs else int(np.diff(ends, prepend=0).max(initial=1)) - 1
     if longest > context.seq_len:
         reason = (
-            f"has {what}, of which one takes {longest:,} positions, but training.seq_len is {context.seq_len:,}; "
+            f"has {what}. The longest takes {longest:,} positions, but training.seq_len is {context.seq_len:,}; "
             "set a larger training.seq_len, or prepare the text again"
         )
         raise config_error((*context.key, "path"), reason, config.path, also=(("training", "seq_len"),))

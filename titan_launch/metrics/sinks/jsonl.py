@@ -47,7 +47,7 @@ class JsonlSink(Sink):
         self._path = path
         self._file = RecordFile(path, "ab")
         self._last = _NO_LINE
-        """Step, content and length of the last line that this object has written."""
+        """Step, metrics, and length in bytes of the last line that this object has written."""
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Write the metrics to the line of `step`. If the run is killed afterwards, the line is not lost."""
@@ -65,7 +65,7 @@ class JsonlSink(Sink):
 
     def rewind(self, step: int) -> None:
         """Move the lines of steps after `step` to the end of `metrics.rolled_back.jsonl`. The run repeats these steps
-        with other samples. If the lines cannot be written there, such as on a full disk, they are deleted."""
+        with other samples. If the lines cannot be moved, such as on a full disk, delete them and raise OSError."""
         kept = _length_until(self._path, step)
         try:
             with (

@@ -65,8 +65,7 @@ class DecoderArgs(ModelArgs):
     """Add 1 to the weights of the norms, and initialize these weights with 0 (Gemma). Only for `rmsnorm`."""
 
     pre_norms: bool = True
-    """Normalize the inputs of attention and of the feed-forward layer. In OLMo 2, this is false, and `post_norms` is
-    true."""
+    """Normalize the inputs of attention and of the feed-forward layer. OLMo 2 normalizes the outputs instead."""
 
     post_norms: bool = False
     """Normalize the outputs of attention and of the feed-forward layer (Gemma, OLMo 2)."""
@@ -222,7 +221,7 @@ class DecoderArgs(ModelArgs):
             kind = "the width of a head, dim / n_heads," if self.head_dim is None else "head_dim"
             yield width, f"{kind} must be even for rotary embeddings, but is {self.head_width}"
         if self.positions == "learned" and self.max_positions is None:
-            reason = "needs max_positions, the rows of the table; set it to the length of the longest sequence"
+            reason = "needs a table of positions; set max_positions to the length of the longest sequence"
             yield ("positions", "max_positions"), reason
         if self.norm_unit_offset and self.norm != "rmsnorm":
             reason = f'norm_unit_offset is for norm = "rmsnorm", but norm = "{self.norm}"; set norm_unit_offset = false'
@@ -242,7 +241,7 @@ class DecoderArgs(ModelArgs):
             reason = "full_attention_layers and full_attention_every both name the layers without a window; remove one"
             yield ("full_attention_layers", "full_attention_every"), reason
         if beyond := [layer for layer in self.full_attention_layers or () if layer > n_layers]:
-            yield ("full_attention_layers", "n_layers"), f"has layer {beyond[0]}, but n_layers is {n_layers}; remove it"
+            yield ("full_attention_layers", "n_layers"), f"has {beyond[0]}; write numbers up to n_layers ({n_layers})"
         for table, args in self._tables():
             for names, reason in args.problems():
                 yield tuple(f"{table}.{name}" for name in names), reason

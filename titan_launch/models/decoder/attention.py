@@ -62,8 +62,8 @@ class Documents:
     """
 
     def __init__(self, numbers: Tensor, windows: Iterable[int | None]):
-        """Build the block masks if the tokens are on CUDA. `numbers`: the document of each token, a whole number
-        (batch, tokens). `windows`: the sliding windows of all layers; None for a layer without one."""
+        """Build the block masks if the tokens are on CUDA. `numbers`: the document number of each token (batch,
+        tokens). `windows`: the sliding window of each layer; None for a layer without a window."""
         self.numbers = numbers
         self.positions = positions_in(numbers)
         """The position of each token in its document (batch, tokens)."""
@@ -157,8 +157,8 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, options: ScoreOptions, doc
 def _explicitly_masked(
     q: Tensor, k: Tensor, v: Tensor, options: ScoreOptions, documents: Documents | None = None
 ) -> Tensor:
-    """Return attention with the mask as a tensor. `q` has the last tokens of a sequence, or all its tokens. With a soft
-    cap, the scores are computed explicitly."""
+    """Return attention that is computed with a mask tensor; with a soft cap, by `_explicit_attention`. `q` has the last
+    tokens of a sequence, or all its tokens."""
     if options.soft_cap is not None:
         return _explicit_attention(q, k, v, options, documents).values
     num_tokens, is_grouped = k.shape[2], q.shape[1] > k.shape[1]
@@ -171,15 +171,15 @@ class KeyValueCache:
     """Keys and values of one layer, for all tokens of a sequence so far. Generation attaches a cache to a layer."""
 
     def __init__(self, max_tokens: int):
-        """`max_tokens`: number of tokens for which memory is allocated at first. If this is too little, the memory is
-        at least doubled."""
+        """`max_tokens`: number of tokens for which memory is allocated at first. For more tokens, the memory is at
+        least doubled."""
         self._max_tokens = max_tokens
         self._num_tokens = 0
         self._tensors: tuple[Tensor, ...] = ()
 
     def append(self, k: Tensor, v: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
         """Add the keys and values of new tokens, (batch, heads, tokens, head_dim). Return the keys and values of all
-        tokens to which a new token attends."""
+        tokens to which any new token attends. `window`: the sliding window in tokens; None for no window."""
         start, stop = self._num_tokens, self._num_tokens + k.shape[2]
         if not self._tensors or stop > self._max_tokens:
             self._grow(k, v, stop)
@@ -320,7 +320,7 @@ _BLOCK = 128
 def make_block_mask(num_tokens: int, window: int | None, documents: Tensor | None, device: torch.device) -> BlockMask:
     """Return FlexAttention's table of the blocks of tokens that contain allowed pairs.
 
-    `documents`: the number of each token's document (batch, tokens), which never decreases along the sequence.
+    `documents`: the document number of each token (batch, tokens), which never decreases along the sequence.
 
     PyTorch's `create_block_mask` computes a mask of tokens x tokens first: 8.6 GB for 32,768 tokens. Here, two pairs of
     tokens decide for a block of queries and an earlier block of keys. If the nearest pair (first query, last key) is

@@ -1,7 +1,7 @@
 """The classes of `transformers` that this package's models implement. This module does not import torch.
 
-`FAMILIES` has a row for each class. A row lists every key of the class's `config.json` that changes the computation.
-A value that is not supported is an error that names the key.
+`FAMILIES` has an entry for each class. The entry lists every key of the class's `config.json` that changes the
+computation. If a value is not supported, an error names the key.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Family:
     each with the reason."""
 
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """For each other name of a key: the key, as in the class's `attribute_map`."""
+    """The key that each alias stands for, by alias, as in the class's `attribute_map`."""
 
     pad_token: int | None = None
     """The class's default of `pad_token_id`."""
@@ -69,7 +69,7 @@ class Family:
     """True if the class gives the embedding's row of `pad_token_id` no gradient."""
 
     def class_of(self, num_labels: int | None) -> str:
-        """Return the name of the class for a language model, or for a model with this number of labels."""
+        """Return the name of the class in `transformers`. `num_labels`: None for a language model."""
         if num_labels is None:
             return self.model_class
         return self.classifier or re.sub("ForCausalLM|LMHeadModel", "ForSequenceClassification", self.model_class)

@@ -47,7 +47,7 @@ def _lookup(config: Config, key: str, *default: Any) -> Any:
 
 
 def _size(config: Config, key: str, *default: int, smallest: int = 1, largest: int = MOST_TOKENS) -> int:
-    """Return a whole number from `smallest` to `largest`, the value of a key. Raises WeightsError for any other value,
+    """Return the value of a key, a whole number from `smallest` to `largest`. Raises WeightsError for any other value,
     and for a missing key without `default`."""
     value = _lookup(config, key, *default)
     if type(value) is not int or not smallest <= value <= largest:
@@ -100,8 +100,8 @@ WIDTH_OF_GPT2 = Feature(
 
 
 def head_dim(default: int | None = None, may_be_null: bool = False, must_divide: bool = False) -> Feature:
-    """Return the `Feature` of the width of a head. The argument stays unset for the width `hidden_size` / number of
-    heads.
+    """Return the `Feature` of the width of a head. The argument stays unset if the width is `hidden_size` / number
+    of heads.
 
     `default`: the class's value if the key is absent. `may_be_null`: True if the class accepts null. `must_divide`:
     True if the class refuses a `hidden_size` that is no multiple of the number of heads.
@@ -227,8 +227,8 @@ def rope(
     """Return the `Feature` of rotary embeddings that all layers share.
 
     `theta`: the base that the class uses by default. `default`: the RoPE table that the class uses if `rope_parameters`
-    is absent; None if it has none. `kinds`: RoPE types of the class. `yarn_needs`: a key that the class needs to
-    compute YaRN; None if it needs none.
+    is absent; None for a table without scaling. `kinds`: RoPE types of the class. `yarn_needs`: a key that the class
+    needs to compute YaRN; None if no key is needed.
     """
     unscaled = None if default is None else {"rope_type": "default"}
 

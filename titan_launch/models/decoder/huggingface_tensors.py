@@ -1,6 +1,6 @@
 """Names and layouts of the tensors in Hugging Face files, for the parameters of this package's models, without torch.
 
-`NAMES` has a row for each class of `transformers`.
+`NAMES` has an entry for each class of `transformers`.
 """
 
 from __future__ import annotations
@@ -67,14 +67,14 @@ class TensorNames:
     """The names and layouts of the tensors in files of a class of `transformers`."""
 
     modules: Mapping[str, str]
-    """Names of modules in the file, without `prefix`, by their names here. `*` is the number of the layer. If several
-    modules have one name in the file, a tensor with this name has the parameters of all these modules, in the order of
-    this table."""
+    """Names of modules in the file, without `prefix`, by their names in this package. `*` is the number of the layer.
+    If several modules have one name in the file, a tensor with this name has the parameters of all these modules, in
+    the order of this table."""
 
     parameters: Mapping[str, str] = field(default_factory=dict)
-    """Names of tensors in the file, without `prefix`, by names of parameters here. The table has the parameters whose
-    names do not follow from `modules`. The first `*` is the number of the layer. A second `*` is the number of the
-    expert."""
+    """Names of tensors in the file, without `prefix`, by names of parameters in this package. The table has the
+    parameters whose names do not follow from `modules`. The first `*` is the number of the layer. A second `*` is the
+    number of the expert."""
 
     prefix: str = "model."
     """Prefix of tensor names. The name of the output layer has no prefix. In files of a class without an output layer,
@@ -239,7 +239,7 @@ def pieces_of(
     names_in_file: Collection[str] = (),
     has_labels: bool = False,
 ) -> dict[str, Piece]:
-    """Return the place of each parameter in the files of a folder.
+    """Return the `Piece` of each parameter in the files of a folder, by full name.
 
     `model_type`: None for a folder with the names of this package. `shapes`: shape of each parameter by full name.
     `head_width`: width of an attention head. `names_in_file`: names of the folder's tensors, to recognize files without
@@ -276,7 +276,7 @@ def pieces_of(
 
 
 def names_in_transformers(paths: Iterable[str]) -> dict[str, set[str]]:
-    """Return the names that classes of `transformers` give to modules and parameters of a model, by their path here.
+    """Return the names that classes of `transformers` give to modules and parameters, by path in this package.
 
     Paths that no class has, such as the paths of a user's own model, are omitted. Only classes that have all other
     paths are considered. For example, `layers.0.ffn_norm` has different names in Gemma and in Llama, and other paths of

@@ -125,17 +125,14 @@ def _scaled_pairs(head_dim: int, theta: float, scaling: RopeScaling) -> tuple[fl
 
 
 class LearnedPositions(nn.Embedding):
-    """A table with a vector for each position. The vectors are added to the token embeddings (GPT-2).
-
-    The buffer `rows` has, for each token of a sequence, its row in the table: 0, 1, 2, and so on. Ranks that divide the
-    tokens of a sequence divide this buffer in the same way.
-    """
+    """A table with a vector for each position. The vectors are added to the token embeddings (GPT-2)."""
 
     position: int = 0
     """Position of the first token of the input. It is not 0 while a cache has earlier tokens."""
 
     rows: Tensor
-    """The row in the table for each token of a sequence: int64 (max_positions)."""
+    """The row in the table for each token of a sequence, 0, 1, 2 and so on: int64 (max_positions). Ranks that divide
+    the tokens of a sequence divide this buffer in the same way."""
 
     def __init__(self, max_positions: int, dim: int):
         super().__init__(max_positions, dim)

@@ -23,7 +23,7 @@ from titan_launch.plan.experts import MIN_GROUPED_WIDTH, is_grouped
 
 
 class ContextGroup(NamedTuple):
-    """The ranks that divide the tokens of every sequence (context parallelism)."""
+    """The process group whose ranks divide the tokens of every sequence (context parallelism)."""
 
     name: str
     size: int
@@ -108,7 +108,7 @@ class Experts(nn.Module):
     def compute(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Map rows that are sorted by expert, (rows, dim), to the same shape. `counts`: rows of each expert."""
         multiply = of_adapters = expert_product(rows, counts, self.w1)
-        if self.lora is not None:  # the shape of w1 has this rank's widths; that of a sharded `b` has the widths of all
+        if self.lora is not None:  # w1 has the widths of this rank; the shape of a sharded `b` has those of all ranks
             of_adapters = expert_product(rows, counts, self.w1, self.lora["w1"].get_parameter("a"))
 
         def product(rows: Tensor, name: str, weights: Tensor, bias: Tensor | None) -> Tensor:
@@ -404,7 +404,7 @@ def z_losses(logits: Tensor, group: ContextGroup | None = None) -> Tensor:
 
 
 class _WithLoss(torch.autograd.Function):
-    """Return `output` unchanged. The backward gives `loss`, a scalar, the gradient 1."""
+    """Return `output` unchanged. The backward gives the scalar `loss` the gradient 1."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, loss: Tensor) -> Tensor:

@@ -98,7 +98,7 @@ class Decoder(nn.Module):
 
     def forward(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
         """Map token ids (batch, tokens) to logits (batch, tokens, vocab_size), or (batch, tokens, num_labels).
-        `documents`: the number of each token's document (batch, tokens); None if each sequence is one document."""
+        `documents`: the document number of each token (batch, tokens); None if each sequence is one document."""
         separated = None if documents is None else Documents(documents, self._windows)
         x = self.tok_embeddings(tokens)
         if self.pos_embeddings is not None:

@@ -233,8 +233,8 @@ class ExpertArgs(ArgsTable):
     def unused(self) -> Iterator[tuple[str, str]]:
         balance = ("selection_bias_rate", "balance_loss")
         for names, others, has_no_effect in (
-            (("num_groups",), f"top_k_groups = {self.top_k_groups}, all groups", self.top_k_groups == self.num_groups),
-            (balance, f"top_k = {self.top_k}, all experts", self.top_k == self.num_experts),
+            (("num_groups",), f"top_k_groups = {self.top_k_groups} (all groups)", self.top_k_groups == self.num_groups),
+            (balance, f"top_k = {self.top_k} (all experts)", self.top_k == self.num_experts),
         ):
             for name, _ in self.changed(*names) if has_no_effect else ():
                 yield name, f"has no effect with {others}; remove this argument"

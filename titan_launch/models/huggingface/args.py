@@ -47,8 +47,8 @@ def image_format(args: Mapping[str, Any]) -> ImageFormat | None:
 
 
 def label_names(config: Mapping[str, Any]) -> list[str]:
-    """Return the names in `id2label` by their numbers; an empty list without `id2label`, and if its keys are not "0",
-    "1" and so on."""
+    """Return the names in `id2label` in the order of their numbers. The list is empty without `id2label`, and if its
+    keys are not "0", "1" and so on."""
     names = config.get("id2label")
     if not isinstance(names, dict) or names.keys() != {str(number) for number in range(len(names))}:
         return []

@@ -34,7 +34,7 @@ from titan_launch.models.huggingface.files import (
 
 @dataclass(frozen=True)
 class FolderConfig:
-    """The model whose weights a folder holds, by the folder's `config.json`."""
+    """The model to which the weights in a folder belong, as the folder's `config.json` describes it."""
 
     name: str
     """Name of the model in `[model]`."""
@@ -81,7 +81,8 @@ def own_config(config: Config) -> FolderConfig:
         table = {key: table[key] for key in ("name", "flavor", "args") if key in table}
         model = ModelConfig.model_validate({"name": None, "flavor": ALL_IN_ARGS, **table})
     except (TypeError, ValidationError):
-        raise WeightsError(f"{CONFIG_FILE} has neither the format of Hugging Face nor that of titan_launch") from None
+        reason = f"{CONFIG_FILE} has neither the format of Hugging Face nor that of titan_launch"
+        raise WeightsError(f"{reason}; name another folder") from None
     found = FolderConfig(model.name, model.flavor, model.args, None, config)
     if model.is_of_package:
         try:
@@ -104,7 +105,7 @@ def refuse_adapter(folder: Path) -> None:
     """Raise WeightsError for a folder with an adapter of `peft`, which `transformers` adds to the weights."""
     if os.path.lexists(folder / ADAPTER_CONFIG_FILE):
         reason = f"it has {ADAPTER_CONFIG_FILE}: an adapter of peft, which transformers adds to the weights"
-        raise WeightsError(f"{reason}; set lora.adapter to this folder, and give the folder of the base model here")
+        raise WeightsError(f"{reason}; set lora.adapter to this folder, and name the folder of the base model instead")
 
 
 _MOST_BYTES = 4 * MIB
@@ -243,8 +244,8 @@ def config_of(
 
     `dtype`: dtype of the weights. `max_positions`: sequence length of training. `original`: the `config.json` from
     which training started. If it is of the same class, its keys without effect on the computation are kept, such as
-    token ids. `labels`: names of the outputs of a classifier. None: the names in `original`, if their number fits, else
-    LABEL_0 and so on. Raises WeightsError if no class of `transformers` implements the model with these arguments.
+    token ids. `labels`: names of the outputs of a classifier, by default the names in `original` if their number fits,
+    else LABEL_0 and so on. Raises WeightsError if no class of `transformers` implements the model with these arguments.
     """
     model_type = model_type_of(name)
     family = FAMILIES[model_type]
@@ -301,10 +302,9 @@ def differences(name: str, own: ModelArgs, folder: FolderConfig) -> list[tuple[s
 
 
 def _differing(own: ModelArgs, other: ModelArgs) -> list[tuple[str, Any, Any]]:
-    """Return (argument, value in `own`, value in `other`) for each argument whose effective values differ, including
-    arguments in tables, such as `experts.top_k`. A value is the argument as set, or its effective value if it is unset.
-    An argument that is set equally in both, or unset in both, is omitted: its effective values differ only
-    because other arguments differ."""
+    """Return (argument, value in `own`, value in `other`) for each argument that differs in two ways: as set, and in
+    its effective value. (If only the effective values differ, the cause is another argument.) The result has the
+    effective values of unset arguments. Arguments in tables have names such as `experts.top_k`."""
     ours, theirs = (dict(leaves(args.effective())) for args in (own, other))
     set_here, set_there = (dict(leaves(args.model_dump(mode="json"))) for args in (own, other))
     own_values, other_values = (

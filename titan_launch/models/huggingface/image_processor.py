@@ -17,9 +17,9 @@ _USUAL = {"do_rescale": True, "rescale_factor": 1 / 255, "rescale_offset": False
 
 
 def read_image_keys(folder: str | Path) -> dict[str, Any]:
-    """Return the keys `mean`, `std`, `resize` and `crop` of `[data]` with which images are prepared as the file in a
-    folder says. A key that the file does not decide is missing. Without the file, the dict is empty. Raises
-    WeightsError if the file cannot be read."""
+    """Convert a folder's `preprocessor_config.json` to the keys `mean`, `std`, `resize` and `crop` of `[data]`. Keys
+    that the file does not determine are omitted. Without the file, the dict is empty. Raises WeightsError if the file
+    cannot be read."""
     if not os.path.lexists(Path(folder, FILE)):
         return {}
     table = read_json(Path(folder, FILE))
@@ -37,15 +37,15 @@ def read_image_keys(folder: str | Path) -> dict[str, Any]:
 
 
 def _side(size: Any) -> int | None:
-    """Return the length in pixels of the shorter side; None if a size does not have it."""
+    """Return the shorter side in pixels of `size`, a value in the file; None if `size` does not contain it."""
     if isinstance(size, dict):
         size = size.get("shortest_edge", size.get("height"))
     return size if type(size) is int and size > 0 else None
 
 
 def image_processor(data: ImageData, channels: int) -> dict[str, Any]:
-    """Return the content of the file for images that are prepared as `data` says, without augmentation. `channels`:
-    number of channels that the model takes."""
+    """Return the content of `preprocessor_config.json` for the image options in `data`, without augmentation.
+    `channels`: number of channels that the model takes."""
     table: dict[str, Any] = {
         "image_processor_type": "BitImageProcessor",
         "do_convert_rgb": channels == 3,

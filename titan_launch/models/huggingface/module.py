@@ -276,7 +276,7 @@ class _Conversion:
         return self(tensors)[own_name]
 
     def __call__(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Return all results by name. `tensors`: the values of `sources`, in order."""
+        """Return the computed parameters by name. `tensors`: the values of `sources`, in order."""
         converter = deepcopy(self.converter)
         for (name, pattern), tensor in zip(self.sources, tensors, strict=True):
             converter.add_tensor(self.first, name, pattern, tensor)

@@ -1,8 +1,8 @@
 """Folders of adapters in the format of the library `peft`. Reads of metadata do not need torch.
 
-A module of `transformers` may correspond to several modules of this package, such as `qkv_proj` to `wq`, `wk` and `wv`.
-In `peft`, a single adapter replaces the adapters of these modules. Its A has the rows of each A, one after another. Its
-B has each B as a block, and zeros elsewhere. Its rank is the sum of their ranks.
+An adapter adds the product of its matrices B and A to a weight. A module of `transformers` may correspond to several
+modules of this package, such as `qkv_proj` to `wq`, `wk` and `wv`. In `peft`, one adapter replaces the adapters of all
+these modules. Its A has their A matrices, one below another. Its B is block-diagonal. Its rank is the sum of the ranks.
 """
 
 from __future__ import annotations
@@ -271,7 +271,7 @@ def config_of(
     targets: Sequence[Target], config: LoRAConfig, pieces: Mapping[str, Piece], base: str | None
 ) -> dict[str, Any]:
     """Return the content of `adapter_config.json`. `pieces`: the `Piece` of each weight of the model in the files.
-    `base`: folder of the model without adapters."""
+    `base`: folder of the model without adapters. Raises WeightsError as `Target.scale` does."""
     modules, parameters = names_of_base(pieces)
     plain = {target.path for target in targets if target.parameter is None}
     stacked = {target.path for target in targets if target.parameter is not None}
@@ -398,11 +398,11 @@ class AdapterFolder:
         in_file = {target.path for target in targets}
         if ignored := sorted(in_file - adapted):
             keys = "target_modules, exclude_modules, layers_to_transform and target_parameters"
-            reason = f"{keys} in {ADAPTER_CONFIG_FILE} do not select them"
+            reason = f"{keys} in {ADAPTER_CONFIG_FILE} do not select them; correct these keys"
             yield f"peft ignores the tensors of {listed(ignored)}, because {reason}"
         if absent := sorted(adapted - in_file):
-            keys = "target_modules or target_parameters"
-            yield f"{keys} in {ADAPTER_CONFIG_FILE} select {listed(absent)}, but {FILE} lacks their tensors"
+            keys = f"target_modules or target_parameters in {ADAPTER_CONFIG_FILE}"
+            yield f"{keys} select {listed(absent)}, but {FILE} lacks their tensors; save both files again"
 
     def shares_a(self, target: Target) -> bool:
         """Return True if all parts of a target share one A in the file. In this package, each part has its own A."""

@@ -42,18 +42,15 @@ FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def shapes_in_files(shapes: Mapping[str, Shape], rows: int | None, has_labels: bool) -> dict[str, Shape]:
-    """Return the shapes of parameters in files whose vocabulary has `rows` tokens. None: the vocabulary of the job.
-
-    If the vocabulary of the job is larger, the last rows of its embedding and output layer are zeros. `has_labels`:
-    True for a classifier or a reward model.
-    """
+    """Return the shapes that parameters have in files whose vocabulary has `rows` tokens. `rows`: None for the
+    vocabulary of the job. `has_labels`: True for a classifier or a reward model, whose output layer has labels."""
     of_vocabulary = ("tok_embeddings.weight",) if has_labels else ("tok_embeddings.weight", "output.weight")
     return {name: (rows, *shape[1:]) if rows and name in of_vocabulary else shape for name, shape in shapes.items()}
 
 
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 INTEGERS = {"I64": "int64"}
-"""Supported dtypes of parameters and of the counters of BatchNorm, by their names in the files."""
+"""Supported dtypes, by their names in the files: `FLOATS` for parameters, `INTEGERS` for the counters of BatchNorm."""
 
 _SAMPLE_BYTES = 4096
 
@@ -103,8 +100,8 @@ class WeightsFolder:
                 raise WeightsError(f"{reason}; copy or download the folder again")
             earlier = {name: replace(self.tensors[name], file=file) for name in found if name in self.tensors}
             if twice := [name for name, tensor in earlier.items() if tensor != found[name]]:
-                reason = f"{self.tensors[twice[0]].file} and {file} both have {listed(twice)}, but not alike"
-                raise WeightsError(f"{reason}: one file is probably of another save; copy or download the folder again")
+                reason = f"{self.tensors[twice[0]].file} and {file} both have {listed(twice)}"
+                raise WeightsError(f"{reason}, with different shapes or dtypes; copy or download the folder again")
             # Some converters write tied tensors into several files. The index names one file for each tensor.
             own = names or ()
             self.tensors |= {name: tensor for name, tensor in found.items() if name not in earlier or name in own}
@@ -135,7 +132,7 @@ class WeightsFolder:
             raise WeightsError(f"{INDEX} has no table weight_map with names of files; copy or download it again")
         if outside := [file for file in index.values() if Path(file).name != file or not file.endswith(".safetensors")]:
             reason = "which is not a *.safetensors file in the folder"
-            raise WeightsError(f'{INDEX} names "{short_name(outside[0])}", {reason}')
+            raise WeightsError(f'{INDEX} names "{short_name(outside[0])}", {reason}; copy or download it again')
         by_file = defaultdict[str, list[str]](list)
         for name, file in index.items():
             by_file[file].append(name)
@@ -350,8 +347,8 @@ def find_weights(
 ) -> Weights:
     """Return the weights that `model.weights` names, compared with the tensors of the model.
 
-    `places_in_files`: the model's own function, for a class of `transformers`. `folder`: the result of `open_weights`,
-    if the files have already been read.
+    `places_in_files`: the model's attribute of this name, for a class of `transformers`. `folder`: the result of
+    `open_weights`, if the files have already been read.
 
     Only headers are read, and only `places_in_files` needs torch. Raises ConfigError if the folder cannot be read, if
     tensors are missing, unexpected, or of another shape or dtype, or if a glob of `model.exclude_from_weights` matches

@@ -26,7 +26,7 @@ from titan_launch.models.huggingface.files import CONFIG_FILE, GENERATION_FILE, 
 from titan_launch.models.weights.folder import FILE, FLOATS, INDEX, INTEGERS, in_halves
 
 DTYPE_CODES = {getattr(torch, name): code for code, name in {**FLOATS, **INTEGERS}.items()}
-"""Names of dtypes in the header of a file."""
+"""Name of each dtype in the header of a safetensors file."""
 
 
 @dataclass(frozen=True)
@@ -145,10 +145,10 @@ def _write_file(
 
 
 def in_file_layout(pieces: Mapping[str, Piece], read: Callable[[str], Tensor]) -> Callable[[Entry], Tensor]:
-    """Return a function of an `Entry` that returns the tensor of the entry, assembled from the model's parameters.
+    """Return a function that assembles the tensor of an `Entry` from the model's parameters.
 
-    `pieces`: the place of each parameter in the files. `read` returns a whole parameter by its name. Rows of a
-    parameter that exceed the shape of its entry are dropped.
+    `pieces`: the `Piece` of each parameter, by name. `read` returns a whole parameter by its name. Rows of a parameter
+    that exceed the shape of the entry are dropped.
     """
     names: defaultdict[str, list[tuple[str, int]]] = defaultdict(list)
     for name, piece in pieces.items():
@@ -204,8 +204,8 @@ def companions_of(folder: Path) -> Path | None:
 
 def copy_companions(source: Path, target: Path, names: Sequence[str] = (*MODEL_FILES, *TOKENIZER_FILES)) -> None:
     """Copy the files `names` from a Hugging Face folder to `target`, which is created. Files that the Hugging Face
-    folder lacks are skipped. With the tokenizer, its named chat templates are copied. Raises WeightsError for a file
-    that is not regular or is too large, and for a link that leads out of the folder."""
+    folder lacks are skipped. If `names` has `tokenizer.json`, named chat templates are copied too. Raises WeightsError
+    for a file that is not regular or is above 256 MiB, and for a link that leads out of the folder."""
     templates = (source / _FURTHER_TEMPLATES).glob("*.jinja") if TOKENIZER_FILE in names else ()
     for name in (*names, *(f"{_FURTHER_TEMPLATES}/{path.name}" for path in templates)):
         (target / name).parent.mkdir(exist_ok=True)

@@ -38,7 +38,7 @@ void fail(const char *format, ...) {
 
 /* Every function that build.py generates, except those of cuBLAS, calls this one. `status` is the error of its library. */
 int phantom_unanswered(const char *name, int status) {
-    fprintf(stderr, "phantom GPU: %s is not answered; it returns the error %d\n", name, status);
+    fprintf(stderr, "phantom GPU: %s is not implemented; it returns the error %d\n", name, status);
     return status;
 }
 
@@ -65,7 +65,7 @@ const char *cudaGetErrorString(cudaError_t error) {
     case cudaSuccess: return "no error";
     case cudaErrorMemoryAllocation: return "out of memory";
     case cudaErrorNotReady: return "device not ready";
-    case cudaErrorNotSupported: return "the phantom GPU does not answer this function";
+    case cudaErrorNotSupported: return "the phantom GPU does not implement this function";
     default: return "an error of the phantom GPU";
     }
 }

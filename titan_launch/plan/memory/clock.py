@@ -3,8 +3,8 @@ import torch.
 
 One stream computes. FSDP2's collectives run in another stream, one after another. Both follow these rules:
 
-- FSDP2 has at most two all-gather buffers. So an all-gather begins when the buffer of the all-gather before the
-  previous one has been copied into the parameters.
+- FSDP2 has at most two all-gather buffers. So an all-gather begins when the buffer of the second-to-last all-gather has
+  been copied into the parameters.
 - A reduce-scatter begins when the gradients of its unit exist. Before that, computation waits for the previous
   reduce-scatter.
 - Computation waits for the collectives of tensor, context and expert parallelism.

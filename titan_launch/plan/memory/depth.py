@@ -57,11 +57,11 @@ def _inside(block: str, paths: Collection[str]) -> tuple[str, ...]:
 
 
 def block_signatures(plan: ModelPlan) -> list[Hashable]:
-    """Return a signature of each outer block. Blocks with the same forward and backward have equal signatures.
+    """Return a signature of each outer block. Blocks with equal signatures allocate and communicate the same.
 
-    A signature has the path of the module around the block, the block's modules with their tensors, units and buffer
-    dtypes, and the block's checkpointed modules. It also has the dtypes of the previous block (for the first block, its
-    own dtypes), and a flag that is True if backward computes a gradient of the block's inputs.
+    A signature has the block's modules with their tensors, units and buffer dtypes, and the block's checkpointed
+    modules. It has the path of the module around the block, and the dtypes of the previous block (for the first block,
+    its own dtypes). A flag is True if backward computes a gradient of the block's inputs.
     """
     inside: dict[str, list[ModuleInfo]] = {path: [] for path in outermost(plan.inventory.blocks)}
     for module in plan.inventory.modules:
@@ -156,8 +156,8 @@ def longest_repeat(sequence: Sequence[Hashable]) -> Repeat:
 
 
 def shorten(length: int, repeat: Repeat, times: int) -> list[int]:
-    """Return the remaining indices of a sequence of `length` whose repeated part is cut to `times` periods. If the part
-    has at most `times` periods, all indices remain.
+    """Return the remaining indices of a sequence of `length` entries, after its repeated part is cut to `times`
+    periods. If the part has at most `times` periods, all indices remain.
 
     The first half and the last half of the remaining periods are kept, so that FSDP2's prefetches and late reductions
     at both ends stay. Of 80 equal blocks, 0, 1, 78, 79 remain for `times = 4`, and 0, 1, 2, 78, 79 for `times = 5`.

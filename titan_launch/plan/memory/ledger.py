@@ -116,8 +116,8 @@ class Peak(NamedTuple):
     """Bytes of each `Category` at the peak. Their sum is `total`."""
 
     by_stream: tuple[float, ...]
-    """Peak bytes of each stream since memory was last freed; in `Footprint.peaks`, over the whole point. The streams
-    may reach their peaks at different times."""
+    """Peak bytes of each CUDA stream (`_STREAMS`) since memory was last freed; in `Footprint.peaks`, over the whole
+    point. The streams may reach their peaks at different times."""
 
     in_product: bool = False
     """True if this is the memory during a matrix product. Such an entry need not be a local maximum."""
@@ -199,8 +199,8 @@ class Ledger:
         return Footprint(maxima, host_bytes=self._host_peak)
 
     def _end_rise(self) -> None:
-        """Note a local maximum if memory has risen since the last one. Called before memory is freed, and at the end of
-        a point."""
+        """Note a local maximum if memory has risen since the last maximum. Called before memory is freed, and at the
+        end of a point."""
         if self._is_rising:
             self._is_rising = False
             self._maxima_here.append(Peak(self.total, tuple(self.live), tuple(self._stream_peaks)))
@@ -288,8 +288,8 @@ def extrapolate(shorter: Footprint, longer: Footprint, factor: float) -> Footpri
 
 
 def with_growth(footprint: Footprint, longer: Footprint, factor: float) -> Footprint:
-    """Return the footprint of a step with more microbatches than the steps of two footprints. `factor`: the result of
-    `pipeline.growth_factor`.
+    """Return the footprint of a step with more microbatches, extrapolated from two steps with fewer microbatches.
+    `factor`: the result of `pipeline.growth_factor`.
 
     The peak of each phase is extrapolated linearly, and its growth is added to every maximum of that phase in the first
     footprint. The growth counts as activations.

@@ -1,5 +1,5 @@
 """The recordings of a job: the table of its model's modules, the FLOPs of a sample, and the tapes of its microbatches.
-They come from the user's cache, or from a `Recorder` that runs PyTorch now. This module does not import torch.
+The recordings come from the user's cache, or from a `Recorder` that runs PyTorch. This module does not import torch.
 
 `recorded_job` returns the job that is recorded. In this job, all keys that do not affect a recording have fixed values:
 usually the number of shards, gradient accumulation, the optimizer, the length of the run, and the files that the run
@@ -43,7 +43,7 @@ class Subject:
 
     inventory: Inventory
     flops_per_sample: int | None
-    """The FLOPs of forward and backward that a user's own model declares; None if it declares none."""
+    """The FLOPs of forward and backward that a user's own model declares; None if the model declares none."""
 
     second: Inventory | None = None
     """The second model of the loss: a reference or a teacher. None: the loss has no second model."""

@@ -64,7 +64,7 @@ class Step(NamedTuple):
     """Path of a module of the unit; for the root module, the result of `root_path`."""
 
     number: int = 0
-    """Argument of the method, if it has one."""
+    """Argument of the method, if the method has an argument."""
 
 
 class Gradient(NamedTuple):
@@ -76,7 +76,7 @@ class Gradient(NamedTuple):
     num_bytes: int
     dtype: str
     category: Category
-    """The category under which an earlier event has allocated the gradient."""
+    """Category of this memory."""
 
 
 class Sent(NamedTuple):
@@ -124,9 +124,9 @@ class Blocks:
         variant also compute the same.
 
         Of each kind with more than four blocks, these are recorded: the first two blocks, the last two, and one block
-        of each variant that neither the second block nor the last but one has. A recorded block of the same kind and
+        of each variant that the second block and the last but one lack. A recorded block of the same kind and
         variant stands for each unrecorded block. `is_uniform` checks that the second block equals the last but one. The
-        blocks between are assumed alike.
+        blocks between these two are assumed to be alike.
         """
         variant_of = variants or {}
         members: dict[Hashable, list[str]] = {}
@@ -186,8 +186,8 @@ class Tape:
 
 
 def compact(events: Iterable[Event]) -> Iterator[Event]:
-    """Yield the events, with each series of allocations and frees replaced by at most three: up to its highest total,
-    up to its highest total in a matrix product, and up to its end.
+    """Yield the events, but replace each series of allocations and frees by at most three events. They lead to the
+    highest total, to the highest total in a matrix product, and to the end of the series.
 
     A series ends at the next hook call, gradient or offloaded tensor. Computation and collectives do not end a series,
     because they hold no memory. Computation is moved to the next hook call. Collectives are moved to the end of all

@@ -52,10 +52,10 @@ class Case:
 
     def reference(self, has_batch_norm: bool) -> JobConfig:
         """Return the job of the single process, which trains the same global batch without any axis or mode.
-        `has_batch_norm`: True if its microbatches must have as many samples as the BatchNorm statistics of this
-        case."""
+        `has_batch_norm`: True if the model has BatchNorm. The single process then uses microbatches with as many
+        samples as the batch statistics of this case."""
         local, size = self.config.training.local_batch_size, GLOBAL_BATCH
-        if has_batch_norm:  # batch statistics depend on the microbatch, so use the microbatches of the case
+        if has_batch_norm:
             assert local != "auto"
             is_synchronized = self.config.batchnorm.statistics == "synchronized"
             size = local * (data_ranks(self.config.parallelism) if is_synchronized else 1)
@@ -187,9 +187,9 @@ def _modes(config: JobConfig) -> Iterator[str]:
 
 
 def _choices(twin: JobConfig) -> Iterator[JobConfig]:
-    """Yield the twin with the accumulation and checkpointing modes that the job sets. For `auto`, yield each mode that
-    `auto` may choose at least once. Checkpointing `none` is omitted, because the other modes run its operations,
-    too."""
+    """Yield the twin with the accumulation and checkpointing modes that the job sets. With `auto`, each mode that
+    `auto` may choose is in at least one yielded twin. Checkpointing `none` is omitted, because the other modes run its
+    operations, too."""
     accumulation, checkpointing = twin.gradient_accumulation, twin.activation_checkpoint
     if twin.parallelism.splits_backward:
         modes = [_ONCE]

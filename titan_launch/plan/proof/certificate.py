@@ -58,8 +58,8 @@ class ProofRow:
 
 @dataclass(frozen=True)
 class ProofFinding:
-    """The first place where a run differs from the single process. If runs with only one or two of the axes and modes
-    also show the difference, the fields from `result` to `how` describe the smallest such run."""
+    """The first place where a run differs from the single process. If runs with only one or two axes or modes also
+    show the difference, the fields from `result` to `how` describe the smallest such run."""
 
     run: str
     result: str
@@ -263,7 +263,7 @@ def _entry(digest: str) -> Path:
 
 
 def describe_certificate(certificate: Certificate | None) -> str:
-    """Return the line of a run's header about its proof."""
+    """Return the line about the proof of the layout, for the header of a run."""
     if certificate is None:
         return "layout not proven; titan-launch prove compares it with one process"
     if certificate.verdict == "proven":

@@ -191,7 +191,7 @@ def _of_package(
     )
     changes = args.twin(needs) | wanted
     if not args.twin(needs):
-        unshrunk.append(f"model {model.name} keeps its arguments: it has no rule for a smaller size")
+        unshrunk.append(f"model {model.name} has no rule for a smaller size; set smaller arguments in [prove.args]")
     elif keeps_depth:
         unshrunk.append("the number of layers: globs of the job name layers by number")
     table = {**args.model_dump(mode="json"), **changes}
@@ -201,7 +201,7 @@ def _of_package(
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(map(str, first["loc"]))
-        raise config_error(("prove", "args", name), f"{first['msg']}; correct this argument") from None
+        raise config_error(("prove", "args", name), f"{first['msg']}; set a value that the twin accepts") from None
     for names, reason in checked.problems():
         text = f"the small twin of this model is not valid: {reason}; set prove.args.{names[0]} to a size that fits"
         raise config_error(("prove", "args", names[0]), text)
@@ -250,7 +250,7 @@ def _of_transformers(
 ) -> ModelConfig:
     """Return the config of a class of `transformers` with the sizes of `_SIZES` and without dropout. The config has 2
     layers, or more if there are more types of layers or pipeline stages. If globs of the job name layers by number,
-    sizes stay."""
+    the sizes stay those of the job."""
     args = dict(model.args)
     if _names_layers(config):
         kept = f"the twin keeps the arguments of model {args.get('model_type')}"
@@ -300,8 +300,8 @@ def _without_dropout(args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _data(config: JobConfig, model: ModelConfig, unshrunk: list[str]) -> Any:
-    """Return a section `[data]` with random samples of the same form as those of the job. The samples have different
-    numbers of ignored targets. If the size of images is unknown, return the job's own section."""
+    """Return a section `[data]` with random samples of the same form as those of the job. If the size of images is
+    unknown, return the job's own section."""
     if config.data.unit == "images":
         taken = images_taken(model)
         if taken is None or taken.height is None or taken.width is None:

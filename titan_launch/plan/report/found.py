@@ -48,7 +48,7 @@ def format_result(result: Result, hardware: Hardware) -> str:
     """Return the result as text: the parts of the best job's step time, a table of the best jobs, and the number of
     planned layouts."""
     best = result.best
-    counts = f"{result.tried} of {result.families} layouts were planned; the others do not fit or are not faster."
+    counts = f"{result.tried} of {result.families} layouts were planned; the others do not fit or cannot be faster."
     if refused := sum(result.refused.values()):
         most = max(result.refused, key=lambda reason: result.refused[reason])
         counts += f" {refused} more are not possible; the most frequent reason: {most}."
@@ -101,9 +101,9 @@ def describe_result(result: Result) -> dict[str, Any]:
 
 
 def overlay(base: JobConfig | None, config: JobConfig, extends: str) -> str:
-    """Return the text of a job file for `config` that extends `extends`, the file of `base`. If `config` leaves a key
-    unset that `base` sets, return a complete job file instead, because `extends` cannot unset keys. Also return a
-    complete job file if `base` is None, because the file is not a valid job without overrides."""
+    """Return the text of a job file for `config` that extends the file `extends`. `base`: the job of this file; None if
+    the file is not a valid job without overrides. If `base` is None, return a complete job file instead. Do the same if
+    `base` sets a key that `config` leaves unset, because `extends` cannot unset keys."""
     try:
         if base is None:
             raise _UnsetError
@@ -115,7 +115,7 @@ def overlay(base: JobConfig | None, config: JobConfig, extends: str) -> str:
 
 
 class _UnsetError(ValueError):
-    """Raised if the base job is no valid file, or sets a key that the found job leaves unset."""
+    """Raised if the base job is not valid, or sets a key that the found job leaves unset."""
 
 
 def _tables(base: JobConfig | None, config: JobConfig) -> Iterator[tuple[str, list[str]]]:

@@ -109,13 +109,14 @@ def compare(
 
 
 _MODEL_PARALLEL = (
-    "flops_per_rank of --json, and compute seconds without device speeds, are means over ranks with the same samples"
+    "flops_per_rank of --json is a mean over ranks with the same samples. Compute seconds are such means, too, if no "
+    "times of operations are predicted."
 )
 _PIPELINE = (
-    "memory and traffic are those of one pipeline rank: the one with the highest peak memory among the first rank, the "
-    "last rank, the rank with the most parameters and, where times of operations are predicted, the rank whose "
-    "matrices, without embeddings, have the most elements; compute seconds include the pipeline bubble, which is "
-    "computed as if all stages took equally long"
+    "memory and traffic are those of one pipeline rank, the one with the highest peak memory. The compared ranks are "
+    "the first, the last and the one with the most parameters. If times of operations are predicted, the rank whose "
+    "matrices (without embeddings) have the most elements is compared, too. Compute seconds include the pipeline "
+    "bubble, which is computed as if all stages took equally long."
 )
 
 

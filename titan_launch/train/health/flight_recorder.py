@@ -78,8 +78,9 @@ def record_path(run_folder: Path, folder: str, rank: int | str) -> Path:
 
 def unfinished_collectives(run_folder: Path, since: float) -> Iterator[str]:
     """Yield a description of the first unfinished collective of every rank, without duplicates. A description names the
-    ranks that started the collective, and the ranks that did not start it. For a send or receive, it names only the
-    ranks that started it. `since`: start time of the ranks, in seconds since the epoch. Older records are ignored."""
+    ranks that started the collective, and the ranks that did not start it. For a send or receive, only the ranks
+    that started it are named. `since`: start time of the ranks, in seconds since the epoch. Older records are
+    ignored."""
     for folder in (FOLDER, GLOO_FOLDER):
         records = dict(sorted(_read_records(run_folder / folder, since)))
         for collective in dict.fromkeys(record.unfinished for record in records.values() if record.unfinished):

@@ -55,21 +55,21 @@ def _stop_or_go_back(run: Run, skipped: SkippedStep, what: str, recorded: str) -
             f"{what}; the step was skipped on all ranks and the run stops "
             f'(debug.on_nonfinite = "skip" continues instead). {_CAUSES}. {recorded}'
         )
-    what = f"{what}; skipped steps in a row: {debug.max_skips}, the limit of debug.max_skips"
+    what = f"{what}; the limit of skipped steps in a row is reached (debug.max_skips = {debug.max_skips})"
     if debug.on_repeated_skips == "stop":
         raise RunError(f"{what}, and the run stops. {_CAUSES}. {recorded}")
     if run.progress.rollbacks >= debug.max_rollbacks:
         times = "once" if debug.max_rollbacks == 1 else f"{debug.max_rollbacks} times"
         raise RunError(
-            f"{what}, and the run stops: it has gone back to a checkpoint {times} already (debug.max_rollbacks). "
-            f"{_CAUSES}. {recorded}"
+            f"{what}, and the run stops: it has gone back to a checkpoint {times} already (debug.max_rollbacks = "
+            f"{debug.max_rollbacks}). {_CAUSES}. {recorded}"
         )
     _go_back(run, f"{what}. {recorded}")
 
 
 def _go_back(run: Run, reason: str) -> None:
     """Load the newest checkpoint and continue from it, but with the data that follows the current step. Collective.
-    Raises RunError if there is no checkpoint. `reason`: clause that says why the run goes back."""
+    Raises RunError if there is no checkpoint. `reason`: text that says why the run goes back, without a full stop."""
     assert run.checkpoints is not None, "config.rules demands checkpoint.enable for debug.on_repeated_skips"
     progress = run.progress
     position, rollbacks = progress.data_position, progress.rollbacks
@@ -81,8 +81,8 @@ def _go_back(run: Run, reason: str) -> None:
             set_timeouts(run.config.comm.timeout_seconds)
         if checkpoint is None:
             raise RunError(
-                f"{reason}, and the run stops: it has saved no checkpoint to go back to since its start (a checkpoint "
-                "loaded with checkpoint.exclude_from_loading does not count)"
+                f"{reason}. The run stops, because it has saved no checkpoint since its start; set a smaller "
+                "checkpoint.interval (a checkpoint loaded with checkpoint.exclude_from_loading does not count)"
             )
         # The checkpoint may be older than a start that excluded the position in the data from loading.
         progress.samples_seen = min(progress.samples_seen, position)
@@ -99,7 +99,7 @@ def _go_back(run: Run, reason: str) -> None:
     run.observers.measurements.end_window(progress.step, only_training=False)
     if run.ranks.is_rank_0:
         _log.warning(
-            "%s; the run goes back to %s and continues with the samples from position %d (rollback %d of at most %d)",
+            "%s. The run goes back to %s and continues with the samples from position %d (rollback %d of at most %d)",
             reason,
             checkpoint,
             position,
@@ -144,11 +144,11 @@ def _record(run: Run, skipped: SkippedStep, losses: list[float]) -> str:
     try:
         folder.mkdir(exist_ok=True)
         if not skipped.is_last and not path.exists() and sum(1 for _ in folder.iterdir()) >= MAX_RECORDS:
-            return f"Its {content} are not recorded: {folder} has {MAX_RECORDS} files already"
+            return f"The {content} of the step are not recorded: {folder} has {MAX_RECORDS} files already"
         path.write_text(json.dumps(_to_json(run, skipped, losses), indent=2, allow_nan=False) + "\n")
     except OSError as error:
-        return f"Its {content} could not be written to {path}: {error.strerror}"
-    return f"Its {content} are in {path}"
+        return f"The {content} of the step could not be written to {path}: {error.strerror}"
+    return f"The {content} of the step are in {path}"
 
 
 def _to_json(run: Run, skipped: SkippedStep, losses: list[float]) -> dict[str, Any]:

@@ -89,7 +89,7 @@ class ProgressBoard:
 
     def __init__(self, ranks: Ranks):
         self.rank, self._world_size = ranks.rank, ranks.world_size
-        # A client of the store serves one thread at a time, even while the thread waits. So each board has its own.
+        # A client of the store serves one thread at a time, even while this thread waits. So each board has a client.
         self._store = default_store().clone()  # type: ignore[attr-defined]
         self._store.set_timeout(timedelta(seconds=_STORE_TIMEOUT_S))
 

@@ -121,8 +121,8 @@ def effective_load(config: JobConfig, attempt: Attempt) -> Load:
     """Return the checkpoint that this attempt loads: `"latest"` for a restart of the same launch, otherwise
     `checkpoint.load`.
 
-    If `checkpoint.load` is the path of another run's checkpoint, and this run has no checkpoint yet, a restart loads
-    that path again. Call this function on one rank, before `record_run`.
+    Exception: a restart loads a path in `checkpoint.load` again until this run has a checkpoint of its own. Call this
+    function on one rank, before `record_run`.
     """
     load = config.checkpoint.load
     if not _is_restart(config, attempt):

@@ -112,7 +112,7 @@ def load_or_begin(
     if found is not None:
         if config.checkpoint.store is not None:
             on_rank_0(lambda: check_earlier_run(config, load))  # again, with the files from the store
-        # A restart loads the newest checkpoint. That may be the one with which its launch began.
+        # A restart that loads the checkpoint with which its launch began must omit the same parts again.
         is_own = load == "latest" and found != partly_loaded(checkpoint_folder(folder), config.checkpoint)
         _resume(config, found, EVERYTHING if is_own else selection, run)
         if isinstance(load, int):
@@ -150,7 +150,7 @@ def open_store(config: JobConfig, attempt: Attempt) -> CheckpointStore | None:
         if later and not resumes_newest:
             reason = (
                 f"{store.url} has checkpoints up to step {max(later)}, which this run would overwrite; resume with "
-                "--checkpoint.enable=true --checkpoint.load=latest, or choose another --job.name, or delete them"
+                "--checkpoint.enable=true --checkpoint.load=latest, or choose another --job.name, or delete the copies"
             )
             raise config_error(("checkpoint", "store"), reason, config.checkpoint.store)
         opened.append(store)
