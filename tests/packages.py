@@ -20,6 +20,12 @@ def needs(*modules: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(bool(missing), reason=f"{', '.join(missing)} cannot be imported")
 
 
+def skip_without(module: str) -> None:
+    """Skip the running test without a package, which is not imported: `sklearn` takes 3 s."""
+    if not is_installed(module):
+        pytest.skip(f"{module} cannot be imported")
+
+
 def add_empty_packages(folder: Path, monkeypatch: pytest.MonkeyPatch, modules: Iterable[str] = tuple(PACKAGES)) -> None:
     """Write a package without content to a folder for each module that is missing here, and make it importable."""
     for module in modules:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.distributed import run_ranks
-from tests.packages import add_empty_packages
+from tests.packages import add_empty_packages, skip_without
 from tests.sampling import rest_is_slow
 from tests.train.jobs import this_rank
 from titan_launch.cli import main
@@ -98,7 +98,7 @@ def train_a_step(path: str, folder: str) -> None:
 def test_a_config_trains_a_step(path: Path, tmp_path: Path) -> None:
     data = load_job(str(path)).config.data
     if isinstance(data, ImageData):
-        pytest.importorskip("sklearn")
+        skip_without("sklearn")
     run_ranks(train_a_step, ranks_of(path), str(path), str(tmp_path))
     (folder,) = tmp_path.iterdir()
     report = json.loads((folder / "metrics.jsonl").read_text())

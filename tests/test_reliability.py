@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
@@ -170,6 +171,8 @@ def test_files_that_find_no_room_at_the_start_end_the_run_with_one_sentence(smal
     with pytest.raises(OSError) as full:
         (small_disk / "file").write_bytes(b"x" * 10_000_000)
     assert re.match(text + "with --checkpoint.load=latest", str(explain_full_disk(full.value, config)))
+    in_a_cache = OSError(errno.ENOSPC, "no room", "/tmp/cache/kernel.so")
+    assert str(explain_full_disk(in_a_cache, config)).startswith("/tmp/cache/kernel.so cannot be written to: ")
     with pytest.raises(FileExistsError) as exists:
         small_disk.mkdir()
     assert explain_full_disk(exists.value, config) is None

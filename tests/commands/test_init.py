@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shlex
 import shutil
 from collections.abc import Iterator
@@ -18,18 +19,20 @@ import tomli
 from tests.distributed import run_command, run_ranks
 from tests.models.huggingface_folders import write_config
 from tests.models.parity import random_model
+from tests.packages import skip_without
 from tests.sampling import rest_is_slow
 from tests.train.jobs import read_metrics, this_rank
 from titan_launch.cli import main
 from titan_launch.commands import init
 from titan_launch.config.loading.job_files import carried_configs
 from titan_launch.config.loading.load import load_job
-from titan_launch.core.errors import config_error
+from titan_launch.core.errors import UserError, config_error
 from titan_launch.data.tokenizers import train_tokenizer
 from titan_launch.launch import options
 from titan_launch.plan.hardware import DEVICES
 from titan_launch.recipes.recipes import RECIPES
 from titan_launch.recipes.sizes import _Candidate
+from titan_launch.recipes.writing import write_new
 from titan_launch.train.build import build_run
 from titan_launch.train.loop import fit
 
@@ -105,7 +108,7 @@ def test_a_recipe_passes_the_check_and_trains(name: str, capsys: pytest.CaptureF
 def test_a_recipe_without_folders_names_what_is_missing(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The job runs as it is, or the placeholders are its only problems."""
     if name == "image_classification":
-        pytest.importorskip("sklearn")
+        skip_without("sklearn")
     assert main(["init", name]) == 0
     out = capsys.readouterr().out
     status = main(["check", "--config", f"{name}.toml", "--world-size", "2"])
@@ -135,6 +138,14 @@ def test_a_file_is_never_overwritten(monkeypatch: pytest.MonkeyPatch, capsys: py
         assert main(["init", name, "--out", "mine.toml"]) == 2
         assert "mine.toml exists, and init never overwrites a file" in capsys.readouterr().err
     assert Path("mine.toml").read_text() == "mine"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (9, limits[1]))  # like a full disk
+        with pytest.raises(UserError, match=r"part\.toml cannot be written: File too large"):
+            write_new("part.toml", "[job]\n" * 9)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not Path("part.toml").exists()
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     assert main(["init", "pretrain"]) == 2
     assert "error: pretrain.toml: this user may not write to .; name another file" in capsys.readouterr().err
@@ -358,11 +369,18 @@ def test_the_gpus_of_the_machine_are_found_if_no_device_is_named(monkeypatch: py
 
 
 def test_the_visible_gpus_are_those_that_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: name)
     monkeypatch.setattr(options, "_ask_driver", lambda *args: ["A, 1024", "B, 2048", "C, [N/A]"])
     numbers = {"1": ["B"], "1, 0": ["B", "A"], "1,-1,0": ["B"], "1,NoDevFiles,0": ["B"], "2": [], "7": []}
     for visible, names in {**numbers, "GPU-a1b2,GPU-c3d4": ["A", "B"]}.items():
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         assert [name for name, _ in options.find_gpus()] == names, visible
+        assert options.count_gpus() == len(names) + (visible == "2"), visible
+    monkeypatch.setattr(options, "_ask_driver", lambda *args: [])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    assert options.plan_processes({}).per_node == options.PROCESSES_WITHOUT_GPU
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert options.plan_processes({}).per_node == 4
 
 
 def test_a_machine_without_a_gpu_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:

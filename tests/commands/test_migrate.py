@@ -164,6 +164,14 @@ def test_a_shipped_llama_file_passes_check_and_plan(name: str, capsys: pytest.Ca
         assert planned("new.toml", 64)["parameters"] > 5e6
 
 
+def test_fsdp_shards_over_the_ranks_of_other_axes_of_a_class_of_transformers() -> None:
+    degrees = {"data_parallel_shard_degree": 2, "data_parallel_replicate_degree": 4, "tensor_parallel_degree": 8}
+    validation = {"enable": True, "steps": 3, "local_batch_size": 5}
+    migration = migrate({"model": {"name": "llama4"}, "parallelism": degrees, "validation": validation})
+    assert migration.new["parallelism", "data_parallel_shard_degree"][0] == 2 * 8
+    assert migration.new["validation", "max_samples"][0] == 3 * 5 * 64
+
+
 @pytest.mark.parametrize("name", JOBS)
 def test_every_key_is_carried_or_named(name: str) -> None:
     """A value of the old file is in the new one, or has a note; the line of a note is that of its key."""

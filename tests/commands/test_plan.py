@@ -143,7 +143,9 @@ def test_a_stated_load_of_experts_changes_memory_traffic_and_time(capsys: pytest
     sent = [row["link_traffic_bytes_per_rank"]["experts_within_node"] for row in (uniform, unequal)]
     assert sent[1] / sent[0] == pytest.approx(1.5, rel=1e-4)  # results and gradients of tokens, of four all-to-alls
     assert unequal["flops_per_rank"] == uniform["flops_per_rank"]
-    (all_on_one,) = plan_of_experts(capsys, 4, 2, expert_load=100.0)["rows"]
+    limited = plan_of_experts(capsys, 4, 2, expert_load=100.0)
+    assert limited["expert_load"].startswith("4 x the mean (planner.expert_load = 100, limited to 4 ranks): ")
+    (all_on_one,) = limited["rows"]
     assert all_on_one == plan_of_experts(capsys, 4, 2, expert_load=4.0)["rows"][0]
 
 

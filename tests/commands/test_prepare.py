@@ -114,7 +114,7 @@ def test_the_first_lines_decide(
         (["text.jsonl", "a.txt"], 'but a.txt has data.kind = "text"; prepare each into a folder of its own, and mix'),
         (
             ["mixed"],
-            'several sorts (1 .jsonl, 1 .txt); name the files of one sort by a glob such as "mixed/**/*.jsonl"',
+            'several suffixes (1 .jsonl, 1 .txt); name the files of one suffix by a glob such as "mixed/**/*.jsonl"',
         ),
         (["empty.jsonl"], "empty.jsonl: its files have no lines"),
         (["array.json"], "the file may be one JSON array: jq -c '.[]' FILE writes each object as a line"),
@@ -194,6 +194,11 @@ MIXED = (
             'has 1 .jsonl, and kind = "text" would read the JSON or Parquet encoding of records as text; '
             'set kind = "jsonl", ',
         ),
+        (
+            "bare",
+            'has 1 .jsonl beside 1 without a suffix, and kind = "text" would read the JSON or Parquet encoding of '
+            'records as text; move the files with records to another folder, or set kind = "jsonl", ',
+        ),
         ("text.jsonl", 'ends in .jsonl, and kind = "text" would read'),
         ("text.jsonl.gz", 'ends in .jsonl.gz, and kind = "text" would read'),
         ("*.jsonl", 'ends in .jsonl, and kind = "text" would read'),
@@ -209,6 +214,9 @@ def test_records_are_not_read_as_text(
 ) -> None:
     """A job, `check` and `prepare` refuse them alike, and a run that `check` has not seen all files of."""
     Path("table.parquet").write_text("PAR1")
+    Path("bare").mkdir()
+    Path("bare/README").write_text("About.")
+    Path("bare/text.jsonl").write_text("{}")
     Path("job.toml").write_text(f'[data]\npath = "{path}"\n')
     assert main(["check", "--config", "job.toml"]) == 2
     assert f'job.toml:2: data.path = "{path}": {reason}' in capsys.readouterr().err
@@ -228,7 +236,7 @@ def test_a_glob_or_the_names_of_files_choose_one_sort(capsys: pytest.CaptureFixt
 
 def test_init_reads_the_same_files(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["init", "pretrain", "--out", "a.toml", "--data", "mixed"]) == 2
-    assert "error: --data mixed: has files of several sorts (1 .jsonl, 1 .txt); name the" in capsys.readouterr().err
+    assert "error: --data mixed: has files of several suffixes (1 .jsonl, 1 .txt); name the" in capsys.readouterr().err
     assert main(["init", "lora", "--out", "b.toml", "--data", "text_and_chat.jsonl"]) == 0, "the recipe decides"
     assert tomli.loads(Path("b.toml").read_text())["data"]["kind"] == "chat"
     assert main(["init", "pretrain", "--out", "c.toml", "--data", "text_and_chat.jsonl"]) == 0

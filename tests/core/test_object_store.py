@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
 import urllib.request
@@ -155,6 +156,21 @@ def test_an_object_that_arrives_with_other_bytes_is_refused(server: Server, monk
         else:
             with pytest.raises(StoreError, match=r"^a arrived damaged three times: .* \(last size: 8 of 9 bytes\); "):
                 local_copy("s3://bucket/set")
+
+
+def test_a_file_that_may_not_be_written_is_an_error_of_the_cache(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Root may write every file, so the error is raised here."""
+
+    async def refuse(files: Any, remote: str, local: str, **options: Any) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", local)
+
+    server.put("set/a", b"content")
+    monkeypatch.setattr("s3fs.S3FileSystem._get_file", refuse)
+    reason = r"^the cache of prepared data cannot be written \(.*/partial/set/a: Permission denied\); set the "
+    with pytest.raises(UserError, match=reason):
+        local_copy("s3://bucket/set")
 
 
 @pytest.mark.parametrize("name", ["../outside", "below/../../outside", "/absolute", "below//empty"])

@@ -335,6 +335,7 @@ def test_the_command_trains_a_tokenizer_and_splits(text: Path, tmp_path: Path) -
     ("arguments", "message"),
     [
         (["--out=o"], "error: give the PATHs of the text, or a job with --config"),
+        (["text", "--out=o", "--config=llama_debug"], "error: PATH and --config cannot be used together"),
         (["nothing", "--out=o"], "error: nothing: no such file or folder, or no files in it"),
         (["text", "--out=o", "--train-tokenizer=9"], "--train-tokenizer: must be a whole number of at least 257"),
         (["text", "--out=o", "--validation-percent=100"], "must be a whole number from 1 to 99"),

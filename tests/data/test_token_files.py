@@ -199,6 +199,13 @@ def test_files_that_cannot_be_used_are_refused(tmp_path: Path, damage: Any, reas
     assert message.startswith("data.path: ") and reason in message and "\n" not in message
 
 
+@pytest.mark.parametrize("shards", [(2,), (1, 1)])
+def test_documents_that_are_not_pairs_are_refused(tmp_path: Path, shards: tuple[int, ...]) -> None:
+    """The second document has one token."""
+    message = refusal(write(tmp_path / "tokens", shards, has_pairs=True), seq_len=40, packing="documents")
+    assert message.startswith("data.path: has pairs of answers, but a shard has an odd number of documents, or a doc")
+
+
 def test_verification_finds_changes_of_equal_size(tmp_path: Path) -> None:
     folder = write(tmp_path / "tokens")
     assert verify_token_files(folder).num_documents == len(DOCUMENTS)
@@ -287,7 +294,11 @@ def test_files_of_other_programs_are_read_again_after_a_change(tmp_path: Path) -
     [
         ("flat.bin", {}, 'data.dtype: must be "uint16" or "uint32": flat.bin has no header that gives the dtype'),
         ("flat.bin", {"dtype": "uint32"}, "has the token id 16,777,332 in flat.bin, but the vocabulary"),
-        ("odd.bin", {"dtype": "uint16"}, "the size of odd.bin is no multiple of 2 bytes (uint16)"),
+        (
+            "odd.bin",
+            {"dtype": "uint16"},
+            "does not fit the 3 bytes of odd.bin; set another dtype, or copy the file again",
+        ),
         ("empty.bin", {"dtype": "uint16"}, "is empty: empty.bin has no tokens"),
         ("large.bin", {"dtype": "uint16"}, "has the token id 50,256 in large.bin, but the vocabulary has 257 tokens"),
         ("negative", {}, "has negative token ids in negative.bin; write the ids as uint16 or uint32"),

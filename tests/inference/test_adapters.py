@@ -135,7 +135,10 @@ def test_adapters_of_all_kinds_are_those_of_peft(cases: tuple[str, ...], tmp_pat
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "rank": ({"lora": {"rank": 2}}, "its rank (r) is 3; set lora.rank = 3"),
-    "scale": ({"lora": {"alpha": 7.0}}, "its scale differs: set lora.alpha = 5.0 and lora.rank_stabilized = false"),
+    "scale": (
+        {"lora": {"alpha": 7.0}},
+        "its scale is 1.66666667, but [lora] gives 2.33333333; set lora.alpha = 5.0 and lora.rank_stabilized = false",
+    ),
     "targets": (
         {"lora": {"targets": ["layers.*.attention.wk"]}},
         "4 tensors unexpected (not matched by lora.targets): base_model.model.model.layers.0.self_attn.q_proj",

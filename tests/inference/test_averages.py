@@ -150,6 +150,7 @@ def test_the_mean_of_statistics_of_batchnorm_is_noted(
         (["--average=1,2", "--step=1"], "--average names the steps; remove --step"),
         (["--soup={runs}/two", "--soup={runs}/scaled/../two=2"], "error: --soup names a folder twice; "),
         (["--adapter", "--max-shard-size=1MB"], "--max-shard-size has no effect with --adapter, which writes one file"),
+        ([f"--max-shard-size={'9' * 5000}GB"], '99GB" is not a size; write 5GB or 500MB'),
         (["--base={runs}/none"], r"one: --base .*/none has neither config.json nor \*.safetensors; name another"),
         (["--average=1,2", "--adapter"], "a mean of adapters is not the mean of their models; remove --adapter"),
     ],

@@ -88,7 +88,8 @@ def test_results_are_sums_by_hand(
     names, out, template = write_tasks(tmp_path), tmp_path / "results.json", tmp_path / "own.jinja"
     template.write_text(CHAT)
     options = ["--chat", f"--template={template}", "--system=S"] if is_chat else []
-    assert main(["evaluate", str(run), "--tasks", names, f"--include-path={tmp_path}", f"--out={out}", *options]) == 0
+    command = ["evaluate", str(run), "--tasks", names.replace(",", ", "), f"--include-path={tmp_path}", f"--out={out}"]
+    assert main([*command, *options]) == 0
     printed, reported = capfd.readouterr()
     assert "|capitals" in printed and "fatal" not in reported, reported
     written: dict[str, Any] = json.loads(out.read_text())
@@ -157,7 +158,7 @@ def test_bad_requests_are_one_line_and_status_2(run: Path, tmp_path: Path, capsy
     tasks, own = write_tasks(tmp_path), str(run)
     for arguments, message in (
         ([own], "the following arguments are required: --tasks"),
-        ([own, "--tasks=,"], "--tasks names no task"),
+        ([own, "--tasks=, "], "--tasks names no task"),
         ([own, f"--tasks={tasks}", "--include-path=no"], "--include-path no: there is no such folder"),
         ([own, f"--tasks={tasks}", "--out=no/results.json"], "error: no/results.json: there is no folder no"),
         ([own, f"--tasks={tasks}", f"--out={tmp_path}"], f"error: {tmp_path} is a folder; name a file"),

@@ -265,8 +265,21 @@ def test_a_mean_is_found_once_two_samples_have_items() -> None:
     outputs, targets = torch.randn(3, 4, 5, requires_grad=True), torch.ones(3, 4, dtype=torch.int64)
     for ignored in (0, slice(1, None)):
         loss.sums(outputs, targets.index_fill(0, torch.arange(3)[ignored].reshape(-1), -100))
+    for value in (math.nan, math.inf):
+        loss.sums(outputs + value, targets)  # `debug.on_nonfinite` decides what follows
     with pytest.raises(ConfigError, match="return a sum over samples, not a mean"):
         loss.sums(outputs, targets)
+
+
+@pytest.mark.parametrize(("count", "reason"), [(lambda targets: None, "NoneType"), (lambda targets: 1 // 0, "by zero")])
+def test_a_count_that_fails_is_one_error(count: Callable[[Tensor], Any], reason: str) -> None:
+    def counted(logits: Tensor, targets: Tensor) -> Tensor:
+        return logits.sum()
+
+    counted.count = count  # type: ignore[attr-defined]
+    loss = FunctionLoss("my_loss:counted", lambda shape, targets: None, lambda function: function, counted)
+    with pytest.raises(ConfigError, match=f"(?s)the function's count failed, or returned no integer:\n.*{reason}"):
+        loss.counts(torch.ones(3, 4, dtype=torch.int64), None)
 
 
 def fail_with(job: dict[str, Any], key: tuple[str, ...], message: str) -> None:

@@ -13,8 +13,8 @@ from tests.distributed import run_ranks
 from tests.tensors import Operations
 from titan_launch.core.observer import StepResult, WatchedStep
 from titan_launch.metrics.meter import Meter
-from titan_launch.metrics.tags import STEP_PARTS, TAGS
-from titan_launch.metrics.timeline import OTHER, Timeline
+from titan_launch.metrics.tags import OTHER, STEP_PARTS, TAGS
+from titan_launch.metrics.timeline import Timeline
 
 CPU = torch.device("cpu")
 

@@ -63,7 +63,7 @@ def pretrained() -> nn.Module:
 
 
 def on_meta() -> nn.Module:
-    return nn.Linear(2, 2)
+    return nn.Linear(2, 2).eval()
 
 
 on_meta.meta_device = True  # type: ignore[attr-defined]
@@ -135,7 +135,7 @@ def test_every_sharding_has_the_values_of_the_factory() -> None:
 def test_a_factory_may_declare_the_meta_device() -> None:
     built = _built("on_meta")
     assert not isinstance(built.initializer, HostValues)
-    assert all(parameter.is_meta for parameter in built.module.parameters())
+    assert built.module.training and all(parameter.is_meta for parameter in built.module.parameters())
 
 
 class Large(nn.Module):
@@ -397,10 +397,10 @@ class PlainTensor(nn.Linear):
         self.table = torch.ones(2)
 
 
-@pytest.mark.parametrize("name", ["Own", "needs_values", "PlainTensor"])
+@pytest.mark.parametrize("name", ["Own", "pretrained", "needs_values", "PlainTensor"])
 def test_a_model_for_planning_has_no_values(name: str) -> None:
     module = build_model(ModelConfig(name=f"{__name__}:{name}"), 8).module
-    assert all(tensor.is_meta for tensor in [*module.parameters(), *module.buffers()])
+    assert module.training and all(tensor.is_meta for tensor in [*module.parameters(), *module.buffers()])
     if isinstance(module, PlainTensor):
         assert not module.table.is_meta  # a trace computes with this value
 

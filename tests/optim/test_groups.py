@@ -129,7 +129,7 @@ def test_a_parameter_that_muon_cannot_update_is_an_error() -> None:
 
     group = {"match": "layers.0.**", "algorithm": "Muon"}
     (reason,) = reasons(Model(), param_groups=[group])
-    assert reason.startswith("Muon is for matrices, but layers.0.in_proj_bias has 1 axes")
+    assert reason.startswith("Muon is for matrices, but layers.0.in_proj_bias has 1 axis;")
     (reason,) = reasons(Model(), name="Muon")
     assert 'match = "output.*", algorithm = "AdamW"' in reason
     (reason,) = reasons(nn.Sequential(nn.Conv1d(2, 2, 2), nn.Linear(2, 2)), ("1",), name="Muon")

@@ -31,6 +31,12 @@ from titan_launch.parallel.batchnorm import (
     prepare_batch_norms,
 )
 from titan_launch.parallel.synchronized_batchnorm import synchronize
+from titan_launch.plan.hardware import hardware_of
+from titan_launch.plan.layout import plan_layout
+from titan_launch.train.model import plan_precision
+from titan_launch.train.output import _later_metrics
+from titan_launch.train.resolve_job import ResolvedJob
+from titan_launch.train.run_folder.attempt import Attempt
 
 SYNCHRONIZED = BatchNormConfig(statistics="synchronized")
 CPU = torch.device("cpu")
@@ -263,6 +269,16 @@ def test_a_run_pools_once_a_step_and_reports_the_divergence_of_ranks(tmp_path: P
     assert [report["step"] for report in reports if names[0] in report] == [2, 4]
     apart = [report[name] for report in reports if names[0] in report for name in names]
     assert all(value > 0.01 if statistics == "local" else value < 1e-6 for value in apart), apart
+
+
+@pytest.mark.parametrize("saves_last", [True, False])
+def test_the_dashboard_knows_the_divergence_of_the_last_step(saves_last: bool) -> None:
+    sections: dict[str, Any] = {"model": {"args": {"norm": "batchnorm"}}, "checkpoint": {"save_last": saves_last}}
+    config = JobConfig.model_validate(tiny_job(Path("unused"), **sections))
+    layout = plan_layout(config.parallelism, config.training, 2)
+    plan = plan_precision(config, build_model(config.model, 16))
+    job = ResolvedJob(config, config, None, layout, hardware_of(config, 2, "cpu"), plan, Attempt())
+    assert ("batchnorm/running_mean_divergence" in _later_metrics(job)) == saves_last
 
 
 def norms_trained_on_nan(depth: int) -> tuple[nn.Module, RunningStatistics]:

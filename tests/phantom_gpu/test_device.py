@@ -12,6 +12,7 @@ import pytest
 from tests.phantom_gpu.conftest import Phantom
 from titan_launch.core.errors import UserError
 from titan_launch.phantom_gpu import build, environment
+from titan_launch.phantom_gpu.__main__ import main
 from titan_launch.phantom_gpu.environment import PHANTOMS, describe_device
 from titan_launch.plan.hardware import DEVICES, find_device
 
@@ -220,6 +221,19 @@ def test_a_host_that_cannot_have_phantoms_is_told_why(monkeypatch: pytest.Monkey
         assert (
             "gcc is not installed, but the phantom GPU is compiled at its first use; install a C compiler" in reason()
         )
+
+
+@pytest.mark.parametrize(
+    ("option", "values"), [("--gpus", ("0", "-5")), ("--memory-gib", ("0", "-5", "nan", "inf", "1e12"))]
+)
+def test_impossible_numbers_are_refused(
+    option: str, values: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for value in values:
+        monkeypatch.setattr(sys, "argv", ["phantom_gpu", f"{option}={value}", "true"])
+        with pytest.raises(SystemExit, match="2"):
+            main()
+        assert f"error: {option}: must be" in capsys.readouterr().err
 
 
 def test_the_command_needs_a_command_and_a_known_device() -> None:

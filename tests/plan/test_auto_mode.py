@@ -22,7 +22,7 @@ from titan_launch.core.errors import ConfigError
 from titan_launch.plan.advice import advise
 from titan_launch.plan.auto_mode import Resolution, largest_batch, recommend, remedies, resolve
 from titan_launch.plan.hardware import GIB, hardware_of
-from titan_launch.plan.job import configured_choice, with_local_batch_size
+from titan_launch.plan.job import configured_choice, with_local_batch_size, with_values
 from titan_launch.plan.layout import Layout, plan_layout
 from titan_launch.plan.module_selection import checkpointed_modules
 from titan_launch.plan.report.modes import ModeComparison, Verdict
@@ -81,8 +81,9 @@ def test_ties_in_step_time_are_reported() -> None:
 
 
 def test_if_nothing_fits_the_error_has_the_table_and_remedies() -> None:
+    comparison, hardware = compared(make_job(**auto(memory_gib=1.5)), records=True)
     with pytest.raises(ConfigError) as caught:
-        resolved(make_job(**auto(memory_gib=1.5)))
+        resolve(comparison, hardware)
     text = str(caught.value)
     assert "gradient_accumulation.mode: none of 4 choices of modes fits into 1.5 GiB (planner.memory_gib), " in text
     assert "margin 0.075 GiB" in text
@@ -90,6 +91,8 @@ def test_if_nothing_fits_the_error_has_the_table_and_remedies() -> None:
         f"the smallest ({choice_label('immediate', 'none')}) needs about 7 GiB" in text and "local_batch_size" in text
     )
     assert text.count("does not fit") == 12
+    with pytest.raises(ConfigError, match=r"mode: the only choice of modes does not fit into 1\.5 GiB"):
+        resolve(replace(comparison, rows=comparison.rows[:1]), hardware)
 
 
 def test_a_job_that_fits_only_with_other_activation_checkpointing_names_it() -> None:
@@ -186,6 +189,8 @@ def test_a_deferring_job_may_fit_only_with_a_single_microbatch() -> None:
         return replace(comparison, rows=tuple(replace(row, verdict=verdict) for row in comparison.rows))
 
     assert largest_batch(config, 2, hardware_of(config, 2), predict) == 4
+    with pytest.raises(ConfigError, match="not a multiple of 3 = 1 sample x 3 data-parallel ranks"):
+        largest_batch(config, 3, hardware_of(config, 3), predict)
 
 
 @pytest.mark.parametrize(
@@ -217,6 +222,14 @@ def test_advice_combines_the_strongest_changes_that_the_job_allows() -> None:
         return 10 - 3 * (job.optimizer.state_dtype == "bfloat16") - 3 * (job.activation_checkpoint.mode == "full")
 
     layout = plan_layout(config.parallelism, config.training, 2)
+    chunked = with_values(config, {("loss", "chunks"): 2})
+    for job, cost in (
+        (config, "backward computes the output layer a second time"),
+        (chunked, "more and smaller matrix"),
+    ):
+        (advice,) = advise(job, layout, 5, lambda job, _: 4.0 if job.loss.chunks == 16 else 10.0)
+        assert advice.lines == ("loss.chunks = 16",) and advice.cost.startswith(cost)
+
     first, *_ = advise(config, layout, 5, predict)
     assert first.fits and first.lines == ('activation_checkpoint.mode = "full"', 'optimizer.state_dtype = "bfloat16"')
 

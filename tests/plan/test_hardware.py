@@ -9,7 +9,14 @@ import pytest
 
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import ConfigError
-from titan_launch.plan.hardware import DEVICES, Hardware, find_device, hardware_of, machine_memory_gib
+from titan_launch.plan.hardware import (
+    DEVICES,
+    Hardware,
+    find_device,
+    hardware_of,
+    machine_memory_gib,
+    process_memory_gib,
+)
 
 
 def hardware(device: str = "auto", tflops: float | None = None, **planner: Any) -> Hardware:
@@ -65,6 +72,7 @@ def test_a_run_uses_its_detected_device_unless_the_job_names_one() -> None:
 def test_a_container_may_have_less_memory_than_its_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "read_text", lambda path: "1073741824\n" if path.name == "memory.max" else "max\n")
     assert machine_memory_gib() == 1
+    assert process_memory_gib() is None  # this /proc/self/status has no rows
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from titan_launch.config.axes import AXES, MODEL_AXES
@@ -13,7 +15,7 @@ from titan_launch.plan.layout import Layout, plan_layout, smallest_world_size
 
 
 def layout(
-    world_size: int, replicate: int = 1, shard: int = -1, local: int = 2, batch: int | None = None, **degrees: int
+    world_size: int, replicate: int = 1, shard: int = -1, local: Any = 2, batch: int | None = None, **degrees: int
 ) -> Layout:
     parallelism = ParallelismConfig(
         data_parallel_replicate_degree=replicate,
@@ -76,9 +78,13 @@ def test_a_rank_has_a_data_parallel_index_and_a_pipeline_index() -> None:
             r"data_parallel_shard_degree: with tensor_parallel_degree \(2\) makes 4 ranks, but this run has 8",
         ),
         ({"world_size": 8, "context": 2, "batch": 12}, "not a multiple of 8 .* x 4 data-parallel ranks"),
+        (
+            {"world_size": 4, "batch": 6, "local": "auto"},
+            "not a multiple of 4 = 1 sample x 4 data-parallel ranks; nearest",
+        ),
     ],
 )
-def test_a_division_with_a_remainder_is_one_error(arguments: dict[str, int], message: str) -> None:
+def test_a_division_with_a_remainder_is_one_error(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         layout(**arguments)
 

@@ -87,7 +87,15 @@ def test_an_operation_takes_as_long_as_its_flops_or_its_bytes() -> None:
     moved = 2 * (2 * 8192 * 16 + 8192 * 8192)
     assert speeds.seconds(narrow) == pytest.approx(OPERATION_SECONDS + moved / speeds.memory_bytes_per_s)
     assert speeds.seconds(Work("memory", "", (8,))) == pytest.approx(OPERATION_SECONDS, rel=1e-3)
-    assert all(speeds.least_seconds(work) < speeds.seconds(work) for work in (large, narrow, Work("memory", "", (8,))))
+    small = [
+        Work("memory", "", (8,)),
+        Work("convolution", "bfloat16", (8,)),
+        Work("attention", "bfloat16", (8, 2, 2, 1)),
+    ]
+    for work in (large, narrow, *small, *(work._replace(times=3) for work in small)):
+        assert speeds.least_seconds(work) < speeds.seconds(work)
+        many = work._replace(sizes=(1000 * work.sizes[0], *work.sizes[1:]))  # a larger microbatch
+        assert 1000 * speeds.least_seconds(work) <= speeds.seconds(many)
 
 
 def test_a_collective_takes_the_time_of_its_slowest_link_and_of_its_hops() -> None:

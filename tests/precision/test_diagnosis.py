@@ -417,7 +417,6 @@ CASES = (
         "no module of unit layers.1.layer ran in the first microbatch, so FSDP2 cannot defer its reduction; set "
         'mode = "immediate"',
         key="gradient_accumulation.mode",
-        value="deferred",
         mode="deferred",
         until=(2, 14),
         rules=(rule("layers.1.layer", "bfloat16"),),

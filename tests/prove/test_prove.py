@@ -27,7 +27,14 @@ from titan_launch.core.json_files import parse_as
 from titan_launch.core.patches import replaced
 from titan_launch.models.decoder.table_args import ExpertArgs
 from titan_launch.plan.proof.cases import MOST_RANKS, Case, cases, proven_layout
-from titan_launch.plan.proof.certificate import CERTIFICATE, Certificate, digest_of, find_certificate, store_certificate
+from titan_launch.plan.proof.certificate import (
+    CERTIFICATE,
+    Certificate,
+    describe_certificate,
+    digest_of,
+    find_certificate,
+    store_certificate,
+)
 from titan_launch.plan.proof.twin import twin_of
 from titan_launch.prove import main as prove_main
 from titan_launch.prove import ranks, weights
@@ -199,8 +206,9 @@ def test_a_twin_that_is_not_valid_names_its_argument() -> None:
         ConfigError, match=r"prove\.args\.n_kv_heads: the small twin .* n_heads \(4\) must be a multiple"
     ):
         twin_of(job(prove={"args": {"n_kv_heads": 3}}))
-    with pytest.raises(ConfigError, match=r"prove\.args\.no_such"):
+    with pytest.raises(ConfigError, match=r"prove\.args\.no_such") as caught:
         twin_of(job(prove={"args": {"no_such": 3}}))
+    assert caught.value.problems[0].value == 3
 
 
 def test_too_little_memory_is_one_error() -> None:
@@ -296,6 +304,10 @@ def test_a_certificate_is_found_by_the_structure_of_the_job(tmp_path: Path) -> N
         find_certificate(named)
     file.write_text(certificate(digest_of(config)).dumps())
     assert find_certificate(named) == find_certificate(config)
+    assert "proof.json" not in describe_certificate(find_certificate(named), str(file))
+    file.write_text(certificate("another").dumps())
+    assert find_certificate(named) is None and "proof.json" in describe_certificate(None, str(file))
+    assert describe_certificate(None, None).startswith("layout not proven; titan-launch prove")
 
 
 @pytest.mark.usefixtures("cache")

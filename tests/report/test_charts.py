@@ -204,6 +204,8 @@ def test_a_difference_as_text_has_a_scale_and_a_line_at_zero() -> None:
     assert lines[4].startswith(f"{'0':>10} |C") and lines[4].endswith("-" * 50)
     assert lines[8].startswith(f"{'-2':>10} |") and lines[8].rstrip().endswith("C")
     assert lines[9].split() == ["step", "1", "40"] and len(lines) == 10
+    below = text_chart({"C": [(1, -1.0), (40, -2.0)]}, "step")
+    assert below[0] == f"{'0':>10} |{'-' * 64}" and below[4].startswith(f"{'':>10} |C") and below[8].endswith("C")
     assert text_chart({"B": [(1, math.nan)]}, "step") == []
 
 

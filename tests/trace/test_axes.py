@@ -5,14 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from tests.sampling import rest_is_slow
 from tests.trace.traces import a_job
+from titan_launch.config.axes import AXES
 from titan_launch.core.errors import ConfigError
 from titan_launch.core.torch_release import ACCUMULATES_IN_GRAD
+from titan_launch.distributed.mesh import build_mesh
+from titan_launch.metrics.traffic import TrafficCount
 from titan_launch.models.build import build_model
 from titan_launch.plan.communication import Exchange, collectives_of_step
 from titan_launch.trace import step
+from titan_launch.trace.fake_group import fake_process_group
+from titan_launch.trace.observers import ExchangesCounted
 from titan_launch.trace.step import TracedStep, trace_step
 from titan_launch.trace.trace_engine import representative_ranks
 from titan_launch.train.model import plan_precision
@@ -51,6 +58,19 @@ def test_context_parallelism_does_not_change_the_units() -> None:
     traced = trace(4, parallelism=parallelism, model={}).traffic
     assert traced.collectives == collectives_of_step(plan.units, layout, config.gradient_accumulation)
     assert traced.context.calls > 0 and traced.tensor == Exchange()
+
+
+def test_a_collective_without_a_rule_for_its_bytes_is_named() -> None:
+    _, layout, _ = a_job(2, parallelism={"tensor_parallel_degree": 2})
+    with fake_process_group(2):
+        mesh = build_mesh(layout, "cpu")
+        ranks = mesh.along(AXES["tensor"])
+        assert ranks is not None
+        with (
+            ExchangesCounted(mesh, TrafficCount()),
+            pytest.raises(NotImplementedError, match=r"reduce_ sends along the tensor axis; use one of .* all_reduce"),
+        ):
+            dist.reduce(torch.ones(2), 0, group=ranks.get_group())
 
 
 @pytest.mark.parametrize(("seq_len", "balances"), rest_is_slow([(64, True), (96, False)]))

@@ -158,7 +158,7 @@ def test_a_trace_restores_the_state_of_the_process() -> None:
 
 
 def test_a_trace_within_another_process_group_is_refused() -> None:
-    with fake_process_group(2), pytest.raises(RuntimeError, match="creates its own process group"):
+    with fake_process_group(2), pytest.raises(RuntimeError, match="has a process group, but a trace creates its own"):
         trace(4, {})
     assert not dist.is_initialized()
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.distributed import run_command, run_ranks
+from tests.packages import skip_without
 from tests.tensors import assert_equal
 from tests.train.jobs import read_metrics, run_job, run_job_until, tiny_job
 from titan_launch.cli import main
@@ -160,7 +161,7 @@ def test_all_data_with_a_length_has_epochs(name: str, folder: Path, monkeypatch:
     if name in ("chats", "pairs"):
         pytest.importorskip("jinja2")
     if name == "digits":
-        pytest.importorskip("sklearn")
+        skip_without("sklearn")
     if name == "huggingface" and not Path("set").exists():
         pytest.importorskip("datasets").Dataset.from_dict({"text": ["word " * 60] * 20}).save_to_disk("set")
     data, length = LENGTHS[name]

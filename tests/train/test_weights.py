@@ -222,10 +222,12 @@ def test_bad_exports_are_one_error_and_leave_nothing(tmp_path: Path, capsys: pyt
     run, full = str(tmp_path / "tiny"), tmp_path / "full"
     full.mkdir()
     (full / "file").touch()
+    (tmp_path / "used.tmp").mkdir()
     for arguments, message in (
         ([run, "--out", str(tmp_path / "out")], 'has no counterpart of model.args.norm = "batchnorm"'),
         ([run, "--out", str(tmp_path / "out"), "--step=3"], "it has no checkpoint of step 3; steps: 1"),
         ([run, "--out", str(full)], "full exists already; choose another name"),
+        ([run, "--out", str(tmp_path / "used")], "used.tmp exists already, and "),
         ([run, "exported"], "the following arguments are required: --out"),
         ([str(tmp_path / "no"), "--out", str(tmp_path / "out")], "there is no such folder"),
         ([str(full), "--out", str(tmp_path / "out")], "it has no config.json"),
@@ -243,7 +245,7 @@ def test_bad_exports_are_one_error_and_leave_nothing(tmp_path: Path, capsys: pyt
     shard.write_bytes(shard.read_bytes()[:-1])
     assert main(["export", run, "--out", str(tmp_path / "out"), "--format=plain"]) == 2
     assert f"{shard.name} has" in capsys.readouterr().err
-    assert not list(tmp_path.glob("out*"))
+    assert not list(tmp_path.glob("out*")) and (tmp_path / "used.tmp").exists()
 
 
 def peak() -> int:

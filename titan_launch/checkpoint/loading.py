@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -194,7 +194,7 @@ class Selection:
         """Return True if `part`, one of `EXCLUDED_PARTS`, is loaded."""
         return not self.only_weights and part not in self.excluded
 
-    @property
+    @cached_property
     def globs(self) -> tuple[str, ...]:
         """The entries of `excluded` that are globs of parameters and buffers."""
         return tuple(entry for entry in self.excluded if entry not in EXCLUDED_PARTS)

@@ -96,10 +96,11 @@ class ModelAndOptimizer:
         if not self._optimizer.state:  # get_state_dict would create optimizer state, as if a step had been done
             return {"model": get_model_state_dict(self._model), "optimizer": {}}
         model, optimizer = get_state_dict(self._model, self._optimizer)
+        states = _states(optimizer)
         # The keys of optimizer.state are sharded parameters. get_state_dict has resharded the parameters that a forward
         # left unsharded, so `named_parameters` now returns the sharded ones.
         updated = {name for name, parameter in self._model.named_parameters() if parameter in self._optimizer.state}
-        return {"model": model, "optimizer": {name: _states(optimizer)[name] for name in updated}}
+        return {"model": model, "optimizer": {name: states[name] for name in updated}}
 
     def targets(self, tensors: Collection[str], updated: Collection[str]) -> dict[str, Any]:
         """Return tensors into which a checkpoint is read, in dicts like those of `state_dict`. The current optimizer

@@ -23,7 +23,7 @@ from titan_launch.checkpoint.manifest import (
 from titan_launch.checkpoint.retention import TEMPORARY, Retention, set_aside, validation_losses
 from titan_launch.config.sections.checkpoint import CheckpointConfig
 from titan_launch.core.errors import ConfigError, KeyPath, RunError, config_error, format_key
-from titan_launch.core.files import read_regular, remove, sync_file, sync_folder
+from titan_launch.core.files import read_regular, remove, sync
 from titan_launch.core.json_files import MOST_BYTES
 from titan_launch.core.object_store import ObjectStore, StoreError, in_parallel
 
@@ -102,11 +102,11 @@ class CheckpointStore:
             self.known.discard(step)
             return "an object of the copy is missing" if isinstance(error, StoreError) else str(error)
         for path in temporary.iterdir():
-            sync_file(path)
+            sync(path)
         if final.exists():
             set_aside(final)
         temporary.rename(final)
-        sync_folder(self._folder)
+        sync(self._folder)
         _log.info("downloaded %s from %s", final, self.url)
         return None
 

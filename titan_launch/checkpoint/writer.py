@@ -24,7 +24,7 @@ from titan_launch.checkpoint.index import DCP_INDEX_FILE, INDEX_FILE, Chunk, Ind
 from titan_launch.checkpoint.manifest import FileRecord, checkpoint_name, record_of, write_manifest
 from titan_launch.checkpoint.retention import TEMPORARY, WriteRequest, Written, clean, set_aside, tidy
 from titan_launch.checkpoint.snapshot import Shard, State, hash_of_names, is_on_host, total_bytes
-from titan_launch.core.files import sync_folder
+from titan_launch.core.files import sync
 from titan_launch.distributed.collectives import on_all_ranks, on_rank_0
 from titan_launch.plan.hardware import GIB
 
@@ -64,8 +64,8 @@ def _make_room(request: WriteRequest, temporary: Path, needed: int) -> None:
     clean(folder)
     free = shutil.disk_usage(folder).free
     if free < needed * _SPARE:
-        space = f"{folder} has {free / GIB:.3f} GiB free"
-        raise OSError(f"{needed * _SPARE / GIB:.3f} GiB are needed, and {space}; delete files to make room")
+        needed_gib, free_gib = needed * _SPARE / GIB, free / GIB
+        raise OSError(f"{needed_gib:.3f} GiB are needed, and {folder} has {free_gib:.3f} GiB free; delete files")
     temporary.mkdir()
 
 
@@ -110,7 +110,7 @@ def _complete(request: WriteRequest, temporary: Path, records: dict[str, FileRec
     if final.exists():  # a damaged checkpoint of this step, from which the run has not resumed
         set_aside(final)
     temporary.rename(final)
-    sync_folder(request.folder)
+    sync(request.folder)
     deleted, notes = tidy(request.folder, request.manifest.step, request.retention, request.step_in_copy)
     return tuple(deleted), "; ".join(notes)
 

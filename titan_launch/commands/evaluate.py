@@ -35,7 +35,7 @@ def add_arguments(parser: Parser) -> None:
 def run(arguments: Namespace) -> int:
     """Evaluate the model, write the file of `--out`, and print the results as tables. Raises UserError for wrong
     options, if lm-evaluation-harness is not installed, or if the model cannot be loaded."""
-    tasks = [name for name in arguments.tasks.split(",") if name]
+    tasks = [name.strip() for name in arguments.tasks.split(",") if name.strip()]
     if not tasks:
         raise UserError("error: --tasks names no task; write --tasks hellaswag,arc_easy")
     if not is_installed("lm_eval"):

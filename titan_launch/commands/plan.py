@@ -346,7 +346,8 @@ def _subject(config: JobConfig, layout: Layout, hardware: Hardware, engine: Engi
         with torch_needed(config):
             from titan_launch.trace.trace_engine import TraceEngine
 
-        subject = ComparedJob.of(recordings, TraceEngine(config, layout, hardware.kernels))
+        traced = TraceEngine(config, layout, hardware.kernels)
+        subject = ComparedJob(recordings.subject().inventory, recordings.flops, traced)
     check_plan(config, plan_units(config, subject.inventory, keep_params_unsharded=False), layout)
     return subject
 
@@ -354,8 +355,9 @@ def _subject(config: JobConfig, layout: Layout, hardware: Hardware, engine: Engi
 def _format(planned: _Planned, locate_key: unit_table.KeyLocator, verbose: bool) -> str:
     config, comparison = planned.resolution.config, planned.comparison
     best, meaning = _best(planned)
+    chosen = [f"Largest microbatch that fits: {planned.layout.local_batch_size}."] if planned.has_chosen_batch else []
     parts = [
-        "\n".join([_verdict(planned), *_advice(planned)]),
+        "\n".join([*chosen, _verdict(planned), *_advice(planned)]),
         table.format_comparison(comparison, verbose, best),
         table.format_legend(comparison, verbose, meaning),
         unit_table.format_lines(unit_table.summary_of_job(config, planned.plan, planned.layout)),
@@ -399,9 +401,6 @@ def _best(planned: _Planned) -> tuple[PlanRow | None, str | None]:
 def _verdict(planned: _Planned) -> str:
     """Return the first lines of the output: the verdict on memory, and the recommended modes or the remedies."""
     row, hardware, best = planned.resolution.row, planned.hardware, planned.recommendation
-    if planned.has_chosen_batch:
-        size = planned.layout.local_batch_size
-        return f"Largest microbatch that fits: {size}.\n{_verdict(replace(planned, has_chosen_batch=False))}"
     needed = f"about {table.format_gib(row.reserved_bytes)}"
     if hardware.memory_gib is None:
         return (

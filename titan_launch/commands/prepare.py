@@ -75,7 +75,7 @@ def _overrides(arguments: Namespace) -> list[str]:
     """Return the overrides of the job that the arguments describe. Raises UserError for missing or contradictory
     arguments."""
     given = list(arguments.overrides)
-    if bool(arguments.paths) == bool(arguments.config) and not given:
+    if not (arguments.paths or arguments.config or given):
         raise UserError("error: give the PATHs of the text, or a job with --config (see titan-launch prepare --help)")
     if arguments.paths and arguments.config:
         raise UserError(

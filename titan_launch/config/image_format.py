@@ -1,4 +1,4 @@
-"""The format of the images of a data source, or of the images that a model takes. This module does not import torch."""
+"""Formats of images, and the reasons why images do not fit a model. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ here, the new file sets TorchTitan's default.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -388,14 +389,15 @@ def _dataset(job: Migration, section: str, table: str) -> None:
 def _data_parallel_ranks(job: Migration) -> int | None:
     """Return the number of data-parallel ranks; None if this number depends on the world size, and the world size is
     unknown."""
-    factors = [axis for axis in MODEL_AXES if axis.is_factor]
-    shard = _value(job.old, "parallelism.data_parallel_shard_degree", -1)
+    shard, others = _value(job.old, ".".join(SHARD.key), -1), _ranks_of_a_replica(job)
     if shard > 0:
-        return int(shard * _value(job.old, "parallelism.data_parallel_replicate_degree", 1))
-    others = 1
-    for axis in () if job.is_of_transformers else factors:
-        others *= _value(job.old, ".".join(axis.key), 1)
-    return None if job.ranks is None else job.ranks // others
+        return int(shard * _value(job.old, ".".join(REPLICATE.key), 1) * (others if job.is_of_transformers else 1))
+    return job.ranks if job.ranks is None or job.is_of_transformers else job.ranks // others
+
+
+def _ranks_of_a_replica(job: Migration) -> int:
+    """Return the product of the old file's degrees of tensor, context and pipeline parallelism."""
+    return math.prod(_value(job.old, ".".join(axis.key), 1) for axis in MODEL_AXES if axis.is_factor)
 
 
 def _batch(job: Migration) -> None:
@@ -479,6 +481,8 @@ def _parallelism(job: Migration) -> None:
             key = ".".join(axis.key)
             if (_value(job.old, key) or 1) > 1:
                 job.drop(key, "not supported for this class of transformers; FSDP2 shards over these ranks instead")
+        if (shard := job.value(".".join(SHARD.key)) or -1) > 0:
+            job.put(".".join(SHARD.key), shard * _ranks_of_a_replica(job))
     if job.is_given("parallelism.disable_loss_parallel"):
         job.put("parallelism.loss_parallel", not job.value("parallelism.disable_loss_parallel"))
     schedule = job.value("parallelism.pipeline_parallel_schedule").lower()

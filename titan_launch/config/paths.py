@@ -269,8 +269,10 @@ def _expand_braces(text: str) -> list[str]:
         else:
             words, width = found[1].split(","), 0
         count = len(words) + len(strings) + len(patterns)
-        if count > MOST_SHARDS or count * len(pattern) > _MOST_CHARACTERS:
+        if count > MOST_SHARDS:
             raise ValueError(_TOO_MANY)
+        if count * len(pattern) > _MOST_CHARACTERS:
+            raise ValueError(f"stands for files whose paths have more than {_MOST_CHARACTERS:,} characters together")
         before, after = pattern[: found.start()], pattern[found.end() :]
         patterns += [f"{before}{str(word).zfill(width)}{after}" for word in reversed(words)]
     return strings

@@ -25,8 +25,7 @@ from titan_launch.core.files import (
     refuse_weights_folder,
     remove,
     replace_text,
-    sync_file,
-    sync_folder,
+    sync,
 )
 from titan_launch.core.fingerprint import content_digest
 from titan_launch.core.json_files import read_json
@@ -76,7 +75,7 @@ def built_once(kind: str, identity: Any, build: Callable[[Path], object], task: 
                 build(partial)
                 _seal(partial)
                 partial.rename(folder)
-                sync_folder(folder.parent)
+                sync(folder.parent)
     except OSError as error:
         if _is_folder(folder) and _has_known_content(folder):
             return folder  # the cache is read-only for this process, but has the entry
@@ -107,7 +106,7 @@ def _seal(folder: Path) -> None:
     lists = (folder / _FILES, folder / f"{_FILES}.tmp")  # an interrupted call of `replace_text` leaves the second file
     paths = sorted(path for path in folder.rglob("*") if path not in lists)
     for path in paths:
-        sync_file(path)
+        sync(path)
     files = {str(path.relative_to(folder)): path for path in paths if not path.is_dir()}
     listed = {name: [content_digest([path]), file_state(path)] for name, path in files.items()}
     replace_text(folder / _FILES, json.dumps(listed))

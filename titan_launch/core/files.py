@@ -43,7 +43,7 @@ def replace_text(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
-    sync_folder(path.parent)
+    sync(path.parent)
 
 
 class RecordFile:
@@ -95,18 +95,13 @@ def file_state(path: Path) -> list[int]:
     return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
 
 
-def sync_file(path: Path) -> None:
-    """Write the content of a file to disk (fsync)."""
+def sync(path: Path) -> None:
+    """Write the content of a file, or the entries of a folder, to disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def sync_folder(folder: Path) -> None:
-    """Write the entries of a folder to disk (fsync)."""
-    sync_file(folder)
 
 
 def free_name(pattern: Path) -> Path:

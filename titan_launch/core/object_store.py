@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, TypeVar
 
-from titan_launch.core.files import is_name_inside, open_regular, remove, sync_file
+from titan_launch.core.files import is_name_inside, open_regular, remove, sync
 from titan_launch.core.packages import is_installed, not_installed
 from titan_launch.core.terminal import counted, one_line, say, short_name, shortened
 
@@ -35,8 +35,9 @@ _STALLED_S = 600.0
 """Seconds without progress after which a request fails. Progress is a transferred byte or, in a large file, a
 transferred part of 50 MB. The libraries have no timeout for a server that stops reading."""
 
-_LOCAL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
-"""Error numbers of the local disk. These errors are raised as OSError, not as StoreError."""
+_LOCAL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EACCES)
+"""Error numbers of the local disk. These errors are raised as OSError, not as StoreError. No error of a store has
+one of these numbers."""
 
 
 class StoreError(Exception):
@@ -293,7 +294,7 @@ def _transfer(store: ObjectStore, name: str, expected: StoredObject, target: Pat
         # With some encryption, an ETag of S3 looks like an MD5 digest, but is none. Two equal copies suffice then.
         is_whole = digest in (expected.etag, before) or len(expected.etag) != len(digest)
         if size == expected.size and is_whole:
-            sync_file(partial)
+            sync(partial)
             partial.rename(target)
             return
         before = digest

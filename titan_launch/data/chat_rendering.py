@@ -355,8 +355,9 @@ class _Turns:
             yield self._text_after(index, start, add_generation_prompt=True).removesuffix(self._prompt)
 
     def _is_prompt(self, end: str, index: int, start: int) -> bool:
-        """Return True if `end` does not belong to the turn, but is the prompt for an answer, which some templates write
-        after every chat. Such a prompt also precedes the turn, and is absent if a question follows the turn."""
+        """Return True if `end`, a text after message `index`, is the prompt for an answer, which some templates write
+        after every chat. The text before `start`, the start of the turn, then ends with this prompt, too. And the
+        template does not write the prompt if a question follows the turn."""
         if not end or not self.text[:start].rstrip().endswith(end):
             return False
         return not self._text_after(index, start, _QUESTION).startswith(end)

@@ -163,6 +163,10 @@ def _recognized(path: Path, config: TokensData, key: KeyPath) -> _File:
                 f"needs its {index.name} beside it. For files of titan-launch prepare, name their folder.)"
             )
             raise config_error((*key, "dtype"), reason)
+        size = path.stat().st_size
+        if size % np.dtype(config.dtype).itemsize:
+            reason = f"does not fit the {size:,} bytes of {path.name}; set another dtype, or copy the file again"
+            raise config_error((*key, "dtype"), reason, config.dtype)
         file = _whole_file(path, config.dtype)
     elif config.dtype not in (None, file.dtype):
         reason = f"the header of {path.name} says {file.dtype}; remove this key, which is only for flat files"

@@ -117,7 +117,7 @@ class MixtureOrder:
         return stage, *divmod(position - stage.start, stage.block_size)
 
 
-def block_size(weights: Sequence[Fraction]) -> int:
+def block_size(weights: Sequence[Fraction | int]) -> int:
     """Return the number of positions in a block: at least 64, and enough for one sample of every source with a positive
     weight."""
     return max(_BLOCK, -(-sum(weights) // min(weight for weight in weights if weight)))
@@ -129,7 +129,7 @@ class _Stage:
     def __init__(self, start: int, weights: tuple[int, ...], before: tuple[int, ...], seed: int):
         """`before`: number of samples of each source before `start`."""
         self.start, self.weights = start, weights
-        self.block_size = block_size([Fraction(weight) for weight in weights])
+        self.block_size = block_size(weights)
         self._before, self._seed = before, seed
         self.block = lru_cache(maxsize=8)(self._block)
 

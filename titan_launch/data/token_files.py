@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from titan_launch.core.errors import UserError
-from titan_launch.core.files import MIB, file_state, read_regular, replace_text, sync_file
+from titan_launch.core.files import MIB, file_state, read_regular, replace_text, sync
 from titan_launch.core.fingerprint import content_digest
 from titan_launch.core.json_files import parse_record
 from titan_launch.core.terminal import one_line
@@ -152,7 +152,7 @@ def write_shard(folder: Path, name: str, documents: Iterable[Encoded], dtype: st
     (folder / f"{name}.ends.part").write_bytes(np.array(ends, dtype="<i8").tobytes())
     for suffix in _suffixes(has_targets):
         partial = folder / f"{name}.{suffix}.part"
-        sync_file(partial)
+        sync(partial)
         partial.rename(folder / f"{name}.{suffix}")
     return TokenShard(name, num_tokens, len(ends), shard_digest(folder, name, has_targets), largest)
 

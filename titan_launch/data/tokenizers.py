@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -119,7 +120,7 @@ class HuggingFaceTokenizer:
         self._config = config
         end_of_document = special_token(config)  # also checks that the file has `begin_of_document`
         content = read_tokenizer_json(config)
-        self._loaded = _load(config, content)
+        self._call = partial(_call, config, _load(config, content))
         facts: Facts = self._call("facts")
         for name, value in facts.changed.items():
             text = 'tokenizer: %s sets "%s" = %s, which is ignored, so that a text always has the same tokens'
@@ -174,9 +175,6 @@ class HuggingFaceTokenizer:
 
     def decode(self, tokens: Iterable[int], keep_special: bool = False) -> str:
         return str(self._call("decode", [int(token) for token in tokens], keep_special))
-
-    def _call(self, method: str, *arguments: Any) -> Any:
-        return _call(self._config, self._loaded, method, *arguments)
 
 
 def _ids(content: bytes) -> npt.NDArray[np.uint32]:

@@ -11,18 +11,13 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from titan_launch.distributed.torch_private import ring_attention_module
+
 _aten = torch.ops.aten
 _FORWARD = _aten._scaled_dot_product_flash_attention_for_cpu.default
 _BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 _TOKENS = 2
 """The dim of the tokens in queries, keys and values."""
-
-
-def _attention() -> Any:
-    """Return PyTorch's module of ring attention, which is private."""
-    from torch.distributed.tensor.experimental._context_parallel import _attention as module
-
-    return module
 
 
 @contextmanager
@@ -32,7 +27,7 @@ def ring_attention_on_cpu() -> Iterator[None]:
         _FORWARD: lambda op, args, kwargs: _forward(*args, **kwargs),
         _BACKWARD: lambda op, args, kwargs: _backward(*args, **kwargs),
     }
-    ops = _attention().custom_ops
+    ops = ring_attention_module().custom_ops
     ops.update(handlers)
     try:
         yield
@@ -48,7 +43,7 @@ def _forward(q: DTensor, k: DTensor, v: DTensor, dropout: float = 0.0, is_causal
         return _FORWARD(query, key, value, 0.0, is_causal, scale=kwargs.get("scale"))
 
     group, locals_ = q.device_mesh.get_group(), [tensor.to_local() for tensor in (q, k, v)]
-    results = _attention()._templated_ring_attention(group, _TOKENS, attend, *locals_, is_causal=is_causal)
+    results = ring_attention_module()._templated_ring_attention(group, _TOKENS, attend, *locals_, is_causal=is_causal)
     return tuple(_like(q, result) for result in results)
 
 
@@ -70,7 +65,7 @@ def _backward(  # noqa: PLR0913 - the signature is PyTorch's
 
     group = q.device_mesh.get_group()
     grad_, *others = (tensor.to_local().contiguous() for tensor in (grad, q, k, v, out, log_sums))
-    results = _attention()._templated_ring_attention_backward(
+    results = ring_attention_module()._templated_ring_attention_backward(
         group, _TOKENS, attend, grad_, "grad_out", *others, is_causal
     )
     return tuple(_like(q, result) for result in results[:3])

@@ -1,10 +1,11 @@
-"""All accesses to private state of FSDP2, DTensor and process groups, one function per purpose.
+"""All accesses to private state of FSDP2 and process groups, and to private modules of `torch.distributed`.
 
-Each function was checked against the source of torch 2.11.0, 2.12.1, 2.13.0, 2.14.1 and 2.15.0, unless its docstring
-names other releases. A test lists every private name that is used here, and fails on a release that lacks one. A
-release that is newer than `torch_release.NEWEST_TESTED` is untested. On an untested release, the meaning of a private
-name may have changed. Functions that work on units (groups of parameters that FSDP2 all-gathers together) then find no
-units and do nothing. Only `end_forward` and `reset_iteration` still call public methods.
+There is one function per purpose. Each function was checked against the source of torch 2.11.0, 2.12.1, 2.13.0, 2.14.1
+and 2.15.0, unless its docstring names other releases. A test lists every private name that is used here, and fails on a
+release that lacks one. A release that is newer than `torch_release.NEWEST_TESTED` is untested. On an untested release,
+the meaning of a private name may have changed. Functions that work on units (groups of parameters that FSDP2
+all-gathers together) then find no units and do nothing. Only `end_forward` and `reset_iteration` still call public
+methods.
 """
 
 from __future__ import annotations
@@ -585,6 +586,16 @@ def _grouped_mm(
         return a.new_empty_strided((rows, columns), (per_row, 1), dtype=dtype)
     number = a.shape[0] if a.dim() == 3 or offs is None else offs.shape[0]
     return a.new_empty_strided((number, rows, columns), (rows * per_row, per_row, 1), dtype=dtype)
+
+
+# Context parallelism
+
+
+def ring_attention_module() -> Any:
+    """Return PyTorch's module of ring attention."""
+    from torch.distributed.tensor.experimental._context_parallel import _attention
+
+    return _attention
 
 
 # Autograd

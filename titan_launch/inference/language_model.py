@@ -119,10 +119,11 @@ def load_language_model(
     of_template, end_texts = ends_of_answers(template, tokenizer)
     end_tokens = _end_tokens(saved, tokenizer) | of_template
     max_tokens = _longest(saved)
-    module = _build(saved, source, device, dtype or saved.widest_dtype, max_tokens)
+    dtype = dtype or saved.widest_dtype
+    module = _build(saved, source, device, dtype, max_tokens)
     begin = tuple(map(int, tokenizer.encode_documents([b""])[0][:-1]))
-    dtype_name = str(dtype or saved.widest_dtype).removeprefix("torch.")
-    description = f"{source}, {saved.description}: {job.model.name}, {dtype_name} on {device}"
+    computed = f"{str(dtype).removeprefix('torch.')} on {device}"
+    description = f"{source}, {saved.description}: {job.model.name}, {computed}"
     return LanguageModel(module, tokenizer, begin, max_tokens, end_tokens, device, description, template, end_texts)
 
 

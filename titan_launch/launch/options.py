@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -146,25 +147,31 @@ def _wrong(source: str, text: str, reason: str) -> UserError:
 
 
 def count_gpus() -> int:
-    """Return the number of visible GPUs of this host, from `CUDA_VISIBLE_DEVICES` or `nvidia-smi`, without torch."""
-    visible = _visible_gpus()
-    return sum(line.startswith("GPU ") for line in _ask_driver("-L")) if visible is None else len(visible)
+    """Return the number of visible GPUs of this host, without torch. On a host without `nvidia-smi`, such as some
+    containers, all GPUs that `CUDA_VISIBLE_DEVICES` names count."""
+    return len(_gpus() if shutil.which("nvidia-smi") else _visible_gpus() or ())
 
 
 def find_gpus() -> list[tuple[str, float]]:
-    """Return (name, memory in GiB) of each GPU that `CUDA_VISIBLE_DEVICES` names, or of all GPUs of this host. The
-    facts come from the driver, without torch. If the variable has n names that are not all numbers, such as UUIDs,
-    return the first n GPUs of this host. A GPU without a memory size (`[N/A]`) is omitted."""
+    """Return (name, memory in GiB) of each visible GPU of this host, without torch. A GPU without a memory size
+    (`[N/A]`) is omitted."""
+    return [(name, float(mib) / 1024) for name, mib in _gpus() if mib.isdecimal()]
+
+
+def _gpus() -> list[tuple[str, str]]:
+    """Return (name, memory in MiB) of each GPU that `CUDA_VISIBLE_DEVICES` names, or of all GPUs of this host. The
+    facts come from the driver. If the variable has n names that are not all numbers, such as UUIDs, return the first n
+    GPUs of this host."""
     visible = _visible_gpus()
     if visible == []:
         return []
     rows = _ask_driver("--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
-    pairs = [(name.strip(), mib.strip()) for name, _, mib in (row.rpartition(",") for row in rows)]
+    pairs = [(name.strip(), mib.strip()) for name, comma, mib in (row.rpartition(",") for row in rows) if comma]
     if visible is not None:
         numbers = [int(gpu) for gpu in visible if gpu.isdecimal()]
         all_named = len(numbers) == len(visible)
         pairs = [pairs[number] for number in numbers if number < len(pairs)] if all_named else pairs[: len(visible)]
-    return [(name, float(mib) / 1024) for name, mib in pairs if mib.isdecimal()]
+    return pairs
 
 
 def _visible_gpus() -> list[str] | None:

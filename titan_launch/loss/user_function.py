@@ -63,12 +63,19 @@ class FunctionLoss(Loss):
 
     def counts(self, targets: Tensor, documents: Tensor | None) -> Tensor:
         """Return the number of items, from `function.count` if it exists, and the number of valid targets: int64 (2).
-        Raises ConfigError if `count` does not return a whole number."""
-        count = torch.as_tensor(self._count(targets), device=targets.device)
+        Raises ConfigError if `count` fails, or does not return a whole number."""
+        return torch.stack([self._num_items(targets), count_valid(targets)])
+
+    def _num_items(self, targets: Tensor) -> Tensor:
+        try:
+            count = torch.as_tensor(self._count(targets), device=targets.device)
+        except Exception as error:
+            reason = "the function's count failed, or returned no integer"
+            raise self._error(f"{reason}:\n{user_traceback(error)}") from error
         if count.numel() != 1 or count.is_floating_point():
             found = f"a tensor of dtype {count.dtype} and shape {tuple(count.shape)}"
             raise self._error(f"the function's count returns {found}; return the number of items, a single integer")
-        return torch.stack([count.reshape(()).long(), count_valid(targets)])
+        return count.reshape(()).long()
 
     def sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return one sum, the loss. With gradients disabled, return two sums: the loss, and the number of correct
@@ -102,15 +109,17 @@ class FunctionLoss(Loss):
 
     @torch.no_grad()
     def _check_is_sum(self, logits: Tensor, targets: Tensor, value: Tensor) -> None:
-        """Raise ConfigError if the loss of a microbatch is not the sum of the losses of its samples. If the first
-        sample or the others have no items, a mean may equal this sum. Then a later microbatch is checked instead. Only
-        one microbatch of a run is checked, because the host waits for the device."""
+        """Raise ConfigError if the loss of a microbatch is not the sum of the losses of its samples. Only one
+        microbatch of a run is checked, because the host waits for the device. A later microbatch is checked instead if
+        the losses are not finite, or if the first sample or the others have no items: a mean may then equal the sum."""
         parts = slice(1), slice(1, None)
-        if not all(int(self._count(targets[part])) for part in parts):
+        if not all(map(int, (self._num_items(targets[part]) for part in parts))):
+            return
+        first, rest = (self._value(self._function, logits[part], targets[part]) for part in parts)
+        if not (first + rest + value).isfinite():
             return
         self._checks_sum = False
-        first, rest = (self._value(self._function, logits[part], targets[part]) for part in parts)
-        if not (first + rest - value).abs() <= 1e-3 * (first.abs() + rest.abs()):
+        if (first + rest - value).abs() > 1e-3 * (first.abs() + rest.abs()):
             values = f"{value:.6g} for a microbatch, but {first:.6g} for its first sample and {rest:.6g} for the others"
             remedy = "return a sum over samples, not a mean: the launcher divides the sum"
             raise self._error(f"returns {values}; {remedy}")

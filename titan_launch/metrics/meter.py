@@ -13,7 +13,7 @@ from torch import Tensor
 
 from titan_launch.config.sections.data import SampleUnit
 from titan_launch.core.observer import Observer, StepResult, WatchedStep
-from titan_launch.metrics.tags import PAUSES, STEP_PARTS, tag_of
+from titan_launch.metrics.tags import OTHER, PAUSES, STEP_PARTS, tag_of
 from titan_launch.metrics.timeline import Timeline
 from titan_launch.plan.hardware import GIB
 
@@ -181,7 +181,7 @@ class Meter(Observer):
         """Return the parts of a step's time in seconds per step. `seconds`: time of all steps of the window."""
         spent = self.timeline.take()
         parts = {name: spent.get(name, 0.0) for name in STEP_PARTS}
-        parts["other"] = seconds - sum(parts.values())
+        parts[OTHER] = seconds - sum(parts.values())
         return {f"time/{name}_s": part / self._steps for name, part in parts.items()}
 
     @torch.no_grad()

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 STEP_PARTS = ("data", "forward", "backward", "communication", "optimizer")
-"""Parts of a step. Their times and the time of `other` add up to the time of the step."""
+"""Parts of a step. Their times and the time of `OTHER` add up to the time of the step."""
+
+OTHER = "other"
+"""The part for time that belongs to no named part."""
 
 PAUSES = ("validation", "checkpoint")
 """Parts of a run's time that do not count as step time."""
@@ -513,11 +516,6 @@ TAGS = [
         "`train/loss`.",
         combine="sum",
         chart=("Experts", "auxiliary losses"),
-    ),
-    Tag(
-        "experts/dropped",
-        "Number of pairs (token, chosen expert) that were not computed. Always 0: no token is dropped.",
-        combine="sum",
     ),
 ]
 

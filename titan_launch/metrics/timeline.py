@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
-OTHER = "other"
-"""The part for time that belongs to no named part."""
+from titan_launch.metrics.tags import OTHER
 
 
 class StepClock:

@@ -96,8 +96,6 @@ def build_on_host(config: ModelConfig, factory: Callable[..., Any], host: HostBu
             raise _too_large(config, factory, error, host) from None
     _check_is_on_host(module)
     _check_is_not_shared(module)
-    if not module.training:  # `from_pretrained` returns a module in evaluation mode
-        module.train()
     return module, take_values(module)
 
 
@@ -118,7 +116,7 @@ def build_without_values(
         warnings.simplefilter("ignore")  # `load_state_dict` warns that it does nothing
         with torch.device("meta"):
             module = _call(config, factory)
-    return module.train(), take_values(module)
+    return module, take_values(module)
 
 
 def build_buffers_on_host(config: ModelConfig, factory: Callable[..., Any]) -> tuple[nn.Module, HostValues]:
@@ -137,16 +135,16 @@ def build_buffers_on_host(config: ModelConfig, factory: Callable[..., Any]) -> t
     except _OutOfHostMemory:
         reason = "has a tensor larger than host memory; correct the sizes in model.args or config.json (model.path)"
         raise config_error(("model", "name"), reason, config.name) from None
-    values = take_values(module.train())
+    values = take_values(module)
     return module, replace(values, by_name={name: value for name, value in values.by_name.items() if not value.is_meta})
 
 
 def _call(
     config: ModelConfig, factory: Callable[..., Any], where: str = "", explains_memory: bool = False
 ) -> nn.Module:
-    """Call a factory and return its module. Raise ConfigError if the factory fails, or if its module is not supported.
-    With `explains_memory`, raise _OutOfHostMemory instead if the host has too little memory. `where`: the device of the
-    call, in words for errors."""
+    """Call a factory and return its module in training mode. Raise ConfigError if the factory fails, or if its module
+    is not supported. With `explains_memory`, raise _OutOfHostMemory instead if the host has too little memory. `where`:
+    the device of the call, in words for errors."""
     _check_arguments(factory, config)
     try:
         module = factory(**config.args)
@@ -172,6 +170,8 @@ def _call(
     if lazy := [name for name, parameter in module.named_parameters() if is_lazy(parameter)]:
         raise ConfigError(Problem(("model", "name"), reason.format(name)) for name in lazy)
     scalars_as_vectors(module)
+    if not module.training:  # `from_pretrained` returns a module in evaluation mode
+        module.train()
     return module
 
 

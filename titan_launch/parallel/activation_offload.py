@@ -106,11 +106,9 @@ class CudaCopies(HostCopies):
             return target.copy_(source, non_blocking=True)
 
     def mark(self) -> Any:
-        """Return an event that occurs after all copies so far."""
         return None if self._stream is None else self._stream.record_event()
 
     def wait(self, event: Any) -> None:
-        """Let the compute stream wait until all copies that started before `event` are complete."""
         if event is not None:
             torch.cuda.current_stream().wait_event(event)
 

@@ -25,6 +25,7 @@ from titan_launch.core.fingerprint import Fingerprint
 from titan_launch.core.patches import replaced
 from titan_launch.data.sources import Batch, Sample, SampleSource, read_batch
 from titan_launch.distributed.mesh import Mesh
+from titan_launch.distributed.torch_private import ring_attention_module
 from titan_launch.models.parallel_plans import buffers_along_sequence
 
 
@@ -123,16 +124,16 @@ def ring_attention(mesh: DeviceMesh | None, parallelism: ParallelismConfig, devi
         yield
         return
     from torch.distributed.tensor.experimental import context_parallel
-    from torch.distributed.tensor.experimental._context_parallel import _attention
 
-    if device.type == "cpu" and _CPU_KERNEL not in _attention.custom_ops:
+    attention = ring_attention_module()
+    if device.type == "cpu" and _CPU_KERNEL not in attention.custom_ops:
         reason = "PyTorch's ring attention has no kernels for the CPU; use GPUs, or set context_parallel_degree = 1"
         raise config_error(CONTEXT.key, reason, mesh.size(), also=(("job", "device"),))
     # PyTorch takes the settings from global options. It also needs a buffer to divide, whose values do not matter.
-    options = _attention._cp_options
+    options = attention._cp_options
     before = options.enable_load_balance, options.rotate_method
     options.enable_load_balance = parallelism.context_parallel_load_balance
-    options.rotate_method = _attention._RotateMethod[_ROTATION[parallelism.context_parallel_rotate_method]]
+    options.rotate_method = attention._RotateMethod[_ROTATION[parallelism.context_parallel_rotate_method]]
     divided = torch.empty(2 * mesh.size(), device=device)
     ring = context_parallel(mesh, buffers=[divided], buffer_seq_dims=[0], no_restore_buffers={divided})
     on_meta = F.scaled_dot_product_attention

@@ -190,18 +190,13 @@ class ExpertBalance:
         if self._layers and not self._moves:
             dist.all_reduce(load, group=self._group)
         losses = self._losses / self._num_steps.clamp(min=1)
-        dropped = torch.zeros_like(self._num_steps)
-        values: dict[str, Tensor] = {}
+        values = {"experts/balance_loss": losses[0], "experts/z_loss": losses[1]}
+        zero = torch.zeros_like(self._num_steps)
         for name, of_layers in self._statistics(load).items():
             own = dict(zip(self._layers, of_layers.unbind(), strict=True))
-            values |= {f"experts/{name}/{path}": own.get(path, dropped) for path in layers}
+            values |= {f"experts/{name}/{path}": own.get(path, zero) for path in layers}
         self.restart_window()
-        return {
-            "experts/balance_loss": losses[0],
-            "experts/z_loss": losses[1],
-            "experts/dropped": dropped,
-            **values,
-        }
+        return values
 
     def newly_collapsed(self, reported: Mapping[str, float]) -> dict[str, tuple[float, float]]:
         """Return, by path, the layers that have collapsed for the first time, each with (fraction of unused experts,

@@ -11,6 +11,9 @@ from titan_launch.core.errors import UserError
 from titan_launch.core.process import BAD_INPUT, announce_once
 from titan_launch.phantom_gpu.environment import PHANTOMS, phantom_gpus
 
+_MOST_GIB = 1 << 20
+"""Largest value of `--memory-gib`."""
+
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m titan_launch.phantom_gpu", description=__doc__)
@@ -29,6 +32,10 @@ def main() -> int:
     command = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
     if not command:
         parser.error("the command is missing; write it after the options")
+    if arguments.gpus < 1:
+        parser.error(f"--gpus: must be at least 1, not {arguments.gpus}")
+    if arguments.memory_gib is not None and not 0 < arguments.memory_gib <= _MOST_GIB:
+        parser.error(f"--memory-gib: must be above 0 and at most {_MOST_GIB}, not {arguments.memory_gib:g}")
     try:
         with phantom_gpus(arguments.device, arguments.gpus, arguments.memory_gib, arguments.hide_gpu) as environment:
             return _run(command, environment)

@@ -237,8 +237,8 @@ def _on_device(kind: _Kind, index: int, result: Any, args: tuple[Any, ...], kwar
 
 
 def _result_on_host(value: Any) -> Any:
-    """Return a CPU tensor that receives a result in place of `value`, in the same memory. If `value` is empty, the
-    operator resizes the tensor, so a new tensor is returned."""
+    """Return the CPU tensor to which an operator writes the result for the GPU tensor `value`: a view of its memory. If
+    `value` is empty, the operator resizes its result. So a new tensor is returned, which the caller copies back."""
     if isinstance(value, Tensor) and not value.numel():
         return torch.empty(0, dtype=value.dtype)
     return tree_map(_host_view, value)

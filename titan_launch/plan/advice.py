@@ -17,7 +17,7 @@ from titan_launch.plan.hardware import format_memory
 from titan_launch.plan.job import with_local_batch_size, with_values
 from titan_launch.plan.layout import Layout, plan_layout, with_global_batch_size
 
-Predict = Callable[[JobConfig, Layout], float]
+PredictBytes = Callable[[JobConfig, Layout], float]
 """A function that predicts the bytes that a job takes from a device (`PlanRow.reserved_bytes`)."""
 
 
@@ -55,7 +55,7 @@ class _Change:
         return [f"{section}.{key} = {toml_value(value)}" for (section, key), value in self.values.items()]
 
 
-def advise(config: JobConfig, layout: Layout, limit_bytes: float, predict: Predict) -> list[Advice]:
+def advise(config: JobConfig, layout: Layout, limit_bytes: float, predict: PredictBytes) -> list[Advice]:
     """Return up to three changes, each of which saves more than 0.5 % of the memory. Changes with which the job fits
     into `limit_bytes` come first. If the job fits with no single change, the first entry combines several changes
     (`Advice.fits` tells whether the job fits with them). No mode of `config` may be `auto`.
@@ -76,7 +76,7 @@ def advise(config: JobConfig, layout: Layout, limit_bytes: float, predict: Predi
     return sorted(found, key=lambda advice: not advice.fits)[:3]  # the sort is stable, so the cheapest stays first
 
 
-def smallest_sufficient(config: JobConfig, layout: Layout, limit_bytes: float, predict: Predict) -> int | None:
+def smallest_sufficient(config: JobConfig, layout: Layout, limit_bytes: float, predict: PredictBytes) -> int | None:
     """Return the smallest number of ranks on which the job fits into `limit_bytes`; None if no tried number suffices.
     Only 2, 4, 8, ... 128 times the job's own number of ranks are tried. The added ranks shard the parameters."""
     config = with_values(config, {("parallelism", "data_parallel_shard_degree"): -1})
@@ -88,7 +88,7 @@ def smallest_sufficient(config: JobConfig, layout: Layout, limit_bytes: float, p
     return None
 
 
-def _combined(config: JobConfig, layout: Layout, limit_bytes: float, predict: Predict, needed: float) -> Advice:
+def _combined(config: JobConfig, layout: Layout, limit_bytes: float, predict: PredictBytes, needed: float) -> Advice:
     """Return the advice that combines changes of several kinds. Precondition: at least one change saves memory.
     `needed`: predicted memory of the unchanged job, in bytes.
 
@@ -131,7 +131,7 @@ def _combined(config: JobConfig, layout: Layout, limit_bytes: float, predict: Pr
     return Advice(lines, costs, needed - predicted, predicted <= limit_bytes)
 
 
-def _predicted(config: JobConfig, world_size: int, predict: Predict) -> float | None:
+def _predicted(config: JobConfig, world_size: int, predict: PredictBytes) -> float | None:
     """Return the predicted memory of a changed job in bytes; None if the job is not valid or cannot be planned."""
     if first_problem(config) is not None:
         return None
@@ -141,7 +141,9 @@ def _predicted(config: JobConfig, world_size: int, predict: Predict) -> float | 
         return None
 
 
-def _changes(config: JobConfig, layout: Layout, limit_bytes: float, predict: Predict) -> Iterator[tuple[_Change, ...]]:
+def _changes(
+    config: JobConfig, layout: Layout, limit_bytes: float, predict: PredictBytes
+) -> Iterator[tuple[_Change, ...]]:
     """Yield the changes that a job allows, a tuple for each kind of change. The cheapest kind comes first. Within a
     kind, the change that saves the least memory comes first."""
     accumulation, checkpointing = config.gradient_accumulation, config.activation_checkpoint
@@ -156,7 +158,10 @@ def _changes(config: JobConfig, layout: Layout, limit_bytes: float, predict: Pre
             values[mode] = "immediate"
         yield (_Change(values, "all-gathers between the replicas follow each update"),)
     if config.loss.chunks < 16 and config.data.unit == "tokens" and config.model.loss is None:
-        yield (_Change({("loss", "chunks"): 16}, "backward computes the output layer a second time"),)
+        cost = "backward computes the output layer a second time"
+        if config.loss.chunks > 1:  # the job already pays this cost
+            cost = "more and smaller matrix products in the output layer"
+        yield (_Change({("loss", "chunks"): 16}, cost),)
     if size := _smaller_batch(config, layout, limit_bytes, predict):
         batches = {"local_batch_size": size, "global_batch_size": config.training.global_batch_size}
         kept = {("training", key): value for key, value in batches.items() if value is not None}
@@ -176,7 +181,7 @@ def _changes(config: JobConfig, layout: Layout, limit_bytes: float, predict: Pre
         yield tuple(_Change({("optimizer", "state_dtype"): dtype}, cost) for dtype in ("bfloat16", "int8"))
 
 
-def _smaller_batch(config: JobConfig, layout: Layout, limit_bytes: float, predict: Predict) -> int | None:
+def _smaller_batch(config: JobConfig, layout: Layout, limit_bytes: float, predict: PredictBytes) -> int | None:
     """Return the largest possible microbatch size that is below the job's size and with which the job fits. If the job
     fits with no smaller size, return the smallest size. Return None if no smaller size is possible."""
     sizes = [size for size in possible_batch_sizes(config, layout.world_size) if size < layout.local_batch_size]

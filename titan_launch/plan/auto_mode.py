@@ -138,10 +138,11 @@ def _problem_of_auto(config: JobConfig, reason: str) -> Problem:
 
 def _why_nothing_fits(comparison: ModeComparison, own: Sequence[PlanRow], hardware: Hardware) -> str:
     smallest = min(own, key=lambda row: row.reserved_bytes)
+    none = "the only choice of modes does not fit" if len(own) == 1 else f"none of {len(own)} choices of modes fits"
     return (
-        f"none of {counted(len(own), 'choice')} of modes fits into {format_limit(hardware)}; the smallest "
-        f"({smallest.choice.label}) needs about {smallest.reserved_bytes / GIB:.4g} GiB; "
-        f"{'; '.join(remedies(comparison, own))}\n{format_comparison(comparison)}"
+        f"{none} into {format_limit(hardware)}; the smallest ({smallest.choice.label}) needs about "
+        f"{smallest.reserved_bytes / GIB:.4g} GiB; {'; '.join(remedies(comparison, own))}\n"
+        f"{format_comparison(comparison)}"
     )
 
 
@@ -171,7 +172,7 @@ def _keys_that_save_memory(config: JobConfig) -> Iterator[str]:
 
 _BATCH = ("training", "local_batch_size")
 
-Predict = Callable[[JobConfig, Layout], ModeComparison]
+PredictModes = Callable[[JobConfig, Layout], ModeComparison]
 """A function that predicts the memory of a job in the modes that the job allows. `local_batch_size` of the job must not
 be `auto`."""
 
@@ -182,7 +183,7 @@ def possible_batch_sizes(config: JobConfig, world_size: int) -> list[int]:
     of `plan_layout` if microbatches of one sample are not possible."""
     if config.training.global_batch_size is None:
         return list(range(1, 1025))
-    smallest = plan_layout(config.parallelism, with_local_batch_size(config, 1).training, world_size)
+    smallest = plan_layout(config.parallelism, with_local_batch_size(config, "auto").training, world_size)
     sizes = []
     for size in range(1, smallest.samples_per_rank + 1):
         if smallest.samples_per_rank % size == 0:
@@ -194,7 +195,7 @@ def possible_batch_sizes(config: JobConfig, world_size: int) -> list[int]:
     return sizes
 
 
-def largest_batch(config: JobConfig, world_size: int, hardware: Hardware, predict: Predict) -> int:
+def largest_batch(config: JobConfig, world_size: int, hardware: Hardware, predict: PredictModes) -> int:
     """Return the largest microbatch size with which the job has the verdict `fits` in at least one of its choices of
     modes. Raises ConfigError if no memory limit is known, if no size or no choice of modes is possible, or if no size
     fits."""

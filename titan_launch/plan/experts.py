@@ -95,15 +95,16 @@ def describe_load(config: JobConfig, plan: ModelPlan, layout: Layout) -> str | N
     top_k = None if args is None else args.experts_per_token()
     if layout.expert == 1 or top_k is None:
         return None
-    load = largest_load(config, layout)
+    load, wanted = largest_load(config, layout), config.planner.expert_load
     num_rows = layout.local_batch_size * layout.tokens_on_rank(config.training.seq_len) * top_k
-    received = received_rows(num_rows, layout.expert, load)
+    received = received_rows(num_rows, layout.expert, wanted)
     row_bytes = max(
         module.parameters[0].shape[2] * DTYPE_BYTES[plan.unit_of[module.path].compute_dtype]
         for module in plan.inventory.modules
         if module.has_experts
     )
-    kind = "uniform (planner.expert_load = 1)" if load == 1 else f"{load:g} x the mean (planner.expert_load)"
+    more = "" if load == wanted else f" = {wanted:g}, limited to {layout.expert} ranks"
+    kind = "uniform (planner.expert_load = 1)" if load == 1 else f"{load:g} x the mean (planner.expert_load{more})"
     mib = received * row_bytes / 2**20
     rows = f"{counted(received, 'row')} (one for each token and expert)"
     return f"{kind}: the busiest rank receives {rows} per layer and microbatch, {mib:,.1f} MiB per buffer"

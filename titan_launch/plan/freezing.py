@@ -34,14 +34,14 @@ class Freezing:
         """Return the number of steps after which a parameter is trained: 0 if it is always trained, None if never.
         `names`: all full names of the parameter. `requires_grad`: the parameter's own setting in the model."""
         training = self.training
-        steps = [row.after_step for row in training.unfreeze if _matches_any(row.match, names)]
+        steps = [row.after_step for row in training.unfreeze if matches_any(row.match, names)]
         if steps:
             return min(steps)
         if self.has_adapters and any(map(is_adapter, names)):
             return 0
         if training.trainable is not None:
-            return 0 if any(_matches_any(glob, names) for glob in training.trainable) else None
-        is_frozen = self.has_adapters or any(_matches_any(glob, names) for glob in training.frozen)
+            return 0 if any(matches_any(glob, names) for glob in training.trainable) else None
+        is_frozen = self.has_adapters or any(matches_any(glob, names) for glob in training.frozen)
         return 0 if requires_grad and not is_frozen else None
 
     def check(self, parameters: Mapping[str, int | None]) -> None:
@@ -55,7 +55,7 @@ class Freezing:
         problems = [
             Problem(key, f"matches no parameter{suggestion(glob, parameters)}", glob)
             for key, glob in globs.items()
-            if not _matches_any(glob, parameters)
+            if not matches_any(glob, parameters)
         ]
         if not problems and all(first != 0 for first in parameters.values()):
             problems.append(self._nothing_trained())
@@ -101,5 +101,6 @@ def freeze(inventory: Inventory, training: TrainingConfig, has_adapters: bool = 
     return replace(inventory, modules=tuple(modules))
 
 
-def _matches_any(glob: str, names: Iterable[str]) -> bool:
+def matches_any(glob: str, names: Iterable[str]) -> bool:
+    """Return True if a glob matches one of the full names of a parameter."""
     return any(matches(glob, name) for name in names)

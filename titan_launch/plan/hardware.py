@@ -308,7 +308,7 @@ def process_memory_gib() -> float | None:
     found = []
     for name, kind in limits.items():
         limit = resource.getrlimit(kind)[0]
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError, IndexError):  # the system may omit rows of this file
             used, resident = (_table(Path("/proc/self/status"), (row,))[0] * 1024 for row in (name, "VmRSS:"))
             if limit != resource.RLIM_INFINITY:
                 found.append(max(0, limit - used + resident))

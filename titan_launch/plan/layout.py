@@ -169,10 +169,11 @@ def plan_layout(parallelism: ParallelismConfig, training: TrainingConfig, world_
     per_round = local_batch_size * ranks
     batch = training.global_batch_size if training.global_batch_size is not None else per_round
     if batch % per_round:
+        size = "1 sample" if training.local_batch_size == "auto" else f"training.local_batch_size ({local_batch_size})"
         raise config_error(
             ("training", "global_batch_size"),
-            f"not a multiple of {per_round} = training.local_batch_size ({training.local_batch_size}) x {ranks} "
-            f"data-parallel {'rank' if ranks == 1 else 'ranks'}; nearest: {nearest_multiples(batch, per_round)}",
+            f"not a multiple of {per_round} = {size} x {counted(ranks, 'data-parallel rank')}; nearest: "
+            f"{nearest_multiples(batch, per_round)}",
             batch,
             also=(("training", "local_batch_size"), *_DEGREES),
         )

@@ -10,8 +10,8 @@ from typing import NamedTuple
 from titan_launch.config.optimizers import ALGORITHMS, GroupSettings, has_master
 from titan_launch.config.sections.training import OptimizerConfig, ParamGroup
 from titan_launch.core.errors import ConfigError, KeyPath, Problem
-from titan_launch.core.globs import matches
 from titan_launch.core.terminal import counted
+from titan_launch.plan.freezing import matches_any
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.mup import UNSCALED, Scale, WidthScales
 from titan_launch.plan.replica_shards import is_within_matrix
@@ -25,12 +25,7 @@ def first_match(groups: Sequence[ParamGroup], paths: Iterable[str]) -> int | Non
     """Return the index of the first group of `[[optimizer.param_groups]]` that matches any path of a parameter; None if
     no group matches."""
     paths = list(paths)
-    return next((i for i, group in enumerate(groups) if matches_any(group, paths)), None)
-
-
-def matches_any(group: ParamGroup, paths: Iterable[str]) -> bool:
-    """Return True if a group's glob matches one of the paths."""
-    return any(matches(group.match, path) for path in paths)
+    return next((i for i, group in enumerate(groups) if matches_any(group.match, paths)), None)
 
 
 def is_undecayed(name: str, num_axes: int, classes: Iterable[str]) -> bool:
@@ -151,9 +146,9 @@ def check_param_groups(inventory: Inventory, config: OptimizerConfig) -> None:
         algorithm = None if index is None else config.param_groups[index].algorithm
         for_others = None if algorithm is None else ALGORITHMS[algorithm].for_others
         if index is not None and for_others is not None and len(info.shape) - info.is_stacked != 2:
+            axes = "1 axis" if len(info.shape) == 1 else f"{len(info.shape)} axes"
             reason = (
-                f"{algorithm} is for matrices, but {paths[0]} has {len(info.shape)} axes; "
-                f'match only matrices, or set "{for_others}"'
+                f'{algorithm} is for matrices, but {paths[0]} has {axes}; match only matrices, or set "{for_others}"'
             )
             problems.append(Problem(("optimizer", "param_groups", index, "algorithm"), reason, algorithm))
     problems += _without_matrices(inventory, config, trained)
@@ -169,7 +164,7 @@ def _unused(param_groups: Sequence[ParamGroup], trained: Collection[Trained]) ->
     for index, group in enumerate(param_groups):
         if index in used:
             continue
-        matched = any(matches_any(group, parameter.paths) for parameter in trained)
+        matched = any(matches_any(group.match, parameter.paths) for parameter in trained)
         reason = (
             "every parameter that this glob matches is already in an earlier group; put the narrower group first"
             if matched

@@ -386,7 +386,7 @@ class DataSheetSpeeds(Speeds):
         return OPERATION_SECONDS + flops / (self._best_rate(work.dtype) * self.shares.get(work.kind, 1.0))
 
     def _least_of_flops(self, work: Work) -> float:
-        return self.seconds(work)
+        return self.seconds(work) - work.times * OPERATION_SECONDS
 
 
 OPERATION_SECONDS = 4e-6

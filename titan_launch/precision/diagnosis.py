@@ -225,7 +225,7 @@ def never_gathered(failure: Failure) -> Problem | None:
     for unit in failure.plan.units:
         if not was_gathered(failure.model.get_submodule(unit.modules[0])):
             reason = f"no module of unit {unit.name} ran in the first microbatch, so FSDP2 cannot defer its reduction"
-            return failure.problem(_ACCUMULATION_MODE, f'{reason}; set mode = "immediate"', "deferred")
+            return failure.problem(_ACCUMULATION_MODE, f'{reason}; set mode = "immediate"')
     return None
 
 

@@ -272,10 +272,10 @@ def _by_suffix(path: str, files: list[Path], kinds: Sequence[str]) -> DataFolder
     if kind == "text" and (misread := misread_as_text(path, names)):
         raise UnknownDataError(misread)
     if kind in ("jsonl", "parquet") and data - {kind}:
-        remedy = f"name the files of one sort by a glob such as {paths.glob_of_sort(path, _ENDS[kind][0])}"
-        mixed = "to use several sorts, write a table [[data.sources]] for each"
-        sorts = paths.describe_ends(paths.count_ends(names))
-        raise UnknownDataError(f"has files of several sorts ({sorts}); {remedy}; {mixed}")
+        remedy = f"name the files of one suffix by a glob such as {paths.glob_of_sort(path, _ENDS[kind][0])}"
+        mixed = "to use several suffixes, write a table [[data.sources]] for each"
+        suffixes = paths.describe_ends(paths.count_ends(names))
+        raise UnknownDataError(f"has files of several suffixes ({suffixes}); {remedy}; {mixed}")
     num_bytes = None if any(file.suffix in paths.COMPRESSED for file in files) else size
     match kind:
         case "parquet":

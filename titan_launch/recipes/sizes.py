@@ -13,7 +13,7 @@ from titan_launch.plan.communication import Traffic, on_line
 from titan_launch.plan.hardware import GIB, Hardware, Kernels, hardware_of
 from titan_launch.plan.job import Choice, with_local_batch_size
 from titan_launch.plan.layout import Layout, plan_layout
-from titan_launch.plan.memory.clock import Seconds, seconds_on_line
+from titan_launch.plan.memory.clock import Seconds
 from titan_launch.plan.memory.ledger import Footprint, extrapolate
 from titan_launch.plan.memory.recordings import Recordings
 from titan_launch.plan.memory.replay_engine import ReplayEngine
@@ -152,4 +152,5 @@ class _BySize:
         return on_line(self._two.traffic(choice), self._four.traffic(choice), self._factor)
 
     def seconds(self, choice: Choice) -> Seconds | None:
-        return seconds_on_line(self._two.seconds(choice), self._four.seconds(choice), self._factor)
+        two, four = self._two.seconds(choice), self._four.seconds(choice)
+        return None if two is None or four is None else two.on_line(four, self._factor)

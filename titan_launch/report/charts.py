@@ -248,7 +248,7 @@ def text_chart(series: Mapping[str, Points], x: str) -> list[str]:
         return []
     first, last = min(place for place, _ in finite), max(place for place, _ in finite)
     low, high = min(0.0, *(y for _, y in finite)), max(0.0, *(y for _, y in finite))
-    to_row = _scale(low, high or 1.0, _TEXT_HEIGHT - 1, 0)
+    to_row = _scale(low, high if high > low else 1.0, _TEXT_HEIGHT - 1, 0)
     zero = round(to_row(0.0))
     rows = [["-" if row == zero else " "] * _TEXT_WIDTH for row in range(_TEXT_HEIGHT)]
     for name, points in series.items():

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from titan_launch.core.terminal import counted
 from titan_launch.metrics.sinks.jsonl import json_number
-from titan_launch.metrics.tags import PAUSES, STEP_PARTS
+from titan_launch.metrics.tags import OTHER, PAUSES, STEP_PARTS
 from titan_launch.models.architectures import named_flavor
 from titan_launch.report.charts import NUM_COLORS, Column
 from titan_launch.report.recorded_run import RecordedRun
@@ -60,7 +60,7 @@ def speed_unit(tag: str) -> str:
     return tag.partition("/")[2].replace("_", " ")
 
 
-_PART_ORDER = (*STEP_PARTS, "other", *PAUSES, UNMEASURED)
+_PART_ORDER = (*STEP_PARTS, OTHER, *PAUSES, UNMEASURED)
 
 _MAX_COLUMNS = 120
 """Largest number of columns of `step_columns`."""

@@ -293,7 +293,7 @@ class RecordedRun:
     @property
     def first_step(self) -> int:
         """Step of the checkpoint, perhaps of another run, from which the ranks started that wrote the first report.
-        0 if these ranks started without a checkpoint, or if their logs are gone."""
+        0 if these ranks started without a checkpoint, if their logs are gone, or if `starts` omits their start."""
         first = next(iter(self.reports.steps), 0)
         return max((start.step for start in self.starts if start.step < first), default=0)
 

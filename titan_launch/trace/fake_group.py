@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from titan_launch.core.patches import loggers_silenced, replaced
+from titan_launch.distributed.torch_private import clear_mesh_caches
 
 
 @contextmanager
@@ -40,7 +40,7 @@ def fake_process_group(world_size: int, rank: int = 0) -> Iterator[None]:
             yield
     finally:
         dist.destroy_process_group()
-        _clear_sharding_prop_cache()  # its entries refer to this group, but would match later meshes
+        clear_mesh_caches()  # cached entries refer to this group, but would match later meshes
 
 
 _WITHOUT_VOTE = {

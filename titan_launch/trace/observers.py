@@ -183,6 +183,9 @@ class ExchangesCounted(TorchDispatchMode):
         # FSDP2's group may have the same ranks as the axis, but FSDP2's collectives do not count here.
         if axis.is_within_shards and operation in _OF_FSDP:
             return
+        if name not in _SENT_SHARE:
+            reason = f"a trace cannot count the bytes that {operation} sends along the {axis.name} axis"
+            raise NotImplementedError(f"{reason}; use one of these collectives: {', '.join(_SENT_SHARE)}")
         sent = _num_bytes(args[index]) * _SENT_SHARE[name](size)
         counted: dict[str, Any] = {axis.name: Exchange(1, round(sent))}
         self._count.add(Traffic(**counted))

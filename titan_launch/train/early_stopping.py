@@ -9,6 +9,7 @@ import torch
 
 from titan_launch.checkpoint.retention import best_steps, validation_losses
 from titan_launch.checkpoint.state import Progress, Values
+from titan_launch.core.terminal import counted
 from titan_launch.distributed.collectives import on_rank_0
 from titan_launch.metrics.tags import BEST_LOSS, WITHOUT_IMPROVEMENT
 
@@ -62,11 +63,10 @@ class EarlyStopping:
 
     def describe(self, result: int) -> str:
         """Return a clause that says why the run has ended. `result`: step of the checkpoint to use as the result."""
-        number = self._without_improvement
         enough = f" by more than {self._min_improvement:g}" if self._min_improvement else ""
         best = f"best {self._best_loss:.4f} at step {self._best_step}" if self._best_step else "it was never finite"
         missing = ", whose checkpoint is missing" if self._best_step not in (0, result) else ""
-        validations = f"{number} validation{'s' * (number != 1)}"
+        validations = counted(self._without_improvement, "validation")
         return f"validation loss has not improved{enough} for {validations} ({best}{missing})"
 
     def state_dict(self) -> Values:

@@ -20,7 +20,7 @@ from torch import nn
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import ConfigError, RunError, Stopped, UserError
 from titan_launch.distributed.dtensor import local_tensor
-from titan_launch.metrics.timeline import OTHER
+from titan_launch.metrics.tags import OTHER
 from titan_launch.models.blocks import has_forward
 from titan_launch.models.parallel_plans import explain_shapes
 from titan_launch.parallel.pipeline import parts
@@ -81,11 +81,12 @@ def explained_in_trace(config: JobConfig, model: nn.Module, plan: ModelPlan) -> 
 
 
 def explain_full_disk(error: BaseException, config: JobConfig) -> RunError | None:
-    """Return the RunError if a full disk prevented a write to the run folder; None for a different error. (A report or
-    checkpoint that does not fit on the disk is only logged as a warning, and training continues.)"""
+    """Return the RunError if a full disk prevented a write; None for a different error. The RunError names the file or
+    folder of the original error or, if that error names none, the run folder. (A report or checkpoint that does not fit
+    on the disk is only logged as a warning, and training continues.)"""
     if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return None
-    reason = f"{config.job.run_folder} cannot be written to: {os.strerror(error.errno)}"
+    reason = f"{error.filename or config.job.run_folder} cannot be written to: {os.strerror(error.errno)}"
     advice = how_to_resume(config) if config.checkpoint.enable else "begin again (checkpoint.enable is false)"
     return RunError(f"{reason}; free disk space, and {advice}")
 

@@ -21,8 +21,7 @@ from titan_launch.data.order import MixtureOrder
 from titan_launch.distributed.collectives import on_all_ranks, on_rank_0
 from titan_launch.distributed.process_group import set_timeouts
 from titan_launch.loss.build import losses_of_next_tokens
-from titan_launch.metrics.tags import TAGS
-from titan_launch.metrics.timeline import OTHER
+from titan_launch.metrics.tags import OTHER, TAGS
 from titan_launch.optim.schedule import describe_clipping, lr_factor, set_lr
 from titan_launch.parallel.batchnorm import largest_divergence
 from titan_launch.parallel.expert_balance import describe_collapse

@@ -158,7 +158,7 @@ def _later_metrics(job: ResolvedJob) -> Iterator[str]:
         if config.validation.patience is not None:
             yield from (BEST_LOSS, WITHOUT_IMPROVEMENT)
     has_norms = any(map(is_batch_norm, job.plan.inventory.modules))
-    if has_norms and job.layout.world_size > 1 and (config.validation.freq or config.checkpoint.enable):
+    if has_norms and job.layout.world_size > 1 and (config.validation.freq or config.checkpoint.save_last):
         yield from ("batchnorm/running_mean_divergence", "batchnorm/running_var_divergence")
     if config.comm.profile_freq:
         yield "comm/exposed_s"

@@ -51,12 +51,11 @@ class ScheduledStage(PipelineStage):
             output_args=stage_outputs,
             group=step.pipeline.group,
         )
-        self._root = local.module
-        self._fsdp_root = cast(Any, local.module)  # Any, because older releases of PyTorch lack methods
+        self._root = cast(Any, local.module)  # Any, because older releases of PyTorch lack methods
         self._step = step
         self._orders: dict[int, ForwardOrder] = {}
         if step.splits_backward and hasattr(FSDPModule, "finalize_backward"):
-            self._fsdp_root.set_manual_backward_finalization(True)
+            self._root.set_manual_backward_finalization(True)
 
     def receive_buffers(self) -> Iterator[Tensor]:
         """Yield the tensors into which this stage has received activations and gradients, if it still holds them."""
@@ -93,7 +92,7 @@ class ScheduledStage(PipelineStage):
         self._step.accumulation.begin_microbatch(self._root, is_last=True)
         # `finalize_backward` is public since torch 2.15. Remove the other branch when older releases are not supported.
         if hasattr(FSDPModule, "finalize_backward"):
-            self._fsdp_root.finalize_backward()
+            self._root.finalize_backward()
         else:
             hidden, self.submod = self.submod, self._root
             try:

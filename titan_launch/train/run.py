@@ -136,7 +136,7 @@ def log_run(
         epochs = f"{training.epochs:g} epoch{'s' * (training.epochs != 1)}"
         lines.append(("steps", f"{training.total_steps:,}: {epochs} of {data.order.num_samples:,} samples"))
     lines += [
-        ("proof", describe_certificate(certificate)),
+        ("proof", describe_certificate(certificate, job.config.prove.certificate)),
         ("folder", f"{folder} ({UNITS_FILE} has the table of the {len(job.plan.units)} FSDP2 units)"),
     ]
     for line in format_lines(lines).split("\n"):

@@ -19,7 +19,8 @@ from titan_launch.data.sources import Batch
 from titan_launch.distributed.mesh import Mesh
 from titan_launch.loss.build import build_loss
 from titan_launch.loss.interface import Z_LOSS, Loss, means_of_step
-from titan_launch.metrics.timeline import OTHER, UNCOUNTED, StepClock
+from titan_launch.metrics.tags import OTHER
+from titan_launch.metrics.timeline import UNCOUNTED, StepClock
 from titan_launch.models.documents import document_arguments
 from titan_launch.optim.clip import clip_grad_norm
 from titan_launch.optim.registry import replicas_of, step_unless

@@ -96,14 +96,12 @@ class TraceProcess:
     def has_enough_memory(self) -> bool:
         """Wait for a trial. Return False if the trial ran out of memory, or was killed by SIGKILL. Raises the errors of
         `result`."""
-        if self._process.wait() == 0:
-            return True
-        self._errors.seek(0)
-        errors = self._errors.read()
-        # The kernel sends SIGKILL if a container is out of memory.
-        if OUT_OF_MEMORY in errors or self._process.returncode == -signal.SIGKILL:
-            return False
-        self.result()
+        if self._process.wait() != 0:
+            self._errors.seek(0)
+            # The kernel sends SIGKILL if a container is out of memory.
+            if OUT_OF_MEMORY in self._errors.read() or self._process.returncode == -signal.SIGKILL:
+                return False
+            self.result()
         return True
 
 

@@ -10,6 +10,7 @@ from tests.config.loading.hints import denied_keys, keys, options_of_commands, u
 from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.foreign_keys import FOREIGN_KEYS, foreign_key
 from titan_launch.config.loading.load import load_job
+from titan_launch.config.loading.provenance import MOST_PROBLEMS
 from titan_launch.core.errors import UserError
 
 SECTIONS = set(JobConfig.model_fields)
@@ -37,21 +38,28 @@ def complaint(text: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("key", FOREIGN_KEYS)
-def test_a_key_of_another_tool_is_explained(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("form", ["{key} = 1", "{key}.x = 1", "comm.{key} = 1"])
+def test_keys_of_other_tools_are_explained(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each key where the other tool has it, as a section, and in a section to which it does not belong."""
     monkeypatch.chdir(tmp_path)
-    text = FOREIGN_KEYS[key]
-    remedy = text if " " in text else f'use "{text}"'
-    section, _, name = key.rpartition(".")
-    if section:
-        assert section in SECTIONS and key not in keys()
-        assert complaint(f"[{section}]\n{name} = 1\n") == f"error: job.toml:2: {key} = 1: unknown key; {remedy}"
-    elif key in SECTIONS:
-        assert complaint(f"{key} = 1\n") == f"error: job.toml:1: {key} = 1: must be a table; {remedy}"
-    else:
-        assert complaint(f"{key} = 1\n") == f"error: job.toml:1: {key} = 1: unknown key; {remedy}"
-        assert complaint(f"[{key}]\nx = 1\n") == f"error: job.toml:1: {key}: unknown section; {remedy}"
-        assert complaint(f"[comm]\n{key} = 1\n") == f"error: job.toml:2: comm.{key} = 1: unknown key; {remedy}"
+    unknown, values = dict[str, str](), dict[str, str]()
+    for key, text in FOREIGN_KEYS.items():
+        remedy = text if " " in text else f'use "{text}"'
+        line, (section, _, _) = form.format(key=key), key.rpartition(".")
+        assert not section or (section in SECTIONS and key not in keys())
+        if key in SECTIONS:
+            values |= {line: f"{line}: must be a table; {remedy}"} if form == "{key} = 1" else {}
+        elif form == "{key}.x = 1":
+            unknown |= {} if section else {line: f"{key}: unknown section; {remedy}"}
+        elif not section or form == "{key} = 1":
+            unknown[line] = f"{line}: unknown key; {remedy}"
+    assert unknown
+    for expected in (unknown, values):  # TOML refuses a value and a section of the same name in one file
+        for start in range(0, len(expected), MOST_PROBLEMS):
+            lines = list(expected)[start : start + MOST_PROBLEMS]
+            (first, *problems) = complaint("\n".join(lines)).splitlines()
+            assert first == f"error: {len(lines)} problems in job.toml"
+            assert problems == [f"  job.toml:{number}: {expected[line]}" for number, line in enumerate(lines, 1)]
 
 
 def test_every_hint_is_true() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ import pytest
 import tomli
 
 from titan_launch.config.job import JobConfig
+from titan_launch.config.loading.job_files import _similar_file
 from titan_launch.config.loading.load import LoadedJob, dump_job, load_job
 from titan_launch.config.rules import RULES
 from titan_launch.config.sections.data import SyntheticData, TextData
@@ -184,6 +186,20 @@ def test_files_that_cannot_be_read(name: str, content: bytes, message: str) -> N
     with pytest.raises(UserError) as caught:
         load_job("config.json" if name == "config.json" else "job.toml")
     assert str(caught.value).startswith(message)
+
+
+def test_a_folder_that_cannot_be_listed_is_not_called_missing(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    closed, user = Path("closed"), os.geteuid()
+    closed.mkdir()
+    closed.chmod(0o111)
+    try:
+        os.seteuid(user or 65534)  # root could list the folder
+        assert _similar_file("closed/job.toml") == ""
+        assert _similar_file("no/job.toml") == ' (the folder "no" does not exist)'
+    finally:
+        os.seteuid(user)
+        closed.chmod(0o755)
 
 
 def test_a_folder_is_no_job_file(tmp_path: Path) -> None:

@@ -387,7 +387,7 @@ BAD_CHATS: list[tuple[Any, str]] = [
         {"messages": [{**message, "weight": 0.5} for message in messages("a", "b")]},
         "path: {} is a chat with a message weight other than 0 and 1 (it is 0.5); ",
     ),
-    ({"messages": messages("a", "b"), "tools": "[]"}, 'path: {} is without an array in "tools"; '),
+    ({"messages": messages("a", "b"), "tools": "[]"}, 'path: {} is a chat whose "tools" are not an array (they are '),
     (ALPACA | {"history": [["a", "b"]]}, 'path: {} is a chat with "history" (write a chat of several turns as '),
     (ALPACA | {"input": 0}, 'path: {} is a chat without a string in "input" (it is 0); '),
     (ALPACA | {"prompt": "a"}, 'path: {} is a chat with both "prompt" and "instruction"; '),

@@ -183,9 +183,11 @@ def test_files_that_are_not_images_are_skipped_and_never_opened(tmp_path: Path) 
     root = write_folder(tmp_path / "folder")
     os.mkfifo(root / "cat" / "9.png")
     (root / "cat" / "notes.txt").write_text("")
+    (root / "cat" / ".9.jpg").write_text("")
     (root / ".hidden").mkdir()
-    note = "; skipped 2 files that are not images, first: cat/9.png"
-    assert build(root).describe() == f"12 images (3, 6, 6) of 3 classes{note}"
+    source, skipped = build(root), "3 files that are hidden or no images, first: cat/.9.jpg"
+    assert source.describe() == f"12 images (3, 6, 6) of 3 classes; skipped {skipped}"
+    assert source.details().amounts["skipped"] == skipped
 
 
 def test_unusable_folders_are_refused(tmp_path: Path) -> None:

@@ -208,6 +208,18 @@ def test_a_sample_of_another_form_is_refused(sample: Any, reason: str) -> None:
     assert str(caught.value) == f"tests.data.sources.test_factory:Given: sample 1: {reason}"
 
 
+class Duplicates(Sequences):
+    """Sequences whose `__getitems__` drops repeated indices."""
+
+    def __getitems__(self, indices: list[int]) -> list[tuple[Tensor, ...]]:
+        return [self[index] for index in {*indices}]
+
+
+def test_another_number_of_samples_than_of_indices_is_refused() -> None:
+    with pytest.raises(UserError, match=r"Duplicates: __getitems__ must return one .* the 3 indices, but returns 2"):
+        read_batch(build("Duplicates"), [4, 4, 5])
+
+
 def test_documents_are_a_third_tensor() -> None:
     ignored = torch.full((4,), IGNORED_TARGET)
     source = build("Given", samples="documents", args={"samples": [(GOOD[0], ignored, LAST)]})

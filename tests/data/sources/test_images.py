@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.packages import skip_without
 from titan_launch.config.image_format import ImageFormat
 from titan_launch.config.sections.data import IGNORED_TARGET, ImageData
 from titan_launch.core.errors import ConfigError, UserError
@@ -47,7 +48,7 @@ def labels_of(source: SampleSource) -> list[int]:
 
 
 def test_digits_are_images_with_a_class_each() -> None:
-    pytest.importorskip("sklearn")
+    skip_without("sklearn")
     source = build(mean=0.305, std=0.376)
     images, labels = (torch.stack(parts) for parts in zip(*(source[i] for i in range(len(source))), strict=True))
     assert images.shape == (1797, 1, 8, 8) and images.dtype == torch.float32

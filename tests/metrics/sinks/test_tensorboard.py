@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import json
 import re
 import time
@@ -14,10 +16,12 @@ from urllib.request import Request, urlopen
 import pytest
 from tensorboard import program
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from tests.distributed import run_ranks
 from tests.train.jobs import read_metrics, record, run_job, tiny_job
 from titan_launch.config.job import JobConfig
+from titan_launch.core.files import RecordFile
 from titan_launch.metrics.sinks.interface import RunDescription
 from titan_launch.metrics.sinks.tensorboard import _OVERVIEW, TensorBoardSink
 from titan_launch.metrics.tags import TAGS, tag_of
@@ -118,6 +122,31 @@ def test_a_clock_that_was_set_back_does_not_change_the_order_of_files(tmp_path: 
         sink.write(step, {"train/loss": 1.0})
         sink.rewind(1)
     assert [path == earlier for path in sorted(tmp_path.iterdir())] == [True, False, False]
+
+
+@pytest.mark.parametrize("full_at", range(6))
+def test_a_full_disk_neither_loses_nor_repeats_what_opens_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full_at: int
+) -> None:
+    sink = TensorBoardSink(tmp_path)
+    sink.describe(RunDescription({"lr": 0.1}, frozenset()))
+    sink.text("config", "a")
+    sink.text("units", "b")
+    append, calls = RecordFile.append, itertools.count()
+
+    def append_if_room(file: RecordFile, data: bytes) -> None:
+        if next(calls) == full_at:
+            raise OSError(errno.ENOSPC, "full")
+        append(file, data)
+
+    monkeypatch.setattr(RecordFile, "append", append_if_room)
+    with pytest.raises(OSError, match="full"):
+        sink.write(1, {"train/loss": 1.0})
+    sink.write(2, {"train/loss": 1.0})
+    (file,) = tmp_path.iterdir()
+    tags = [value.tag for event in EventFileLoader(str(file)).Load() for value in event.summary.value]
+    texts = ["config/text_summary", "units/text_summary"]
+    assert tags == ["custom_scalars__config__", "_hparams_/session_start_info", *texts, "train/loss", "Overview/loss"]
 
 
 def test_the_memory_limit_is_that_of_the_planner(events: EventAccumulator) -> None:

@@ -26,7 +26,7 @@ from titan_launch.plan.report.unit_table import describe_units, format_units
 from titan_launch.plan.types import Inventory, ModelPlan, ModuleInfo, Policy, Unit
 from titan_launch.plan.units.fsdp_units import UnitLimits, plan_model
 from titan_launch.plan.units.order import Resharding
-from titan_launch.plan.units.rule_assignment import BATCH_NORM_DEFAULT
+from titan_launch.plan.units.rule_assignment import BATCH_NORM_DEFAULT, nothing_matched
 from titan_launch.train.model import build_job_model, plan_precision
 
 RESHARDING = Resharding(blocks=True, late=False)
@@ -277,7 +277,7 @@ def test_a_rule_or_a_block_overrides_the_unit_of_a_declared_embedding() -> None:
         ({"match": "layers.*.nrom1"}, ["precision.rules.0.match", "matches no module", 'did you mean "layers.']),
         ({"match": "mix"}, ['matches no module of the model; did you mean "**.mix"?']),
         ({"type": "LayerNrom"}, ["precision.rules.0.type", 'did you mean "LayerNorm"']),
-        ({"match": "layers"}, ["a container without a forward", 'did you mean "layers.*"']),
+        ({"match": "layers"}, ["matches only layers, a container without a forward", 'did you mean "layers.*"']),
         (
             {"match": "layers.*.act"},
             ["layers.0.act, layers.1.act, layers.2.act", "matches only modules without parameters"],
@@ -292,6 +292,11 @@ def test_a_rule_that_does_nothing_is_an_error(rule: dict[str, object], words: li
         units_of(rule)
     for word in words:
         assert word in str(caught.value)
+
+
+def test_all_containers_that_a_glob_matches_are_named() -> None:
+    reason = nothing_matched("layers.*", [], ["layers.0", "layers.1"])
+    assert reason == 'matches only layers.0, layers.1, containers without a forward; did you mean "layers.0.*"?'
 
 
 @pytest.mark.parametrize("storage", ["float32", "bfloat16"])

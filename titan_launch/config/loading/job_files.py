@@ -202,7 +202,7 @@ def _similar_file(path: str) -> str:
     try:
         entries = os.listdir(folder or ".")
     except OSError:
-        return f' (the folder "{shortened(folder)}" does not exist)'
+        return "" if os.path.isdir(folder or ".") else f' (the folder "{shortened(folder)}" does not exist)'
     by_stem = {_stem(entry): os.path.join(folder, entry) for entry in entries if entry.endswith(_SUFFIXES)}
     near = nearest(_stem(path), by_stem)
     return f'; the folder has "{os.path.basename(by_stem[near])}"' if near else ""

@@ -50,11 +50,10 @@ def outside_of_limits(value: Any, key: KeyPath = ()) -> tuple[KeyPath, str] | No
             return key, reason
         if isinstance(value, dict):
             for name, item in value.items():
-                if len(name) > MOST_KEY_LENGTH or "\0" in name:
-                    return (
-                        key,
-                        f"has a key of {len(name):,} characters; a key must have at most {MOST_KEY_LENGTH}, and no NUL",
-                    )
+                if len(name) > MOST_KEY_LENGTH:
+                    return key, f"has a key of {len(name):,} characters; a key must have at most {MOST_KEY_LENGTH}"
+                if "\0" in name:
+                    return key, "has a key with the character NUL; remove it"
                 waiting.append(((*key, name), item))
         elif isinstance(value, list):
             waiting += [((*key, index), item) for index, item in enumerate(value)]

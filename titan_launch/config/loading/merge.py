@@ -17,6 +17,7 @@ from titan_launch.core.errors import ConfigError, KeyPath, Problem, UserError, c
 from titan_launch.core.terminal import shortened
 
 _MAX_TEXT_LENGTH = 300
+_NOT_AN_OVERRIDE = "is not an override; overrides have the form --section.key=value"
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +84,7 @@ def _split(arguments: Sequence[str]) -> Iterator[tuple[str, str, str | None]]:
 def _parse_key(name: str) -> tuple[str, ...]:
     if not name.startswith("--"):
         remedy = f"; write --{name}=..." if "." in name and not name.startswith("-") else ""
-        raise ValueError(f"is not an override; overrides have the form --section.key=value{remedy}")
+        raise ValueError(f"{_NOT_AN_OVERRIDE}{remedy}")
     key = _split_key(name[2:])
     if key[0] == "extends":
         raise ValueError("extends cannot be set on the command line; set it in the file that --config names")
@@ -97,7 +98,7 @@ def _split_key(name: str) -> tuple[str, ...]:
     try:
         table = tomli.loads(f"{name} = 0")
     except (tomli.TOMLDecodeError, RecursionError):
-        raise ValueError("is not an override; overrides have the form --section.key=value") from None
+        raise ValueError(_NOT_AN_OVERRIDE) from None
     parts = []
     while isinstance(table, dict):
         ((part, table),) = table.items()

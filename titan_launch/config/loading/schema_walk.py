@@ -88,7 +88,8 @@ def locate(location: Sequence[str | int], section: type[Section]) -> tuple[KeyPa
 
 
 def _names(label: str | int, kind: Any) -> bool:
-    """Return True if `label` is pydantic's name of the union member `kind`: its tag, or the name of its type."""
+    """Return True if `label`, a part of pydantic's location, may be the union member `kind`. A section has its tags as
+    labels. Other types are divided only into tuples and the rest."""
     if is_section(kind):
         return label in (choices(kind.model_fields["kind"].annotation) or (FACTORY,))
     return str(label).startswith("tuple") == (get_origin(kind) is tuple)

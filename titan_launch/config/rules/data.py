@@ -157,8 +157,9 @@ def files_exist(config: JobConfig) -> Iterator[Problem]:
 
 
 def text_is_no_records(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem for each entry of a `path` to text that has files with records, such as JSON lines. In a folder,
-    this rule checks at most 10,000 files; a run checks all files."""
+    """Report a problem for each entry of a `path` to text that has files with records, such as JSON lines. In a
+    folder, this rule checks at most 10,000 files; a run checks all files. Of a glob, only the end is checked, because a
+    glob such as `FOLDER/**/*` may be meant to name files of any suffix."""
     for source, data in sources_with(config, TextData):
         for key, entry in entries_of(source, data):
             names = first_names(entry, _MOST_FILES) if os.path.isdir(entry) else [entry]

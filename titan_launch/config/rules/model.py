@@ -49,16 +49,17 @@ def flavor_exists(config: JobConfig) -> Iterator[Problem]:
 def huggingface_has_a_config(config: JobConfig) -> Iterator[Problem]:
     """For `model.name = "huggingface"`, report a problem if `model.args` has no `model_type`, for each refused
     argument, and if `transformers` lacks the class. (Usually, the `config.json` in `model.path` has `model_type`.)"""
-    model, key = config.model, ("model", "path")
+    model = config.model
     if model.name != HUGGINGFACE:
         return
     if "model_type" not in model.args:
-        if model.path is None:
+        folder, name = (model.weights, "weights") if model.path is None else (model.path, "path")
+        if folder is None:
             reason = "needs model.path, the folder with the config.json of the class"
-            yield Problem(_NAME, reason, model.name, also=(key, _ARGS))
+            yield Problem(_NAME, reason, model.name, also=(("model", "path"), _ARGS))
         else:
             reason = "its config.json has no model_type, which names the class's configuration; name another folder"
-            yield Problem(key, reason, model.path)
+            yield Problem(("model", name), reason, folder)
     else:
         problems = list(islice(huggingface.refused(model.args), _MOST_SHOWN))
         yield from (Problem((*_ARGS, *path), reason, value) for path, reason, value in problems)

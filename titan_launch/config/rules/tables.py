@@ -96,6 +96,8 @@ NO_EFFECT = (
     NoEffect("ema.decay", "set a decay such as 0.999", ("ema",)),
     NoEffect("profiling.start_step", "set start_step to a step", ("profiling.num_steps", "profiling.ranks")),
     NoEffect("validation.patience", "set patience to a number of validations", ("validation.min_improvement",)),
+    NoEffect("debug.spike_sigma", "set spike_sigma to a number such as 6.0", ("debug.spike_window",)),
+    NoEffect("debug.on_repeated_skips", 'set on_repeated_skips = "rollback"', ("debug.max_rollbacks",)),
 )
 
 

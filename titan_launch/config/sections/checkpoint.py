@@ -25,7 +25,8 @@ class CheckpointConfig(Section):
     """Saving and resuming."""
 
     enable: bool = False
-    """Save checkpoints during the run. A later run with the same `job.name` resumes from the newest checkpoint."""
+    """Save checkpoints during the run. A later run with the same `job.name` resumes from the newest checkpoint.
+    With `false`, keys such as `interval` and `async_mode` have no effect, and are not refused."""
 
     save_last: bool = True
     """Save a checkpoint at the last step, even with `enable = false`. The last step is `training.steps`, or the step at
@@ -42,8 +43,7 @@ class CheckpointConfig(Section):
     """Write checkpoints in a separate thread or process. `disabled`: training waits until the checkpoint is complete.
     `thread`: training waits only until the training state is copied to host memory; a thread writes the copy.
     `process`: as `thread`, but a separate process writes the copy. The two processes share only the memory of the copy.
-    One checkpoint is written at a time. The run does not end before the last checkpoint is complete. With `enable =
-    false` this key has no effect."""
+    One checkpoint is written at a time. The run does not end before the last checkpoint is complete."""
 
     keep_latest: Annotated[int, Field(ge=0)] = 10
     """Number of newest checkpoints to keep. An older checkpoint is deleted after a newer checkpoint is complete. 0

@@ -570,10 +570,12 @@ def misread_as_text(path: str, names: Iterable[str]) -> str | None:
     if not others:
         has = f"has {describe_ends(records)}" if os.path.isdir(path) else f"ends in {next(iter(records))}"
         return f"{has}, {mistake}; {remedy}"
-    glob = glob_of_sort(path, next(iter(others)))
+    mixed = f"has {describe_ends(records)} beside {describe_ends(others)}, {mistake}"
+    if not (end := next(filter(None, others), "")):  # a glob cannot name files without a suffix only
+        return f"{mixed}; move the files with records to another folder, or {remedy}"
     return (
-        f"has {describe_ends(records)} beside {describe_ends(others)}, {mistake}; name the files of one suffix by a "
-        f"glob ({glob}), or {remedy}; to use both, write a table [[data.sources]] for each suffix"
+        f"{mixed}; name the files of one suffix by a glob ({glob_of_sort(path, end)}), or {remedy}; to use both, write "
+        "a table [[data.sources]] for each suffix"
     )
 
 
@@ -590,7 +592,8 @@ class ValidationConfig(Section):
     pairs. With `kto`, they are means over the answers."""
 
     freq: Annotated[int, Field(ge=0)] = 0
-    """Steps between validations. 0 disables validation."""
+    """Steps between validations. With 0, the run does not validate: `max_samples` and `data` have no effect, and are
+    not refused."""
 
     local_batch_size: Annotated[int, Field(ge=1)] = 8
     """Samples per batch on each data-parallel rank."""

@@ -51,11 +51,8 @@ class DPOConfig(ReferenceConfig):
 class IPOConfig(ReferenceConfig):
     """Identity preference optimization (IPO, arXiv:2310.12036): unlike the loss of DPO, this loss has its minimum at a
     finite distance from the reference model. The loss of a pair is (log-ratio of the chosen answer - log-ratio of the
-    rejected answer - 1 / (2 x `beta`))². A log-ratio is the mean over the tokens of an answer, as in TRL."""
-
-    beta: Annotated[float, Field(gt=0)] = 0.1
-    """Strength of the reference model, called τ in the paper. With a small value, the trained model may move further
-    from the reference model."""
+    rejected answer - 1 / (2 x `beta`))². The paper calls `beta` τ. A log-ratio is the mean over the tokens of an
+    answer, as in TRL."""
 
 
 class KTOConfig(ReferenceConfig):

@@ -67,7 +67,7 @@ class ChatCorpus(TokenizedLinesCorpus):
         if train_on != "all" and not any(message["role"] == "assistant" for message in messages):
             raise RecordError("without a message of the assistant")
         if not isinstance(tools, list | None):
-            raise RecordError('without an array in "tools"')
+            raise RecordError('a chat whose "tools" are not an array', f"they are {tools!r:.80}")
         text, spans = self.template.render(messages, tools, train_on)
         utf8(text)  # raises RecordError
         tokens, offsets = self.tokenizer.encode_chat(text)

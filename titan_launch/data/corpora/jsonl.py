@@ -89,7 +89,7 @@ class LinesCorpus(FileCorpus, RecordCorpus):
                     raise self.expanded(file, limit)
 
     def _lines_before(self, file: File, start: int) -> int:
-        """Return the number of lines that begin before byte `start` of a file. Only messages need this number."""
+        """Return the number of lines that begin before byte `start` of a file. Only error messages need this number."""
         count, position = 0, 0
         with self.opened(file) as stream:
             while position < start and (found := _skip_line(stream, _NO_END)):

@@ -45,7 +45,7 @@ class ArrayImages:
 
     def __init__(self, path: str, images: Pixels, labels: Labels):
         self.labels = labels
-        self.note = ""
+        self.skipped = ""
         self._path, self._images = path, images
 
     @property

@@ -33,7 +33,7 @@ from titan_launch.core.terminal import one_line
 from titan_launch.data.images.arrays import MOST_CLASSES, Labels, map_npz
 from titan_launch.data.images.pillow import CHANNELS, MOST_BYTES, PixelFormatError, decode, opened_image
 
-_INDEX_VERSION = 2
+_INDEX_VERSION = 3
 _INDEX_FILE = "index.npz"
 
 _MOST_LABEL = MIB
@@ -83,15 +83,15 @@ class _Listing:
             hashes=np.array(self.hashes, np.uint32),
             names=np.frombuffer(b"".join(names), np.uint8),
             name_ends=np.cumsum([len(name) for name in names], dtype=np.int64),
-            note=np.frombuffer(os.fsencode(self._note()), np.uint8),
+            skipped=np.frombuffer(os.fsencode(self._skipped()), np.uint8),
         )
 
-    def _note(self) -> str:
+    def _skipped(self) -> str:
         if not self.skipped:
             return ""
         number = len(self.skipped)
-        files = "1 file that is not an image" if number == 1 else f"{number:,} files that are not images"
-        return f"; skipped {files}, first: {one_line(self.skipped[0])}"
+        files = "1 file that is hidden or no image" if number == 1 else f"{number:,} files that are hidden or no images"
+        return f"{files}, first: {one_line(self.skipped[0])}"
 
 
 class EncodedImages:
@@ -103,7 +103,7 @@ class EncodedImages:
         number of channels of the decoded images: 1, 3 or 4."""
         arrays = map_npz(index, _ARRAYS)
         self.labels: Labels = arrays["labels"]
-        self.note = os.fsdecode(arrays["note"].tobytes())
+        self.skipped = os.fsdecode(arrays["skipped"].tobytes())
         self._root, self._index_file, self._channels = root, index, channels
         self._arrays = arrays
 
@@ -173,7 +173,7 @@ class EncodedImages:
         return self._root / os.fsdecode(self._arrays["names"][ends[file - 1] if file else 0 : ends[file]].tobytes())
 
 
-_ARRAYS = ("labels", "files", "offsets", "sizes", "hashes", "names", "name_ends", "note")
+_ARRAYS = ("labels", "files", "offsets", "sizes", "hashes", "names", "name_ends", "skipped")
 
 
 def open_folder(path: str, channels: int, path_key: KeyPath) -> EncodedImages:

@@ -55,9 +55,13 @@ class FactorySource:
         return self._check(self._data[index], f"sample {index}")
 
     def read_batch(self, indices: Sequence[int], positions: Sequence[int] | None) -> Sample:
-        """See `BatchSource.read_batch`. `positions` has no effect. Raises UserError as `__getitem__` does."""
+        """See `BatchSource.read_batch`. `positions` has no effect. Raises UserError as `__getitem__` does, and for
+        another number of samples than of indices."""
         if hasattr(self._data, "__getitems__"):
-            found = self._data.__getitems__(list(indices))
+            found = list(self._data.__getitems__(list(indices)))
+            if len(found) != len(indices):
+                wanted = f"must return one sample for each of the {len(indices)} indices, but returns {len(found)}"
+                raise UserError(f"{self._check.name}: __getitems__ {wanted}")
             samples = [self._check(sample, f"sample {index}") for index, sample in zip(indices, found, strict=True)]
         else:
             samples = [self[index] for index in indices]

@@ -30,8 +30,8 @@ class Images(Protocol):
     labels: Labels
     """Class of each image."""
 
-    note: str
-    """End of the text of `describe`, such as `; skipped 2 files ...`; "" if no files were skipped."""
+    skipped: str
+    """Number and name of skipped files, such as `2 files that ..., first: cat/9.png`; "" if no files were skipped."""
 
     def as_file(self, chosen: Indices) -> tuple[str, int]:
         """Return (name, size in bytes) of the images with the indices `chosen`. A fingerprint lists these images as one
@@ -68,7 +68,8 @@ class ImageSource:
         return len(self._chosen)
 
     def describe(self) -> str:
-        return f"{len(self):,} images {tuple(self.shape)} of {self.num_classes:,} classes{self._images.note}"
+        skipped = self._images.skipped and f"; skipped {self._images.skipped}"
+        return f"{len(self):,} images {tuple(self.shape)} of {self.num_classes:,} classes{skipped}"
 
     def details(self) -> Details:
         counts = np.bincount(self._images.labels[self._chosen], minlength=self.num_classes).tolist()
@@ -77,8 +78,7 @@ class ImageSource:
             "bytes": self._images.as_file(self._chosen)[1],
             "classes": dict(zip(self._class_names or map(str, range(self.num_classes)), counts, strict=True)),
         }
-        skipped = self._images.note.removeprefix("; skipped ")
-        return Details(amounts | ({"skipped": skipped} if skipped else {}))
+        return Details(amounts | ({"skipped": self._images.skipped} if self._images.skipped else {}))
 
     def fingerprint(self, seed: int) -> Fingerprint:
         """Return the fingerprint of the stored images and labels, which count as one file."""

@@ -247,14 +247,18 @@ def _build(
 
 def _check_whole(config: CorpusData | TokensData, context: SourceContext, stream: TokenStream) -> None:
     """Raise ConfigError if a pair of answers, or an answer and its label, could be divided between samples, or is too
-    long for a sample."""
+    long for a sample. Also raise ConfigError if documents are not pairs, though the header says so."""
     has_pairs = stream.header.has_pairs
     what = "pairs of answers" if has_pairs else "answers with a label"
     if config.packing != "documents":
         reason = f'would divide the {what} in the token files; set "documents"'
         raise config_error((*context.key, "packing"), reason, config.packing)
     ends = stream.document_ends()
-    longest = longest_pair(ends) if has_pairs else int(np.diff(ends, prepend=0).max(initial=1)) - 1
+    lengths = np.diff(ends, prepend=0)
+    if has_pairs and (any(len(shard) % 2 for shard in stream.ends) or lengths.min(initial=2) < 2):
+        reason = f"has {what}, but a shard has an odd number of documents, or a document has only one token"
+        raise config_error((*context.key, "path"), f"{reason}; prepare the text again", config.path)
+    longest = longest_pair(ends) if has_pairs else int(lengths.max(initial=1)) - 1
     if longest > context.seq_len:
         reason = (
             f"has {what}. The longest takes {longest:,} positions, but training.seq_len is {context.seq_len:,}; "

@@ -7,7 +7,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,19 +74,18 @@ class TensorBoardSink(Sink):
         from torch.utils.tensorboard.summary import custom_scalars, hparams, text
 
         if self._opened is None:
-            is_new = not any(self._log_dir.glob(f"{_PREFIX}*"))
-            self._opened = _EventFile(self._log_dir, None if is_new else self._resume_step + 1)
-            if is_new:
-                later = self._description.later_metrics
-                self._opened.add(0, summary=custom_scalars(_custom_scalars({*reported, *later})))
+            summaries: list[Any] = []
+            if is_new := not any(self._log_dir.glob(f"{_PREFIX}*")):
+                layout = custom_scalars(_custom_scalars({*reported, *self._description.later_metrics}))
                 # The first result, the summary of an "experiment", is not written: with it, TensorBoard would show the
                 # keys of one run only. Without it, TensorBoard shows the keys of all runs, and first the keys with
                 # different values.
                 _, session_start, _ = hparams(dict(self._description.settings), {})
-                self._opened.add(0, summary=session_start)
-        for tag, content in self._texts:
-            self._opened.add(self._resume_step, summary=text(tag, content))
-        self._texts.clear()
+                summaries = [layout, session_start]
+            self._opened = _EventFile(self._log_dir, None if is_new else self._resume_step + 1, summaries)
+        while self._texts:
+            self._opened.add(self._resume_step, summary=text(*self._texts[0]))
+            del self._texts[0]
         return self._opened
 
 
@@ -100,9 +99,9 @@ class _EventFile:
     again for every event, which fails after the run folder is moved.
     """
 
-    def __init__(self, log_dir: Path, purge_step: int | None):
+    def __init__(self, log_dir: Path, purge_step: int | None, summaries: Sequence[Any]):
         """`purge_step`: TensorBoard drops the values of this step and of later steps from the earlier files of the
-        folder. None: it drops no values."""
+        folder. None: it drops no values. `summaries`: the first summaries of the file, at step 0."""
         from tensorboard.compat.proto.event_pb2 import SessionLog
 
         # TensorBoard reads the files in the order of their names. A clock may be behind that of an earlier host.
@@ -115,6 +114,8 @@ class _EventFile:
             self.add(purge_step or 0, file_version="brain.Event:2")
             if purge_step is not None:
                 self.add(purge_step, session_log=SessionLog(status=SessionLog.START))
+            for summary in summaries:
+                self.add(0, summary=summary)
         except OSError:  # the disk is full: the next report tries again
             self._file.close()
             path.unlink()

@@ -154,6 +154,7 @@ _SCALINGS = {"default": {}, "linear": {"factor": "factor"}, "llama3": _LLAMA3, "
 """For each supported RoPE type, its keys in `config.json`, with their names in `rope_scaling` of this package."""
 
 _ORIGINAL = "original_max_position_embeddings"
+_ALL_CHANNELS = "supported: 1.0, which rotates all channels of a head"
 _ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta")
 
 
@@ -184,9 +185,7 @@ def _read_rope(
     if names[1:] not in ([], [kind]):
         raise unsupported(f"{key}.type", names[1], f"rope_type is {as_text(kind)}; remove the key type")
     if not is_equal(factor := rope.pop("partial_rotary_factor", 1.0), 1.0):
-        raise unsupported(
-            f"{key}.partial_rotary_factor", factor, "supported: 1.0, which rotates all channels of a head"
-        )
+        raise unsupported(f"{key}.partial_rotary_factor", factor, _ALL_CHANNELS)
     if kind not in kinds:
         raise unsupported(f"{key}.rope_type", kind, f"supported: {', '.join(kinds)}")
     known = _SCALINGS[kind]
@@ -238,7 +237,7 @@ def rope(
             raise unsupported("rope_parameters", None, reason)
         outside = {name: config[name] for name in ("partial_rotary_factor", _ORIGINAL) if name in config}
         if not is_equal(factor := outside.pop("partial_rotary_factor", 1.0), 1.0):
-            raise unsupported("partial_rotary_factor", factor, "supported: 1.0, which rotates all channels of a head")
+            raise unsupported("partial_rotary_factor", factor, _ALL_CHANNELS)
         if _ORIGINAL in outside and type(outside[_ORIGINAL]) is not int:
             raise unsupported(_ORIGINAL, outside[_ORIGINAL], "supported: a number of tokens")
         found = []

@@ -223,11 +223,11 @@ class AdapterConfig(BaseModel):
         if any(not math.isclose(scales[path], own) for path, wanted in targets.items() for own in wanted.scales):
             shown = {name: f"{scales[path]:.9g}" for path in targets for name in targets[path].names}
             if rank is not None and len(set(shown.values())) == 1:
-                alpha = config.model_copy(update={"rank_stabilized": self.use_rslora}).alpha_of(
-                    scales.popitem()[1], rank
-                )
-                flag = str(self.use_rslora).lower()
-                yield f"its scale differs: set lora.alpha = {alpha} and lora.rank_stabilized = {flag}"
+                scale, flag = scales.popitem()[1], str(self.use_rslora).lower()
+                alpha = config.model_copy(update={"rank_stabilized": self.use_rslora}).alpha_of(scale, rank)
+                own = listed(sorted({f"{each:.9g}" for wanted in targets.values() for each in wanted.scales}))
+                reason = f"its scale is {scale:.9g}, but [lora] gives {own}"
+                yield f"{reason}; set lora.alpha = {alpha} and lora.rank_stabilized = {flag}"
             else:
                 remedy = "set lora.alpha and lora.rules to match (alpha / rank; alpha / sqrt(rank) if rank_stabilized)"
                 yield f"its scales are {_by_value(shown)} (by rank_pattern and alpha_pattern); {remedy}"

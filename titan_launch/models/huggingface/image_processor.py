@@ -1,5 +1,5 @@
-"""The file `preprocessor_config.json`, from which `transformers` prepares images, and the keys of `[data]` with the
-same meaning. This module does not import torch."""
+"""The file `preprocessor_config.json`, with whose settings `transformers` prepares images, and the keys of `[data]`
+with the same meaning. This module does not import torch."""
 
 from __future__ import annotations
 

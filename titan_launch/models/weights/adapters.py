@@ -28,8 +28,8 @@ from titan_launch.models.weights.folder import (
     WeightsFolder,
     in_halves,
     interleaved,
-    read_file,
     read_header,
+    read_tensors,
     shapes_in_files,
 )
 from titan_launch.plan.types import parent
@@ -332,7 +332,7 @@ class AdapterFolder:
             original = name.removeprefix(_PREFIX).replace(".base_layer.", ".")
             like = base.tensors.get(original)
             if like is not None and like.shape == self.tensors[name].shape and self.tensors[name].dtype in FLOATS:
-                (own,), theirs = read_file(self.path / FILE, [name]), base.read(original)
+                (own,), theirs = read_tensors(self.path / FILE, [name]), base.read(original)
                 if bool((own == theirs).all()):
                     del self.tensors[name]
 
@@ -411,4 +411,4 @@ class AdapterFolder:
     def read(self, target: Target) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, value) for each parameter of the adapters of a target, with its name in this package. Raises
         WeightsError as `Target.from_file` does."""
-        yield from target.from_file(*read_file(self.path / FILE, target.keys))
+        yield from target.from_file(*read_tensors(self.path / FILE, target.keys))

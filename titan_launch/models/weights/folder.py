@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, groupby
 from pathlib import Path
@@ -157,13 +157,7 @@ class WeightsFolder:
         bounds of the part by dim; empty for the whole tensors."""
         for file_name, group in groupby(names, key=lambda name: self.tensors[name].file):
             # The file is opened once for consecutive names, because opening it takes milliseconds.
-            with _library().safe_open(self.path / file_name, framework="pt") as file:
-                for name in group:
-                    if stop:
-                        part: Tensor = file.get_slice(name)[tuple(map(slice, start, stop))]
-                    else:
-                        part = file.get_tensor(name)
-                    yield part.clone()  # not a view of the file, which is closed
+            yield from read_tensors(self.path / file_name, group, start, stop)
 
 
 def _library() -> ModuleType:
@@ -213,10 +207,14 @@ def read_header(path: Path) -> tuple[dict[str, FileTensor], dict[str, str]]:
     return tensors, metadata
 
 
-def read_file(path: Path, names: Sequence[str]) -> list[Tensor]:
-    """Return whole tensors of a file."""
+def read_tensors(
+    path: Path, names: Iterable[str], start: Sequence[int] = (), stop: Sequence[int] = ()
+) -> Iterator[Tensor]:
+    """Yield tensors of a file. The arguments are those of `WeightsFolder.read_each`."""
     with _library().safe_open(path, framework="pt") as file:
-        return [file.get_tensor(name).clone() for name in names]
+        for name in names:
+            part: Tensor = file.get_slice(name)[tuple(map(slice, start, stop))] if stop else file.get_tensor(name)
+            yield part.clone()  # not a view of the file, which is closed
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from titan_launch.config.sections.tokenizer import ADDED_FILE, NAMES_FILE, SETTINGS_FILE, TEMPLATE_FILE, TOKENIZER_FILE
 from titan_launch.core.errors import UserError
-from titan_launch.core.files import MIB, file_inside, read_regular, refuse_weights_folder, remove, sync_folder
+from titan_launch.core.files import MIB, file_inside, read_regular, refuse_weights_folder, sync
 from titan_launch.models.decoder.huggingface_tensors import Piece, Shape
 from titan_launch.models.huggingface.config_json import read_json
 from titan_launch.models.huggingface.files import CONFIG_FILE, GENERATION_FILE, WeightsError
@@ -49,6 +50,7 @@ def new_folder(path: Path) -> Iterator[Path]:
 
     Until then, its name is `<path>.tmp`, so a folder with the name `path` is complete. Raises UserError if `path` is
     inside of a folder with weights, cannot be written, is the working directory, or exists and is not an empty folder.
+    Also raises UserError if `<path>.tmp` exists.
     """
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise UserError(f"error: {path} exists already; choose another name, or remove it")
@@ -56,13 +58,15 @@ def new_folder(path: Path) -> Iterator[Path]:
         raise UserError(f"error: {path} is the working directory, which cannot be replaced; name another folder")
     refuse_weights_folder(path)
     temporary = path.with_name(f"{path.name}.tmp")
+    if os.path.lexists(temporary):
+        reason = f"exists already, and {path} is written under this name first"
+        raise UserError(f"error: {temporary} {reason}; choose another name for {path.name}, or remove {temporary.name}")
     try:
-        remove(temporary)
         temporary.mkdir(parents=True)
         yield temporary
-        sync_folder(temporary)
+        sync(temporary)
         temporary.rename(path)
-        sync_folder(path.parent)
+        sync(path.parent)
     except OSError as error:
         raise UserError(f"error: {path} cannot be written: {error.strerror or error}") from error
     finally:
@@ -220,7 +224,8 @@ def copy_companions(source: Path, target: Path, names: Sequence[str] = (*MODEL_F
 def parse_size(text: str) -> int:
     """Return the bytes of a size such as `5GB` or `500MB` (units: KB, MB, GB; powers of 1000). Raises WeightsError for
     any other text."""
-    number, unit = text[:-2], {"KB": 10**3, "MB": 10**6, "GB": 10**9}.get(text[-2:].upper())
-    if unit is None or not number.isdecimal() or int(number) == 0:
+    found = re.fullmatch("([0-9]{1,9})(KB|MB|GB)", text.upper())
+    size = int(found[1]) * {"KB": 10**3, "MB": 10**6, "GB": 10**9}[found[2]] if found else 0
+    if not size:
         raise WeightsError(f'"{text}" is not a size; write 5GB or 500MB')
-    return int(number) * unit
+    return size

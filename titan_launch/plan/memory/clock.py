@@ -57,11 +57,6 @@ class Seconds(NamedTuple):
         return Seconds(*(x + factor * (y - x) for x, y in zip(self, other, strict=True)))
 
 
-def seconds_on_line(a: Seconds | None, b: Seconds | None, factor: float) -> Seconds | None:
-    """Return `a + factor * (b - a)`; None if `a` or `b` is None."""
-    return None if a is None or b is None else a.on_line(b, factor)
-
-
 class Clock:
     """A simulated clock of one rank in a replayed step. The methods advance the time, or start collectives."""
 

@@ -20,7 +20,7 @@ from typing import Literal
 from pydantic import TypeAdapter
 
 from titan_launch.config.job import JobConfig
-from titan_launch.core.errors import ConfigError, config_error
+from titan_launch.core.errors import ConfigError, config_error, toml_string
 from titan_launch.core.files import cache_folder, read_regular, replace_text
 from titan_launch.core.fingerprint import content_digest, fingerprint_of_files
 from titan_launch.core.json_files import JsonError, parse_as, reason_of
@@ -262,10 +262,12 @@ def _entry(digest: str) -> Path:
     return _folder() / f"{digest}.json"
 
 
-def describe_certificate(certificate: Certificate | None) -> str:
-    """Return the line about the proof of the layout, for the header of a run."""
+def describe_certificate(certificate: Certificate | None, named: str | None) -> str:
+    """Return the line about the proof of the layout, for the header of a run. `certificate`: the result of
+    `find_certificate`. `named`: the value of `prove.certificate`."""
     if certificate is None:
-        return "layout not proven; titan-launch prove compares it with one process"
+        file = "" if named is None else f" (prove.certificate = {toml_string(named)} is for another job or other code)"
+        return f"layout not proven{file}; titan-launch prove compares it with one process"
     if certificate.verdict == "proven":
         return f"layout proven on {certificate.created} ({certificate.digest})"
     result = "differs from one process" if certificate.verdict == "differs" else certificate.verdict

@@ -143,7 +143,8 @@ def _small_ranks(lora: LoRAConfig) -> dict[str, Any]:
 
 
 def _smallest_degrees(parallelism: ParallelismConfig, unshrunk: list[str]) -> ParallelismConfig:
-    """Return the section with the same axes of parallelism, 2 ranks on each axis, and no split points."""
+    """Return the section with 2 ranks on each axis that the job uses, and no split points. If the job has split points,
+    append a sentence about them to `unshrunk`."""
     degrees = {axis.key[1]: 1 if parallelism.degree(axis) == 1 else 2 for axis in AXES.values()}
     if parallelism.pipeline_parallel_split_points:
         unshrunk.append("parallelism.pipeline_parallel_split_points: the twin's stages are divided evenly")
@@ -200,8 +201,8 @@ def _of_package(
         checked = type(args).model_validate(small)
     except ValidationError as error:
         first = error.errors()[0]
-        name = ".".join(map(str, first["loc"]))
-        raise config_error(("prove", "args", name), f"{first['msg']}; set a value that the twin accepts") from None
+        reason = f"{first['msg']}; set a value that the twin accepts"
+        raise config_error(("prove", "args", *first["loc"]), reason, first["input"]) from None
     for names, reason in checked.problems():
         text = f"the small twin of this model is not valid: {reason}; set prove.args.{names[0]} to a size that fits"
         raise config_error(("prove", "args", names[0]), text)

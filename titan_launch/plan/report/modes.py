@@ -43,14 +43,10 @@ class ComparedJob:
     engine: Engine
 
     @classmethod
-    def of(cls, recordings: Recordings, engine: Engine) -> ComparedJob:
-        """Return the recorded model with an engine."""
-        return cls(recordings.subject().inventory, recordings.flops, engine)
-
-    @classmethod
     def replayed(cls, config: JobConfig, layout: Layout, hardware: Hardware, recordings: Recordings) -> ComparedJob:
         """Return the model of a job, with the engine that replays its recordings."""
-        return cls.of(recordings, ReplayEngine(config, layout, hardware.kernels, recordings, hardware.speeds))
+        engine = ReplayEngine(config, layout, hardware.kernels, recordings, hardware.speeds)
+        return cls(recordings.subject().inventory, recordings.flops, engine)
 
 
 Verdict = Literal["fits", "tight", "does not fit"]

@@ -296,13 +296,12 @@ class _UnitPlanner:
         return (*self.inventory.embeddings, *blocks[:num_before])
 
     def _uniform(self, drafts: Sequence[Unit], rules: Sequence[Unit]) -> tuple[list[Unit], list[Unit]]:
-        """Divide the drafts, and the entries of rules in place (`rules`), by the phase of their parameters. Then a unit
-        or an entry has several phases only if FSDP2 cannot wrap its modules separately.
+        """Divide the drafts, and the entries of rules in place (`rules`), by the phase of their parameters, because
+        FSDP2 all-gathers, reshards and reduces a unit as a whole. Return the units, and the entries in place.
 
-        FSDP2 all-gathers, reshards and reduces a unit as a whole. So trained modules are taken out of a unit with
-        frozen modules, or they stay in this unit, in place. Modules that are taken out of units with equal settings
-        share a unit, like the modules of one rule (see `_parts`). A module stays in its unit if parameters inside of it
-        have several phases.
+        A module whose phase differs from that of its unit moves to another unit, or stays and gets an entry in place.
+        Modules that move out of units with equal settings share a unit, like the modules of one rule (see `_parts`).
+        A module stays without an entry if parameters inside of it have several phases.
         """
         boundaries, shards = [*drafts, *rules], unit_by_module(self.inventory, drafts)
         kept_in = self._kept_phases(drafts, boundaries)

@@ -28,7 +28,6 @@ BATCH_NORM_DEFAULT = "BatchNorm default"
 """Reason in the unit table for a BatchNorm unit without a precision rule."""
 
 _BATCH_NORM = "torch.nn.modules.batchnorm._BatchNorm"
-_REDUCED = {"bfloat16"}
 
 _MATMULS = {"torch.nn.modules.linear.Linear", "torch.nn.modules.conv._ConvNd", EXPERTS, LORA}
 """Classes of the modules that compute matrix products."""
@@ -89,7 +88,8 @@ class RuleAssignments:
         return own or (None if follows_no_default else self.precision.buffer_dtype)
 
     def of_buffers(self, module: ModuleInfo) -> RuleAssignment | None:
-        """Return the assignment that sets the dtype of a module's floating buffers; None if there is none."""
+        """Return the assignment whose `buffer_dtype`, if it is set, applies to a module's floating buffers. Return None
+        if there is no such assignment."""
         if module.same_as is not None or not any(buffer.is_floating for buffer in module.buffers):
             return None
         if is_mixture_of_experts(module):
@@ -150,11 +150,11 @@ def with_batch_norm_default(inventory: Inventory, assignments: RuleAssignments) 
     inputs are not cast. BatchNorm kernels allow inputs in another dtype.
     """
     rule, precision = PrecisionRule(type="BatchNorm"), assignments.precision
-    if _REDUCED & {precision.storage_dtype, precision.frozen_storage_dtype}:
+    if "bfloat16" in (precision.storage_dtype, precision.frozen_storage_dtype):
         rule = PrecisionRule(type="BatchNorm", param_dtype="float32", cast_forward_inputs=False)
     default = RuleAssignment(rule, BATCH_NORM_DEFAULT, None)
     unruled = [m.path for m in _assignable_modules(inventory) if is_batch_norm(m) and m.path not in assignments.own]
-    defaults = {path: default for path in unruled if assignments.compute_dtype(path) in _REDUCED}
+    defaults = {path: default for path in unruled if assignments.compute_dtype(path) == "bfloat16"}
     return replace(assignments, own={**assignments.own, **defaults})
 
 
@@ -200,10 +200,14 @@ def matched_modules(inventory: Inventory, patterns: Sequence[str], key: KeyPath)
 def nothing_matched(pattern: str, paths: Sequence[str], containers: Sequence[str] = ()) -> str:
     """Return the reason why a glob matches no module. `containers`: modules without a forward, which a glob cannot
     match."""
-    container = next((path for path in containers if matches(pattern, path)), None)
-    if container is not None:
-        return f'matches only {container}, a container without a forward; did you mean "{container}.*"?'
+    if matched := [path for path in containers if matches(pattern, path)]:
+        return _only_containers(matched)
     return f"matches no module of the model{suggestion(pattern, paths)}"
+
+
+def _only_containers(paths: Sequence[str]) -> str:
+    kind = "a container" if len(paths) == 1 else "containers"
+    return f'matches only {listed(paths)}, {kind} without a forward; did you mean "{paths[0]}.*"?'
 
 
 def suggestion(glob: str, paths: Collection[str]) -> str:
@@ -304,8 +308,7 @@ def _unmatched_rule(inventory: Inventory, assignment: RuleAssignment, candidates
     if [m for m in others if not m.path]:
         return _problem(assignment, "matches only the model itself; set its dtypes in [precision]")
     if others:
-        reason = f"matches only {listed([m.path for m in others])}, a container without a forward"
-        return _problem(assignment, f'{reason}; did you mean "{others[0].path}.*"?')
+        return _problem(assignment, _only_containers([m.path for m in others]))
     if rule.match is None:
         names = {name.rpartition(".")[2] for m in candidates for name in m.classes}
         return _problem(assignment, f"no module of the model is of this class{did_you_mean(rule.type or '', names)}")

@@ -21,7 +21,7 @@ from titan_launch.config.resume_compatibility import KeyDifference, differences
 from titan_launch.config.sections.parallelism import ActivationCheckpointConfig
 from titan_launch.config.sections.training import GradientAccumulationConfig
 from titan_launch.core.errors import ConfigError, KeyPath, RunError, config_error
-from titan_launch.core.files import free_name, replace_text, sync_folder
+from titan_launch.core.files import free_name, replace_text, sync
 from titan_launch.core.phantom import FILE as WITHOUT_VALUES_FILE
 from titan_launch.core.phantom import TEXT, is_marked, is_phantom
 from titan_launch.metrics.sinks.jsonl import METRICS_FILE
@@ -161,8 +161,8 @@ def supersede_later_checkpoints(folder: Path, step: int) -> None:
         (checkpoints / BEST).unlink()  # the next save links the best remaining checkpoint
     for other in later:  # newest first, so that an interruption leaves no gap between the remaining steps
         (checkpoints / checkpoint_name(other)).rename(aside / checkpoint_name(other))
-    sync_folder(aside)
-    sync_folder(checkpoints)
+    sync(aside)
+    sync(checkpoints)
     _log.info("moved the checkpoints of steps after %d to %s", step, aside)
 
 
