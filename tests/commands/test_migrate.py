@@ -252,7 +252,7 @@ def test_a_key_with_another_meaning_is_converted(section: str, keys: dict[str, A
         ({"model": {"flavor": "8B_flex"}}, "documents of a sample attend to each other"),
         ({"model": {"converters": ["mx"]}}, "only float8 of linear layers is supported, not mx"),
         ({"training": {"dataset": "mine"}}, "not a data set of TorchTitan itself"),
-        ({"optimizer": {"name": "Adam"}}, "AdamW is used instead"),
+        ({"optimizer": {"name": "Adam"}}, "the new job uses AdamW"),
         ({"parallelism": {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "DualPipeV"}}, "must be 1F1B"),
         ({"parallelism": {"pipeline_parallel_degree": 2}}, "set training.global_batch_size to 8 x"),
         ({"checkpoint": {"initial_load_path": "x"}}, "checkpoints of TorchTitan cannot be loaded"),

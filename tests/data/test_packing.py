@@ -155,7 +155,7 @@ def test_text_is_packed_once_per_host(tmp_path: Path, monkeypatch: pytest.Monkey
 
     with pytest.raises(ConfigError) as caught:
         build(folder / "c", packing="documents")
-    reason = "has too few tokens for one document of at least 2 tokens: 1 file, 1 token; name more text"
+    reason = "has no document of at least 2 tokens: 1 file, 1 token; name more text"
     assert str(caught.value) == f"data.path: {reason}"
 
 

@@ -304,7 +304,7 @@ def test_files_of_other_programs_are_read_again_after_a_change(tmp_path: Path) -
         ("negative", {}, "has negative token ids in negative.bin; write the ids as uint16 or uint32"),
         ("int8.npy", {}, "has negative token ids in int8.npy; write the ids as uint16 or uint32"),
         ("llmc.bin", {}, "is damaged: llmc.bin has 34 tokens, but its header says 99"),
-        ("small.bin", {"dtype": "uint32"}, "data.dtype: the header of small.bin says uint16"),
+        ("small.bin", {"dtype": "uint32"}, "data.dtype: small.bin is not a flat file, and has another dtype"),
         ("floats", {}, "floats.idx has none of the dtypes uint8, int16"),
         ("other", {}, "other.idx is not an index of Megatron-LM in version 1"),
         ("short", {}, "short.idx has another size than its header says"),

@@ -276,5 +276,14 @@ def test_an_export_has_the_tokenizer_of_the_run(tmp_path: Path) -> None:
     note = "note: tokenizer_config.json must be a JSON object; the folder has an unchanged copy of this file"
     assert note in result
     (tmp_path / "new.json").unlink()
-    note = f"note: the folder lacks the run's tokenizer, because {tmp_path}/new.json is not found; copy it there"
+    note = f"note: the folder lacks the run's tokenizer, because {tmp_path}/new.json is not found; copy the tokenizer"
     assert note in export(tmp_path / "plain", tmp_path / "again", ExportOptions())
+    record = json.loads((tmp_path / "plain/config.json").read_text()) | {"tokenizer": {"kind": "bytes"}}
+    (tmp_path / "plain/huggingface").mkdir()
+    (tmp_path / "plain/huggingface/config.json").write_text((exported / "config.json").read_text())
+    (tmp_path / "plain/huggingface/tokenizer.json").write_text("{}")
+    for kind in ("text", "tokens"):  # the tokens may have been made with the tokenizer of the weights
+        record["data"] = {"kind": kind, "path": "a"}
+        (tmp_path / "plain/config.json").write_text(json.dumps(record))
+        export(tmp_path / "plain", tmp_path / kind, ExportOptions())
+        assert (tmp_path / kind / "tokenizer.json").exists() == (kind == "tokens")

@@ -228,8 +228,7 @@ _REMEDY = "give the factory the attribute meta_device = True and let reset_param
         (
             "OnGpu",
             {},
-            "failed; build the module on the host, without .cuda() or .to(device): the launcher moves it to the "
-            "device:",
+            "failed; remove .cuda() and .to(device) from the factory: the launcher moves the module to the device:",
         ),
         (
             "Shared",

@@ -94,7 +94,7 @@ class Net(nn.Module):
         ),
         (["attention.*"], ("lora", "targets"), "whose weight nn.MultiheadAttention reads without a call of the layer"),
         (["own"], ("lora", "targets"), "own (OwnProduct), whose forward (OwnProduct.forward) does not call super()"),
-        (["all-linear"], ("lora", "targets", 0), "finds no linear layers in the model's blocks; name the blocks"),
+        (["all-linear"], ("lora", "targets", 0), "finds no linear layers in the model's blocks; name other blocks"),
         (["output"], ("lora", "targets"), "output (Linear), which shares its weight with embedding, so no adapter"),
     ],
 )

@@ -112,7 +112,7 @@ NOTES = {
 def test_a_published_config_is_the_flavor(name: str, flavor: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name, flavor]))
     found = read_folder_config(tmp_path)
-    assert found.name == name and differences(name, resolve_args(name, flavor, {}), found) == []
+    assert found.name == name and differences(resolve_args(name, flavor, {}), found) == []
     assert found.notes == ((NOTES[name],) if name in NOTES else ())
 
 
@@ -136,11 +136,11 @@ def test_auxiliary_losses_are_those_of_the_job(tmp_path: Path) -> None:
     """A job may set other auxiliary losses than the folder, but not another number of chosen experts."""
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["mixtral", "8x7B"]))
     found, losses = read_folder_config(tmp_path), {"balance_loss": 0.5, "z_loss": 0.1}
-    assert differences("mixtral", resolve_args("mixtral", "8x7B", {"experts": losses}), found) == []
+    assert differences(resolve_args("mixtral", "8x7B", {"experts": losses}), found) == []
     args = resolve_args("mixtral", "8x7B", {"experts": {**losses, "top_k": 3}})
-    assert differences("mixtral", args, found) == [("experts.top_k", 3, 2)]
+    assert differences(args, found) == [("experts.top_k", 3, 2)]
     args = resolve_args("mixtral", "8x7B", {"experts": {"selection_bias_rate": 0.001}})
-    assert differences("mixtral", args, found) == [("experts.selection_bias_rate", 0.001, None)]
+    assert differences(args, found) == [("experts.selection_bias_rate", 0.001, None)]
     args = resolve_args("mixtral", "8x7B", {"experts": {"normalize": False}})
     assert isinstance(args, DecoderArgs)
     with pytest.raises(WeightsError, match=r"MixtralForCausalLM .* has no counterpart of model.args.experts.normalize"):

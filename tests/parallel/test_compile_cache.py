@@ -94,7 +94,7 @@ def damaged_entries_are_made_anew(folder: Path) -> None:
     assert not loggers[1].filters
     for code in folder.glob("*/*.py"):
         code.write_text("damaged")
-    with pytest.raises(ConfigError, match=r"^compile.backend: .*NameError.*; delete compile.cache_folder if a file"):
+    with pytest.raises(ConfigError, match=r"^compile.backend: .*NameError.*; delete the folder compile.cache_folder "):
         run_once(folder)
 
 

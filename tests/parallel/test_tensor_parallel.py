@@ -227,7 +227,7 @@ def test_tensor_parallel_plans_that_do_not_fit_the_model_are_refused() -> None:
     check(Model(), PLAN, tensor_parallel_degree=2)
     without = {key: {k: v for k, v in PLAN.items() if k != key} for key in PLAN}
     for plan, expected in (
-        (None, "the model has no attribute tensor_parallel"),
+        (None, "the model's attribute tensor_parallel is missing or empty"),
         ({**PLAN, "output": "heads"}, 'has no module of the style "head"'),
         ({**PLAN, "output": "row"}, "'row' is not a style; did you mean \"rowwise\"?"),
         (

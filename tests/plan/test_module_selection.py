@@ -190,7 +190,7 @@ def test_float8_converts_neither_routers_nor_experts() -> None:
 def test_a_named_layer_that_cannot_be_converted_to_float8_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r'modules.0: matches no module of the model; did you mean "layers.0"'):
         converted({"modules": ["layer.0"]})
-    with pytest.raises(ConfigError, match=r"layers.0.attention.wq.*, which compute in float32 \(precision.rules.0\)"):
+    with pytest.raises(ConfigError, match=r"layers.0.attention.wq.*, whose compute dtype is float32 \(precision"):
         converted({"modules": ["layers.*"]}, precision=FP32_ATTENTION)
     with pytest.raises(ConfigError, match=r"feed_forward.w1 has 256 inputs and 520 outputs, .* multiples of 16"):
         converted({}, {"hidden_dim": 520})

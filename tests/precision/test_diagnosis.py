@@ -291,7 +291,7 @@ IN_PLACE = (
     "x = x + y in place of x += y, drop inplace=True, or change a copy, x.clone()"
 )
 RUNNING_NORM = (
-    "layers.0.layer (RunningNorm) has bfloat16 parameters beside float32 buffers (running_mean, running_var), but "
+    "layers.0.layer (RunningNorm) computes in bfloat16 with float32 buffers (running_mean, running_var), but "
     "its operation requires one dtype"
 )
 FLOAT_BLOCKS = ((rule("layers.*", "float32"),),)

@@ -106,7 +106,8 @@ def read_index(folder: Path) -> Index:
             entry.name: entry.stat().st_size for entry in os.scandir(folder) if entry.is_file(follow_symlinks=False)
         }
     except OSError as error:
-        raise DamagedCheckpointError(f"{Path(error.filename).name} cannot be read: {error.strerror}") from None
+        unread = Path(error.filename or folder).name  # a failed read, unlike a failed open, has no file name
+        raise DamagedCheckpointError(f"{unread} cannot be read: {error.strerror}") from None
     num_values = content.count(b",") + content.count(b"[") + content.count(b"{")
     if len(content) > MIB + sum(sizes.values()) / 4 or num_values > len(content) / _BYTES_PER_VALUE:
         raise DamagedCheckpointError(f"{INDEX_FILE} has more bytes or values than an index of this checkpoint can have")

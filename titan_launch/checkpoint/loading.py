@@ -41,7 +41,7 @@ START_AGAIN = 'set checkpoint.load = "none" to start at step 0; the earlier run 
 def newest_valid(
     folder: Path, *, set_damaged_aside: bool, remedy: str = START_AGAIN, store: CheckpointStore | None = None
 ) -> Path | None:
-    """Return the newest undamaged checkpoint of a folder. Return None if the folder has no checkpoint.
+    """Return the newest undamaged checkpoint of a folder; None if neither the folder nor `store` has a checkpoint.
 
     Collective: every rank reads a share of the files. Damaged checkpoints are logged. With `set_damaged_aside`, damaged
     checkpoints are renamed if an older undamaged checkpoint is found, and the link `latest` leads to it. Raises
@@ -158,8 +158,8 @@ def _target(path: Path) -> Path:
 def find_result(path: Path, key: KeyPath) -> Path:
     """Return what `find_checkpoint` returns, or the best checkpoint of a run that ended early. Collective.
 
-    The best checkpoint has the lowest validation loss. It is never returned for a path that names a single checkpoint.
-    Raises the errors of `find_checkpoint`.
+    The best checkpoint has the lowest validation loss. If the path names a single checkpoint, that checkpoint is
+    returned. Raises the errors of `find_checkpoint`.
     """
     found = find_checkpoint(path, key)
     if found.parent not in (path, path / "checkpoints"):  # the path names a checkpoint

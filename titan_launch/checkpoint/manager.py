@@ -67,8 +67,8 @@ class CheckpointManager:
         self._failed_saves = 0
 
     def copy_to(self, store: CheckpointStore | None) -> None:
-        """From now on, also copy complete checkpoints to `store`, in the background. Begin with the present checkpoints
-        that have no copy. `store`: None on other ranks than rank 0, and without copies."""
+        """From now on, copy checkpoints to `store` in the background, as the key `checkpoint.store` describes. Begin
+        with the present checkpoints. `store`: None on other ranks than rank 0, and without copies."""
         self._store = store
         if store is not None:
             store.begin()

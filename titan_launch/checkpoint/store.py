@@ -51,7 +51,7 @@ class CheckpointStore:
         self._losses: dict[int, float | None] = {}
         self._damaged: set[int] = set()  # steps of damaged checkpoints in the run folder
         self.step_in_copy: int | None = None
-        """Step of the checkpoint that the thread copies now, or will copy next."""
+        """Step of the checkpoint that the thread copies now, or will copy next; None if there is no such checkpoint."""
         self._failure = ""
         self._executor, self._last = ThreadPoolExecutor(1, "checkpoint-store"), Future[None]()
         self._last.set_result(None)
@@ -75,7 +75,8 @@ class CheckpointStore:
         copy.
 
         A damaged checkpoint of this step in the run folder is renamed. If the run folder has no `config.json`, the copy
-        of this file is downloaded too. Raises ConfigError or RunError (`_error`) if the store fails.
+        of this file is downloaded too. Raises ConfigError or RunError (`_error`) if the store fails, and OSError if the
+        local disk fails.
         """
         name = checkpoint_name(step)
         temporary, final = self._folder / f"{name}{TEMPORARY}", self._folder / name
@@ -111,8 +112,8 @@ class CheckpointStore:
         return None
 
     def begin(self) -> None:
-        """Begin to copy the checkpoints that have no copy, in a thread. If the thread still copies an older checkpoint,
-        the newest checkpoint is copied next."""
+        """Begin to copy the checkpoints that `_next` selects, in a thread. If the thread still copies an older
+        checkpoint, the newest checkpoint is copied next."""
         if self._last.done():
             with suppress(OSError):  # the thread reports the error
                 self.step_in_copy = self._next()  # set before a later save can delete this checkpoint
@@ -206,7 +207,8 @@ class CheckpointStore:
 
     def _delete_expendable(self, newest: int) -> None:
         """Delete the copies that the settings of `[checkpoint]` do not keep, and objects that interrupted copies and
-        deletions have left. A copy whose manifest cannot be read stays. Raises StoreError."""
+        deletions have left. A copy whose manifest cannot be read stays, and so does the copy of the step `newest`.
+        Raises StoreError."""
         names = self._names()
         losses = {}
         for step in names:

@@ -35,7 +35,8 @@ def add_arguments(parser: Parser) -> None:
 
 
 def _weighted(text: str) -> tuple[str, float]:
-    """Return (name, weight) of `NAME=W`. Without `=`, the weight is 1. Raises ArgumentTypeError for a wrong weight."""
+    """Return (name, weight) of `NAME=W`. Without `=`, the weight is 1. Raises ArgumentTypeError for a wrong weight, and
+    for an empty name."""
     name, equals, weight = text.rpartition("=")
     if not equals:
         return text, 1.0
@@ -43,7 +44,9 @@ def _weighted(text: str) -> tuple[str, float]:
         value = float(weight)
     except ValueError:
         value = math.nan
-    if not (name and 0 < value < math.inf):
+    if not name:
+        raise ArgumentTypeError(f"{text!r}: there is no name before =")
+    if not 0 < value < math.inf:
         raise ArgumentTypeError(f"{text!r}: the weight after = must be a number above 0")
     return name, value
 

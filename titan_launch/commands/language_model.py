@@ -1,4 +1,4 @@
-"""Shared parts of the commands that run a trained language model: options, the model, typed input, and messages."""
+"""Shared parts of the commands that run a trained language model: options, the model, typed input, and speeds."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def sampling_of(arguments: Namespace, model: LanguageModel) -> tuple[Sampling, t
 
 def bounded(prompt: str, where: str) -> str:
     """Return a prompt unchanged. Raises UserError if it has more than MOST_PROMPT characters. `where`: source of the
-    prompt, for the message."""
+    prompt, for the error."""
     if len(prompt) > MOST_PROMPT:
         raise UserError(f"error: {where}: the prompt has more than {MOST_PROMPT:,} characters; write a shorter one")
     return prompt

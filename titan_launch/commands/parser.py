@@ -119,7 +119,8 @@ def at_least(minimum: int, most: int | None = None) -> Callable[[str], int]:
     def parse(text: str) -> int:
         is_number = text.isdecimal() and len(text) <= _MOST_DIGITS
         if not is_number or int(text) < minimum or (most is not None and int(text) > most):
-            raise ArgumentTypeError(f'must be a whole number {wanted}, not "{shortened(text)}"')
+            length = f", with at most {_MOST_DIGITS} digits" if most is None and len(text) > _MOST_DIGITS else ""
+            raise ArgumentTypeError(f'must be a whole number {wanted}{length}, not "{shortened(text)}"')
         return int(text)
 
     return parse

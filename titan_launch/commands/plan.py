@@ -155,8 +155,8 @@ class _Planned:
     """True if the plan has chosen the size of the microbatch (`training.local_batch_size = "auto"`, `--max-batch`)."""
 
     recommendation: Resolution | None
-    """The best choice of modes; the same object as `resolution` if the job has a mode `auto`. None if no choice fits,
-    if no memory limit is known, or if not all choices were compared."""
+    """The best choice of modes; the same object as `resolution` if the job has a mode `auto`. Otherwise None if no
+    choice fits, if no memory limit is known, or if not all choices were compared."""
 
     advice: tuple[Advice, ...] = ()
     """The changes of the job that save memory at the lowest cost in step time. They are sought if all choices were

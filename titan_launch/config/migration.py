@@ -336,24 +336,25 @@ def _model(job: Migration) -> None:
     base, _, kernel = str(flavor).partition("_")
     packed = kernel if kernel in ("flex", "varlen", "flex_attn", "varlen_attn") else ""
     own, size, args = _MODELS.get((name, base if packed else flavor), (name, base if packed else flavor, {}))
-    is_known = own == HUGGINGFACE or (own in ARCHITECTURES and size in (*ARCHITECTURES[own].flavors, ALL_IN_ARGS))
     job.put("model.name", own, f"{name} {flavor} of TorchTitan")
     if size is not None:
         job.put("model.flavor", size)
     for key, value in args.items():
         job.put(f"model.args.{key}", value)
     if packed:
-        remedy = 'set "data.packing" = "documents", which a stream does not support'
-        job.drop("model.flavor", f"here, documents of a sample attend to each other; to prevent this, {remedy}")
+        remedy = 'to prevent this, set "data.packing" = "documents", which a stream does not support'
+        job.drop("model.flavor", f"in the new job, documents of a sample attend to each other; {remedy}")
     elif own == HUGGINGFACE:
         reason = (
             "the new job uses the class of transformers; unlike the router of TorchTitan, the router of this class has "
             "no bias that balances the experts"
         )
         job.drop("model.name", reason)
-    elif not is_known:
+    elif own not in ARCHITECTURES:
         reason = 'no model of this package; choose one in docs/reference/job_file.md, or set "model.name" to a factory'
-        job.drop("model.name" if own not in ARCHITECTURES else "model.flavor", reason)
+        job.drop("model.name", reason)
+    elif size not in (*ARCHITECTURES[own].flavors, ALL_IN_ARGS):
+        job.drop("model.flavor", f"no flavor of {own} in this package; choose one in docs/reference/job_file.md")
 
 
 def _data(job: Migration) -> None:
@@ -427,7 +428,7 @@ def _optimizer(job: Migration) -> None:
         groups = [{"match": "**", "weight_decay": decay}]
         job.put("optimizer.param_groups", groups, "TorchTitan also decays norms and embeddings")
     if job.value("optimizer.name") not in (None, "AdamW"):
-        job.drop("optimizer.name", 'AdamW is used instead; to use another algorithm, set "optimizer.name"')
+        job.drop("optimizer.name", 'the new job uses AdamW; to use another algorithm, set "optimizer.name" in it')
 
 
 def _schedule(job: Migration) -> None:

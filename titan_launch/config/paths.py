@@ -54,8 +54,8 @@ def files_left_out(path: str | tuple[str, ...], suffixes: tuple[str, ...]) -> Co
 
 
 def first_names(folder: str, most: int) -> list[str]:
-    """Return the names of at most `most` files below a folder, in no particular order. Return an empty list if a folder
-    cannot be read, or if the folders are nested too deeply."""
+    """Return the names of at most `most` files below a folder, in no particular order. Subfolders that cannot be read
+    are skipped. Return an empty list if the folders are nested too deeply, or if another OSError occurs."""
     with suppress(OSError, RecursionError):
         return [name for name, _ in itertools.islice(_files_of(folder), most)]
     return []
@@ -96,7 +96,7 @@ def refuse_links_out(files: Iterable[Path], folder: Path) -> None:
 
 
 def _found(entry: str, suffixes: tuple[str, ...] = ("",)) -> list[tuple[str, Path]]:
-    """Return the files that one entry names, sorted by name. Raises FileNotFoundError(entry) and LinkError."""
+    """Return the result of `_files_of`, sorted by name. Raises FileNotFoundError(entry) and LinkError."""
     found = sorted(_files_of(entry, suffixes))
     if not found:
         raise FileNotFoundError(entry)
@@ -120,7 +120,7 @@ def names_a_file(entry: str, suffixes: tuple[str, ...] = ("",)) -> bool:
 
 
 def _files_of(entry: str, suffixes: tuple[str, ...] = ("",)) -> Iterator[tuple[str, Path]]:
-    """Return the files that one entry names, in no particular order."""
+    """Return (name, file) for each file that one entry names, in no particular order. `suffixes` count in a folder."""
     if entry == PYTHON_STDLIB:
         import sysconfig  # imported here (like `glob` below), because most jobs do not need it
 
@@ -230,7 +230,7 @@ def tar_shards(path: str) -> list[Path]:
     glob are sorted by name.
 
     Raises FileNotFoundError(entry) for the first entry that matches no file, LinkError, and ValueError for more than
-    MOST_SHARDS files.
+    MOST_SHARDS files or for too many characters in their paths.
     """
     shards: list[Path] = []
     for entry in _expand_braces(path):

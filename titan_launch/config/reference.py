@@ -108,7 +108,8 @@ def _args_by_name(name: str) -> dict[str, Any]:
 
 
 def field_docs(section: type[Section]) -> dict[str, str]:
-    """Return the docstring of every field of a section, including inherited fields, one line per paragraph."""
+    """Return the docstrings of a section's fields by name, including inherited fields, one line per paragraph. Fields
+    without a docstring are omitted."""
     docs: dict[str, str] = {}
     for cls in reversed(section.__mro__):
         # The classes in MIXED_KINDS are created at run time, so they have no source code.

@@ -79,7 +79,7 @@ def built_once(kind: str, identity: Any, build: Callable[[Path], object], task: 
     except OSError as error:
         if _is_folder(folder) and _has_known_content(folder):
             return folder  # the cache is read-only for this process, but has the entry
-        reason = f"{error.filename or folder.parent}: {error.strerror}"
+        reason = f"{error.filename or folder.parent}: {error.strerror or error}"
         remedy = f"set the environment variable {CACHE_VARIABLE} to a writable folder on a disk with enough space"
         raise UserError(f"the cache of prepared data cannot be written ({reason}); {remedy}") from None
     return folder

@@ -52,7 +52,7 @@ class Fingerprint:
         return _digest([f"{self.samples} {self.files} {self.states} {self.content}".encode()])[:16]
 
     def changed_to(self, now: Fingerprint) -> str:
-        """Return a clause that says how the data has changed; "" if the data is the same. `now`: a fingerprint of the
+        """Return a clause that says how the data has changed; "" if no change is found. `now`: a fingerprint of the
         present data, made with the same seed. The tokenizers are not compared."""
         counts = [
             f"{counted(new, noun)} (before: {old:,})"

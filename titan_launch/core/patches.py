@@ -14,9 +14,9 @@ from typing import Any
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Replace an attribute of a module or a class until the end of the block, even if the block raises an error.
+    """Replace an attribute of `owner` until the end of the block, even if the block raises an error.
 
-    If a class inherits the attribute, the new value is set on the class itself, and deleted at the end.
+    If `owner` inherits the attribute from a class, the new value is set on `owner` itself, and deleted at the end.
     """
     is_own = name in vars(owner)
     before = vars(owner).get(name)

@@ -51,8 +51,8 @@ def in_forks(function: Callable[[T], R], items: Sequence[T], takes_part: bool = 
     pickle their results. On other systems, this process computes all items.
 
     A fork ends at its first error. This process then computes the items that the forks have not finished, and raises
-    the function's errors. `takes_part`: False lets this process only wait for the forks. Threads that the function
-    starts are then in the forks only, so this process can fork again.
+    the function's errors. `takes_part`: False lets this process only wait for the forks, unless a fork fails.
+    Threads that the function starts are then in the forks only, so this process can fork again.
     """
     if len(items) > _MOST_ITEMS:
         first, rest = items[:_MOST_ITEMS], items[_MOST_ITEMS:]
@@ -165,7 +165,8 @@ def exit_immediately(status: int) -> NoReturn:
 
 
 def has_exited_directly(environment: Mapping[str, str]) -> bool:
-    """Return True if a rank that has ended did not call `exit_immediately` (see EXITED_DIRECTLY).
+    """Return True if a rank that has ended had entered `run_and_exit`, but did not call `exit_immediately` (see
+    EXITED_DIRECTLY).
 
     `environment`: environment variables of the rank.
     """

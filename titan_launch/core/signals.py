@@ -122,12 +122,12 @@ def stop_with_agent() -> None:
 
 
 def agent_keeps_store() -> bool:
-    """Return True if this rank's agent hosts the rendezvous store."""
+    """Return True if the agent of host 0 hosts the rendezvous store, and not rank 0."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
 
 
 def store_is_gone() -> bool:
-    """Return True if the agent hosts the store and refuses connections, which means that the agent has ended."""
+    """Return True if the agent of host 0 hosts the store and refuses connections: this agent has ended."""
     if not agent_keeps_store():
         return False
     import socket  # `check` does not need it

@@ -28,8 +28,8 @@ def keep_freed_memory(environment: Mapping[str, str] = os.environ) -> bool:
     """Keep the memory of freed tensors in this process for later tensors, as PyTorch's allocator for CUDA does.
 
     By default glibc returns large blocks to the system and requests them again in every step. The system then clears
-    each page at its first use (mallopt(3)). Return True if glibc accepts the new thresholds. Without glibc, or if one
-    of `_VARIABLES` is set, change nothing and return False.
+    each page at its first use (mallopt(3)). Return True if glibc accepts the new thresholds. Without glibc, or if
+    `environment` has one of `_VARIABLES`, change nothing and return False.
     """
     if platform.libc_ver()[0] != "glibc" or any(name in environment for name in _VARIABLES):
         return False

@@ -134,7 +134,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> tu
 def gradients(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of `q`, `k` and `v`, with their shapes. `grad`: gradient of the result of `attention`."""
+    """Return the gradients of `q`, `k` and `v`, with their shapes. `grad`: gradient of `attention`'s first result."""
     blocks = _Blocks(q, k, scale)
     queries, keys, values, of_results = map(blocks.rows, (q, k, v, grad))
     of_queries, of_keys, of_values = torch.empty_like(queries), torch.zeros_like(keys), torch.zeros_like(values)

@@ -1,4 +1,4 @@
-"""Rendering of chats by Jinja templates, in a helper process with limits. So this module imports little.
+"""Rendering of chats by Jinja templates. A helper process with limits imports this module, so it imports little.
 
 A template runs in a sandbox, with the variables, functions and tags that templates of Hugging Face use:
 https://huggingface.co/docs/transformers/chat_templating_writing
@@ -94,7 +94,8 @@ class Renderer:
     """The date that the template gets from `strftime_now`. With the present date, the tokens would change every day."""
 
     special_tokens: Sequence[str] = ()
-    """Texts that no message may contain, because the tokenizer would make them special tokens."""
+    """Names of special tokens. Chats with these names are refused, unless `prompt` allows them, because the tokenizer
+    would make them special tokens."""
 
     def render(
         self, messages: Sequence[Message], tools: Any, train_on: Literal["assistant", "last", "all"]
@@ -113,7 +114,8 @@ class Renderer:
         """
         given = [_with_thoughts(message) for message in messages]
         messages = [_with_decoded_arguments(message) for message in given]
-        self._check_strings([given, messages, tools])
+        self._check_strings([given, messages])
+        self._check_strings(tools, place='"tools"')
         try:
             text = self.rendered(messages, tools).text
         except RecordError:
@@ -143,7 +145,8 @@ class Renderer:
         for index in answers:
             if lost := [name for name in _called(messages[index]) if name not in targets]:
                 detail = f"message {index + 1} calls {lost[0]}; use a template that writes tool calls"
-                raise RecordError("a chat with a tool call that the template omits", detail, "template")
+                reason = "a chat with a tool call that the template does not write into the answer"
+                raise RecordError(reason, detail, "template")
         return spans
 
     def prompt(self, messages: Sequence[Message], allows_special: bool = False) -> str:
@@ -167,7 +170,7 @@ class Renderer:
 
     def end_of_answer(self) -> str:
         """Return the text that the template writes at the end of the last answer of a chat: a special token or, without
-        one, the rest of the line after the answer. Return "" if there is no such text, or if it is too long."""
+        one, the rest of the line after the answer. Return "" if no such text is found, or if it is too long."""
         answer = "answer"
         try:
             text, spans = self.render([_QUESTION, {"role": "assistant", "content": answer}], None, "last")
@@ -195,13 +198,15 @@ class Renderer:
     def _forbidden(self) -> re.Pattern[str]:
         return re.compile("|".join([_NONCHARACTERS.pattern, *map(re.escape, self.special_tokens)]))
 
-    def _check_strings(self, value: Any, where: str = "", allows_special: bool = False) -> None:
+    def _check_strings(
+        self, value: Any, where: str = "", allows_special: bool = False, place: str = "a message"
+    ) -> None:
         forbidden = _NONCHARACTERS if allows_special else self._forbidden
         for string in _strings(value):
             if found := forbidden.search(string):
                 if found[0] in self.special_tokens:
-                    raise RecordError(f"a chat with the special token {one_line(found[0])} in a message", where)
-                raise RecordError(f"a chat with the noncharacter U+{ord(found[0]):04X} in a message", where)
+                    raise RecordError(f"a chat with the special token {one_line(found[0])} in {place}", where)
+                raise RecordError(f"a chat with the noncharacter U+{ord(found[0]):04X} in {place}", where)
 
     def rendered(self, messages: Sequence[Message], tools: Any, add_generation_prompt: bool = False) -> Rendered:
         """Render messages. Return their text, and the positions of the marks and `generation` blocks in it. Raises
@@ -315,14 +320,15 @@ class _Turns:
                     is_before_prompt = not before.endswith(self._prompt) and self.text.startswith(self._prompt, start)
                     return start + len(self._prompt) * (is_second and is_before_prompt)
         if not (own := self._positions_of(index)):
-            raise self._unknown(index, "the message has no text")
+            raise self._unknown(index, "no text of the message is in the rendered chat")
         start = max(
             [mark.position for mark in self._marked.marks if mark.position <= own[0] and mark.message != index] or [0]
         )
         if self._prompt and self.text.count(self._prompt, start, own[0]) == 1:
             return self.text.index(self._prompt, start) + len(self._prompt)
         if self._prompt:
-            raise self._unknown(index, f"the prompt {self._prompt!r} must occur exactly once right before the answer")
+            reason = f"the prompt {self._prompt!r} must occur exactly once between the previous message and the answer"
+            raise self._unknown(index, reason)
         if index:
             raise self._unknown(index, "the template writes the earlier messages differently if they end the chat")
         before = self.text[: own[0]]
@@ -407,8 +413,8 @@ class _Turns:
         return _Marked([], [])
 
     def is_omitted(self, index: int) -> bool:
-        """Return True if the chat's text has no part of the text of message `index`. Return False if marks would change
-        the chat's text."""
+        """Return True if the template has omitted the text of message `index`. Return False if the message has no text,
+        and if marks would change the chat's text, so that this is not known."""
         content = self.messages[index].get("content")
         has_text = isinstance(content, str) and bool(content.strip())
         return has_text and bool(self._marked.messages) and not self._positions_of(index)
@@ -478,7 +484,8 @@ def _with_decoded_arguments(message: Message) -> Message:
 
 
 def _decoded(call: Any) -> Any:
-    """Return a tool call, or its `function`, with the JSON object in `arguments` in place of a string."""
+    """Return `call`, a tool call or the `function` of one. If its `arguments` are a JSON object in a string, they are
+    decoded in the result."""
     if isinstance(call, Mapping) and "function" in call:
         return {**call, "function": _decoded(call["function"])}
     if isinstance(call, Mapping) and isinstance(text := call.get("arguments"), str):

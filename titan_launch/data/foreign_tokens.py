@@ -98,8 +98,8 @@ def open_foreign_tokens(config: TokensData, tokenizer: Tokenizer, key: KeyPath) 
     `config.path` names a file, the files `.bin` and `.idx` without their suffixes, or a glob. `key`: path of the
     section.
 
-    Raises ConfigError on a key below `key`, and UserError if the cache cannot be written. Raises TokenFilesError for
-    files that cannot be read, are damaged, or have ids outside of the vocabulary.
+    Raises ConfigError on a key below `key`, UserError if the cache cannot be written, and OSError for files that cannot
+    be opened. Raises TokenFilesError for files that are empty, are damaged, or have ids outside of the vocabulary.
     """
     files = [_recognized(path, config, key) for path in _paths(config, key)]
     folder, identity = _scanned(files, tokenizer.end_of_document)
@@ -144,15 +144,15 @@ def _paths(config: TokensData, key: KeyPath) -> list[Path]:
     except LinkError as error:
         raise config_error((*key, "path"), f"{error}, or name the target", config.path) from None
     if not paths:
-        reason = "names no file; name a folder of token files, files of Megatron-LM or llm.c, or flat files"
+        reason = "names no file of tokens; name a folder of token files, files of Megatron-LM or llm.c, or flat files"
         raise config_error((*key, "path"), reason, config.path)
     return paths
 
 
 def _recognized(path: Path, config: TokensData, key: KeyPath) -> _File:
-    """Return the file at `path`. Its header tells the format. A file without a header is flat, and its dtype is the
-    value of the key `dtype`. Raises ConfigError if `dtype` is missing or wrong, and TokenFilesError for a file that
-    cannot be read, is damaged, or has no tokens."""
+    """Return the file at `path`. An `.idx` beside it, or its header, tells the format. Without them, the file is flat,
+    and its dtype is the value of the key `dtype`. Raises ConfigError if `dtype` is missing or wrong, and
+    TokenFilesError for a file that cannot be read, is damaged, or has no tokens."""
     index = path.with_suffix(".idx")
     file = _megatron_file(path, index) if index.is_file() else _llmc_file(path) or _numpy_file(path)
     if file is None:
@@ -169,7 +169,7 @@ def _recognized(path: Path, config: TokensData, key: KeyPath) -> _File:
             raise config_error((*key, "dtype"), reason, config.dtype)
         file = _whole_file(path, config.dtype)
     elif config.dtype not in (None, file.dtype):
-        reason = f"the header of {path.name} says {file.dtype}; remove this key, which is only for flat files"
+        reason = f"{path.name} is not a flat file, and has another dtype; remove this key"
         raise config_error((*key, "dtype"), reason, config.dtype)
     if not file.num_tokens:
         raise TokenFilesError(f"is empty: {path.name} has no tokens; name other files")
@@ -213,7 +213,7 @@ def _numpy_file(path: Path) -> _File | None:
         file.seek(0)
         try:
             array: Any = map_npy(file, path.stat().st_size)
-            start = array.offset
+            start = array.offset if array.size else path.stat().st_size
         except Exception as error:  # NumPy raises many types of errors for damaged headers
             found = f"{path.name} is not a valid .npy file ({one_line(str(error)):.200})"
             raise TokenFilesError(f"is damaged: {found}; write it again") from None

@@ -28,8 +28,8 @@ class Facts(NamedTuple):
 class LoadedTokenizer:
     """A tokenizer of the package `tokenizers`, without randomness, padding and truncation.
 
-    Methods return ids as the bytes of an array of type `IDS`, because bytes are sent to another process faster than
-    lists.
+    Methods return lists of ids as the bytes of an array of type `IDS`, because bytes are sent to another process
+    faster.
     """
 
     def __init__(self, content: bytes):

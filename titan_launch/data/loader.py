@@ -1,8 +1,9 @@
-"""Loaders of batches. The samples of a step do not depend on the number of ranks, microbatches or workers.
+"""Loaders of batches. For data with an index, the samples of a step do not depend on the number of ranks, microbatches
+or workers.
 
-Checkpoints save only the run's position in the stream of samples, one integer, so a run can resume with another world
-size. The state of torchdata's loader would not allow this, because it describes the workers of one rank. This state is
-saved only for data without an index (`StreamLoader`).
+Checkpoints then save only the run's position in the order of samples, one integer, so a run can resume with another
+world size. The state of torchdata's loader would not allow this, because it describes the workers of one rank. This
+state is saved only for data without an index (`StreamLoader`).
 """
 
 from __future__ import annotations
@@ -340,7 +341,8 @@ class _StreamPart(IterableDataset[Any]):
 
 
 class _ErrorsAsSamples(Iterator[Sample | UserError]):
-    """A reader of a stream that returns a UserError in place of a sample (`_Reader.__getitems__` has the reason)."""
+    """A reader of a stream that returns a UserError in place of a sample that cannot be read (`_Reader.__getitems__`
+    has the reason)."""
 
     def __init__(self, reader: Reader):
         self._reader = reader

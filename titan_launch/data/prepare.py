@@ -215,7 +215,7 @@ def _cached_digests(corpus: Corpus) -> list[str]:
         (folder / "digests.json").write_text(json.dumps(file_digests(corpus)))
 
     size = sum(file.size for file in corpus.files)
-    task = f"{'reading text:':26} {size / 1e6:,.1f} MB, to look for its tokens in the cache"
+    task = f"{'computing digests:':26} {counted(len(corpus.files), 'file')}, {size / 1e6:,.1f} MB"
     folder = built_once("digests", [places, sample.content], build, task if size > _LARGE_CORPUS else "")
     digests: list[str] = read_json(folder / "digests.json", MOST_LISTED, MOST_LISTED)
     return digests

@@ -52,7 +52,7 @@ _MOST_ENTRIES = 5_000_000
 
 
 class TokenFilesError(Exception):
-    """Error for token files that cannot be read. The message is a clause: `is truncated: ...; remedy`."""
+    """Error for token files that cannot be read. The message is a clause: `is damaged: ...; remedy`."""
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ def read_header(folder: Path) -> Header:
     except OSError as error:
         raise TokenFilesError(f"cannot be read: {error.strerror or error}; {_REMEDY}") from None
     except (ValueError, KeyError, TypeError, AttributeError):
-        reason = f"has a {HEADER} that titan-launch prepare did not write"
+        reason = f"has a {HEADER} that is damaged, or that titan-launch prepare did not write"
         raise TokenFilesError(f"{reason}; prepare the folder again") from None
     return header
 
@@ -328,7 +328,7 @@ def open_token_files(folder: Path, header: Header) -> TokenStream:
             reason = f"{shard.name}.ends does not end at {shard.num_tokens:,}, the number of tokens"
             raise TokenFilesError(f"is damaged: {reason}; {_REMEDY}")
         if (document := first_without_tokens(of_shard)) is not None:
-            reason = f"document {document:,} of {shard.name}.ends does not end after the previous document"
+            reason = f"document {document:,} of {shard.name}.ends does not end after its start"
             raise TokenFilesError(f"is damaged: {reason}; {_REMEDY}")
     targets = None
     if header.has_targets:
@@ -341,7 +341,8 @@ def open_token_files(folder: Path, header: Header) -> TokenStream:
 
 
 def first_without_tokens(ends: npt.NDArray[np.int64]) -> int | None:
-    """Return the index of the first document that does not end after the previous document; None if there is none."""
+    """Return the index of the first document that does not end after its start; None if there is none. A document
+    starts at the end of the previous document."""
     for start in range(0, len(ends), CHUNK):
         chunk = ends[start : start + CHUNK]
         rises = np.diff(chunk, prepend=ends[start - 1] if start else 0) > 0

@@ -62,7 +62,7 @@ def process_group(
     that other ranks never join. Then this process would not exit, and torchrun would not notice the failure.
 
     Raises ConfigError if the host has too few GPUs, and RunError if the ranks do not reach each other in time or the
-    store is gone. Raises Stopped if a signal arrives while ranks are missing.
+    store is gone. Raises Stopped if ranks are still missing 15 s after a signal on rank 0.
     """
     device = choose_device(device_choice, int(os.environ.get("LOCAL_RANK", "0")))
     if device.type == "cuda":
@@ -213,7 +213,7 @@ def _admit_ranks(store: dist.Store, world_size: int, clock: _Clock, stop_signal:
             missing = [str(rank) for rank, key in enumerate(greetings, start=1) if not store.check([key])]
             ranks, have = ("rank", "has") if len(missing) == 1 else ("ranks", "have")
             late = f"{ranks} {listed(missing, most=8)} of {world_size} {have}"
-            remedy = "read the logs of their hosts, or increase comm.init_timeout_seconds"
+            remedy = "read the logs of all hosts, or increase comm.init_timeout_seconds"
             raise RunError(f"{late} not joined the process group in {clock.timeout_seconds:g} s; {remedy}")
     _reply(store, greetings, start)
     return start

@@ -89,10 +89,11 @@ class EvaluatedModel(TemplateLM):
             others = [message for message in messages if message["role"] != "system"]
             if len(others) == len(messages):
                 raise UserError(f"error: --chat: a document of a task is {error}") from None
+        text = self.apply_chat_template(others)
         if not self._has_refused_system:
             self._has_refused_system = True
             say("note: the chat template refuses system messages, so the documents have none", sys.stderr)
-        return self.apply_chat_template(others)
+        return text
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         """Return the tokens of a text. Without a chat template, the first token is the token that begins a document, if
@@ -148,14 +149,15 @@ class EvaluatedModel(TemplateLM):
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
         """Return the text that the model generates after the context of each request, up to the first stop text. Raises
-        UserError if a task generates more tokens than the model takes."""
+        UserError if the tokens that a task generates leave no room for a context."""
         return [self._generate(*request.args) for request in tqdm(requests, desc="generation", disable=disable_tqdm)]
 
     def _generate(self, context: str, options: Mapping[str, Any]) -> str:
         given = normalize_gen_kwargs(dict(options))
         most, longest = given["max_gen_toks"], self.model.max_tokens
         if most >= longest:
-            reason = f"a task generates up to {most} tokens, but the model takes {longest} at most"
+            room = f"the model takes {longest} at most, including the context"
+            reason = f"a task generates up to {most} tokens, but {room}"
             raise UserError(f"error: {reason}; set max_gen_toks in generation_kwargs of the task")
         tokens = self.tok_encode(context)[most - longest :] or [self.prefix_token_id]
         temperature = given.get("temperature", 1.0 if given["do_sample"] else 0.0)
@@ -185,8 +187,8 @@ def evaluate(
     number of few-shot examples; None: the task's own number. `include_path`: a folder with YAML files of the user's own
     tasks. `chat`: only for a model with a chat template; None: documents are not chats.
 
-    Raises UserError for unknown tasks, for tasks that generate more tokens than the model takes, and for documents that
-    the chat template refuses.
+    Raises UserError for unknown tasks, for tasks whose generated tokens leave no room for a context, and for documents
+    that the chat template refuses.
     """
     form = {} if chat is None else {"system_instruction": chat.system, "fewshot_as_multiturn": chat.is_multiturn}
     manager = _find_tasks(tasks, include_path)

@@ -19,7 +19,7 @@ from titan_launch import __version__
 from titan_launch.checkpoint.index import read_index, read_tensor
 from titan_launch.checkpoint.manifest import checkpoint_name
 from titan_launch.config.loading.provenance import toml_value
-from titan_launch.config.sections.data import ChatData, ClassificationData, ImageData, single_sources
+from titan_launch.config.sections.data import ChatData, ClassificationData, CorpusData, ImageData, single_sources
 from titan_launch.config.sections.model import HUGGINGFACE
 from titan_launch.config.sections.tokenizer import (
     SETTINGS_FILE,
@@ -91,6 +91,8 @@ class ExportOptions:
     """Write one weights file with this package's names of tensors, instead of a Hugging Face folder."""
 
     step: int | None = None
+    """Step of the run's checkpoint. None: as in `open_saved_model`."""
+
     dtype: str | None = None
     """Name of a dtype for all floating-point tensors except selection biases. None: the saved dtypes."""
 
@@ -109,7 +111,7 @@ class ExportOptions:
     """Folder with the parameters that the checkpoint omits. None: the default of `open_saved_model`."""
 
     average: Mapping[int, float] = field(default_factory=dict)
-    """Weight of each checkpoint in the mean, by step. Empty: the checkpoint of `step` is exported alone."""
+    """Weight of each checkpoint in the mean, by step. Empty: only the checkpoint of `step` is used."""
 
     soup: Mapping[Path, float] = field(default_factory=dict)
     """Weight of each further model in the mean, by folder. The run itself has the weight 1, or the weights in
@@ -221,8 +223,11 @@ def _files_of_family(source: SavedModel, options: ExportOptions) -> _HuggingFace
 
 def _copy_companions(source: SavedModel, folder: Path) -> None:
     """Copy the Hugging Face configuration and tokenizer of the weights with which the run began. If the run's own
-    tokenizer has files, copy these files in place of the tokenizer of the weights."""
-    names = MODEL_FILES if (own := _tokenizer_file(source)) else (*MODEL_FILES, *TOKENIZER_FILES)
+    tokenizer has files, copy these files in place of the tokenizer of the weights. If the run trained on the bytes of
+    text, copy no tokenizer."""
+    own, sections = _tokenizer_file(source), single_sources(source.job.data).values()
+    has_bytes = source.job.tokenizer.kind == "bytes" and any(isinstance(data, CorpusData) for data in sections)
+    names = MODEL_FILES if own is not None or has_bytes else (*MODEL_FILES, *TOKENIZER_FILES)
     if source.companions is not None:
         copy_companions(source.companions, folder, names)
     if own is not None:
@@ -243,7 +248,8 @@ def _tokenizer_notes(source: SavedModel, folder: Path) -> Iterator[str]:
     if tokenizer.kind != "huggingface":
         return
     if _tokenizer_file(source) is None:
-        yield f"the folder lacks the run's tokenizer, because {tokenizer_file(tokenizer)} is not found; copy it there"
+        reason = f"{tokenizer_file(tokenizer)} is not found"
+        yield f"the folder lacks the run's tokenizer, because {reason}; copy the tokenizer into the folder"
         return
     try:
         special_token(tokenizer)
@@ -278,7 +284,7 @@ def _write_chat_format(source: SavedModel, folder: Path) -> Iterator[str]:
         yield f"the folder may lack the chat template of the run: {error}"
         return
     if tokenizer.folder is None:
-        yield "the folder has no tokenizer and no chat template, because the tokenizer of the run has no files"
+        yield "the folder lacks the tokenizer and the chat template of the run, because this tokenizer has no files"
         return
     (folder / TEMPLATE_FILE).write_text(template.renderer.text, encoding="utf-8")
     if dict(template_section(source.job).changed("template_args", "date")):

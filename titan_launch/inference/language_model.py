@@ -16,6 +16,7 @@ from titan_launch.config.sections.model import HUGGINGFACE
 from titan_launch.config.sections.tokenizer import TOKENIZER_FILE, TokenizerConfig
 from titan_launch.core.errors import UserError, listed
 from titan_launch.core.import_string import FOLDERS_CHOOSE_NO_CODE, refuse_imports_from
+from titan_launch.core.terminal import counted
 from titan_launch.data.chat_rendering import Message, RecordError
 from titan_launch.data.corpora.chat_template import ChatTemplate
 from titan_launch.data.corpora.records import utf8
@@ -69,7 +70,7 @@ class LanguageModel:
 
     def encode(self, text: str, has_special_tokens: bool = False) -> list[int]:
         """Return the tokens of a text, after the tokens `begin`. `has_special_tokens`: True if names of special tokens
-        in the text become these tokens. If the text begins with the tokens `begin`, they are not repeated."""
+        in the text become these tokens. If the text then begins with the tokens `begin`, they are not repeated."""
         if not has_special_tokens:
             return [*self.begin, *self.tokenizer.encode(text)]
         tokens, _ = self.tokenizer.encode_chat(text)
@@ -109,7 +110,7 @@ def load_language_model(
     refuse_imports_from([source], Path(job.job.dump_folder))
     tokenizer = build_tokenizer(tokenizer_of_model(saved))
     if (labels := labels_taken(job.model)) is not None:
-        found = f"its model has {labels} outputs (num_labels) in place of a vocabulary"
+        found = f"its model has {counted(labels, 'output')} (num_labels) in place of a vocabulary"
         raise WeightsError(f"{found}, so it writes no text")
     vocabulary = vocabulary_taken(job.model)
     if vocabulary is not None and vocabulary < tokenizer.vocab_size:

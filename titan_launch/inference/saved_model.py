@@ -107,7 +107,7 @@ def open_saved_model(folder: Path, step: int | None = None, ema: bool = False, b
     steps = complete_steps(checkpoint_folder(folder))
     has_checkpoint = bool(steps) and (step is None or step in steps)
     if not has_checkpoint and (steps or step is not None or ema):
-        wanted = "" if step is None else f" of step {step}"
+        wanted = " with a moving average" if step is None else f" of step {step}"
         raise WeightsError(f"it has no checkpoint{wanted}; steps: {', '.join(map(str, sorted(steps))) or 'none'}")
     if "model_type" in record and "model" not in record:
         return _open_huggingface(folder)
@@ -178,7 +178,7 @@ def _base_folder(job: JobConfig, recorded: BaseRecord | None, given: Path | None
     try:
         return local_copy(url)
     except StoreError as error:
-        shown = "the URL of model.weights" if has_credentials(url) else url
+        shown = "the URL of the weights" if has_credentials(url) else url
         omitted = f"has {counted(recorded.omitted, 'never-trained parameter')} that the checkpoint omits"
         remedy = "restore the folder, or name a local copy with --base"
         raise WeightsError(f"{shown} {omitted}, but cannot be read ({error}); {remedy}") from None
@@ -212,7 +212,9 @@ def _with_base(saved: SavedModel) -> SavedModel:
 
 def _open_imported(folder: Path, record: Mapping[str, Any], job: JobConfig) -> SavedModel:
     if not any(folder.glob("*.safetensors")):
-        raise WeightsError("it has neither checkpoints nor *.safetensors; name a run folder, or a folder of weights")
+        raise WeightsError(
+            "it has neither checkpoints nor *.safetensors; name a run with a checkpoint, or a folder of weights"
+        )
     whole = with_values(job, {("model", "exclude_from_weights"): ()})
     files = _FolderWeights.of(whole, folder).weights.folder
     entries = {name: Entry(name, tensor.shape, _dtype(tensor.dtype)) for name, tensor in files.tensors.items()}

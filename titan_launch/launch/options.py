@@ -66,7 +66,7 @@ def plan_processes(options: Mapping[str, str]) -> Processes:
     options.pop("nnodes", None)
     numbers = [_number(part, 1, _MOST) or 0 for part in nodes.split(":", 1)]
     if 0 in numbers or numbers != sorted(numbers):
-        raise _wrong(of_nodes, nodes, "must be a whole number of at least 1, or min:max")
+        raise _wrong(of_nodes, nodes, f"must be a whole number from 1 to {_MOST:,}, or min:max with min at most max")
     for name, (first, last) in {**_RANGES, "node-rank": (0, numbers[-1] - 1)}.items():
         if name in options and _number(options[name], first, last) is None:
             hint = f", since {of_nodes} is {nodes}" if name == "node-rank" else ""

@@ -50,9 +50,9 @@ def build_loss(
 
     `num_classes`: number of classes of the data. `has_values`: False if the forward is traced with FakeTensors, whose
     values cannot be checked. `frozen`: the teacher or reference model. None if the loss has none, or if the reference
-    is the trained model with its adapters disabled. With `loss.chunks`, this function changes the output layer in
-    place: the layer then returns the loss. Raises ConfigError if the function that `loss.name` names cannot be imported
-    or called (`import_loss`), and if training changes running statistics of the base model (`Base`).
+    is the trained model with its adapters disabled. If `plan` has a loss head, this function changes the forward of
+    the head in place (`CrossEntropy.compute_in`). Raises ConfigError if the function that `loss.name` names cannot be
+    imported or called (`import_loss`), and if training changes running statistics of the base model (`Base`).
     """
     if config.model.loss is not None:
         return ModelLoss(config.model.loss, config.data.unit, has_values)

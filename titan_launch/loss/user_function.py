@@ -73,7 +73,7 @@ class FunctionLoss(Loss):
             reason = "the function's count failed, or returned no integer"
             raise self._error(f"{reason}:\n{user_traceback(error)}") from error
         if count.numel() != 1 or count.is_floating_point():
-            found = f"a tensor of dtype {count.dtype} and shape {tuple(count.shape)}"
+            found = f"a value of dtype {count.dtype} and shape {tuple(count.shape)}"
             raise self._error(f"the function's count returns {found}; return the number of items, a single integer")
         return count.reshape(()).long()
 

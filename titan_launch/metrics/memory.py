@@ -87,7 +87,8 @@ class LiveMemory(TorchDispatchMode):
                 entry.category = category
 
     def ignore(self, tensors: Iterable[Tensor | None]) -> None:
-        """Never record the storages of `tensors`. The tensors must live as long as this mode."""
+        """Do not record the storages of `tensors` when operations return them. The tensors must live as long as this
+        mode."""
         self._ignored |= {tensor.untyped_storage()._cdata for tensor in tensors if tensor is not None}
 
     def record(self, storage: UntypedStorage) -> _TrackedStorage:

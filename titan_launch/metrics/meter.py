@@ -99,7 +99,8 @@ class Meter(Observer):
         """Return the time of the pauses that belong to the last report, by tag, in seconds per step.
 
         These are the pauses between the last two reports, and those since the last report, such as a validation after
-        the reported step. The dict is empty before the first report.
+        the reported step. A pause that this method returned before the last report does not count again. The dict is
+        empty before the first report.
         """
         if not self._reported_steps:
             return {}

@@ -41,8 +41,7 @@ class Tag:
 
     value: Callable[[Any], float | None] | None = None
     """Function of the run (`titan_launch.train.run.Run`) that returns this rank's value at every report. It returns
-    None if the value is unknown. None in place of the function: the code that measures the value passes it to the
-    meter."""
+    None if the value is unknown. None in place of the function: other code adds the metric to the report."""
 
 
 PAGES = ("Learning", "Speed", "Memory", "Precision", "Data", "Experts", "Health")

@@ -105,8 +105,8 @@ def unit_taken(model: ModelConfig) -> SampleUnit | None:
 
 
 def vocabulary_taken(model: ModelConfig) -> int | None:
-    """Return the number of rows of a model's token embedding; None if the number is unknown until the model is
-    built."""
+    """Return the number of rows of a model's token embedding; None for a model of images, and if the number is unknown
+    until the model is built."""
     size = model.args.get("vocab_size") if model.name == HUGGINGFACE else None
     return size if isinstance(size, int) else getattr(known_args(model), "vocab_size", None)
 

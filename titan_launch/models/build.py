@@ -169,15 +169,15 @@ def build_model(
     """Build the model that `model.name` selects: a model of this package, or a user's factory by its import string.
     With `lora`, add adapters.
 
-    `host`: the settings of the call that gets initial values from a user's factory. If `host` is None, the tensors get
-    no values, and the model serves only for planning. A factory with `meta_device = True` ignores `host`, because
-    `reset_parameters` fills its module later. If the model is a class of `transformers` and `model.weights` has all of
-    its parameters, only the buffers get values.
+    `host`: the settings of the call that gets initial values from a user's factory. If `host` is None, the tensors of
+    such a factory get no values, and the model serves only for planning. `host` has no effect for models of this
+    package and for factories with `meta_device = True`, whose initializers fill the tensors later. If the model is a
+    class of `transformers` and `model.weights` has all of its parameters, only the buffers get values.
 
     A user's module may have the method `flops_per_sample(seq_len)`, and the attributes `pipeline_order`,
     `tensor_parallel` and `context_parallel`, which `ModelSpec` explains. Raise ConfigError for errors of a user's
-    model, and for targets of `lora` that cannot have an adapter. `titan_launch.config` has already checked the
-    arguments of this package's models.
+    model, for globs of `model.blocks` that match nothing, and for errors of `lora` (see `add_adapters`).
+    `titan_launch.config` has already checked the arguments of this package's models.
     """
     built = _build_of_package(config, seq_len) if config.is_of_package else _build_users_own(config, seq_len, host)
     if lora is not None:

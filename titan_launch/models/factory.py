@@ -87,7 +87,7 @@ def build_on_host(config: ModelConfig, factory: Callable[..., Any], host: HostBu
 
     Return the module, in training mode and with its tensors on the meta device, and the values of the tensors. Raise
     ConfigError if the factory fails, if the tensors do not fit into free host memory, if a tensor is not on the host,
-    or if two parameters use the same memory.
+    or if two parameters begin at the same memory address.
     """
     with generators_seeded(host.seed), _memory_limited(host.free_bytes):
         try:
@@ -153,7 +153,7 @@ def _call(
     except Exception as error:
         if explains_memory and (isinstance(error, MemoryError) or "can't allocate memory" in str(error)):
             raise _OutOfHostMemory(0) from error
-        advice = "; build the module on the host, without .cuda() or .to(device): the launcher moves it to the device"
+        advice = "; remove .cuda() and .to(device) from the factory: the launcher moves the module to the device"
         hint = advice if any(word in str(error) for word in ("CUDA", "NVIDIA")) else ""
         reason = f"failed{where}{hint}:\n{user_traceback(error)}"
         raise config_error(("model", "name"), reason, config.name) from error
@@ -196,7 +196,8 @@ def scalars_as_vectors(module: nn.Module) -> None:
 
 @cache
 def _with_scalars(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
-    """Return a subclass of `cls` with the same name, whose attributes `names` return these parameters as scalars."""
+    """Return a subclass of `cls` with the same name, whose attributes `names` return these parameters as scalars. A
+    DTensor, and None in place of a parameter, are returned unchanged."""
 
     def scalar(name: str) -> property:
         def read(module: nn.Module) -> Tensor | None:
@@ -238,7 +239,7 @@ def _check_is_on_host(module: nn.Module) -> None:
 
 
 def _check_is_not_shared(module: nn.Module) -> None:
-    """Raise ConfigError if two parameters use the same memory: FSDP2 would shard and update them separately."""
+    """Raise ConfigError if two parameters begin at the same memory address: FSDP2 would update them separately."""
     names: dict[int, str] = {}
     for name, parameter in module.named_parameters():
         other = names.setdefault(parameter.data_ptr(), name) if parameter.nbytes else name
@@ -302,6 +303,8 @@ def _too_large(
             module = factory(**config.args)
         needed, qualifier = num_bytes([*module.parameters(), *module.buffers()]), ""
     except Exception:  # the factory fails on the meta device, so only the bytes before the error are known
+        needed = 0
+    if needed <= host.free_bytes:  # the number is unknown, or the factory also makes tensors outside of the module
         needed, qualifier = error.counted_bytes or host.free_bytes, "more than "
     remedy = "give the factory the attribute meta_device = True and let reset_parameters fill the module"
     if config.name == HUGGINGFACE:

@@ -132,8 +132,8 @@ def attributes_digest(module: nn.Module) -> str:
     """Return a digest of the classes and attributes of a module and of all its submodules. Parameters, buffers and the
     attributes that every `nn.Module` has do not count.
 
-    Numbers, strings and plain tensors count by value. So do containers and dataclasses of these values. Other
-    attributes count by their class.
+    Numbers, strings and plain tensors count by value. So do containers and dataclasses of these values, up to 4 levels
+    deep. Tensors on the meta device count by dtype and shape. Other attributes count by their class.
     """
     of_all = vars(nn.Module()).keys()
     own = [(path, child, vars(child).keys() - of_all) for path, child in module.named_modules()]

@@ -131,7 +131,8 @@ def _owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, dict[str, Tensor
 
 def _unsharded_twin(module: nn.Module, device: torch.device) -> nn.Module:
     """Return a copy of `module` with its original class, and with unsharded, uninitialised tensors. The copy shares its
-    other attributes with `module`. It has no children, because the children of `module` are sharded."""
+    other attributes with `module`. It has no children, because the children of `module` are sharded. Only the copy of
+    an `nn.MultiheadAttention` has children: those of `module`."""
     classes: Iterator[type[nn.Module]] = (cls for cls in type(module).__mro__ if issubclass(cls, nn.Module))
     cls = next(cls for cls in classes if not issubclass(cls, FSDPModule))  # `fully_shard` replaces the class
     twin = cls.__new__(cls)

@@ -126,9 +126,9 @@ def add_adapters(
     all other parameters.
 
     Raises ConfigError for an ambiguous entry, an entry that names no module that can have an adapter, and a rule of
-    `lora.rules` that applies to no target. Also raises ConfigError for a target whose forward calls neither
-    `nn.Linear.forward` nor `nn.Embedding.forward`, for a target whose weight another module reads or shares, and for a
-    rank above the smaller dimension of the target's weight.
+    `lora.rules` that applies to no target. Also raises ConfigError for a linear layer or embedding whose forward calls
+    neither `nn.Linear.forward` nor `nn.Embedding.forward`, for a target whose weight another module reads or shares,
+    and for a rank above the smaller dimension of the target's weight.
     """
     if not config.targets:
         return
@@ -230,8 +230,8 @@ def _named(entry: str, modules: Mapping[str, nn.Module], blocks: Sequence[str]) 
 
 
 def _why_ambiguous(entry: str, modules: Mapping[str, nn.Module]) -> str | None:
-    """Return the reason why an entry of `lora.targets` is ambiguous; None if it is not. An entry is ambiguous if it
-    names a single weight of experts, because all weights of experts get adapters together."""
+    """Return the reason why an entry of `lora.targets` is ambiguous; None if it is not. An entry that matches no whole
+    path is ambiguous if it names a single weight of experts, because all weights of experts get adapters together."""
     if any(matches(entry, path) for path in modules):
         return None
     stacked = [path for path, module in modules.items() if isinstance(module, Experts)]
@@ -239,7 +239,7 @@ def _why_ambiguous(entry: str, modules: Mapping[str, nn.Module]) -> str | None:
     if not ends_in(entry, weights) and not ends_in(f"{entry}.weight", weights):
         return None
     globs = [*alike(ends_in(entry, modules)), *alike(stacked)]
-    what = "is the name of one weight of the experts in transformers, but all weights of experts get adapters together"
+    what = "names one weight of the experts (here or in transformers), but all their weights get adapters together"
     return f"{what}; to select whole modules, write: {', '.join(globs)}"
 
 
@@ -248,7 +248,7 @@ def _why_nothing(entry: str, matched: Sequence[str], modules: Mapping[str, nn.Mo
     entry names."""
     runnable = [path for path, module in modules.items() if has_forward(module)]
     if entry == ALL_LINEAR:
-        return "finds no linear layers in the model's blocks; name the blocks in model.blocks, or write globs"
+        return "finds no linear layers in the model's blocks; name other blocks in model.blocks, or write globs"
     if others := [f"{path} ({type(modules[path]).__name__})" for path in matched if path in runnable]:
         return (
             f"matches only {listed(others)}; adapters are for linear layers (nn.Linear), embeddings (nn.Embedding) and "

@@ -36,8 +36,9 @@ class Division(NamedTuple):
     """The class that a module must have."""
 
     axis: int | None = None
-    """The dimension along which the weight is sharded; None if the style shards nothing. For `experts`, it is the
-    dimension of `w1`. For `by_head`, it is the dimension of every parameter."""
+    """The dimension along which the weight is sharded; None if the style shards nothing, except the weight of an
+    `AllHeadsRMSNorm` (`heads`). For `experts`, it is the dimension of `w1`. For `by_head`, it is the dimension of every
+    parameter."""
 
     what: str = ""
     """Name of the entries along this dimension in error messages, such as `output features`."""
@@ -61,8 +62,8 @@ _ABOUT_SHAPES = re.compile(r"\b(shapes?|sizes?|dimensions?)\b")
 
 
 def explain_shapes(error: BaseException, config: JobConfig) -> ConfigError | None:
-    """Return a ConfigError that explains `error`, if it is about shapes and a user's model has raised it under tensor
-    parallelism. Return None for any other error."""
+    """Return a ConfigError that explains `error`, if it is about shapes, and the job has tensor parallelism and a model
+    that is not of this package. Otherwise, return None."""
     if not isinstance(error, (RuntimeError, ValueError)) or not _ABOUT_SHAPES.search(str(error)):
         return None
     model, degree = config.model, config.parallelism.degree(TENSOR)
@@ -113,8 +114,8 @@ def _tensor_problems(
         return
     if not styles:
         reason = getattr(model, "no_tensor_parallel", None) or (
-            "the model has no attribute tensor_parallel, which declares how to divide it; add this dict from globs of "
-            "modules to styles (see docs/how_to/parallelize_your_model.md), or set tensor_parallel_degree = 1"
+            "the model's attribute tensor_parallel is missing or empty; set it to a dict from globs of modules to "
+            "styles (see docs/how_to/parallelize_your_model.md), or set tensor_parallel_degree = 1"
         )
         yield Problem(TENSOR.key, reason, degree)
         return
@@ -271,7 +272,8 @@ def _wrong_buffers(model: nn.Module, axes: Mapping[str, int], seq_len: int) -> I
         assert isinstance(buffer, Tensor)
         if not -buffer.ndim <= axis < buffer.ndim or buffer.shape[axis] < seq_len:
             reason = f"{name} has the shape {tuple(buffer.shape)}, too small for {seq_len} tokens along axis {axis}"
-            yield Problem(_NAME, f"{reason}; correct the model's context_parallel", also=(("training", "seq_len"),))
+            remedy = "correct the model's context_parallel, or give the buffer training.seq_len rows or more"
+            yield Problem(_NAME, f"{reason}; {remedy}", also=(("training", "seq_len"),))
         elif own_name not in module._non_persistent_buffers_set:
             reason = f"{name} is divided like the sequence, so checkpoints would contain only one rank's part of it"
             yield Problem(_NAME, f"{reason}; register it with persistent=False")

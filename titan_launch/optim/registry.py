@@ -178,8 +178,8 @@ def build_optimizer(
     """Build the optimizer of the trainable parameters of a model or of a pipeline stage. The parameters may be sharded,
     and must be on the device.
 
-    `head`: paths of the modules that run last; Muon does not update their matrices. `seed`: seed of stochastic
-    rounding. `replicas`: the replicas over which the optimizer is sharded, or None. `scales`: as in
+    `head`: paths of the modules that run last; by default, Muon does not update their matrices. `seed`: seed of
+    stochastic rounding. `replicas`: the replicas over which the optimizer is sharded, or None. `scales`: as in
     `group_parameters`. Call `plan.job.check_plan` first, which finds settings that do not fit the model. Call
     `set_lr` before each step.
     """

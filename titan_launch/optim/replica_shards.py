@@ -215,8 +215,8 @@ class ReplicaShards:
         self.discard()
 
     def discard(self) -> None:
-        """Drop all gradients whose reduce-scatter has started. Start no other reduce-scatter until `begin_microbatch`
-        is called again. This method is not collective."""
+        """Drop all gradients whose reduce-scatter has started. Backward starts no other reduce-scatter before the next
+        call of `begin_microbatch`. This method is not collective."""
         self._is_last, self._started = False, None
         for unit in self._units:
             unit.seen.clear()

@@ -146,7 +146,7 @@ def moments(shards: Sequence[LocalShard], name: str) -> list[Tensor]:
 
 
 def masters(shards: Sequence[LocalShard]) -> list[Tensor]:
-    """Return a float32 tensor for each update: the master weight, the parameter itself if it is float32, or a copy."""
+    """Return a float32 tensor for each shard: the master weight, the parameter itself if it is float32, or a copy."""
     return in_float32([shard.state.get("master", shard.parameter) for shard in shards])
 
 

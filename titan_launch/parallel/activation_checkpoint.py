@@ -103,7 +103,8 @@ class _Forward:
     """
 
     def __init__(self, call: object, inner: AbstractContextManager[Any], counting: Sequence[nn.Module] = ()):
-        """`counting`: the modules whose buffers are replaced by copies."""
+        """`call`: value of `current_forward` in the forward. `inner`: a further context manager to enter. `counting`:
+        the modules whose buffers are replaced by copies; empty for the first forward."""
         self._call = call
         self._inner = inner
         self._counting = counting
@@ -242,7 +243,8 @@ class _SavePolicy:
 
 
 def cast_in_second_forward(model: nn.Module, plan: ModelPlan) -> None:
-    """Cast inputs and outputs of the FSDP2 units inside of checkpointed modules. Call this after `apply_fsdp`.
+    """Add hooks that cast inputs and outputs of the FSDP2 units inside of checkpointed modules. Call this after
+    `apply_fsdp`.
 
     Before torch 2.13, FSDP2 does not cast in the second forward (pytorch issues 148831, 159359, 176650). Tensors that
     FSDP2 has already cast do not change.

@@ -64,11 +64,11 @@ class HostCopies:
         return flat.clone()
 
     def mark(self) -> Any:
-        """Return an event that occurs after all copies so far."""
+        """Return an event that occurs after all copies so far; None if they are complete."""
         return None
 
     def wait(self, event: Any) -> None:
-        """Let the compute stream wait until all copies that started before `event` are complete."""
+        """Let the compute stream wait for all copies that started before `event`, a result of `mark`."""
 
 
 class CudaCopies(HostCopies):
@@ -86,7 +86,7 @@ class CudaCopies(HostCopies):
         self._arena = ActivationArena(torch.device("cuda", torch.cuda.current_device()))
 
     def begin_forward(self) -> None:
-        """Enlarge the host memory if an earlier forward needed more."""
+        """Enlarge the host memory if an earlier forward needed more, and no tensor is in it now."""
         self._arena.fit()
 
     def to_host(self, flat: Tensor) -> Tensor:

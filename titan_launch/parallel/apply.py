@@ -38,8 +38,8 @@ def parallelize(
 
     1. Cast to storage dtypes, while parameters are plain tensors without memory. FSDP2 keeps the dtypes that it finds.
     2. Convert linear layers to float8. Names and dtypes of parameters stay. float8 excludes tensor parallelism.
-    3. Apply tensor parallelism by the model's `styles`, and expert parallelism. FSDP2 then shards the resulting
-       DTensors further.
+    3. Apply tensor parallelism by the model's `styles` (None is allowed without it), and expert parallelism. FSDP2 then
+       shards the resulting DTensors further.
     4. Prepare BatchNorm layers, before FSDP2 replaces their class. `statistics_group`: the ranks over which statistics
        are synchronized; None for local statistics. Set the scale of the auxiliary losses of mixtures of experts.
     5. Apply activation checkpointing inside of FSDP2's hooks. The second forward then gets inputs that FSDP2 has cast.

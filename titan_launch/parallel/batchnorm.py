@@ -33,8 +33,8 @@ def prepare_batch_norms(
 ) -> None:
     """Apply the section `[batchnorm]` in place to a model that FSDP2 has not wrapped yet. Nothing is allocated.
 
-    `group`: the data-parallel ranks if statistics are synchronized, else None. `warns`: True if this rank logs a
-    warning about layers with few values. Call `check_batch_norms` first.
+    `group`: the ranks over which statistics are synchronized; None for local statistics. `warns`: True if this rank
+    logs a warning about layers with few values. Call `check_batch_norms` first.
     """
     norms = dict(_batch_norms(model))
     if config.of_frozen == "fixed":
@@ -243,8 +243,8 @@ class RunningStatistics:
         mean of their variances plus the variance of their means (law of total variance). On a single rank, or without
         running statistics, nothing is pooled, and None is returned.
 
-        `group`: the data-parallel ranks; None stands for all ranks. `temporarily`: `unpool` will undo the pooling.
-        Collective over `group`; the host waits for the device.
+        `group`: the ranks with the same parameters and different data; None stands for all ranks. `temporarily`:
+        `unpool` will undo the pooling. Collective over `group`; the host waits for the device.
         """
         if temporarily:
             self.save()

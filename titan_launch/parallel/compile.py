@@ -92,7 +92,7 @@ def _prepare(num_pieces: int, activation_checkpoint: ActivationCheckpointConfig)
 
 def _compiled(compute: Callable[..., Any], config: CompileConfig, name: str) -> Callable[..., Any]:
     """Return `compute` as a compiled function. A graph is for fixed shapes: an input of a different shape gets a graph
-    of its own."""
+    of its own. `name`: the name of `compute` in errors."""
     from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
     graph = torch.compile(compute, fullgraph=True, dynamic=False, backend=config.backend)
@@ -145,16 +145,19 @@ def _compile_error(error: Exception, config: CompileConfig, name: str) -> Config
     what = f"{name}{where}: {': '.join(cause.rstrip('.') for cause in causes)[:300]}"
     if isinstance(error, BackendCompilerFailed):
         is_cached = config.cache_folder is not None
-        damaged = "; delete compile.cache_folder if a file there is damaged, or" if is_cached else ";"
-        reason = (
-            f"failed on {what}{damaged} set compile.enable = false; to find the cause, set compile.backend = "
-            '"aot_eager", which generates no kernels (FlexAttention then stores all scores)'
-        )
+        damaged = "; delete the folder compile.cache_folder if a file there is damaged, or" if is_cached else ";"
+        reason = f"failed on {what}{damaged} set compile.enable = false"
+        if config.backend == "inductor":
+            reason += (
+                '; to find the cause, set compile.backend = "aot_eager", which generates no kernels (FlexAttention '
+                "then stores all scores)"
+            )
         return config_error(("compile", "backend"), reason, config.backend)
+    remedy = "change that line, or " if lines else ""
     if isinstance(error, FailOnRecompileLimitHit):
         what = f"{name}: the inputs have too many different shapes, or the code has too many variants"
-    remedy = "change that line" if lines else "give blocks inputs of equal shapes"
-    reason = f"cannot make one graph of {what}; {remedy}, or set compile.enable = false"
+        remedy = "give blocks inputs of equal shapes, or "
+    reason = f"cannot make one graph of {what}; {remedy}set compile.enable = false"
     return config_error(("compile", "enable"), reason, True)
 
 

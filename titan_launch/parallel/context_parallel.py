@@ -100,7 +100,8 @@ def divide_buffers(model: nn.Module, axes: Mapping[str, int] | None, part: Seque
     """In buffers with one row per position, keep only the rows of this rank's tokens, in place. Do nothing if `part` is
     None.
 
-    `axes`: the model's declaration (`ModelSpec.context_parallel`), checked by `check_divisions`.
+    `axes`: the model's declaration (`ModelSpec.context_parallel`), checked by `check_divisions`; None is allowed if
+    `part` is None. `seq_len`: number of tokens of a whole sequence; further rows are dropped.
     """
     if part is None:
         return

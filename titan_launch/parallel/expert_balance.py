@@ -56,7 +56,7 @@ def prepare_experts(model: nn.Module, plan: ModelPlan, mesh: Mesh, device: str) 
         warn(
             _log,
             "router precision: the logits of %s are bfloat16. A bfloat16 has 8 significant bits, so close logits "
-            "become equal, and rounding decides which of these experts are chosen. Add a rule to "
+            "become equal, and rounding decides which experts are chosen. Add a rule to "
             '[[precision.rules]] with match = "**.router", param_dtype = "float32" and output_dtype = "float32"',
             listed(reduced),
         )
@@ -75,7 +75,7 @@ def _warn_of_slow_products(layers: Mapping[str, MixtureOfExperts], plan: ModelPl
         if is_bf16 and not is_grouped("cuda", "bfloat16", (width, hidden)):
             slow[path] = (width, hidden)
         shapes = [adapter.get_parameter("a").shape[1:] for adapter in (layer.experts.lora or {}).values()]
-        if not all(is_grouped("cuda", "bfloat16", shape) for shape in shapes):
+        if is_bf16 and not all(is_grouped("cuda", "bfloat16", shape) for shape in shapes):
             odd.append(path)
     if slow:
         path, (width, hidden) = next(iter(slow.items()))
@@ -243,8 +243,8 @@ def _layers(model: nn.Module) -> dict[str, MixtureOfExperts]:
 def choices_watched(model: nn.Module) -> Iterator[Callable[[], list[str]]]:
     """Watch whether both forwards of activation checkpointing choose the same experts, until the `with` block ends.
 
-    Yield a function that returns a line for each layer in which both forwards chose different experts. The function
-    waits for the device.
+    Yield a function that returns a line for each layer whose second forward chose other experts than the first. The
+    function waits for the device.
     """
     digests: dict[str, dict[object, list[Tensor]]] = {}
 

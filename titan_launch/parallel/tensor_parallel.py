@@ -39,10 +39,10 @@ def apply_tensor_parallel(
     """Shard a model on the meta device over the ranks of `mesh`, in place. Do nothing if `mesh` is None. Nothing is
     allocated or communicated. Experts stay unchanged, because `divide_experts` shards them.
 
-    `styles`: the model's declaration (`ModelSpec.tensor_parallel`), checked by `check_divisions`. Tied parameters
-    stay tied. `has_loss_head`: True if the output layer returns the sums of the loss in place of logits. These sums are
-    the same on all ranks. Without a loss head, but with `parallelism.loss_parallel`, the model returns the logits as a
-    DTensor, which `titan_launch.loss.cross_entropy` accepts.
+    `styles`: the model's declaration (`ModelSpec.tensor_parallel`), checked by `check_divisions`; None is allowed if
+    `mesh` is None. Tied parameters stay tied. `has_loss_head`: True if the output layer returns the sums of the loss in
+    place of logits. These sums are the same on all ranks. Without a loss head, but with `parallelism.loss_parallel`,
+    the model returns the logits as a DTensor, which `titan_launch.loss.cross_entropy` accepts.
     """
     if mesh is None:
         return

@@ -57,8 +57,8 @@ class _Change:
 
 def advise(config: JobConfig, layout: Layout, limit_bytes: float, predict: PredictBytes) -> list[Advice]:
     """Return up to three changes, each of which saves more than 0.5 % of the memory. Changes with which the job fits
-    into `limit_bytes` come first. If the job fits with no single change, the first entry combines several changes
-    (`Advice.fits` tells whether the job fits with them). No mode of `config` may be `auto`.
+    into `limit_bytes` come first. If the job fits with no single change, the first entry combines changes until the job
+    fits, or until no further change helps (see `Advice.fits`). No mode of `config` may be `auto`.
 
     The time that a change costs is not predicted, so the kinds of changes have a fixed order. Kinds that usually cost
     the least time come first. Kinds that change the results of the training come last.

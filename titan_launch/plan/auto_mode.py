@@ -3,8 +3,8 @@ import torch.
 
 A choice is a gradient accumulation mode with an activation checkpointing mode. The candidates are the choices that
 `auto` may take and that have the verdict `fits`. If `activation_checkpoint.mode` is `auto`, only the candidates with
-the shortest predicted step remain (or with the fewest FLOPs, if times are unknown). Of the remaining candidates, the
-planner takes the one with the least link traffic.
+the shortest predicted step remain. (If times are unknown: with the fewest FLOPs, or else with the least activation
+checkpointing.) Of the remaining candidates, the planner takes the one with the least link traffic.
 
 `training.local_batch_size = "auto"` resolves to the largest microbatch size that fits. The global batch and its
 gradient stay the same: with larger microbatches, a step has fewer microbatches.
@@ -154,9 +154,10 @@ def remedies(comparison: ModeComparison, own: Sequence[PlanRow]) -> Iterator[str
     tight = [row.choice.label for row in own if row.verdict == "tight"]
     if tight:
         yield f"these choices are tight (may run out of memory), but you can set them in the job: {'; '.join(tight)}"
-    keys = ["a smaller training.local_batch_size", *_keys_that_save_memory(comparison.config)]
+    smaller = ["a smaller training.local_batch_size"] if comparison.config.training.local_batch_size != 1 else []
+    keys = [*smaller, *_keys_that_save_memory(comparison.config), "more ranks to shard over"]
     attempt = "or try" if others or tight else "try"
-    yield f"{attempt} {', '.join(keys)}, more ranks to shard over, or devices with more memory"
+    yield f"{attempt} {', '.join(keys)}, or devices with more memory"
 
 
 def _keys_that_save_memory(config: JobConfig) -> Iterator[str]:

@@ -282,7 +282,7 @@ class Ring:
 
     @property
     def sent(self) -> Fraction:
-        """Fraction of a buffer that a rank sends."""
+        """Fraction of a buffer that a rank sends in an all-gather, a reduce-scatter or an all-to-all."""
         return Fraction(self.size - 1, self.size)
 
     @cached_property

@@ -18,7 +18,7 @@ each weight."""
 
 
 def is_adapter(name: str) -> bool:
-    """Return True if `name` is the full name of a parameter of an adapter."""
+    """Return True if a parameter with the full name `name` belongs to an adapter. Only the name is checked."""
     return ADAPTER in name.split(".")[-3:-1]
 
 
@@ -67,10 +67,11 @@ class Freezing:
         reason = "leaves no parameter to train in the first step"
         also: tuple[KeyPath, ...] = (("training", "unfreeze"),)
         if training.trainable is not None:
-            remedy = "name more parameters, or name fewer parameters in training.unfreeze"
+            remedy = "name more parameters"
+            remedy += ", or name fewer parameters in training.unfreeze" if training.unfreeze else ""
             return Problem(("training", "trainable"), f"{reason}; {remedy}", training.trainable, also)
         if training.frozen:
-            remedy = "name fewer parameters, here or in training.unfreeze"
+            remedy = "name fewer parameters" + (", here or in training.unfreeze" if training.unfreeze else "")
             return Problem(("training", "frozen"), f"{reason}; {remedy}", training.frozen, also)
         if training.unfreeze:
             return Problem(("training", "unfreeze"), f"{reason}; name fewer parameters")

@@ -47,7 +47,8 @@ _WORKSPACE_MIB, _SMALL_WORKSPACE_MIB = 32.0, 8.125
 CublasHandlePool.cpp)."""
 
 _PROCESS_GIB = 0.5
-"""Default overhead in GiB on a CPU, where ranks share the machine's memory: the interpreter, torch and its threads."""
+"""Default overhead in GiB on a CPU if `planner.memory_gib` is unset, so that ranks share the machine's memory: the
+interpreter, torch and its threads. Otherwise, the default on a CPU is 0."""
 
 _MARGIN, _MARGIN_GIB = 0.05, 0.5
 """Default margin below the memory limit: a fraction of the limit, and the smallest margin on a GPU in GiB."""
@@ -276,7 +277,7 @@ def unknown_device(name: str, remedy: str = "") -> str | None:
 
 def _variants(name: str, names: Sequence[str]) -> str:
     """Return a hint for the unknown device `name`: all devices whose names begin with this name (three for `h100`), or
-    else the device with the most similar name."""
+    else the device with the most similar name. Return "" if no name is similar."""
     variants = [f'"{known}"' for known in names if known.startswith(f"{name.lower()}-")]
     if len(variants) < 2:
         return did_you_mean(name, names)

@@ -112,8 +112,8 @@ def plan_job(config: JobConfig, inventory: Inventory) -> ModelPlan:
     """Return units, dtypes, pipeline stages and loss head of a job without `auto`, and the modules that are
     checkpointed, compiled or converted to float8.
 
-    Raises ConfigError for frozen parameters, precision rules, activation checkpointing, compilation, float8 or stages
-    that the model does not support.
+    Raises ConfigError for frozen parameters, precision rules, expert parallelism, activation checkpointing,
+    compilation, float8 or stages that the model does not support.
     """
     inventory = freeze(inventory, config.training, bool(config.lora.targets))
     checkpointed = checkpointed_modules(inventory, config.activation_checkpoint)
@@ -271,5 +271,6 @@ def _is_configured_accumulation(config: JobConfig, accumulation: GradientAccumul
 
 
 def is_configured_activation_checkpoint(config: JobConfig, checkpointing: ActivationCheckpointConfig) -> bool:
-    """Return True if the job sets this activation checkpointing, or if `auto` may take it."""
+    """Return True if the job sets this activation checkpointing, or its mode is `auto`. `checkpointing`: one of the
+    modes that `auto` may take, or the job's own setting."""
     return config.activation_checkpoint.mode == "auto" or config.activation_checkpoint == checkpointing

@@ -90,7 +90,7 @@ class Layout:
 
     @property
     def parameter_shards(self) -> int:
-        """Number of ranks over which FSDP2 shards a parameter."""
+        """Number of ranks over which FSDP2 shards a parameter. (For divided experts, see `shards_of`.)"""
         return prod(self.degree(axis) for axis in GRID if axis.is_within_shards)
 
     def shards_of(self, unit: Unit) -> int:
@@ -217,10 +217,11 @@ def _shard_degree(parallelism: ParallelismConfig, world_size: int) -> int:
         return shard
     if shard != -1:
         above_one = " and ".join(f"{axis.key[1]} ({degree})" for axis, degree in others.items() if degree > 1)
+        otherwise = "" if world_size % product else ", or set -1 to use all remaining ranks"
         raise config_error(
             SHARD.key,
             f"with {above_one or 'all other degrees at 1'} makes {counted(shard * product, 'rank')}, but this run "
-            f"has {world_size}; start {counted(shard * product, 'rank')}, or set -1 to use all remaining ranks",
+            f"has {world_size}; start {counted(shard * product, 'rank')}{otherwise}",
             shard,
             also=tuple(axis.key for axis in others),
         )

@@ -2,8 +2,8 @@
 This module does not import torch.
 
 A hook of FSDP2 cannot be part of a compiled graph, because it runs collectives and changes parameters. So the largest
-modules without an FSDP2 unit inside are compiled: the blocks, unless a precision rule makes a unit inside a block. A
-compiled module may be a unit itself: only its forward is compiled, and the unit's hooks run outside of the graph.
+modules without an FSDP2 unit inside are compiled: a block, or parts of a block that has units inside. A compiled module
+may be a unit itself: only its forward is compiled, and the unit's hooks run outside of the graph.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def compiled_modules(
     result of `checkpointed_modules`.
 
     Raises ConfigError if the model has no blocks, or if nothing of a block can be compiled. Also raises ConfigError if
-    `selective_ac_option` is `"op"` and a checkpointed module contains a compiled module.
+    activation checkpointing is selective per operation, and a checkpointed module contains a compiled module.
     """
     if not config.compile.enable or "model" not in config.compile.components:
         return ()
@@ -123,8 +123,8 @@ def _check_seen_by_selection(compiled: Sequence[str], checkpointed: Collection[s
 
 
 def checkpoints_compiled(config: JobConfig) -> bool:
-    """Return True if activation checkpointing is around the compiled graphs, so that backward runs whole graphs again.
-    Return False if activation checkpointing is compiled into the graphs."""
+    """Return True if activation checkpointing, if any, must be around the compiled graphs, so that backward runs whole
+    graphs again. Return False if activation checkpointing is compiled into the graphs."""
     # With tensor parallelism, a graph with a checkpoint inside would have to save a DeviceMesh. But with
     # `selective_ac_option = "op"`, the checkpoint must be inside, because it selects operations of the graph.
     return config.parallelism.degree(TENSOR) > 1 and selection(config.activation_checkpoint) != "op"
@@ -132,8 +132,8 @@ def checkpoints_compiled(config: JobConfig) -> bool:
 
 def _compilable(inventory: Inventory, boundaries: Collection[str]) -> dict[str, list[str]]:
     """Return the modules to compile in each outer block: the block itself, or else the largest modules inside the block
-    that can be compiled as a whole. Modules without a forward and single layers are not compiled. `boundaries`: modules
-    with hooks of FSDP2 or activation checkpointing, which must run outside of a graph."""
+    that can be compiled as a whole. Modules without a forward, and single layers inside a block, are not compiled.
+    `boundaries`: modules with hooks of FSDP2 or activation checkpointing, which must run outside of a graph."""
     found: dict[str, list[str]] = {block: [] for block in outermost(inventory.blocks)}
     around = {parent(module.path) for module in inventory.modules}
     # The number of tokens of an expert is known only in a step, so experts cannot be inside of a graph either.
@@ -262,7 +262,7 @@ def _in_other_dtypes(layers: list[ModuleInfo], plan: ModelPlan, config: Float8Co
             by_unit.setdefault(plan.unit_of[module.path].reason, []).append(module.path)
     for reason, paths in by_unit.items():
         dtype = plan.unit_of[paths[0]].compute_dtype
-        text = f"names {listed(paths)}, which compute in {dtype} ({reason}); "
+        text = f"names {listed(paths)}, whose compute dtype is {dtype} ({reason}); "
         text += "name layers that compute in bfloat16, or change [precision]"
         yield Problem(_FLOAT8_MODULES, text, config.modules, also=(("precision",),))
 

@@ -138,7 +138,7 @@ def check_param_groups(inventory: Inventory, config: OptimizerConfig) -> None:
     - An entry of `[[optimizer.param_groups]]` applies to no parameter.
     - An entry gives an algorithm for matrices to a parameter that is not a matrix.
     - `optimizer.name` is an algorithm for matrices, and the model has no matrix that the algorithm can update.
-    - `optimizer.name` is an algorithm for matrices, and the output layer is unknown.
+    - `optimizer.name` is an algorithm for matrices, the output layer is unknown, and no entry sets an algorithm.
     """
     trained = list(trained_parameters(inventory, config).values())
     problems = list(_unused(config.param_groups, trained))
@@ -175,7 +175,7 @@ def _unused(param_groups: Sequence[ParamGroup], trained: Collection[Trained]) ->
 
 def _without_matrices(inventory: Inventory, config: OptimizerConfig, trained: Collection[Trained]) -> Iterator[Problem]:
     """Yield a problem if `optimizer.name` is an algorithm for matrices, and the model has no matrix for it, or its
-    output layer is unknown."""
+    output layer is unknown and no parameter group sets an algorithm."""
     for_others = ALGORITHMS[config.name].for_others
     if for_others is None:
         return
@@ -187,8 +187,8 @@ def _without_matrices(inventory: Inventory, config: OptimizerConfig, trained: Co
         yield Problem(("optimizer", "name"), reason, config.name)
     elif all(parameter.settings.algorithm != config.name for parameter in trained):
         reason = (
-            f"the model has no matrix that this algorithm can update (convolutions are updated by {for_others}); "
-            f'set "{for_others}"'
+            "the model has no matrix that this algorithm can update (frozen matrices, convolutions, and matrices of "
+            f'groups with another algorithm do not count); set "{for_others}"'
         )
         yield Problem(("optimizer", "name"), reason, config.name)
 
@@ -209,7 +209,7 @@ def check_stacks(stacks: Iterable[Trained], config: OptimizerConfig, layout: Lay
     if there are more replicas than experts on a rank (see `is_within_matrix`).
     """
     shards = layout.parameter_shards // layout.expert
-    for info, (path, *_), _, settings, _ in stacks:
+    for info, (path, *_), index, settings, _ in stacks:
         experts, others = info.shape[0] // layout.expert, info.shape[1:]
         of_rank = -(-experts // shards)  # the last ranks may have fewer
         divided_ones = [
@@ -230,7 +230,11 @@ def check_stacks(stacks: Iterable[Trained], config: OptimizerConfig, layout: Lay
         glob = f'match = "**.{parent(path).rpartition(".")[2]}.*"'
         reason = (
             f"{settings.algorithm} needs whole matrices of experts, but {divided}; change the degrees of "
-            f'[parallelism], or add a group for experts: [[optimizer.param_groups]] {glob}, algorithm = "{other}"'
+            f'[parallelism], or put a group for experts first: [[optimizer.param_groups]] {glob}, algorithm = "{other}"'
         )
+        of_group = None if index is None else config.param_groups[index].algorithm
+        key: KeyPath = ("optimizer", "name")
+        if index is not None and of_group is not None:
+            key = ("optimizer", "param_groups", index, "algorithm")
         also: tuple[KeyPath, ...] = (("parallelism", "expert_parallel_degree"), ("optimizer", "param_groups"))
-        raise ConfigError([Problem(("optimizer", "name"), reason, config.name, also=also)])
+        raise ConfigError([Problem(key, reason, of_group or config.name, also=also)])

@@ -54,9 +54,10 @@ def plan_stages(inventory: Inventory, parallelism: ParallelismConfig) -> tuple[S
 
 
 def _rank_of_stage(stage: int, parallelism: ParallelismConfig) -> int:
-    """Return the pipeline rank that runs a stage. Stages are assigned to the ranks in turn."""
+    """Return the pipeline rank that runs a stage. Stages are assigned to the ranks in turn; with ZBVZeroBubble, the
+    second stages in reverse order."""
     degree = parallelism.pipeline_parallel_degree
-    if parallelism.pipeline_parallel_schedule == "ZBVZeroBubble":  # the second stages are in reverse order
+    if parallelism.pipeline_parallel_schedule == "ZBVZeroBubble":
         return stage if stage < degree else 2 * degree - 1 - stage
     return stage % degree
 

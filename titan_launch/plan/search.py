@@ -11,6 +11,7 @@ family with the same chunks and microbatch size share recordings (`plan.memory`)
   tensor, context and expert parallelism (`_Probe`). Families are tried in the order of their bounds. A family is
   skipped if its bound is not below the limit for results (`Search._limit`).
 - Larger microbatches and more replicas take more memory. So after a value that does not fit, larger values are skipped.
+  (Exception: the microbatch with which a step has no deferred reductions.)
 """
 
 from __future__ import annotations
@@ -303,8 +304,9 @@ class Search:
         return values if self._is_free(key) else [value_of(self._config, key)]
 
     def _plain(self, config: JobConfig, degrees: Mapping[Key, Any]) -> JobConfig:
-        """Return `config` with the degrees `degrees`, and with the replicas and the sharding of `_start`. If the search
-        sets a pipeline degree above 1, the result has no split points."""
+        """Return `config` with `degrees`, with the number of replicas and the optimizer sharding of `_start`, and with
+        all remaining ranks as shards. If the search sets a pipeline degree above 1, split points are removed, and a set
+        number of stages per rank becomes 1 or 2, as the schedule needs."""
         replicas, sharded = self._start()
         values = {SHARD.key: -1, _REPLICAS: replicas, _SHARDED: sharded, **degrees}
         if degrees[PIPELINE.key] > 1 and self._is_free(PIPELINE.key):

@@ -171,7 +171,7 @@ def _problem(measured: Measured) -> str | None:
     """Return the first reason why the measurements are not valid; None if they are valid."""
     sizes = measured.sizes
     if len(sizes) < 2 or list(sizes) != sorted({*sizes}) or sizes[0] < 1:
-        return "sizes: must be two or more numbers, the smallest first"
+        return "sizes: must be two or more different numbers of at least 1, the smallest first"
     attention = {one.dtype for one in measured.attention}
     by_dtype = {"products": measured.products, "attention": attention, "convolution": measured.convolution}
     if missing := [name for name, dtypes in by_dtype.items() if "float32" not in dtypes]:

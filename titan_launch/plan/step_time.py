@@ -101,7 +101,7 @@ def estimate_step_time(
 
 
 def step_time(seconds: Seconds, bubble_share: float) -> StepTime:
-    """Return the time of a step from the times of the slowest rank. `bubble_share`: see the function `bubble_share`."""
+    """Return the time of a step from the times of the slowest rank. `bubble_share`: result of `Speeds.idle_share`."""
     bubble = (seconds.compute + seconds.exposed) * bubble_share
     replayed = seconds._replace(
         total=seconds.total + bubble,

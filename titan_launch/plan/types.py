@@ -25,7 +25,7 @@ class TensorInfo:
 
     is_floating: bool
     requires_grad: bool = False
-    """True if the parameter is trained in any step."""
+    """True if the parameter is trained in any step. Before `plan.freezing.freeze`, this is the model's own setting."""
 
     trained_from: int = 0
     """Number of steps after which training of the parameter begins. 0: it is trained from the start, or never."""
@@ -118,8 +118,8 @@ class Inventory:
     """Paths of the modules that run first. Only their own forward reads their weights; backward does not."""
 
     pipeline_order: tuple[str, ...] = ()
-    """Paths of the modules that run in sequence, each on the output of the previous module. Together, these modules
-    contain all parameters. Empty: the order is unknown."""
+    """Paths of the modules that run in sequence, each on the output of the previous module. For pipeline parallelism,
+    these modules must together contain all parameters. Empty: the order is unknown."""
 
     output_layer: str | None = None
     """Path of the `nn.Linear` whose unchanged output is the logits; None if it is unknown."""
@@ -242,17 +242,16 @@ class Unit:
     """Key of the precision rule that made the unit; None if no rule of the job made it."""
 
     num_parameters: int = 0
-    """Number of elements of the unit's parameters before sharding, including parameters of modules that an
-    in-place precision rule matches (`ModelPlan.in_place`)."""
+    """Number of elements of the unit's parameters before sharding, including parameters of modules that stay in place
+    in the unit (`ModelPlan.in_place`)."""
 
     is_trained: bool = True
-    """True if any parameter of the unit is trained. Parameters of modules that an in-place precision rule matches
-    (`ModelPlan.in_place`) do not count."""
+    """True if any parameter to which the unit's policy applies is trained. (Parameters of modules that stay in place in
+    the unit follow the policy of their entry of `ModelPlan.in_place`.)"""
 
     gradient_dtype: str | None = None
     """Dtype of the unit's sharded gradients: the storage dtype of its trained parameters, including those of modules
-    that an in-place precision rule matches. FSDP2 requires one dtype for all of them. None: the unit reduces no
-    gradients."""
+    that stay in place in the unit. FSDP2 requires one dtype for all of them. None: the unit reduces no gradients."""
 
     unshard_in_backward: bool = True
     """True if backward all-gathers the parameters again after a reshard. False: backward does not read them."""

@@ -33,6 +33,8 @@ class AuditFinding:
     """The planned and observed dtypes of one kind of tensor of a module or unit."""
 
     what: str
+    """Kind of tensor, such as `inputs` or `all-gather` (`precision.observation`)."""
+
     planned: tuple[str, ...]
     """The dtypes that are correct. If empty, the observed dtypes are shown but not checked."""
 

@@ -28,7 +28,7 @@ def explain_dtypes(
 ) -> ConfigError | None:
     """Return a ConfigError with a remedy for a known error of PyTorch in a forward or backward. Known errors are about
     dtypes, or come from FSDP2 because of the model's code, such as an in-place change of a unit's output. Return None
-    for any other error.
+    for any other error, and if the cause is not found.
 
     `model`: the whole model or a pipeline stage. `plan`: the plan of `model`.
     """
@@ -162,10 +162,10 @@ def _output_dtype(failure: Failure, consumer: str) -> Problem | None:
 
 
 def _beside_buffers(failure: Failure, path: str) -> Problem:
-    """Explain an error of a module whose buffers and parameters have different dtypes."""
+    """Explain an error of a module with buffers in another dtype than its compute dtype."""
     buffers = failure.buffers_in_another_dtype(failure.plan.inventory.by_path[path])
     dtype = next(iter(buffers.values()))
-    has = f"has {failure.plan.unit_of[path].compute_dtype} parameters beside {dtype} buffers ({', '.join(buffers)})"
+    has = f"computes in {failure.plan.unit_of[path].compute_dtype} with {dtype} buffers ({', '.join(buffers)})"
     key, value, remedy = failure.casting_rule(path, dtype)
     return failure.problem(
         key, f"{failure.describe(path)} {has}, but its operation requires one dtype; {remedy}", value
@@ -174,8 +174,8 @@ def _beside_buffers(failure: Failure, path: str) -> Problem:
 
 def batch_norm_clash(failure: Failure) -> Problem | None:
     """Explain a dtype error of CUDA's BatchNorm kernels. Backward raises this error, so the module that failed is
-    unknown. The first BatchNorm whose buffers and parameters have different dtypes is named. Return None if there is
-    none."""
+    unknown. The first BatchNorm with running statistics in another dtype than its compute dtype is named. Return None
+    if there is none."""
     modules = failure.plan.inventory.distinct
     found = [m.path for m in modules if "running_mean" in failure.buffers_in_another_dtype(m)]
     return _beside_buffers(failure, found[0]) if found else None

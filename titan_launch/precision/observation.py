@@ -41,7 +41,7 @@ class Seen:
     """True if an output of a module was a view that requires a gradient. False for a unit."""
 
     def note(self, what: str, value: Any) -> None:
-        """Add the dtypes of the floating tensors in a value."""
+        """Add the dtypes of the floating tensors in a value to the kind of tensor `what`."""
         self.dtypes[what].update(dtype_of(tensor) for tensor in floating_tensors(value))
 
 

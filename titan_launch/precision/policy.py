@@ -43,7 +43,7 @@ def _optional(name: str | None) -> torch.dtype | None:
 
 def cast_tensors(model: nn.Module, plan: ModelPlan, dtype_of: Callable[[Unit], str]) -> None:
     """Cast the tensors of a model on the meta device in place. Parameters get the dtype that `dtype_of` returns for
-    their unit, or for the entry of `ModelPlan.in_place` that lists their module. Floating buffers get their planned
+    their unit or their entry of `ModelPlan.in_place` (see `ModelPlan.unit_of`). Floating buffers get their planned
     dtypes."""
     for path, module in model.named_modules():
         for parameter in module._parameters.values():

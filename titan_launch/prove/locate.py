@@ -7,11 +7,9 @@ A tensor departs if it differs from the same tensor of the single process by mor
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from statistics import median
 from typing import TYPE_CHECKING
 
-from titan_launch.config.sections.parallelism import CompileConfig
 from titan_launch.core.errors import RunError, listed
 from titan_launch.core.terminal import counted
 from titan_launch.plan.proof.cases import Case, runs_with_parts
@@ -22,6 +20,7 @@ if TYPE_CHECKING:
     from titan_launch.prove.main import Proof
 
 ALL = "all parameters"
+_NOT_TRACED = "the outputs of a compiled model's modules were not compared"
 _MOST = 0.9
 """If the gradients of more than this fraction of the parameters differ, the cause is not in a single parameter."""
 
@@ -30,7 +29,7 @@ def explain(proof: Proof, case: Case, results: Sequence[Difference]) -> ProofFin
     """Return the finding about a case whose `results` differ from those of one process. To find the cause, run the case
     with each of its axes and modes alone. If none of these runs differs, run each pair of axes and modes."""
     smallest, parts, tolerances = case, list[str](), proof.tolerances(case)
-    for number in (1, 2):
+    for number in (1, 2)[: len(case.parts)]:
         candidates = runs_with_parts(case, number)
         chosen = "one" if number == 1 else "two"
         every = f"the {len(case.parts)} axes and modes of the run that differs"
@@ -61,7 +60,7 @@ def _compared(proof: Proof, case: Case) -> list[Difference]:
 
 
 def _order(result: Difference) -> int:
-    """Return the position of a result in the order of computation: gradients first, averages last."""
+    """Return the position of a result in the search for the cause: gradients first, averages last."""
     kinds = ("gradient", "loss", "gradient norm", "buffer", "update", "average")
     return kinds.index(result.name if result.name in kinds else result.name.split(" ")[0])
 
@@ -75,7 +74,7 @@ def _module(
     `of_step`: the results that exceed their tolerance in the first step with such results. `num_gradients`: number of
     gradients in a step.
     """
-    kind = first.name.partition(" ")[0]
+    kind, is_traced = first.name.partition(" ")[0], not case.config.compile.enable
     if kind in ("gradient", "loss") and first.name != "gradient norm":
         if departed := _departures(proof, case, first.step):
             event, error = departed[0].event, departed[0].error
@@ -85,13 +84,13 @@ def _module(
             return event.path or "the whole model", f"{what} by {error:.1e}"
         wrong = [r for r in of_step if r.name.startswith("gradient ") and r.name != "gradient norm"]
         if not wrong:
-            return "the loss", "outputs and gradients of all modules are equal"
+            return "the loss", "outputs and gradients of all modules are equal" if is_traced else _NOT_TRACED
         if len(wrong) > max(2, _MOST * num_gradients):
             ratio = median(result.ratio for result in wrong)
             return ALL, f"the gradients of {len(wrong)} parameters depart after backward, by a factor of {ratio:.4g}"
         names = [result.name.removeprefix("gradient ") for result in wrong]
-        what = f"the gradient of {listed(names)} departs; activations and their gradients do not"
-        return owner(names[0]), what
+        others = "activations and their gradients do not" if is_traced else _NOT_TRACED
+        return owner(names[0]), f"the gradient of {listed(names)} departs; {others}"
     if first.name == "gradient norm":
         return "gradient clipping", "the gradients are equal, but their norm departs"
     name = first.name.partition(" ")[2]
@@ -112,8 +111,7 @@ def owner(name: str) -> str:
 def _departures(proof: Proof, case: Case, step: int) -> list[Departure]:
     """Return the tensors of modules that depart in a step, in the order in which a single process computes them. A
     compiled model is not traced, so its list is empty."""
-    eager = replace(case, config=case.config.model_copy(update={"compile": CompileConfig()}))
-    if eager.config != case.config:
+    if case.config.compile.enable:
         return []
     reference, results = proof.reference(case)
     file = f"{results}.trace"

@@ -17,6 +17,7 @@ from titan_launch.core.errors import RunError, UserError, leaves, listed
 from titan_launch.plan.hardware import free_memory_gib
 from titan_launch.plan.proof.cases import Case, cases, data_ranks, has_compiler, in_precision, proven_layout
 from titan_launch.plan.proof.certificate import (
+    WEIGHTS,
     Certificate,
     ProofFinding,
     ProofRow,
@@ -111,8 +112,8 @@ class Proof:
         free, needed = free_memory_gib(), _RANK_GIB * processes
         if free < needed:
             raise UserError(
-                f"{processes} processes need about {needed:.1f} GiB of memory, and {free:.1f} GiB are free; end "
-                "other processes, or use a machine with more memory"
+                f"{processes} process{'es need' if processes > 1 else ' needs'} about {needed:.1f} GiB of memory, and "
+                f"{free:.1f} GiB are free; end other processes, or use a machine with more memory"
             )
         if self.twin.second is not None:  # the loss of the twin reads its second model from this folder
             model = self.twin.second.model_dump(mode="json")
@@ -139,7 +140,8 @@ class Proof:
     def compare_weights(self, config: JobConfig) -> None:
         """Load `model.weights` into the job's model, and compare this model with the class of `transformers` that the
         folder's `config.json` names. Do nothing if the job has no weights, or if the folder has no `config.json`. If
-        the models cannot be compared, add the reason to `unproven`."""
+        the models cannot be compared, add the reason to `unproven`. Otherwise add a row, and a finding if they
+        differ."""
         if config.model.weights is None or not (Path(config.model.weights) / "config.json").is_file():
             return
         begin = time.perf_counter()
@@ -155,15 +157,15 @@ class Proof:
             first = wrong[-1]  # usually a gradient, which names one module; the logits, which are first, depend on all
             module, how = owner(first.name.partition(" ")[2]), f"{len(wrong)} results differ from transformers"
             numbers = (first.name, 1, first.error, first.ratio, first.cosine)
-            self.findings.append(ProofFinding(name, *numbers, module, how, ("model.weights",)))
+            self.findings.append(ProofFinding(name, *numbers, module, how, WEIGHTS))
 
     def compare(self, case: Case) -> list[Difference]:
         """Return the results of a case, each with the largest difference of all ranks. A gradient that is missing
         on all ranks counts as a difference of 1.
 
-        Results that rounding alone changes too much are omitted, and so are statistics that ranks pool. The ranks of a
-        case run only once. A second call for the same case may return fewer results, if rounding errors have been
-        measured since the first call.
+        Results that rounding alone changes too much are omitted (`unproven` then names them), and so are statistics
+        that ranks pool. The ranks of a case run only once. A second call for the same case may return fewer results, if
+        rounding errors have been measured since the first call.
         """
         key = structure(case.config)
         if key not in self._results:
@@ -268,8 +270,8 @@ class Proof:
         return TOLERANCES | (MUON_TOLERANCES if has_muon else {})
 
     def launch(self, function: str, world_size: int, config: JobConfig, *args: Any) -> list[Any]:
-        """Run a function of `titan_launch.prove`, `module:name`, with a twin on `world_size` ranks. Return the results
-        of all ranks."""
+        """Run a function of `titan_launch.prove`, `module:name`, with a twin, or with the job itself, on `world_size`
+        ranks. Return the results of all ranks."""
         return self._call(function, world_size, self.job(config), *args)
 
     def _call(self, function: str, world_size: int, *args: Any) -> list[Any]:
@@ -277,7 +279,7 @@ class Proof:
 
     def job(self, config: JobConfig) -> dict[str, Any]:
         """Return the job file of a twin as a dict. The twin trains in the folder of this proof. If this host has no C++
-        compiler, compiled modules use the backend `aot_eager` in place of `inductor`."""
+        compiler, compiled modules use the backend `aot_eager` in place of `inductor`, and `unproven` says so."""
         job = config.job.model_copy(update={"dump_folder": str(self.folder)})
         table = config.model_copy(update={"job": job}).model_dump(mode="json")
         if config.compile.enable and config.compile.backend == "inductor" and not has_compiler():
@@ -361,7 +363,7 @@ _WEIGHTS = ("loss.z_loss", "loss.label_smoothing", "model.args.experts.balance_l
 
 def variants(job: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return changed copies of a twin, by changed key: `data` with other samples, if the twin trains on random samples,
-    and each key of `_WEIGHTS` with the value 0. Each change must change the gradients."""
+    and each key of `_WEIGHTS` that is not 0 already, with the value 0. Each change must change the gradients."""
     found = {}
     if job["data"]["kind"] == SAMPLES:
         found["data"] = _changed(job, "data.args.offset", _OTHER_SAMPLES)

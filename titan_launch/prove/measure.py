@@ -100,7 +100,7 @@ def _check_size(config: JobConfig) -> None:
             f"the copy of the model has {number:,} parameters, so a proof needs about {needed:.0f} GiB of memory, and "
             f"{free:.1f} GiB are free"
         )
-        advice = "name smaller arguments of the model in the table [prove.args]"
+        advice = "set smaller arguments of the model in [prove.args]"
         raise config_error(("model", "name"), f"{reason}; {advice}", config.model.name)
 
 

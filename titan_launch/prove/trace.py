@@ -125,7 +125,7 @@ def _error(own: Tensor, place: _Place, of_one_process: list[Tensor], microbatch:
 
 
 _NOTHING = 1e-9
-"""A tensor with a smaller norm than this is a rounding error. Its difference counts as 0."""
+"""A tensor of one process with a smaller norm than this is a rounding error. Its difference counts as 0."""
 
 
 class _Place:

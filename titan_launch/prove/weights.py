@@ -40,11 +40,10 @@ def compare_weights(job: dict[str, Any]) -> list[Difference] | str:
     config = JobConfig.model_validate(job)
     if find_spec("transformers") is None:
         return "model.weights: not compared with transformers, because transformers is not installed"
-    if config.data.unit != "tokens" or config.model.exclude_from_weights:
-        return (
-            "model.weights: not compared with transformers, because the model is not a language model, or "
-            "model.exclude_from_weights is set"
-        )
+    if config.data.unit != "tokens":
+        return "model.weights: not compared with transformers, because the model is not a language model"
+    if config.model.exclude_from_weights:
+        return "model.weights: not compared with transformers, because model.exclude_from_weights is set"
     folder = open_weights(config.model)
     if folder.config.model_type is None and config.model.name != HUGGINGFACE:
         return "model.weights: not compared with transformers, because the folder has this package's own format"

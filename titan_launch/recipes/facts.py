@@ -111,7 +111,7 @@ class DataFolder:
     """Bytes of text that is not compressed; None for all other data."""
 
     num_images: int | None = None
-    """Number of images in a folder; None for all other data."""
+    """Number of images in class folders; None for all other data."""
 
 
 class UnknownDataError(Exception):
@@ -319,9 +319,9 @@ _KINDS_OF_LINES = {
 
 
 def _lines(path: str, kinds: Sequence[str]) -> DataFolder:
-    """Return the facts about JSON lines: chats, pairs of answers, or text in a field. Raises UnknownDataError if a line
-    is not an object, or if no key has text. Also raises this error if the first lines suit several kinds, and none of
-    these kinds is in `kinds`."""
+    """Return the facts about JSON lines: chats, pairs of answers, or text in a field. Raises UnknownDataError if one of
+    the first lines is not an object, or if they suit no kind and no key of the first line has text. Also raises this
+    error if the first lines suit several kinds, and none of these kinds is in `kinds`."""
     records = _records(path)
     first, number = next(records), 1
     found = _kinds_of_line(first)
@@ -407,7 +407,7 @@ def _text_of(texts: list[str], what: str, names: list[str]) -> str:
     """Return the name of the key or column with the text: `text` if `texts` contains it, else the first of `texts`.
     Raises UnknownDataError if `texts` is empty."""
     if not texts:
-        found = one_line(listed(names, most=8))
+        found = one_line(listed(names, most=8)) or "none"
         nested = '; a key of an inner object needs data.field, such as "meta.text"' if what == "key" else ""
         raise UnknownDataError(f"no {what} has text; the {what}s are: {found:.500}{nested}")
     return "text" if "text" in texts else texts[0]

@@ -58,14 +58,14 @@ class Recipe:
 
     warmup_steps: int = 20
     small_batch: int = 1
-    """`training.local_batch_size` if no size can be planned: without a GPU, without a model, or without torch."""
+    """`training.local_batch_size` if no size is planned: without a GPU, without a needed model, or without torch."""
 
     prefers_steps: bool = False
     """True to write the key `steps` in place of `epochs`, unless this number of steps is at least `epochs` epochs."""
 
     epochs: int = 3
     epochs_from_random: int = 3
-    """Number of epochs if the user names no model folder."""
+    """Number of epochs if the user names no model folder, and `needs_model` is False."""
 
     least_steps: int = 50
     """Smallest number of steps; 0 sets no limit. For a small data set, the global batch is reduced until the run has
@@ -196,7 +196,8 @@ class Inputs:
 
 
 def find_data(name: str, path: str | None) -> DataFolder | None:
-    """Return the data at `path`. If `path` is None, return the recipe's default data, or None for a placeholder.
+    """Return the data at `path`. If `path` is None, return the default data of the recipe `name`, or None for a
+    placeholder.
 
     Raises UserError if `look_at_data` fails, or if the recipe does not take data of this kind.
     """
@@ -217,7 +218,8 @@ def find_data(name: str, path: str | None) -> DataFolder | None:
 
 
 def tables_of(name: str, inputs: Inputs) -> Iterator[Table]:
-    """Yield the tables of a job file. Raises UserError for a reward model of a class of `transformers`."""
+    """Yield the tables of a job file of the recipe `name`. Raises UserError for a reward model of a class of
+    `transformers`."""
     recipe, model, data = RECIPES[name], inputs.model, inputs.data
     is_images = "images" in recipe.kinds
     batch, length = _batch_and_length(recipe, inputs)
@@ -448,7 +450,7 @@ def _is_small(recipe: Recipe, model: ModelFolder | None) -> bool:
 
 
 def head_of(name: str, inputs: Inputs, file: str) -> Iterable[str]:
-    """Return the comment lines at the head of a job file."""
+    """Return the comment lines at the head of a job file `file` of the recipe `name`."""
     ranks, file = f" --world-size {inputs.ranks}", quote(file)
     return (
         RECIPES[name].about,

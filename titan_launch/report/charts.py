@@ -195,8 +195,8 @@ _ROW = 44
 
 def bar_chart(title: str, bars: Sequence[Bar], unit: str, colors: Mapping[str, int], limit: float | None = None) -> str:
     """Return horizontal bars with one scale, which begins at 0; "" if no bar has a length. `title`: the measured
-    quantity, with its unit. `limit`: value that is drawn as a line. A limit far beyond all bars is only in the
-    title."""
+    quantity, with its unit. `colors`: number of the color of each part. `limit`: value that is drawn as a line. A
+    limit far beyond all bars is only in the title."""
     lengths = [sum(map(_extent, bar.parts.values())) for bar in bars]
     if not bars or not max(lengths) > 0:
         return ""

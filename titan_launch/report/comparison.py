@@ -258,7 +258,8 @@ def _distinct_names(runs: Sequence[RecordedRun]) -> list[str]:
         names = [one_line(str(Path(*path[-length:]))) for path in parts]
         if len({*names}) == len(names):
             return names
-    raise UserError(f"error: {runs[0].folder}: the same run is named twice; name different runs")
+    twice = next((run for run, path in zip(runs, parts, strict=True) if parts.count(path) > 1), runs[0])
+    raise UserError(f"error: {twice.folder}: the same run is named twice; name different runs")
 
 
 def _different_keys(runs: Sequence[RecordedRun]) -> Iterator[tuple[str, tuple[Any, ...]]]:

@@ -251,7 +251,7 @@ def _saved(run: RecordedRun) -> str:
 
 
 def gib(size: float) -> str:
-    """Return a size in GiB, or in MiB below 0.1 GiB."""
+    """Return a size as text: in GiB, or in MiB below 0.1 GiB. `size`: in GiB."""
     return f"{size:.2f} GiB" if size >= 0.1 else f"{size * 1024:.1f} MiB"
 
 

@@ -443,13 +443,13 @@ def _lines(path: Path) -> Iterator[Report]:
 
 def _report(line: bytes, tags: dict[str, str]) -> Report:
     """Parse a line, and return its report. Raises ValueError if the line is not a report. `tags`: the names of metrics
-    in earlier lines. Reports share these strings, to save memory."""
+    in earlier lines, to which new names are added. Reports share these strings, to save memory."""
     table = parse_json(line)
     if not isinstance(table, dict):
         raise ValueError("not an object")
     step = table.pop("step", None)
     if type(step) is not int or not 0 <= step < _MOST_STEPS:
-        raise ValueError(f'"step" must be a whole number below {_MOST_STEPS:,}')
+        raise ValueError(f'"step" must be a whole number from 0 to {_MOST_STEPS - 1:,}')
     report: dict[str, float] = {}
     for tag, value in table.items():
         if tag not in tags:

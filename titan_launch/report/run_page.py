@@ -182,7 +182,7 @@ def _config(run: RecordedRun) -> str:
 
 
 def describe_run(run: RecordedRun) -> dict[str, Any]:
-    """Return the state, step, loss and median speed of a run by name, as plain data. Unknown values are None."""
+    """Return the name, state, steps, loss and median speed of a run as plain data. Unknown values are None."""
     tag = speed_tag(run)
     speed, seconds = spread(run.steady(tag)) if tag else None, spread(run.steady(STEP_SECONDS))
     return {

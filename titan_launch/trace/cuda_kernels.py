@@ -103,7 +103,8 @@ def copies_from_host() -> Iterator[None]:
 
 
 class _FusedNorm(torch.autograd.Function):
-    """A norm that only saves input, weights, and `num_statistics` fp32 numbers for each row of `row_size` elements."""
+    """A norm that only saves input, weight, bias, and `num_statistics` fp32 numbers for each row of `row_size`
+    elements."""
 
     @staticmethod
     def forward(
@@ -159,8 +160,8 @@ def scaled_dot_product_attention(  # noqa: PLR0913 - the signature is PyTorch's
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Replace `F.scaled_dot_product_attention`. Context parallelism finds the function by its name, so the replacement
-    must have the same name."""
+    """Call the attention kernel that CUDA would choose. This function replaces `F.scaled_dot_product_attention`. It has
+    the same name, because context parallelism finds the function by its name."""
     is_plain = query.dim() == key.dim() == value.dim() == 4
     has_equal_heads = is_plain and query.shape[1] == key.shape[1]
     if is_plain and query.dtype in _REDUCED and attn_mask is None:
@@ -226,14 +227,16 @@ def _flex_attention(
 
 
 def _expert_product(kernels: Kernels, rows: Tensor, counts: Tensor, *weights: Tensor) -> ExpertProduct:
-    """Replace `mixture_of_experts.expert_product`. The values of `counts` are not read."""
+    """Return the product of experts that runs on the device family, in place of `mixture_of_experts.expert_product`.
+    The values of `counts` are not read."""
     if is_grouped(kernels, dtype_of(rows), widths_of(weights)):
         return grouped_product(counts)
     return looped_product(equal_parts(rows.shape[0], counts.shape[0]))
 
 
 def _split_sizes(expert_load: float, counts: Tensor, there: Tensor, num_rows: int) -> tuple[list[int], list[int]]:
-    """Replace `expert_parallel.split_sizes`. The values of `counts` and `there` are not read."""
+    """Return the numbers of rows to send to and to receive from each rank, in place of `expert_parallel.split_sizes`.
+    The values of `counts` and `there` are not read."""
     ranks = there.shape[0]
     return equal_parts(num_rows, ranks), equal_parts(received_rows(num_rows, ranks, expert_load), ranks)
 

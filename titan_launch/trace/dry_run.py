@@ -53,7 +53,8 @@ def dry_run(config: JobConfig, layout: Layout, hardware: Hardware, rank: int) ->
 
 
 def _update(model: AssembledModel, optimizer: Optimizer) -> None:
-    """Clip all gradients and update all parameters. This finds parameters that PyTorch cannot process together."""
+    """Set an empty gradient for each trained parameter, clip, and update the parameters. This finds parameters that
+    PyTorch cannot process together."""
     for parameter in model.module.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.empty_like(parameter)

@@ -144,7 +144,8 @@ _IN_PLACE = {
 """(key of `_SENT_SHARE`, index of the input argument), by operation of a process group."""
 
 _OF_FSDP = ("_allgather_base_", "_reduce_scatter_base_")
-"""The operations of a process group that FSDP2 calls. Ring attention and experts use functional collectives."""
+"""The operations by which FSDP2 all-gathers and reduce-scatters. Ring attention and experts use functional
+collectives."""
 
 _SENDS_NOTHING = ("recv_", "barrier", "wait_tensor", "_wrap_tensor_autograd")
 

@@ -83,7 +83,8 @@ from titan_launch.train.step import forward_backward
 
 
 class _Recorder(Ledger):
-    """A ledger that notes all changes of memory, in order, instead of adding them up."""
+    """A ledger that notes all changes of memory, in order, instead of adding them up. Memory of FSDP2 (`OF_FSDP`) is
+    not noted."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,7 +137,8 @@ class _Recorder(Ledger):
 
 
 class _Exchanges(TrafficCount):
-    """A counter that notes each collective along an axis of model parallelism."""
+    """A counter that notes each collective along an axis of model parallelism. Reductions of gradients before those of
+    FSDP2 are noted in `_Recorder.reduced` instead."""
 
     def __init__(self, recorder: _Recorder):
         super().__init__()
@@ -363,6 +365,6 @@ def _divided_shapes(model: nn.Module, plan: ModelPlan, name_of: Mapping[int, str
 
 
 def recorded_engine(config: JobConfig, layout: Layout, kernels: Kernels) -> ReplayEngine:
-    """Return the planner's engine for a job. The engine records the tapes that are not in the cache. The process must
-    have no process group."""
+    """Return the planner's engine for a job, which predicts no times. The engine records the tapes that are not in the
+    cache. The process must have no process group."""
     return ReplayEngine(config, layout, kernels, Recordings(config, layout, kernels, TorchRecorder))

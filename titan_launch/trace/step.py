@@ -239,8 +239,8 @@ def watched_memory(model: nn.Module, ledger: Ledger) -> Iterator[LiveMemory]:
 
 @contextmanager
 def watched_parts(config: JobConfig, model: nn.Module, plan: ModelPlan, points: StepPoints) -> Iterator[None]:
-    """Until the `with` block ends, let hooks enter a step point for each module of a model, or of this rank's pipeline
-    stages. Errors of the model are raised again with an explanation (`explained_in_trace`)."""
+    """Until the `with` block ends, let hooks enter a step point for each module in `modules_in_order`, of a model or of
+    this rank's pipeline stages. Some errors of the model are replaced by an explanation (`explained_in_trace`)."""
     pipeline = pipeline_of(model)
     with ExitStack() as stack:
         for module, part in parts(model, plan):

@@ -77,7 +77,7 @@ def _trace_short(
             seen = trace_without(shortcut.removed_for_check)
             whole = whole if _are_alike(_extrapolated(shorter, longer, 2), seen) else None
         if whole is None:
-            log_whole_trace("the memory of the model does not grow linearly with its depth")
+            log_whole_trace("the memory or the traffic of the model does not grow linearly with its depth")
         return whole
     return None
 
@@ -138,8 +138,8 @@ def failures_explained(config: ModelConfig) -> Iterator[None]:
                 "is not supported by PyTorch's fake tensors, with which a trace runs; register the operation's output "
                 "shapes (torch.library.register_fake), or use another operation"
                 if isinstance(error, _UNSUPPORTED)
-                else "needs the values of a tensor, and a trace has only shapes; use an operation whose output shape "
-                "does not depend on values (torch.where, masked_fill)"
+                else "needs the values of a tensor, and a trace has only shapes; use an operation that "
+                "needs no values, such as torch.where or masked_fill"
             )
             reason = f"cannot be traced: {operation}{f' at {location}' if location else ''} {problem}"
             raise config_error(("model", "name"), reason, config.name) from error

@@ -135,9 +135,9 @@ def run_trial(config: JobConfig, layout: Layout, rank: int, device: torch.device
 
 
 def _equal_counts(load: float, counts: Tensor, ranks: int, group: str) -> Tensor:
-    """Replace `expert_parallel.exchanged_counts`, because there is no other rank to send its counts. Return equal
-    counts of rows, with the shape (sending ranks, experts of this rank). Their sum is the number of rows that a plan
-    expects this rank to receive (`plan.experts`). `load`: value of `planner.expert_load`."""
+    """Return equal counts of rows, with the shape (sending ranks, experts of this rank), in place of
+    `expert_parallel.exchanged_counts`: there is no other rank to send its counts. The sum of the counts is the number
+    of rows that a plan expects this rank to receive (`plan.experts`). `load`: value of `planner.expert_load`."""
     rows = received_rows(int(counts.sum()), ranks, load)
     return torch.tensor(equal_parts(rows, counts.numel()), device=counts.device).view(ranks, -1)
 

@@ -110,9 +110,9 @@ class RunBase:
         return BaseRecord(folder, self._fingerprint, len(names), num_bytes)
 
     def begin(self) -> None:
-        """Copy the weights into the model. Let later checkpoints omit the parameters that are never trained.
-        Collective. Each rank reads only its shards. Raises ConfigError, on all ranks alike, if the folder cannot be
-        read, or lacks tensors of the model."""
+        """Copy the weights into the model. Let later checkpoints omit the parameters that are never trained, unless
+        `checkpoint.save_frozen` is set. Collective. Each rank reads only its shards. Raises ConfigError, on all ranks
+        alike, if the folder cannot be read, or lacks tensors of the model."""
         self._copy(None)
         self._omit(frozenset())
 
@@ -169,9 +169,9 @@ class RunBase:
         _log.info(message, self._config.weights, source.model_type or source.name, format_bytes(loaded), seconds)
 
     def _omit(self, differing: Collection[str]) -> None:
-        """Let later checkpoints omit the parameters that are never trained. Not omitted are the parameters in
-        `differing`, whose values differ from the folder's, and parameters that the folder of any host lacks.
-        Collective."""
+        """Let later checkpoints omit each parameter that is never trained and whose value the folder has on every host.
+        With `checkpoint.save_frozen`, checkpoints omit nothing. `differing`: first names of the parameters that are not
+        omitted, because their values differ from the folder's. Collective."""
         self._has_begun = True
         own = frozenset(name for name in self._held if self._first_names[name] not in differing)
         # Ranks exchange the names that their folders lack. All other names could be gigabytes in a large job.

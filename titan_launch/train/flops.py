@@ -181,7 +181,8 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) ->
 def _masked_attention(
     q: Tensor, k: Tensor, v: Tensor, options: attention.ScoreOptions, documents: attention.Documents | None
 ) -> Tensor:
-    """Replace `attention.masked_attention`: each query reads as many keys as the window has tokens."""
+    """Replace `attention.masked_attention`: each query reads as many keys as the window has tokens; without a window,
+    all keys."""
     return _attention(q, *(x[:, :, : options.window] for x in (k, v)))
 
 

@@ -50,8 +50,10 @@ _SAFE_CUDNN = 91501
 def use_kernels(
     config: JobConfig, built: BuiltModel, plan: ModelPlan, layout: Layout, device: torch.device, stack: ExitStack
 ) -> Sequence[str]:
-    """Apply the section `[kernels]`, and log the chosen kernels. Return a list, which is empty at first. If the backend
-    of `kernels.attention` later refuses a call, PyTorch's reasons are added to the list.
+    """Apply the section `[kernels]`, and log the chosen kernels. `built` may be changed (see `_choose_attention`).
+
+    Return a list, which is empty at first. If the backend of `kernels.attention` later refuses a call, PyTorch's
+    reasons are added to the list.
 
     Closing `stack` undoes the choice of attention kernels, but not the precision of matrix products. Raises ConfigError
     if the device, or the shape of the model's attention, does not allow a setting. The devices of all ranks are alike,
@@ -95,9 +97,10 @@ def use_kernels(
 def use_planned_kernels(
     config: JobConfig, built: BuiltModel, plan: ModelPlan, layout: Layout, capability: tuple[int, int]
 ) -> None:
-    """Decide for a plan whether attention pads its value tensors to the width of the queries. `use_kernels` decides the
-    same on a GPU of this compute capability. Here, `plan.attention_kernels.takes` says which backends are usable,
-    without a call of attention. If `takes` refuses the backend that `kernels.attention` names, values are padded."""
+    """Decide for a plan whether the attention of `built` pads its value tensors to the width of the queries, and change
+    `built` in place. `use_kernels` decides the same on a GPU of this compute capability. Here,
+    `plan.attention_kernels.takes` says which backends are usable, without a call of attention. If `takes` refuses the
+    backend that `kernels.attention` names, values are padded."""
 
     def obstacle(dtype: str, pads_values: bool) -> Obstacle:
         assert built.attention is not None
@@ -117,7 +120,8 @@ def _choose_attention(
     obstacle: Callable[[str, bool], Obstacle],
 ) -> dict[str, list[str]]:
     """Return the result of `choose` for each dtype of attention. If the value tensors have another width than the
-    queries, and the chosen backends allow this, do not pad the values. With context parallelism, values are padded.
+    queries, and the chosen backends allow this, set `pads_values` to False in the model of `built`. With context
+    parallelism, values are padded.
 
     `obstacle`: function of a dtype and of `ScoreOptions.pads_values` that returns an `Obstacle`. Raises ConfigError as
     `choose` does.

@@ -83,7 +83,8 @@ class Due:
 
     restore_statistics: bool
     """After the save, restore each rank's own running statistics, which `pool` has averaged over ranks. Due if only
-    `checkpoint.interval_minutes` or a signal causes the checkpoint. Such a checkpoint must not change later steps."""
+    `checkpoint.interval_minutes` or a signal causes the checkpoint, at a step without a regular validation. Such a
+    checkpoint must not change later steps."""
 
 
 def due_after_step(config: JobConfig, step: int, first_step: int, stop_signal: int, save_is_due: bool) -> Due:

@@ -240,7 +240,7 @@ class _Losses:
         return self._loss.given(self._targets[index])
 
     def compute(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the sum of a microbatch's losses, divided by `num_items`: a scalar."""
+        """Return the sum of a microbatch's losses, divided by `num_items`: a scalar. Append its sums to `sums`."""
         means = means_of_step(self._loss.sums(outputs, targets), self._num_items)
         self.sums.append(means.detach())
         # A copy, because a split backward detaches the loss in place, which a view does not allow.

@@ -67,7 +67,7 @@ class ResolvedJob:
     """The same job with `parallelism` as the user wrote it: unset degrees still depend on the number of ranks."""
 
     reason: str | None
-    """Text with the reason for the chosen modes; None if the job has no `auto`."""
+    """Text with the reason for the chosen modes; None if no mode of the job is `auto`."""
 
     layout: Layout
     hardware: Hardware
@@ -146,9 +146,10 @@ def _resolve_batch_size(config: JobConfig, hardware: Hardware, ranks: Ranks) -> 
             return resized
         message = "auto: microbatches of %s fit into memory by the plan, but a trial ran out of memory"
         _log.warning(message, counted(tried, "sample"))
+    full = "" if config.activation_checkpoint.mode == "full" else 'activation_checkpoint.mode = "full", '
     reason = (
         "with every microbatch size, a rank ran out of memory in a trial of three training steps; try "
-        'activation_checkpoint.mode = "full", a smaller training.seq_len, or more ranks to shard over'
+        f"{full}a smaller training.seq_len, or more ranks to shard over"
     )
     raise config_error(("training", "local_batch_size"), reason, "auto")
 
@@ -160,7 +161,7 @@ def _is_enough(config: JobConfig, hardware: Hardware, ranks: Ranks) -> bool:
 
 
 def _planned(config: JobConfig, hardware: Hardware, world_size: int) -> dict[str, Any]:
-    """Return the values that the planner chooses for each `auto`, by key of the job."""
+    """Return the entry `resolved` of the plan: local batch size, modes and reason. The planner replaces each `auto`."""
     with ExitStack() as stack:
         resolved: dict[str, Any] = TraceProcess(config, world_size, hardware, stack).result()["resolved"]
     return resolved
@@ -171,7 +172,7 @@ def _resolve_auto_modes(
 ) -> tuple[JobConfig, str | None]:
     """Return the job with modes in place of `auto`, and the reason for these modes. Collective.
 
-    If the job has no `auto`, return the same job and None. A resumed run keeps the modes that it began with, if the job
+    If no mode is `auto`, return the same job and None. A resumed run keeps the modes that it began with, if the job
     still allows them. Otherwise rank 0 chooses the modes for all ranks. Raises UserError on all ranks if no choice of
     modes fits into memory. Nothing is written or allocated before this error.
     """

@@ -57,6 +57,8 @@ class Run:
     """The state that checkpoints save."""
 
     checkpoints: CheckpointManager | None
+    """None if the run saves no checkpoints."""
+
     batches: RunBatches
     observers: Observers
     memory_check: MemoryCheck | None

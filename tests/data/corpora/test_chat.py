@@ -374,8 +374,8 @@ def test_a_chat_is_a_document_that_is_not_cut(folders: dict[str, Path], tmp_path
 
 BAD_CHATS: list[tuple[Any, str]] = [
     ({"text": "x"}, 'path: {} is not a chat (its keys are text; a chat has "messages", "conversations", '),
-    ({"messages": []}, 'path: {} is without messages in "messages" (it must be an array of objects); '),
-    ({"messages": "Hi"}, 'path: {} is without messages in "messages" (it must be an array of objects); '),
+    ({"messages": []}, 'path: {} is without messages in "messages" (it must be an array of one or more '),
+    ({"messages": "Hi"}, 'path: {} is without messages in "messages" (it must be an array of one or more '),
     ({"messages": [{"content": "a"}]}, 'path: {} is without the role of a message (message 1 of "messages"); '),
     ({"conversations": [{"from": []}]}, "path: {} is without the role of a message (message 1 of "),
     ({"prompt": "a", "response": None}, "path: {} is not a chat (its keys are prompt, response: null; a chat has "),
@@ -388,6 +388,10 @@ BAD_CHATS: list[tuple[Any, str]] = [
         "path: {} is a chat with a message weight other than 0 and 1 (it is 0.5); ",
     ),
     ({"messages": messages("a", "b"), "tools": "[]"}, 'path: {} is a chat whose "tools" are not an array (they are '),
+    (
+        {"messages": [*messages("a"), {"role": "assistant", "content": "b", "tool_calls": 5}]},
+        'path: {} is a chat whose "tool_calls" are not an array (message 2 has 5); ',
+    ),
     (ALPACA | {"history": [["a", "b"]]}, 'path: {} is a chat with "history" (write a chat of several turns as '),
     (ALPACA | {"input": 0}, 'path: {} is a chat without a string in "input" (it is 0); '),
     (ALPACA | {"prompt": "a"}, 'path: {} is a chat with both "prompt" and "instruction"; '),
@@ -415,7 +419,7 @@ def test_chats_that_cannot_be_used_stop_the_run_or_are_counted(folders: dict[str
         assert found.endswith('correct this line, or set data.on_error = "skip"')
     source = build(path, tokenizer, [good, *(line for line, _ in BAD_CHATS)], on_error="skip")
     assert "1 document, " in source.describe()
-    assert "; skipped 20 lines: 2 not a chat, 2 without messages in " in source.describe()
+    assert "; skipped 21 lines: 2 not a chat, 2 without messages in " in source.describe()
 
 
 ESCAPES = [

@@ -140,7 +140,8 @@ def test_long_pairs_are_skipped_cut_or_refused(tmp_path: Path) -> None:
 BAD_LINES: list[tuple[Any, str]] = [
     ({"prompt": "a", "response": "b"}, 'without "chosen" (its keys are prompt, response; a line needs "chosen" and '),
     ({"prompt": "a", "chosen": "b"}, 'without "rejected" (its keys are prompt, chosen; '),
-    ({"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "c"}, 'without a prompt ("chosen" and "rejected" have '),
+    ({"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "c"}, 'without a prompt ("chosen" and "rejected" begin '),
+    ({"prompt": "a", "chosen": [ASKED, BAD], "rejected": "c"}, "a pair of a whole chat and an answer (write "),
     ({"prompt": "a", "chosen": "b", "rejected": None}, 'without the text of a message (message 1 of "rejected" '),
     ({"chosen": [ASKED], "rejected": [ASKED, BAD]}, "without a message of the assistant; "),
 ]
@@ -152,7 +153,7 @@ def test_lines_that_are_no_pairs_are_named_or_counted(tmp_path: Path) -> None:
         found = problem(file, [LAYOUTS[0], line])
         assert found.startswith(f"data.path: a.jsonl, line 2 is {reason}"), found
     source = build(file, [LAYOUTS[0], *(line for line, _ in BAD_LINES)], on_error="skip")
-    assert "skipped 5 lines" in source.describe()
+    assert "skipped 6 lines" in source.describe()
 
 
 RATED = [

@@ -237,7 +237,7 @@ ALTERNATION = {
 }
 SYSTEM = {"a system message", "a system message of white space", "modes as words"}
 TOOLS = {"a tool", "a tool with arguments as text", "a tool after a thought"}
-UNWRITTEN = "a chat with a tool call that the template omits"
+UNWRITTEN = "a chat with a tool call that the template does not write into the answer"
 OMITTED = "a chat with a message that the template omits"
 ALL = set(CONVERSATIONS)
 

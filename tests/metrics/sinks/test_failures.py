@@ -48,8 +48,8 @@ def test_a_sink_that_fails_is_reported_once_closed_and_dropped(caplog: pytest.Lo
     sink.close()
     assert recorder.calls == [1, 2, True]
     assert caplog.messages == [
-        "metrics: the sink mine:sink failed at the report of step 2 and gets no more reports; training continues. "
-        "ValueError: no such host"
+        "metrics: the sink mine:sink failed at the report of step 2 and gets no more reports; "
+        "training is not affected. ValueError: no such host"
     ]
 
 

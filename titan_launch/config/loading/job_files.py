@@ -184,7 +184,7 @@ def _read_text(path: str) -> str:
     except FileNotFoundError:
         raise _FileError(f"{shown}: no such file{_similar_file(path)}") from None
     except OSError as error:
-        raise _FileError(f"{shown}: cannot be read: {error.strerror}; correct the path or the permissions") from None
+        raise _FileError(f"{shown}: cannot be read: {error.strerror}; correct this, or name another file") from None
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:

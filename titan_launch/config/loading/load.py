@@ -40,7 +40,8 @@ def load_job(
     rules: Sequence[Rule] = RULES,
     aliases: Mapping[str, str] | None = None,
 ) -> LoadedJob:
-    """Read a job file (`.toml`, or the `config.json` of a run), apply the overrides, and check the configuration.
+    """Read a job file (`.toml`, or the `config.json` of a run), apply the overrides, copy the files at URLs, and check
+    the configuration.
 
     `path`: None if the job consists only of overrides. `rules`: the rules that are checked. `aliases`: see
     `parse_overrides`. Messages show options as the user wrote them. Raises UserError with all problems: location, key,
@@ -193,7 +194,8 @@ def _parse(table: dict[str, Any]) -> tuple[JobConfig, list[Problem]]:
     for problem in problems:
         _remove(rest, problem.key)
     config, more = _parse(rest) if rest != table else (JobConfig(), [])
-    return config, problems + more
+    known = {problem.key for problem in problems}  # a removed key that is required is not reported as missing
+    return config, problems + [problem for problem in more if problem.key not in known]
 
 
 def _with_kinds(value: Any, key: KeyPath) -> Any:

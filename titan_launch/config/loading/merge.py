@@ -33,7 +33,7 @@ class Override:
     value: Any
 
     def find(self, key: KeyPath) -> tuple[int, str]:
-        """Return (0, text): an override has no line, and errors show `text` as its location."""
+        """Return (0, location as text) for any key: an override has no line, and its location shows `text`."""
         return 0, f"command line: {shortened(self.text, _MAX_TEXT_LENGTH)}"
 
     @property

@@ -40,7 +40,7 @@ _KNOWN = READ | {*WRITTEN, STORE}
 
 
 def has_copies(table: Mapping[str, Any]) -> bool:
-    """Return True if `with_local_copies` would copy objects for this table."""
+    """Return True if a key of `READ` has a URL."""
     return any(_name(key) in READ for key, _ in _urls(table))
 
 

@@ -5,6 +5,7 @@ This module is imported only after a validation has failed.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from titan_launch.config.loading.provenance import MOST_PROBLEMS, toml_value
 from titan_launch.config.loading.schema_walk import TableSchema, kinds_of, locate, tables
 from titan_launch.config.sections.section import Section
 from titan_launch.core.errors import UNSET, KeyPath, Problem, format_key, nearest
-from titan_launch.core.terminal import shortened
+from titan_launch.core.terminal import counted, shortened
 from titan_launch.models.architectures import ARCHITECTURES
 
 
@@ -70,10 +71,13 @@ def _reason(details: ErrorDetails, key: KeyPath) -> str:
             return f"must be a table{f'; {foreign[0]}' if foreign else _brackets_hint(key, value)}"
         case "string_too_short":
             return "must not be empty; write a text, or remove this key"
-        case "tuple_type" if isinstance(value, dict):
-            return f"must be an array of tables; write [[{format_key(key)}]], not [{format_key(key)}]"
+        case "too_short":
+            return f"must be an array with at least {counted(context['min_length'], 'value')}"
+        case "tuple_type" if _is_array_of_tables(key):
+            header = f"[{format_key(key)}]"
+            return f"must be an array of tables; write [{header}]{f', not {header}' * isinstance(value, dict)}"
         case "tuple_type":
-            return f"must be an array; write [{shortened(toml_value(value))}]"
+            return f"must be an array{'' if isinstance(value, dict) else f'; write [{shortened(toml_value(value))}]'}"
         case kind if kind in _TYPES:
             noun, hint = _TYPES[kind]
             return f"must be {noun}{hint(value)}"
@@ -113,7 +117,7 @@ def _number_hint(value: Any) -> str:
 
 def _whole_number_hint(value: Any) -> str:
     hint = _number_hint(value)
-    return hint if "." not in hint else ""
+    return "" if "." in hint or re.search(r"\de", hint) else hint
 
 
 def _bool_hint(value: Any) -> str:
@@ -123,6 +127,11 @@ def _bool_hint(value: Any) -> str:
 
 def _string_hint(value: Any) -> str:
     return "" if isinstance(value, (list, dict)) else f'; put it in quotes: "{shortened(toml_value(value))}"'
+
+
+def _is_array_of_tables(key: KeyPath) -> bool:
+    name = tuple(part for part in key if isinstance(part, str))
+    return any(table.key == name and table.header.startswith("[[") for table in _all_tables())
 
 
 def _brackets_hint(key: KeyPath, value: Any) -> str:

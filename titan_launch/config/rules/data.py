@@ -207,14 +207,15 @@ NO_EPOCHS_OF_A_STREAM = "the data is a stream, whose length is unknown; set trai
 
 
 def validation_samples_are_held_out(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem if validation reads samples of the training data: the same `path`, and no separate splits."""
+    """Report a problem if validation reads samples of the training data: the same `path`, and no separate splits. (With
+    `split = "train"`, validation may read training samples.)"""
     for (train_key, train), (key, held_out) in pairs_of(config, DataSource):
         if not (isinstance(train, _Split) and isinstance(held_out, _Split)):
             continue
         names = ("kind", "subset", "hf_split", "field", "column")
         is_same = all(getattr(train, name, None) == getattr(held_out, name, None) for name in names)
         is_same = is_same and _normal_entries(train) == _normal_entries(held_out)
-        if not is_same or held_out.split == "train":  # a table with this split asks for training data
+        if not is_same or held_out.split == "train":
             continue
         also = (train_key, ("validation", "freq"), (*key, "path"))
         if (train.split, held_out.split) != ("train", "validation"):

@@ -180,7 +180,7 @@ def _why_no_images(path: str) -> str | None:
                 return str(error)
         case "npz" if not os.path.isfile(path):
             return (
-                "must be a folder of class folders, .tar shards or an .npz file, relative to the working directory, or "
-                f'"{SKLEARN_DIGITS}"'
+                f'must be "{SKLEARN_DIGITS}", or an existing folder of class folders, .npz file or .tar shards (paths '
+                "are relative to the working directory)"
             )
     return None

@@ -246,7 +246,7 @@ def frozen_job(config: JobConfig, second: FrozenModelConfig) -> JobConfig:
         reason = f"holds {folder.name}, which is not a model of this package; name a folder with such a model"
         raise config_error(second.key, reason, second.folder)
     args = known_args(config.model)
-    is_same = folder.name == config.model.name and args is not None and not differences(folder.name, args, folder)
+    is_same = folder.name == config.model.name and args is not None and not differences(args, folder)
     if is_same:
         model = config.model.model_copy(update={"weights": second.folder, "exclude_from_weights": ()})
     else:

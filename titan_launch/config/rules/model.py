@@ -47,8 +47,8 @@ def flavor_exists(config: JobConfig) -> Iterator[Problem]:
 
 
 def huggingface_has_a_config(config: JobConfig) -> Iterator[Problem]:
-    """For `model.name = "huggingface"`, report a problem if `model.args` has no `model_type`, for each refused
-    argument, and if `transformers` lacks the class. (Usually, the `config.json` in `model.path` has `model_type`.)"""
+    """For `model.name = "huggingface"`, report a problem if `model.args` has no `model_type`, for refused arguments (at
+    most 10), and if `transformers` lacks the class. (Usually, the `config.json` in `model.path` has `model_type`.)"""
     model = config.model
     if model.name != HUGGINGFACE:
         return
@@ -152,7 +152,7 @@ def weights_are_of_the_model(config: JobConfig) -> Iterator[Problem]:
             reason = f"holds the weights of {folder.name}, not of {model.name}; name another folder, or set model.name"
             yield Problem(key, reason, model.weights, also=(_NAME,))
             return
-        for argument, own, theirs in differences(model.name, args, folder):
+        for argument, own, theirs in differences(args, folder):
             values = f"{argument} is {toml_value(own)} in this job, and {toml_value(theirs)} in {model.weights}"
             reason = f"{values}; remove the key from the job"
             yield args_problem(config, (argument,), reason, also=(key,))

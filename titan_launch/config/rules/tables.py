@@ -181,8 +181,8 @@ CONTRADICTIONS = (
     Contradiction(
         "training.frozen",
         lambda job: bool(job.training.frozen and job.lora.targets),
-        "has no effect with {lora.targets}: every parameter that training.trainable does not name is frozen; remove "
-        "this key",
+        "has no effect with {lora.targets}: every parameter of the base model that training.trainable does not name is "
+        "frozen; remove this key",
     ),
     Contradiction(
         "training.unfreeze",
@@ -352,7 +352,7 @@ CONTRADICTIONS = (
     ),
     Contradiction(
         "checkpoint.load",
-        lambda job: isinstance(job.checkpoint.load, int) and not job.checkpoint.enable,
+        lambda job: isinstance(job.checkpoint.load, int) and job.checkpoint.load > 0 and not job.checkpoint.enable,
         "resumes from a checkpoint of this run, but the job has {checkpoint.enable}; set checkpoint.enable = true",
     ),
     Contradiction(

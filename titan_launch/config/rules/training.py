@@ -26,7 +26,7 @@ def profile_is_in_the_run(config: JobConfig) -> Iterator[Problem]:
     if start is not None and training.steps is not None and start + profiling.num_steps - 1 > training.steps:
         length = f"the run ends after step {training.steps} ({format_key(training.length_key)})"
         remedy = "set a smaller start_step or num_steps"
-        reason = f"begins a profile of {profiling.num_steps} steps, but {length}; {remedy}"
+        reason = f"begins a profile of {counted(profiling.num_steps, 'step')}, but {length}; {remedy}"
         yield Problem(("profiling", "start_step"), reason, start, also=(training.length_key,))
 
 
@@ -96,7 +96,7 @@ def average_is_updated_in_the_run(config: JobConfig) -> Iterator[Problem]:
         return
     if ema.first_update > training.steps:
         name = "every_steps" if ema.every_steps > training.steps else "start_step"
-        length = f"{training.steps} steps ({format_key(training.length_key)})"
+        length = f"{counted(training.steps, 'step')} ({format_key(training.length_key)})"
         reason = f"is so large that the average is never updated in the run of {length}; set a smaller number"
         yield Problem(("ema", name), reason, getattr(ema, name), also=(training.length_key,))
 

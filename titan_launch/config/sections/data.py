@@ -557,7 +557,7 @@ a `.json` file may be one document."""
 def misread_as_text(path: str, names: Iterable[str]) -> str | None:
     """Return the reason why an entry of `path` must not be read as text; None if the entry may be read as text. Files
     with records must not be read as text, because the format of the records would become part of the text. `names`:
-    names of the entry's files, or of the first of these files."""
+    names of the entry's files, or of the first of these files; for a glob, the glob itself is enough."""
     ends = count_ends(names)
     records = Counter({end: number for end, number in ends.items() if uncompressed(end) in _RECORDS})
     if not records:

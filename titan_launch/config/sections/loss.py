@@ -39,9 +39,10 @@ class ReferenceConfig(Section):
 
 
 class DPOConfig(ReferenceConfig):
-    """Direct preference optimization (DPO, arXiv:2305.18290): the model learns to prefer one answer to another. The
-    loss of a pair is -log sigmoid(`beta` x (log-ratio of the chosen answer - log-ratio of the rejected answer)). A
-    log-ratio is the log-probability of an answer in the trained model minus that in the reference model."""
+    """Direct preference optimization (DPO, arXiv:2305.18290): the model learns to prefer one answer to another. With
+    `label_smoothing = 0`, the loss of a pair is -log sigmoid(`beta` x (log-ratio of the chosen answer - log-ratio of
+    the rejected answer)). A log-ratio is the log-probability of an answer in the trained model minus that in the
+    reference model."""
 
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
     """Assumed probability that the two answers of a pair are swapped by mistake (conservative DPO). Validation ignores
@@ -117,7 +118,7 @@ class DistillationConfig(Section):
 class LossConfig(Section):
     """The training loss, which is summed in fp32. With `cross_entropy` and `distillation`, validation reports the
     cross-entropy without label smoothing and z-loss, so that jobs can be compared. With any other loss, and with
-    `model.loss`, validation reports the training loss (`kto`: with the baseline 0)."""
+    `model.loss`, validation reports the training loss (`kto`: with the baseline 0; `dpo`: without label smoothing)."""
 
     name: str = "cross_entropy"
     """The loss. `cross_entropy`: the mean cross-entropy of all targets that are not ignored. `dpo`, `ipo`, `simpo` and

@@ -76,21 +76,21 @@ ALL_LINEAR = "all-linear"
 class LoRARule(Section):
     """A different rank or scale for some of the adapters."""
 
-    match: Array[str]
+    match: Annotated[Array[str], Field(min_length=1)]
     """Globs of modules that `lora.targets` matches. If several rules match a module, the first rule applies."""
 
     rank: Annotated[int, Field(ge=1)] | None = None
     """Rank of these adapters. Unset: `lora.rank`."""
 
     alpha: Annotated[float, Field(gt=0)] | None = None
-    """Alpha of these adapters: their scale is alpha / rank. Unset: `lora.alpha`."""
+    """Alpha of these adapters, which sets their scale (see `lora.alpha`). Unset: `lora.alpha`."""
 
 
 class LoRAConfig(Section):
     """Low-rank adapters (LoRA, arXiv:2106.09685). All other parameters are frozen, except those that
     `training.trainable` or `training.unfreeze` names. A module with an adapter multiplies by W + scale * B A instead of
-    its weight W. A has `rank` rows, and B has `rank` columns. At the start, B A is 0, so the adapters do not change the
-    outputs of the model."""
+    its weight W. A has `rank` rows, and B has `rank` columns. At the start, unless `adapter` is set, B A is 0, so the
+    adapters do not change the outputs of the model."""
 
     targets: Array[str] = ()
     """The modules that get adapters: linear layers, embeddings, and the experts of a mixture of experts. An entry is a
@@ -105,7 +105,7 @@ class LoRAConfig(Section):
     """Rows of A, and columns of B. At most the smaller side of each target's weight."""
 
     alpha: Annotated[float, Field(gt=0)] = 32.0
-    """The scale of the adapters is `alpha / rank`."""
+    """The scale of the adapters is `alpha / rank`, or `alpha / sqrt(rank)` with `rank_stabilized`."""
 
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Probability with which an element of an adapter's input is set to zero in training. Adapters of embeddings, whose

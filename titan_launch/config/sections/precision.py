@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from titan_launch.config.sections.section import Array, FloatDtype, Section
 
@@ -16,7 +18,7 @@ class PrecisionRule(Section):
     matches every subclass of `_BatchNorm`. A name with dots is the full name of one class:
     `my_package.norms.MyNorm`."""
 
-    match: str | Array[str] | None = None
+    match: str | Annotated[Array[str], Field(min_length=1)] | None = None
     """Glob, or array of globs, for module paths. `*` matches within one segment, `**` crosses dots, as in
     `layers.*.attention_norm`."""
 

@@ -22,8 +22,8 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, defer_build=True)
 
     def changed(self, *names: str) -> Iterator[tuple[str, Any]]:
-        """Yield (name, value) for each field whose value differs from its default. A field with a default factory is
-        always yielded.
+        """Yield (name, value) for each field whose value differs from its default. A field with a default factory, or
+        without a default, is always yielded.
 
         `names`: the fields to compare; default: all. Values are compared, because the `config.json` of a run contains
         every key: the presence of a key does not show that a user set it.

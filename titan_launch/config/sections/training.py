@@ -196,8 +196,8 @@ class MuonConfig(Section):
     """Decay of the momentum. The momentum is a running mean of the gradient."""
 
     nesterov: bool = True
-    """Use Nesterov momentum: the update is `(1 - momentum)` times the gradient plus `momentum` times the new
-    momentum."""
+    """Use Nesterov momentum: `(1 - momentum)` times the gradient plus `momentum` times the new momentum is made nearly
+    orthogonal, instead of the new momentum."""
 
     ns_steps: Annotated[int, Field(ge=1, lt=100)] = 5
     """Number of Newton-Schulz iterations. After 5 iterations, the singular values of an update are between about 0.7

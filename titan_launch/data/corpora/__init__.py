@@ -17,5 +17,4 @@ CORPORA: dict[str, type[Corpus]] = {
     "parquet": ParquetCorpus,
     "huggingface": HuggingFaceCorpus,
 }
-"""The class for each kind of corpus. Either `titan-launch prepare` tokenizes the corpus, or a run does so when it
-starts."""
+"""The class for each kind of corpus."""

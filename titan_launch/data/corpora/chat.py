@@ -81,7 +81,9 @@ class ChatCorpus(TokenizedLinesCorpus):
         if not targets[1:].any():
             if len(targets) < len(chat.tokens):
                 raise RecordError("without a target", "it was truncated", "truncation")
-            raise RecordError("without a target", "the chat template writes no text of the assistant", "template")
+            detail = f'answers of train_on = "{self.config.train_on}" have "weight": 0 or "train": false'
+            detail += ", or the chat template does not write them"
+            raise RecordError("without a target", detail, "template")
         return Encoded(chat.tokens[kept], targets)
 
 
@@ -172,13 +174,16 @@ def preference_messages(record: Mapping[str, Any]) -> list[list[Message]]:
     """
     if missing := [key for key in ANSWERS if key not in record]:
         known = '"chosen" and "rejected", and also "prompt" if these two are only answers'
-        detail = f"its keys are {listed(list(record), most=8)}; a line needs {known}"
+        detail = f"its keys are {listed(list(record), most=8) or 'none'}; a line needs {known}"
         raise RecordError(f'without "{missing[0]}"', detail)
     answers = {key: _as_message(record[key], "assistant") for key in ANSWERS}
     chats = [_messages(answers, key) for key in ANSWERS]
-    if any(chat[0]["role"] == "assistant" for chat in chats):
+    are_answers = [chat[0]["role"] == "assistant" for chat in chats]
+    if any(are_answers):
+        if not all(are_answers):
+            raise RecordError("a pair of a whole chat and an answer", 'write "chosen" and "rejected" alike')
         if "prompt" not in record:
-            detail = '"chosen" and "rejected" have only the answer; add "prompt", or write whole chats'
+            detail = '"chosen" and "rejected" begin with an answer; add "prompt", or write whole chats'
             raise RecordError("without a prompt", detail)
         prompt = _messages({"prompt": _as_message(record["prompt"], "user")}, "prompt")
         chats = [[*prompt, *chat] for chat in chats]
@@ -190,11 +195,12 @@ def chat_messages(record: Mapping[str, Any]) -> list[Message]:
 
     - `{"messages": [{"role": ..., "content": ...}, ...]}` (OpenAI)
     - `{"conversations": [{"from": ..., "value": ...}, ...]}` (ShareGPT)
-    - `{"prompt": ..., "response": ...}`, or `completion` in place of `response`: texts, or arrays of messages
+    - `{"prompt": ..., "response": ...}`: texts, or arrays of messages
     - `{"instruction": ..., "input": ..., "output": ...}` (Alpaca), of which `input` may be missing, or be named
       `context` (Dolly)
 
-    A string `system` becomes the first message.
+    In the last two formats, the answer is in `response`, `completion` or `output`. A string `system` becomes the first
+    message.
     """
     keys = chat_keys(record)
     for group in _KEYS:
@@ -217,7 +223,7 @@ def chat_messages(record: Mapping[str, Any]) -> list[Message]:
     else:
         known = '"messages", "conversations", "prompt" with "response", or "instruction" with "output"'
         found = [key if record[key] is not None else f"{key}: null" for key in record]
-        raise RecordError("not a chat", f"its keys are {listed(found, most=8)}; a chat has {known}")
+        raise RecordError("not a chat", f"its keys are {listed(found, most=8) or 'none'}; a chat has {known}")
     return [*_system(record), *messages]
 
 
@@ -259,12 +265,14 @@ def _messages(record: Mapping[str, Any], key: str) -> list[Message]:
     """Return the messages in the array `record[key]`. Raises RecordError for any other value."""
     found = record[key]
     if not isinstance(found, list) or not found or not all(isinstance(item, dict) for item in found):
-        raise RecordError(f'without messages in "{key}"', "it must be an array of objects")
+        raise RecordError(f'without messages in "{key}"', "it must be an array of one or more objects")
     messages = [_named(item) for item in found]
     for number, message in enumerate(messages, start=1):
         if not isinstance(message["role"], str):
             raise RecordError("without the role of a message", f'message {number} of "{key}"')
-        if not isinstance(message.get("content"), str) and not message.get("tool_calls"):
+        if not isinstance(calls := message.get("tool_calls"), list | None):
+            raise RecordError('a chat whose "tool_calls" are not an array', f"message {number} has {calls!r:.80}")
+        if not isinstance(message.get("content"), str) and not calls:
             raise RecordError("without the text of a message", f'message {number} of "{key}" needs a string')
     return messages
 

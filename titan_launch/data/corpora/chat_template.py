@@ -42,14 +42,14 @@ _MOST_BYTES = MIB
 """Largest size of a template file in bytes. Published templates have up to 50 kB."""
 
 _SECONDS_PER_MESSAGE = 0.01
-"""Seconds of CPU time that are allowed for each message of a chat. For each answer, the chat is rendered several
-times."""
+"""Additional seconds of CPU time for each message of a chat, because the chat is rendered several times for each
+answer."""
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """The template that a key of the job file names. A template from outside of this package runs in the helper
-    process (`core/limited_process.py`), with limits on memory and CPU time."""
+    """The template that a key of the job file names. Unless `is_trusted`, it runs in the helper process
+    (`core/limited_process.py`), with limits on memory and CPU time."""
 
     renderer: Renderer
     key: KeyPath
@@ -81,7 +81,7 @@ class ChatTemplate:
         try:
             return self._limited.call(method, *arguments, seconds=_SECONDS_PER_MESSAGE * num_messages)
         except CallError as error:
-            reason = f"names a template that {error}" if error.is_stopped else f"cannot be used: {error}"
+            reason = f"the template {error}" if error.is_stopped else f"cannot be used: {error}"
             value = UNSET if self.value is None else self.value
             raise config_error(self.key, f"{reason}; set {_KNOWN}, or another Jinja file", value) from None
 
@@ -191,7 +191,7 @@ def _tokens_of(settings: Mapping[str, Any]) -> list[str]:
 
 
 def _content(value: Any) -> str:
-    """Return the text of a special token, which may be an object with options."""
+    """Return the text of a special token, which is a string or an object with options; "" for any other value."""
     found = value.get("content") if isinstance(value, dict) else value
     return found if isinstance(found, str) else ""
 

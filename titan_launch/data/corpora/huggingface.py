@@ -83,7 +83,7 @@ def _saved(config: HuggingFaceData, key: KeyPath, found: Any) -> Any:
 
 
 def _why(config: HuggingFaceData, error: Exception) -> str:
-    message = " ".join(str(error).split()).rstrip(".")
+    message = " ".join(str(error).split()).rstrip(".") or type(error).__name__
     if Path(config.path).exists():
         return f"cannot be loaded: {message}; correct the folder, subset or hf_split"
     if isinstance(error, ConnectionError):

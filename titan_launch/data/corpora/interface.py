@@ -82,7 +82,7 @@ class Corpus(ABC):
     """Documents in files. Instances are sent to worker processes."""
 
     unit = "file"
-    """Noun in messages for the part of a file that is one document: `file`, `line` or `row`."""
+    """Noun for the part of a file that is one document, in errors and log lines: `file`, `line` or `row`."""
 
     remedy = "name other files"
     """Remedy in the error for data without any usable document."""

@@ -89,7 +89,8 @@ class LinesCorpus(FileCorpus, RecordCorpus):
                     raise self.expanded(file, limit)
 
     def _lines_before(self, file: File, start: int) -> int:
-        """Return the number of lines that begin before byte `start` of a file. Only error messages need this number."""
+        """Return the number of lines that begin before byte `start` of a file. Only the names of records that cannot be
+        used need this number."""
         count, position = 0, 0
         with self.opened(file) as stream:
             while position < start and (found := _skip_line(stream, _NO_END)):
@@ -190,11 +191,12 @@ def value_of(record: dict[str, Any], field: str, key: str) -> Any:
     """Return the value of a field, such as `meta.text`: the field `text` in the object `meta`. `key`: the key of the
     section that names the field, for errors. Raises RecordError if the field is missing."""
     found: Any = record
+    owner = "its keys"
     for name in field.split("."):
         if not isinstance(found, dict) or name not in found:
             keys = listed(list(found), most=8) if isinstance(found, dict) else ""
-            raise RecordError(f'without the key "{field}"', keys and f"its keys: {keys}", key)
-        found = found[name]
+            raise RecordError(f'without the key "{field}"', keys and f"{owner}: {keys}", key)
+        found, owner = found[name], f'keys of "{name}"'
     return found
 
 

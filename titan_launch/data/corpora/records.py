@@ -20,7 +20,7 @@ _SHOWN = 500
 
 class RecordCorpus(Corpus):
     """A corpus whose documents are records. The key `on_error` decides whether a record that cannot be used is skipped
-    or stops the run."""
+    or stops the run. For a record that is too long, the key `truncation` decides, if the section has this key."""
 
     config: RecordsData
     unit = "row"
@@ -63,8 +63,8 @@ _TYPES: dict[type, str] = {
 
 
 class ColumnCorpus(RecordCorpus):
-    """A corpus of rows in tables of Arrow. The key `column` names the column with the text. Messages number the rows
-    from 0."""
+    """A corpus of rows in tables of Arrow. The key `column` names the column with the text. Errors number the rows from
+    0."""
 
     config: ParquetData | HuggingFaceData
 
@@ -74,7 +74,8 @@ class ColumnCorpus(RecordCorpus):
         key, column = (*self.key, "column"), self.config.column
         types = dict(zip(schema.names, schema.types, strict=True))
         if column not in types:
-            columns = one_line(f"its columns are {listed(list(types), most=12)}{did_you_mean(column, types)}")
+            known = listed(list(types), most=12) or "none"
+            columns = one_line(f"its columns are {known}{did_you_mean(column, types)}")
             raise config_error(key, f"is not a column of {one_line(where)}; {columns:.{_SHOWN}}", column)
         if not _is_text(types[column]):
             texts = one_line(listed([name for name in types if _is_text(types[name])], most=12)) or "none"

@@ -228,12 +228,13 @@ def open_shards(path: str, label_field: str | None, channels: int, path_key: Key
             except OSError as error:
                 raise config_error(path_key, _why_unread(error, name), path) from None
             except Exception as error:  # tarfile raises many types of errors for damaged headers
-                found = one_line(f"{error or type(error).__name__}")
+                found = one_line(str(error) or type(error).__name__)
                 reason = f"is truncated, or not an uncompressed tar file ({found:.200}); write or copy it again"
                 raise config_error(path_key, f"{one_line(name)} {reason}", path) from None
         if not listing.labels:
             found = listed([one_line(name) for name in names])
-            raise config_error(path_key, f"contains no images ({found}); write KEY.jpg and KEY.cls", path)
+            label = "KEY.cls" if label_field is None else "KEY.json"
+            raise config_error(path_key, f"contains no images ({found}); write KEY.jpg and {label}", path)
         listing.save(folder)
 
     with _errors_on(path_key, path):
@@ -281,7 +282,7 @@ def _errors_on(path_key: KeyPath, path: str) -> Iterator[None]:
 def _why_unread(error: OSError, name: str = "") -> str:
     """Return the reason why a file or folder cannot be read, with a remedy. `name`: name of the file or folder; ""
     means the name in `error`."""
-    found = one_line(name or str(error.filename))
+    found = one_line(name or str(error.filename or "a file"))
     return f"{found} cannot be read: {error.strerror or error}; correct the permissions, or remove it"
 
 

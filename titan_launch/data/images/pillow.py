@@ -1,4 +1,4 @@
-"""Image files, which Pillow opens and decodes. No other module opens image files.
+"""Image files, which Pillow opens and decodes. No other module decodes image files.
 
 Pillow guesses the format of a file from its content, and some of its formats start other programs: a file that begins
 like PostScript is given to Ghostscript, even if its name ends in `.jpg`. So only the formats below are tried. A small

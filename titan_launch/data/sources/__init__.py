@@ -65,8 +65,8 @@ def build_source(
 ) -> SampleSource:
     """Build the source that `config` describes. `SourceContext` explains the other arguments.
 
-    A sample of text is (tokens, next tokens), both int64 `[seq_len]`; with `packing = "documents"`, the document
-    numbers, int32 `[seq_len]`, follow. A sample of images is a float32 image `[channels, height, width]` and its class,
+    A sample of text is (tokens, targets), both int64 `[seq_len]`; with `packing = "documents"`, the document numbers,
+    int32 `[seq_len]`, follow. A sample of images is a float32 image `[channels, height, width]` and its class,
     an int64 scalar.
 
     Raises ConfigError if data is missing, unreadable or too small, or if it does not fit the model. Raises UserError if

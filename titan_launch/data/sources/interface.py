@@ -1,4 +1,4 @@
-"""The interface of data sources. A source returns samples by index. `data.loader` decides their order."""
+"""The interface of data sources. A source returns samples by index. `data.order` decides their order."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from titan_launch.data.token_files import Tokens
 from titan_launch.data.tokenizers import Tokenizer
 
 Sample = tuple[Tensor, ...]
-"""A pair (input, target). Samples of several documents are triples (input, target, documents).
+"""A pair (input, target). Samples of packed documents are triples (input, target, documents).
 
 A target of `IGNORED_TARGET` does not count. `documents`, int32 `[seq_len]`, has a number for each token. The numbers
 begin at 0 and rise by 0 or 1 from token to token. Tokens with the same number are one document: they attend to each
@@ -32,7 +32,7 @@ class Batch(NamedTuple):
     inputs: Tensor
     targets: Tensor
     documents: Tensor | None = None
-    """Document number of each token (see `Sample`); None if each sample is one document."""
+    """Document number of each token (see `Sample`); None if samples have no document numbers."""
 
     def to(self, device: torch.device) -> Batch:
         """Return the batch on a device. If the batch is in pinned memory, the host does not wait for the copy."""

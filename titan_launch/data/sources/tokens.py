@@ -91,7 +91,8 @@ class TokenSource(_TokenFilesSource):
         return max(0, len(self.stream) - 1) // self._seq_len
 
     def read_batch(self, indices: Sequence[int], positions: Sequence[int] | None = None) -> Sample:
-        """Return inputs and targets. The targets are the inputs shifted by one position."""
+        """Return inputs and targets. The targets are the inputs shifted by one position, with IGNORED_TARGET for tokens
+        that do not count as targets."""
         windows = np.stack([self._window(index) for index in indices])
         if windows.max() >= self.num_classes:
             raise self.stream.outside_vocabulary(
@@ -196,7 +197,7 @@ def build_tokens(config: TokensData, context: SourceContext) -> TokenSource | Pa
     except TokenFilesError as error:
         raise config_error(key, one_line(str(error)), config.path) from None
     except OSError as error:
-        found = f"cannot read {one_line(str(error.filename))}: {error.strerror}"
+        found = f"cannot read {one_line(str(error.filename or config.path))}: {error.strerror or error}"
         raise config_error(key, f"{found}; correct the permissions, or name other files", config.path) from None
     if header.tokenizer != context.tokenizer.digest:
         digest = one_line(header.tokenizer)[:_SHOWN]
@@ -229,18 +230,18 @@ def _build(
     description = f"{description}, {counted(len(stream), 'token')}"
     if stream.header.has_pairs or stream.header.has_ratings:
         _check_whole(config, context, stream)
+    split = getattr(config, "split", "all")
+    of_split = "" if split == "all" else f" in its {split} split"
     source: TokenSource | PackedSource
     if config.packing == "documents":
         source = PackedSource(stream, cached_packing(stream, context.seq_len), description, note)
-        needed, remedy = "one document of at least 2 tokens", "name more text"
+        lack, remedy = f"no document of at least 2 tokens{of_split}", "name more text"
     else:
         source = TokenSource(stream, context.seq_len, description, note)
-        needed = f"a sample of seq_len + 1 = {context.seq_len + 1} tokens"
+        lack = f"too few tokens{of_split} for a sample of seq_len + 1 = {context.seq_len + 1} tokens"
         remedy = "name more text, or set a smaller training.seq_len"
     if not len(source):
-        split = getattr(config, "split", "all")
-        of_split = "" if split == "all" else f" in its {split} split"
-        reason = f"has too few tokens{of_split} for {needed}: {description}{note}; {remedy}"
+        reason = f"has {lack}: {description}{note}; {remedy}"
         raise config_error((*context.key, "path"), reason, config.path)
     return source
 

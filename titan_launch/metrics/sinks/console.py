@@ -23,7 +23,7 @@ _BAR_WIDTH = 24
 
 class ConsoleSink(Sink, Observer):
     """A sink that prints one line per report, with aligned fields. On a terminal it also shows a progress bar with the
-    remaining time.
+    remaining time, unless the variable TERM is `dumb`.
 
     Only terminals get escape sequences, so a log file stays plain text. The variable NO_COLOR disables colours
     (https://no-color.org).

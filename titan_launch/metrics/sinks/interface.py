@@ -85,8 +85,9 @@ class GuardedSink(Sink):
         fatal: tuple[type[Exception], ...] = (),
         tag_prefix: str = "",
     ):
-        """`logged`: the warnings that are already logged; all sinks of a run share this set. `fatal`: types of errors
-        that are raised again, and end the run. `tag_prefix`: text that the wrapper puts before all tags."""
+        """`logged`: the warnings that are already logged, to which the wrapper adds its own; all sinks of a run share
+        this set. `fatal`: types of errors that are raised again, and end the run. `tag_prefix`: text that the wrapper
+        puts before all tags."""
         self._name, self._logged, self._fatal, self._prefix = name, logged, fatal, tag_prefix
         self._sink: Sink | None = sink
 
@@ -123,7 +124,7 @@ class GuardedSink(Sink):
             sink, self._sink = self._sink, None
             text = f"{type(error).__name__}: {error}"
             failed = f"metrics: the sink {self._name} failed at {at}"
-            self._warn(f"{failed} and gets no more reports; training continues. {text}")
+            self._warn(f"{failed} and gets no more reports; training is not affected. {text}")
             with suppress(Exception):
                 sink.close(failed=True)
 

@@ -388,8 +388,9 @@ class DecoderArgs(ModelArgs):
         return {**sizes, **self._twin_layers(needs)}
 
     def _twin_layers(self, needs: TwinNeeds) -> dict[str, Any]:
-        """Return the arguments that reduce the twin's number of layers; {} if it needs all layers. The twin has two or
-        more layers, and each combination of (sliding window or not, experts or not) that this decoder's layers have."""
+        """Return the arguments that reduce the twin's number of layers; {} if it needs all layers. With them, the twin
+        has two or more layers, and each combination of (sliding window or not, experts or not) that this decoder's
+        layers have."""
 
         def kinds(args: DecoderArgs) -> set[tuple[bool, bool]]:
             return {(args.window_of(layer) is None, args.has_experts(layer)) for layer in range(args.n_layers)}

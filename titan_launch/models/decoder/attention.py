@@ -79,8 +79,8 @@ def attend(
 ) -> Tensor:
     """Return causal attention: (batch, heads, tokens, width of `v`), in the dtype of `q`.
 
-    `q`: (batch, heads, tokens, head_dim). `k` and `v` may have fewer heads, and `v` may have a different width. With a
-    `KeyValueCache`, `k` and `v` also have earlier tokens, and `documents` has no effect. Soft cap and softmax are
+    `q`: (batch, heads, tokens, head_dim). `k` and `v` may have fewer heads, and `v` may have a different width. If `k`
+    and `v` also have earlier tokens, from a `KeyValueCache`, `documents` has no effect. Soft cap and softmax are
     computed in fp32.
     """
     if q.shape[2] < k.shape[2]:

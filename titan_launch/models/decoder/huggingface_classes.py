@@ -53,8 +53,7 @@ class Family:
     default."""
 
     unused: Mapping[str, str] = field(default_factory=dict)
-    """Keys, in addition to those of `WITHOUT_EFFECT`, that change neither the logits nor the training of this class,
-    each with the reason."""
+    """Keys, in addition to those of `WITHOUT_EFFECT`, that have no effect in this package, each with the reason."""
 
     aliases: Mapping[str, str] = field(default_factory=dict)
     """The key that each alias stands for, by alias, as in the class's `attribute_map`."""
@@ -356,4 +355,4 @@ WITHOUT_EFFECT: dict[str, str] = {
     }.items()
     for key in keys
 }
-"""Keys that change neither the logits nor the training of any language model, each with the reason."""
+"""Keys that have no effect on any language model of this package, each with the reason."""

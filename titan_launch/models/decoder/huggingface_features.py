@@ -26,7 +26,7 @@ class Feature:
     """Function of a `config.json` that returns arguments. Raises WeightsError for a value that is not supported."""
 
     write: Callable[[DecoderArgs], Mapping[str, Any]]
-    """Function of all arguments that returns the values of `keys`."""
+    """Function of all arguments that returns the values of `keys`. Keys that no reader needs are omitted."""
 
 
 def same(key: str, arguments: str | tuple[str, ...], *default: Any) -> Feature:

@@ -86,7 +86,8 @@ def _rotated_by_parts(pairs: Tensor, table: Tensor) -> Tensor:
 def rotary_frequencies(
     head_dim: int, theta: float, scaling: RopeScaling | None = None, device: torch.device | None = None
 ) -> Tensor:
-    """Return the angle per token of each channel pair in radians, [head_dim / 2]: theta^(-2 i / head_dim).
+    """Return the angle per token of each channel pair in radians, [head_dim / 2]. It is theta^(-2 i / head_dim) without
+    scaling.
 
     Linear scaling divides all frequencies by `factor`. Llama 3.1 divides the frequencies of slow pairs, and keeps the
     frequencies of fast pairs. Between slow and fast pairs, the scaling changes linearly with the number of turns within

@@ -67,7 +67,7 @@ Compute = Callable[[Tensor, Tensor], Tensor]
 
 class Experts(nn.Module):
     """The experts of a layer, with stacked parameters. An expert is a feed-forward layer w2(activation(w1 x) * w3 x).
-    With `gate_limit`, the inner product has the formula of `ExpertArgs.gate_limit`."""
+    With `gate_limit`, the hidden layer has the formula of `ExpertArgs.gate_limit`."""
 
     dispatch: Callable[[Compute, Tensor, Tensor], Tensor] | None = None
     """Function of (compute, rows, counts) that sends rows to the ranks of their experts, calls `compute` there, and

@@ -132,10 +132,8 @@ class LatentAttentionArgs(ArgsTable):
     def problems(self) -> Iterator[tuple[tuple[str, ...], str]]:
         for name in ("qk_rope_head_dim", "qk_nope_head_dim", "kv_lora_rank"):
             if (value := getattr(self, name)) % 2:
-                yield (
-                    (name,),
-                    f"{name} ({value}) must be even, because rotary embedding rotates pairs of channels",
-                )
+                reason = "must be even: rotary embedding rotates pairs of channels"
+                yield (name,), f"{name} ({value}) {reason}, and each pair must begin at an even channel"
 
     @property
     def head_width(self) -> int:
@@ -231,13 +229,11 @@ class ExpertArgs(ArgsTable):
             yield ("top_k", "top_k_groups", "num_groups"), reason
 
     def unused(self) -> Iterator[tuple[str, str]]:
-        balance = ("selection_bias_rate", "balance_loss")
-        for names, others, has_no_effect in (
-            (("num_groups",), f"top_k_groups = {self.top_k_groups} (all groups)", self.top_k_groups == self.num_groups),
-            (balance, f"top_k = {self.top_k} (all experts)", self.top_k == self.num_experts),
-        ):
-            for name, _ in self.changed(*names) if has_no_effect else ():
-                yield name, f"has no effect with {others}; remove this argument"
+        if self.top_k_groups == self.num_groups > 1:
+            reason = f"has no effect with top_k_groups = {self.top_k_groups} (all groups)"
+            yield "num_groups", f"{reason}; remove both arguments"
+        for name, _ in self.changed("selection_bias_rate", "balance_loss") if self.top_k == self.num_experts else ():
+            yield name, f"has no effect with top_k = {self.top_k} (all experts); remove this argument"
 
     def effective(self) -> dict[str, Any]:
         """Return the arguments that decide the outputs. The auxiliary losses are omitted. `selection_bias_rate` becomes

@@ -214,9 +214,10 @@ class AdapterConfig(BaseModel):
         options = [{rank, rank if rank % parts[path] else rank // parts[path]} for path, rank in ranks.items()]
         common = set[int]().union(*options).intersection(*options)
         rank = next((rank for rank in (config.rank, self.r) if rank in common), max(common, default=None))
+        rules = ", without other values in lora.rules" if config.rules else ""
         if any(ranks[path] not in wanted.ranks for path, wanted in targets.items()):
             if rank is not None:
-                yield f"its rank (r) is {rank}; set lora.rank = {rank}"
+                yield f"its rank (r) is {rank}; set lora.rank = {rank}{rules}"
             else:
                 found = _by_value({name: ranks[path] for path in targets for name in targets[path].names})
                 yield f"its ranks are {found} (by rank_pattern); set lora.rank and lora.rules to match"
@@ -227,7 +228,7 @@ class AdapterConfig(BaseModel):
                 alpha = config.model_copy(update={"rank_stabilized": self.use_rslora}).alpha_of(scale, rank)
                 own = listed(sorted({f"{each:.9g}" for wanted in targets.values() for each in wanted.scales}))
                 reason = f"its scale is {scale:.9g}, but [lora] gives {own}"
-                yield f"{reason}; set lora.alpha = {alpha} and lora.rank_stabilized = {flag}"
+                yield f"{reason}; set lora.alpha = {alpha} and lora.rank_stabilized = {flag}{rules}"
             else:
                 remedy = "set lora.alpha and lora.rules to match (alpha / rank; alpha / sqrt(rank) if rank_stabilized)"
                 yield f"its scales are {_by_value(shown)} (by rank_pattern and alpha_pattern); {remedy}"

@@ -293,7 +293,7 @@ def model_type_of(name: str) -> str:
     )
 
 
-def differences(name: str, own: ModelArgs, folder: FolderConfig) -> list[tuple[str, Any, Any]]:
+def differences(own: ModelArgs, folder: FolderConfig) -> list[tuple[str, Any, Any]]:
     """Return (argument, value of the job, value of the folder) for each argument that differs. A larger vocabulary of
     the job is no difference, because its last rows are padding. `num_labels` is not compared."""
     theirs = resolve_args(folder.name, folder.flavor, folder.args)

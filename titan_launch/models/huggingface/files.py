@@ -18,7 +18,7 @@ class WeightsError(Exception):
 
 
 def unsupported(key: str, value: Any, reason: str) -> WeightsError:
-    """Return the error for a value of `config.json` that no model of this package supports."""
+    """Return the error for a value of `config.json` that is not supported."""
     return WeightsError(f"{CONFIG_FILE} has {key} = {as_text(value)}, which is not supported ({reason})")
 
 

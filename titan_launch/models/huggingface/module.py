@@ -46,8 +46,8 @@ def build(seq_len: int, /, **args: Any) -> nn.Module:
     """Build a model of `transformers` on the default device, with the initial values that its class sets.
 
     `args`: the keys of its `config.json`. The module declares its styles of tensor parallelism. Raises ConfigError if
-    the class is not a language model or an image classifier of `transformers`, if an argument is not supported, or if
-    `seq_len` is larger than the model allows.
+    `transformers` cannot be imported, if the class is neither a language model nor an image classifier of
+    `transformers`, if an argument is not supported, or if `seq_len` is larger than the model allows.
     """
     cls, config = _class_and_config(args)
     _check_length(config, seq_len)

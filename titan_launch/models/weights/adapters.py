@@ -326,8 +326,8 @@ class AdapterFolder:
         """Digest of the folder of the model without adapters; None if the file does not have it."""
 
     def ignore_copies(self, base: WeightsFolder) -> None:
-        """Drop the tensors that equal tensors of the folder `base`. (If an embedding or output layer has an adapter,
-        `peft` also writes the weight of this layer.)"""
+        """Remove from `tensors` each tensor that equals a tensor of the folder `base`. (If an embedding or output layer
+        has an adapter, `peft` also writes the weight of this layer.)"""
         for name in [name for name in self.tensors if not name.endswith(_MATRICES)]:
             original = name.removeprefix(_PREFIX).replace(".base_layer.", ".")
             like = base.tensors.get(original)

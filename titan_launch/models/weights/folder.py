@@ -117,14 +117,14 @@ class WeightsFolder:
                 raise WeightsError(f"{reason}; correct config.json, or copy or download the folder again")
 
     def _names_by_file(self) -> Mapping[str, list[str] | None]:
-        """Return, for each file to read, the names of its tensors in the index; None if there is no index."""
+        """Return, for each file to read, the names of its tensors in the index; None for `model.safetensors`, which is
+        read without an index."""
         if os.path.lexists(self.path / FILE):
             return {FILE: None}
         if not os.path.lexists(self.path / INDEX):
             if pickles := sorted(file.name for file in self.path.glob("*.bin")):
-                reason = (
-                    f"it has no *.safetensors, but {listed(pickles)}: pickles, which can run code when they are read"
-                )
+                found = f"neither {FILE} nor {INDEX}, but {listed(pickles)}"
+                reason = f"it has {found}: pickles, which can run code when they are read"
                 raise WeightsError(f"{reason}; convert them with save_pretrained of transformers")
             raise WeightsError(f"it has neither {FILE} nor {INDEX}; name a folder with weights")
         index = read_json(self.path / INDEX, _MOST_INDEX_BYTES).get("weight_map")

@@ -3,8 +3,8 @@ import torch.
 
 One stream computes. FSDP2's collectives run in another stream, one after another. Both follow these rules:
 
-- FSDP2 has at most two all-gather buffers. So an all-gather begins when the buffer of the second-to-last all-gather has
-  been copied into the parameters.
+- FSDP2 has at most two all-gather buffers. So an all-gather does not begin before the buffer of the second-to-last
+  all-gather has been copied into the parameters.
 - A reduce-scatter begins when the gradients of its unit exist. Before that, computation waits for the previous
   reduce-scatter.
 - Computation waits for the collectives of tensor, context and expert parallelism.
@@ -46,7 +46,8 @@ class Seconds(NamedTuple):
     """Lower bound of `recorded` for the same number of samples and any microbatch size."""
 
     def with_recorded(self, recorded: float, least: float) -> Seconds:
-        """Return the times with other `recorded` and `least_recorded`. `total` and `compute` change with `recorded`."""
+        """Return the times with other `recorded` and `least_recorded`. `total` and `compute` change by as much as
+        `recorded`."""
         more = recorded - self.recorded
         return self._replace(
             total=self.total + more, compute=self.compute + more, recorded=recorded, least_recorded=least

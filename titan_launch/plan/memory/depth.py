@@ -37,12 +37,13 @@ class Shortcut:
     """The prediction for the whole model is `shorter + factor * (longer - shorter)`."""
 
     removed_for_check: tuple[str, ...]
-    """Blocks to remove for a third model, which checks the extrapolation: its memory must equal the extrapolation with
-    `factor = 2`."""
+    """Blocks to remove for a third model, which checks the extrapolation: its memory and traffic must equal the
+    extrapolation with `factor = 2`."""
 
 
 def find_shortcut(plan: ModelPlan) -> Shortcut | None:
-    """Return the blocks to remove for shallower models; None if no period of blocks repeats more than 5 times."""
+    """Return the blocks to remove for shallower models; None if the longest repeated part of the blocks
+    (`longest_repeat`) has at most 5 periods."""
     blocks, repeat = outermost(plan.inventory.blocks), longest_repeat(block_signatures(plan))
     if repeat.times <= _DEPTHS[1]:
         return None
@@ -52,7 +53,7 @@ def find_shortcut(plan: ModelPlan) -> Shortcut | None:
 
 
 def _inside(block: str, paths: Collection[str]) -> tuple[str, ...]:
-    """Return the paths of the modules that are the block or lie in it, relative to the block."""
+    """Return those of `paths` that are the block or lie in it, relative to the block."""
     return tuple(path.removeprefix(block) for path in paths if is_within(path, block))
 
 
@@ -103,7 +104,8 @@ def _within(path: str | None, block: str) -> str | None:
 
 
 def _unit_signature(unit: Unit, block: str) -> Hashable:
-    """Return the signature of a unit, with paths relative to the block if the unit lies in the block."""
+    """Return the signature of a unit: its modules in the block, relative to the block, and its settings. If the unit
+    has modules outside of the block, its name stands for the settings."""
     inside = _inside(block, unit.modules)
     if len(inside) < len(unit.modules):
         return unit.name, inside
@@ -111,8 +113,8 @@ def _unit_signature(unit: Unit, block: str) -> Hashable:
 
 
 def without_blocks(plan: ModelPlan, removed: Collection[str]) -> ModelPlan:
-    """Return the plan without the `removed` blocks. Raises ValueError if a removed block contains the first occurrence
-    of a shared module or parameter."""
+    """Return the plan without the `removed` blocks. Raises ValueError if the remaining model has a second
+    occurrence of a module or parameter whose first occurrence is removed."""
     left = without_modules(plan, removed)
     shared = {m.same_as or "" for m in left.inventory.modules}
     shared |= {p.tied_to or "" for m in left.inventory.modules for p in m.parameters}

@@ -83,7 +83,7 @@ class State(Enum):
 
 
 class Context:
-    """State that all units share: FSDP2's `FSDPCommContext` and `FSDPStateContext`."""
+    """State that all units of a root share: FSDP2's `FSDPCommContext` and `FSDPStateContext`."""
 
     def __init__(
         self,
@@ -111,8 +111,8 @@ class Context:
         self.post_forward_order: list[ShardedUnit] = []
         self.iter_forward_root: ShardedUnit | None = None
         self.traffic: Counter[str] = Counter()
-        """Calls and bytes of collectives since `Replay._take_traffic` last cleared the counts. The keys are names of
-        fields of `Traffic` and of its parts."""
+        """Calls and bytes of collectives since `Replay._take_traffic` last cleared the counts. The keys are
+        `all_gathers`, `all_gather_bytes`, `tensor`, `tensor_bytes` and so on."""
         self._accumulation = accumulation
         self._exchanged = exchanged
         self._is_manual = splits_backward and FINALIZES_BACKWARD
@@ -133,8 +133,8 @@ class Context:
             self.traffic[f"expert_{collective}_bytes"] += num_bytes
 
     def begin_microbatch(self, is_last: int) -> None:
-        """Set which collectives the next backward runs, as `parallel.fsdp.Accumulation` sets them on the model.
-        `is_last`: 1 for the last microbatch, else 0."""
+        """Set which collectives the next backward runs, and whether it reshards the parameters, as
+        `parallel.fsdp.Accumulation` does on the model. `is_last`: 1 for the last microbatch, else 0."""
         mode = self._accumulation.row
         for unit in self.units:
             unit.reduce_grads = bool(is_last) or mode.reduce_scatters_each
@@ -208,7 +208,8 @@ class Context:
             unit.end_forward()
 
     def start_exchange(self, unit: ShardedUnit, sizes: ExchangedUnit) -> None:
-        """Start the exchange of a unit's gradients between the replicas (`optim.replica_shards.ReplicaShards`)."""
+        """Complete the previous exchange, and start the exchange of a unit's gradients between the replicas
+        (`optim.replica_shards.ReplicaShards`)."""
         self.finish_exchange()
         sent = self.new(self.layout.optimizer_replicas * sizes.width, sizes.reduce_dtype, Category.REDUCE_SCATTER)
         unit.sharded_gradient = None
@@ -218,7 +219,8 @@ class Context:
         self._exchange = _Exchange(unit, sizes, sent, received)
 
     def finish_exchange(self) -> None:
-        """Wait for the exchange that was started last."""
+        """Complete the exchange that was started last, if it is pending. The unit's `sharded_gradient` is then the
+        gradient of this replica's chunks."""
         if self._exchange is None:
             return
         unit, sizes, received = self._exchange.unit, self._exchange.sizes, self._exchange.received
@@ -489,7 +491,8 @@ class ShardedUnit:
         return computed if is_wider and is_added else self.unit.reduce_dtype
 
     def post_backward(self) -> None:
-        """Accumulate or reduce the gradients of the unit when all of them exist, and reshard the parameters."""
+        """Accumulate or reduce the gradients of the unit when all of them exist. Reshard the parameters if
+        `reshard_after_backward` is True."""
         if not self.parameters:  # without a parameter group, FSDP2 has no such hook
             return
         self.group_state = State.POST_BACKWARD
@@ -516,7 +519,8 @@ class ShardedUnit:
 
     def _reduced_by_tensor_parallelism(self, unsharded: dict[int, Storage]) -> list[Storage]:
         """Return the gradients in the order of the parameters, after tensor parallelism has reduced them. Only
-        gradients of parameters with `sent_elements` above 0 are reduced."""
+        gradients of parameters with `sent_elements` above 0 are reduced. `unsharded`: the gradients by index of the
+        parameter. This dict is emptied, so that gradients are freed early."""
         reduced, largest = [], 0
         for index in sorted(unsharded):
             parameter, gradient = self.parameters[index], unsharded.pop(index)
@@ -549,7 +553,8 @@ class ShardedUnit:
             del self._gradients[index]
 
     def _reduce(self, gradients: list[Storage], parameters: Sequence[Parameter]) -> None:
-        """Replay FSDP2's `foreach_reduce`: reduce-scatter, all-reduce, and cast to the storage dtype."""
+        """Replay FSDP2's `foreach_reduce`: reduce-scatter, all-reduce, and cast to the storage dtype. The list
+        `gradients` is emptied when the gradients have been copied."""
         world, is_hsdp = self.shards, self.context.layout.fsdp_replicas > 1
         new, clock, dtype = self.context.new, self.context.clock, self.unit.reduce_dtype
         padded = sum(parameter.padded for parameter in parameters)

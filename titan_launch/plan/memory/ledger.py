@@ -46,7 +46,7 @@ class Category(IntEnum):
     """Tensors that forward and activation checkpointing allocate: temporaries, and tensors saved for backward."""
 
     BACKWARD = 8
-    """Gradients of activations."""
+    """Tensors that backward allocates, mostly gradients of activations."""
 
     INPUTS = 9
     """All tensors of the microbatch, such as token ids and targets."""
@@ -73,7 +73,8 @@ class Category(IntEnum):
 
 
 MICROBATCHES = 4
-"""Largest number of microbatches in a replay. Memory is the same from the third microbatch to the last but one."""
+"""Largest number of microbatches in a replay, a trace or a trial without pipeline parallelism. Memory is the same from
+the third microbatch to the last but one."""
 
 SMALLEST_OFFLOADED = 1 << 16
 """Bytes of the smallest storage that activation offloading copies to the host. The copy of a smaller storage takes
@@ -107,7 +108,8 @@ class StepPoint(NamedTuple):
 
 
 class Peak(NamedTuple):
-    """A local maximum of memory at one point of a step, or the highest of all local maxima of the point."""
+    """The memory at one point of a step: a local maximum, the highest of all local maxima, or the memory during a
+    matrix product."""
 
     total: float
     """Bytes of all categories."""
@@ -211,7 +213,7 @@ class Footprint:
     """Active memory of one rank in a step. The allocator reserves more (`plan.report.modes.estimate_reserved`)."""
 
     maxima: Mapping[StepPoint, Sequence[Peak]]
-    """All local maxima of memory at every point, in order."""
+    """The entries of every point, in order: local maxima of memory, and the memory during matrix products."""
 
     pipeline_rank: int | None = None
     """Pipeline rank; None without pipeline parallelism."""
@@ -288,8 +290,8 @@ def extrapolate(shorter: Footprint, longer: Footprint, factor: float) -> Footpri
 
 
 def with_growth(footprint: Footprint, longer: Footprint, factor: float) -> Footprint:
-    """Return the footprint of a step with more microbatches, extrapolated from two steps with fewer microbatches.
-    `factor`: the result of `pipeline.growth_factor`.
+    """Return the footprint of a step with more microbatches, extrapolated from the steps `footprint` and `longer`
+    with fewer microbatches. `factor`: the result of `pipeline.growth_factor`.
 
     The peak of each phase is extrapolated linearly, and its growth is added to every maximum of that phase in the first
     footprint. The growth counts as activations.

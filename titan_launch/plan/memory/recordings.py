@@ -53,7 +53,7 @@ class Recorder(Protocol):
     """The interface of `trace.recorder`, which runs PyTorch."""
 
     def subject(self, job: JobConfig) -> Subject:
-        """Build the model of a job. Raises ConfigError for the same jobs as a run."""
+        """Build the model of a job, and return its `Subject`. Raises ConfigError for the same jobs as a run."""
 
     def flops(self, job: JobConfig) -> Flops | None:
         """Count the FLOPs of a sample. Return None if the model does not run on the meta device."""
@@ -291,8 +291,8 @@ def layout_of_recording(job: JobConfig) -> Layout:
 
 
 def _key(what: str, job: JobConfig, kernels: Kernels | None) -> str:
-    """Return the key of an entry: a digest of everything that a recording depends on. The files of the user's own
-    modules are not part of the digest: `_load` compares them."""
+    """Return the key of an entry: a digest of everything that a recording depends on, except the files of the user's
+    own modules. `_load` compares these files."""
     known = job.model_dump(mode="json")
     versions = [_version(name) for name in ("torch", "transformers", "peft", "torchao")]
     is_of_package = job.model.is_of_package and job.model.loss is None and job.loss.is_of_package
@@ -318,8 +318,8 @@ def _package_digest() -> str:
 
 
 def _files_named_in(job: Mapping[str, Any]) -> list[Any]:
-    """Return `file_state` of the files that a job names, and of `config.json` and `adapter_config.json` in the folders
-    that the job names."""
+    """Return [path, `file_state`] of each file that a job names, and of `config.json` and `adapter_config.json` in the
+    folders that the job names."""
     found = []
     for text in (value for _, value in scalars(job) if isinstance(value, str)):
         for path in (Path(text), Path(text) / "config.json", Path(text) / "adapter_config.json"):
@@ -350,7 +350,7 @@ def _load(key: str) -> dict[str, Any] | None:
 
 def _store(key: str, value: dict[str, Any], files: list[str]) -> None:
     """Write an entry of the cache, and delete the oldest entries beyond `_MOST_ENTRIES`. If the cache cannot be
-    written, do nothing."""
+    written, do nothing. `files`: the files of the user's own modules."""
     with suppress(OSError):
         path = _entry(key)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -98,7 +98,7 @@ def group_sizes(
 
 @dataclass(frozen=True)
 class SecondModel:
-    """The frozen second model of a loss: the reference of DPO, or the teacher of distillation."""
+    """The frozen second model of a loss: a reference, such as that of DPO, or the teacher of distillation."""
 
     config: JobConfig
     """Result of `config.rules.loss.frozen_job`."""
@@ -218,7 +218,8 @@ class Replay:
 
     def step(self, num_microbatches: int) -> ReplayedStep:
         """Replay a step of `num_microbatches` microbatches. A `Replay` can replay only one step. Without pipeline
-        parallelism, the result has the traffic and the times of a step of all microbatches of the layout."""
+        parallelism, at most `MICROBATCHES` of them are replayed, and the traffic and the times of all microbatches of
+        the layout follow from these."""
         self._ledger.enter(StepPoint(0, "forward", ""))
         self._allocate_state()
         count, layout, config = num_microbatches, self._layout, self._config

@@ -19,7 +19,8 @@ from titan_launch.plan.layout import smallest_world_size
 from titan_launch.plan.proof.twin import NAMED_AXES, num_microbatches
 
 MOST_RANKS = 8
-"""Largest number of processes of a run. For a layout of more ranks, each run has only two axes of the layout."""
+"""Largest number of processes of a run. For a layout of more ranks, each run has only two axes of the layout, and the
+axes that these two need."""
 
 LAYOUT_PARTS = (*NAMED_AXES, "sharded optimizer")
 """Parts of a layout. Each run uses some of them. The part "sharded optimizer" needs the part "replicas"."""
@@ -92,8 +93,9 @@ def cases(twin: JobConfig) -> Iterator[Case]:
 
 
 def proven_layout(twin: JobConfig, runs: Sequence[Case]) -> str:
-    """Return the layout that the runs of a twin cover, in words: `shards 2, tensor 2, accumulation deferred`, or for
-    runs of pairs, `replicas 2, shards 2, tensor 2, context 2, in pairs`."""
+    """Return the layout that the runs of a twin cover, in words. With at most `MOST_RANKS` ranks, the text has the
+    axes, and the modes of the last run: `shards 2, tensor 2, accumulation deferred`. For runs of pairs, the text has
+    only the axes: `replicas 2, shards 2, tensor 2, context 2, in pairs`."""
     if smallest_world_size(twin.parallelism) <= MOST_RANKS:
         return runs[-1].name
     return ", ".join(_in_words(twin, axis) for axis in _axes(twin)) + ", in pairs"
@@ -188,8 +190,8 @@ def _modes(config: JobConfig) -> Iterator[str]:
 
 def _choices(twin: JobConfig) -> Iterator[JobConfig]:
     """Yield the twin with the accumulation and checkpointing modes that the job sets. With `auto`, each mode that
-    `auto` may choose is in at least one yielded twin. Checkpointing `none` is omitted, because the other modes run its
-    operations, too."""
+    `auto` may choose is in at least one yielded twin, except checkpointing `none`: the other modes run its operations,
+    too."""
     accumulation, checkpointing = twin.gradient_accumulation, twin.activation_checkpoint
     if twin.parallelism.splits_backward:
         modes = [_ONCE]

@@ -32,14 +32,14 @@ Verdict = Literal["proven", "differs", "cannot be proven"]
 
 @dataclass(frozen=True)
 class ProofRow:
-    """The comparison of one run of the twin with a single process."""
+    """The comparison of one run of the twin with a single process, or of the job's weights with `transformers`."""
 
     name: str
-    """The axes and modes of the run."""
+    """The axes and modes of the run, or a text about the job's weights."""
 
     ranks: int
     precision: str
-    """`float32`, or the dtypes of the job."""
+    """`float32`, or the compute dtype of the job."""
 
     errors: Mapping[str, float]
     """Largest relative difference of each kind of result: `loss`, `gradient`, `update`, and so on."""
@@ -62,6 +62,8 @@ class ProofFinding:
     show the difference, the fields from `result` to `how` describe the smallest such run."""
 
     run: str
+    """Name of the run in which the difference was found, with all of its axes and modes."""
+
     result: str
     """The first result that differs, such as `gradient layers.0.attention.wo.weight`."""
 
@@ -79,7 +81,7 @@ class ProofFinding:
 
     parts: tuple[str, ...]
     """Names of the runs with one axis or mode that show the difference. If there are none, names of the runs with two
-    axes or modes that show the difference."""
+    axes or modes that show the difference. `WEIGHTS` for a difference of the job's weights from `transformers`."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ class Certificate:
     rows: tuple[ProofRow, ...]
     findings: tuple[ProofFinding, ...]
     problems: tuple[str, ...]
-    """Reasons why the layout cannot be proven: parameters without a gradient, or a model that is not deterministic.
+    """Reasons why the layout cannot be proven, such as a model that is not deterministic (`Proof.problems`).
     Differences from the single process are not listed here."""
 
     unshrunk: tuple[str, ...]
@@ -117,8 +119,15 @@ class Certificate:
         return json.dumps(asdict(self), indent=2)
 
     @property
+    def differs_in_weights(self) -> bool:
+        """True if the only difference is that of the job's weights from `transformers`."""
+        return [finding.parts for finding in self.findings] == [WEIGHTS]
+
+    @property
     def headline(self) -> str:
         """The verdict in one line."""
+        if self.differs_in_weights:
+            return "the values of model.weights differ: the job's model computes other results than transformers"
         return {
             "proven": f"layout proven ({self.layout}): the twin trains as in one process",
             "differs": f"layout differs ({self.layout}): the twin does not train as in one process",
@@ -150,13 +159,20 @@ class Certificate:
         yield f"made in {self.seconds:.0f} s on {self.created} with {packages}; digest {self.digest}"
 
 
+WEIGHTS = ("model.weights",)
+"""Value of `ProofFinding.parts` for a difference of the job's weights from `transformers`."""
+
 CERTIFICATE = TypeAdapter(Certificate)
 
 
 def _describe_finding(finding: ProofFinding) -> Iterator[str]:
     yield f"module: {finding.module} ({finding.how})"
     yield f"first result that differs: {finding.result} in step {finding.step}, by {finding.error:.1e} of its norm;"
-    yield f"  its norm is {finding.ratio:.4g} times its norm in one process, the cosine is {finding.cosine:.4f}"
+    where = "in transformers" if finding.parts == WEIGHTS else "in one process"
+    yield f"  its norm is {finding.ratio:.4g} times its norm {where}, the cosine is {finding.cosine:.4f}"
+    if finding.parts == WEIGHTS:
+        yield f"found in: {finding.run}"
+        return
     if finding.parts:
         parts = f"the difference also occurs in runs with only: {'; '.join(finding.parts)}"
     else:
@@ -225,7 +241,8 @@ def digests_of_files(files: Iterable[str]) -> dict[str, str]:
 def find_certificate(config: JobConfig) -> Certificate | None:
     """Return the certificate of a job: from the file `prove.certificate` if the job sets this key, else from the cache.
     Return None if the cache has no readable certificate, or if the job has no twin. Also return None if the certificate
-    belongs to a different twin or to different code. Raises ConfigError if `prove.certificate` cannot be read."""
+    belongs to a different twin, to other weights or to other code. Raises ConfigError if `prove.certificate` cannot be
+    read."""
     named = config.prove.certificate
     if named is None and not _folder().exists():  # most runs then compute no digest
         return None
@@ -266,9 +283,11 @@ def describe_certificate(certificate: Certificate | None, named: str | None) -> 
     """Return the line about the proof of the layout, for the header of a run. `certificate`: the result of
     `find_certificate`. `named`: the value of `prove.certificate`."""
     if certificate is None:
-        file = "" if named is None else f" (prove.certificate = {toml_string(named)} is for another job or other code)"
-        return f"layout not proven{file}; titan-launch prove compares it with one process"
+        file = "" if named is None else f" (prove.certificate = {toml_string(named)} is not for this job and code)"
+        return f"layout not proven{file}; titan-launch prove compares the layout with one process"
     if certificate.verdict == "proven":
         return f"layout proven on {certificate.created} ({certificate.digest})"
-    result = "differs from one process" if certificate.verdict == "differs" else certificate.verdict
+    result: str = "differs from one process" if certificate.verdict == "differs" else certificate.verdict
+    if certificate.differs_in_weights:
+        result = "not proven: the values of model.weights differ from transformers"
     return f"layout {result}; compared on {certificate.created} ({certificate.digest})"

@@ -111,7 +111,7 @@ def twin_of(config: JobConfig) -> Twin:
     of_job = {"precision": config.precision, "optimizer": optimizer}
     is_fp32 = twin.precision == config.precision and twin.optimizer == optimizer
     precision = None if is_fp32 else twin.model_copy(update=of_job)
-    return Twin(twin, precision, tuple(dict.fromkeys(unshrunk)), tuple(_unproven(config)), of_second)
+    return Twin(twin, precision, tuple(dict.fromkeys(unshrunk)), tuple(_unproven(config, twin)), of_second)
 
 
 _EXACT_OPTIMIZER = {"state_dtype": None, "rounding": "nearest", "master_weights": False}
@@ -119,7 +119,8 @@ _EXACT_OPTIMIZER = {"state_dtype": None, "rounding": "nearest", "master_weights"
 
 
 def _in_fp32(precision: PrecisionConfig) -> PrecisionConfig:
-    """Return the section with all dtypes set to float32. Its rules stay, so that the FSDP2 units are the same."""
+    """Return the section with float32 in place of each dtype that it sets, and as `param_dtype`. Its rules stay, so
+    that the FSDP2 units are the same."""
 
     def exact(section: Any) -> dict[str, Any]:
         return {name: "float32" for name, value in section.changed() if name.endswith("dtype") and value is not None}
@@ -191,7 +192,7 @@ def _of_package(
         twin_seq_len=seq_len,
     )
     changes = args.twin(needs) | wanted
-    if not args.twin(needs):
+    if not changes:
         unshrunk.append(f"model {model.name} has no rule for a smaller size; set smaller arguments in [prove.args]")
     elif keeps_depth:
         unshrunk.append("the number of layers: globs of the job name layers by number")
@@ -214,7 +215,8 @@ _NUMBERED = re.compile(r"[.\[]\d")
 
 
 def _names_layers(config: JobConfig) -> bool:
-    """Return True if a glob of the job contains the number of a layer, which a twin with fewer layers may lack."""
+    """Return True if a glob of the job may contain the number of a layer (a digit after `.` or `[`), which a twin with
+    fewer layers may lack."""
     values = (value for name in _GLOB_KEYS for _, value in scalars(getattr(config, name).model_dump(mode="json")))
     return any(_NUMBERED.search(value) for value in values if isinstance(value, str))
 
@@ -249,13 +251,15 @@ _LISTS = ("layer_types", "mlp_layer_types", "no_rope_layers")
 def _of_transformers(
     config: JobConfig, model: ModelConfig, wanted: dict[str, Any], seq_len: int, unshrunk: list[str]
 ) -> ModelConfig:
-    """Return the config of a class of `transformers` with the sizes of `_SIZES` and without dropout. The config has 2
+    """Return the twin of a class of `transformers`, with the sizes of `_SIZES` and without dropout. The twin has 2
     layers, or more if there are more types of layers or pipeline stages. If globs of the job name layers by number,
-    the sizes stay those of the job."""
+    the sizes stay those of the job. `wanted`: values of `[prove.args]`, which replace all others. `unshrunk`: gets a
+    sentence if sizes stay, or if the number of layers is unknown."""
     args = dict(model.args)
     if _names_layers(config):
-        kept = f"the twin keeps the arguments of model {args.get('model_type')}"
-        unshrunk.append(f"{kept}, because globs of the job name layers by number; set smaller values in [prove.args]")
+        kept = f"the twin keeps the {'other ' * bool(wanted)}arguments of model {args.get('model_type')}"
+        advice = "" if wanted else "; set smaller values in [prove.args]"
+        unshrunk.append(f"{kept}, because globs of the job name layers by number{advice}")
         return model.model_copy(update={"args": {**_without_dropout(args), **wanted}})
     small: dict[str, Any] = {}
     for key, value in args.items():
@@ -302,7 +306,7 @@ def _without_dropout(args: Mapping[str, Any]) -> dict[str, Any]:
 
 def _data(config: JobConfig, model: ModelConfig, unshrunk: list[str]) -> Any:
     """Return a section `[data]` with random samples of the same form as those of the job. If the size of images is
-    unknown, return the job's own section."""
+    unknown, append a sentence to `unshrunk`, and return the job's own section without worker processes."""
     if config.data.unit == "images":
         taken = images_taken(model)
         if taken is None or taken.height is None or taken.width is None:
@@ -324,14 +328,14 @@ def _vocabulary(config: JobConfig, model: ModelConfig) -> int:
     return min(known, VOCABULARY)
 
 
-def _unproven(config: JobConfig) -> Iterator[str]:
-    """Yield a sentence for each part of the job that a proof does not cover."""
+def _unproven(config: JobConfig, twin: JobConfig) -> Iterator[str]:
+    """Yield a sentence for each part of the job that a proof with `twin` does not cover."""
     if config.job.device != "cpu":
         yield "kernels of CUDA and NCCL: all runs were on CPUs with gloo"
     if config.float8.enable:
         yield "[float8]: the twin computes the converted layers in the dtypes of [precision]"
     if config.compile.enable and config.compile.backend == "inductor":
-        yield "compile.backend: only the single process runs the kernels of inductor; other runs use aot_eager"
+        yield "compile.backend: at most one run, on one process, uses the kernels of inductor; other runs use aot_eager"
     if config.training.enable_cpu_offload:
         yield "training.enable_cpu_offload: the twin makes no copies between a host and a GPU"
     if config.activation_checkpoint.offload:
@@ -340,7 +344,7 @@ def _unproven(config: JobConfig) -> Iterator[str]:
         yield "[kernels]: the twin uses CPU kernels, so this section has no effect in a proof"
     if config.lora.dropout:
         yield "lora.dropout: the twin trains without dropout"
-    if config.data.kind != "synthetic":
+    if config.data.kind != "synthetic" and twin.data.kind == SAMPLES:
         yield f"[data]: random samples stand in for data of the kind {config.data.kind}"
 
 

@@ -46,14 +46,16 @@ _MEANINGS = {
 
 def format_result(result: Result, hardware: Hardware) -> str:
     """Return the result as text: the parts of the best job's step time, a table of the best jobs, and the number of
-    planned layouts."""
+    planned layouts. If no job fits, the text has only this number and the reason."""
     best = result.best
-    counts = f"{result.tried} of {result.families} layouts were planned; the others do not fit or cannot be faster."
+    counts = f"{result.tried} of {result.families} layouts were planned"
+    counts += "; the others do not fit or cannot be faster." if result.tried < result.families else "."
     if refused := sum(result.refused.values()):
         most = max(result.refused, key=lambda reason: result.refused[reason])
-        counts += f" {refused} more are not possible; the most frequent reason: {most}."
+        counts += f" {refused} more {'is' if refused == 1 else 'are'} not possible; the most frequent reason: {most}."
     if not best:
-        return f"No layout fits into {hardware.memory_gib:.4g} GiB per rank with the margin.\n{counts}"
+        fits = f"fits into {hardware.memory_gib:.4g} GiB per rank with the margin"
+        return f"No layout {fits if result.families else 'is possible'}.\n{counts}"
     lines = [[title, *(cell(job) for job in best)] for title, cell in _COLUMNS]
     table = "\n".join(aligned(list(zip(*lines, strict=True))))
     legend = "\n".join(aligned([(f"{name}:", text) for name, text in _MEANINGS.items()]))

@@ -173,7 +173,7 @@ def format_plan(config: JobConfig, plan: ModelPlan, layout: Layout, locate_key: 
     if num_norms and config.batchnorm.statistics == "synchronized" and layout.token_ranks > 1:
         more = Collectives(all_gathers=num_norms, all_reduces=num_norms)
         lines.append(f"synchronized BatchNorm adds {more} per microbatch, each with a few numbers per channel")
-    lines += dict.fromkeys(f"{u.reason} has units of its own: {u.own_because}" for u in plan.units if u.own_because)
+    lines += dict.fromkeys(f"units of their own ({u.reason}): {u.own_because}" for u in plan.units if u.own_because)
     parameters = [full_name(m.path, p.name) for m in plan.inventory.distinct for p in m.parameters]
     if table := [*describe_scales(config, parameters)]:
         width = width_scales(config).ratio

@@ -50,8 +50,8 @@ from titan_launch.plan.units.rule_assignment import (
 )
 
 _SMALL_UNIT = 2**20
-"""Number of elements. A rule's unit with fewer elements stays one unit, even if it is larger than every block: its
-unsharded parameters take at most 4 MiB per rank."""
+"""Number of elements. A rule's unit with at most this number stays one unit, even if it is larger than every block:
+its unsharded parameters take at most 4 MiB per rank."""
 
 
 @dataclass(frozen=True)
@@ -393,7 +393,8 @@ class _UnitPlanner:
 
     def _can_be_taken(self, path: str, own: Mapping[str, _Phase], unit: Unit) -> bool:
         """Return True if a module can be taken out of a unit, with all modules inside of it: `fully_shard` can wrap the
-        module, and all its parameters in this unit have one phase. `own`: the unit's dict of `_modules_by_unit`."""
+        module, and all its parameters in this unit have one phase. In a unit of divided experts, the module must also
+        be an adapter. `own`: the unit's dict of `_modules_by_unit`."""
         module = self.inventory.by_path[path]
         if not path or not module.has_forward or (unit.is_divided and not module.is_adapter):
             return False

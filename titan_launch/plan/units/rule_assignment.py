@@ -256,7 +256,7 @@ def _unused_rules(
         matched = [m.path for m in candidates if _rule_matches(assignment.rule, m)]
         if not matched:
             yield _unmatched_rule(inventory, assignment, candidates)
-        elif useless := [*_useless_patterns(assignment, candidates)]:
+        elif useless := [*_useless_patterns(inventory, assignment, candidates)]:
             yield from useless
         elif assignment.key not in used:
             others = sorted({assignments.own[path].reason for path in matched})
@@ -285,17 +285,21 @@ def _idle_buffer_dtypes(inventory: Inventory, assignments: RuleAssignments) -> I
 
 
 def _has_tensors(inventory: Inventory, path: str, rule: PrecisionRule) -> bool:
-    """Return True if a module has parameters, or floating buffers to which `buffer_dtype` of the rule applies."""
+    """Return True if a module, or a module inside it, has parameters. If the rule sets `buffer_dtype`, floating buffers
+    count, too."""
     inside = [m for m in inventory.modules if is_within(m.path, path)]
     buffers = [buffer for m in inside for buffer in m.buffers if buffer.is_floating]
     return any(m.parameters for m in inside) or (rule.buffer_dtype is not None and bool(buffers))
 
 
-def _useless_patterns(assignment: RuleAssignment, candidates: Sequence[ModuleInfo]) -> Iterator[Problem]:
-    """If a rule has several globs, yield a problem for each glob that matches no module."""
+def _useless_patterns(
+    inventory: Inventory, assignment: RuleAssignment, candidates: Sequence[ModuleInfo]
+) -> Iterator[Problem]:
+    """If a rule has several globs, yield a problem for each glob that matches none of `candidates`."""
     for index, pattern in enumerate([] if isinstance(assignment.rule.match, str) else _rule_patterns(assignment.rule)):
         if not any(matches(pattern, module.path) for module in candidates):
-            reason = nothing_matched(pattern, [module.path for module in candidates])
+            alone = replace(assignment, rule=assignment.rule.model_copy(update={"match": pattern}))
+            reason = _unmatched_rule(inventory, alone, candidates).reason
             yield Problem((*(assignment.key or ()), "match", index), reason, pattern)
 
 

@@ -203,7 +203,7 @@ class Watchdog:
             self._board.publish_failure()
 
     def explain(self, error: BaseException) -> RunError | None:
-        """Return the RunError for an error of a gloo collective. Return None for a different error.
+        """Return the RunError for a timeout or a lost connection in a gloo collective; None for a different error.
 
         After a timeout, the RunError names the ranks that are behind. After a lost connection, it names these ranks
         only if this rank has waited for longer than the limit of its phase.
@@ -221,8 +221,8 @@ class Watchdog:
         return None
 
     def _describe_hang(self) -> str:
-        """Write the flight record. Return a text that names the ranks that are behind, and the files with details.
-        Without hang detection, return a text that says so."""
+        """Return a text that names the ranks that are behind. With a run folder, also write the flight record, and name
+        the files with details. Without hang detection, only return a text that says so."""
         if self._board is None:
             return "comm.hang_seconds = 0 disables hang detection, so the rank that is behind is unknown"
         behind = ranks_behind(self._board, self._now)
@@ -262,8 +262,8 @@ class Watchdog:
                 self._report(now, board, pause)
 
     def _report(self, now: ProgressPoint, board: ProgressBoard, pause: float) -> None:
-        """Write the stacks and the flight record, and log the ranks that are behind. The level of the log line is
-        WARNING on rank 0, and INFO on other ranks."""
+        """Write the stacks and, with a run folder, the flight record. Log the ranks that are behind: at level WARNING
+        on rank 0, and at level INFO on other ranks."""
         board.publish(_with_collectives(now))
         self._closing.wait(2 * pause)  # until the other ranks have published
         level = logging.WARNING if self._ranks.is_rank_0 else logging.INFO
@@ -287,7 +287,8 @@ class Watchdog:
 
 
 def ranks_behind(board: ProgressBoard, now: ProgressPoint) -> str:
-    """Publish `now`, the progress of this rank, and return a sentence that names the ranks that are behind."""
+    """Publish `now`, the progress of this rank. Return a clause that names the ranks that are behind, or says that no
+    rank is behind, or that the progress of other ranks is unknown."""
     own = _with_collectives(now)
     board.publish(own)
     points = board.read()

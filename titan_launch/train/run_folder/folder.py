@@ -89,7 +89,7 @@ def check_earlier_run(config: JobConfig, load: Load) -> None:
     """Raise ConfigError if the earlier run in the run folder prevents this run from starting.
 
     There are five cases:
-    - This run would resume checkpoints of another experiment (a run with another configuration).
+    - This run would resume another experiment (configuration), which `checkpoint.accept_changes` does not allow.
     - The earlier run's config.json is damaged.
     - One of the two runs has a phantom GPU (a simulated GPU that runs no kernels), and the other has none.
     - The checkpoint, weights or adapter to load are in the folder, which will be moved away.
@@ -295,7 +295,7 @@ def _is_path(load: Load) -> bool:
 def _check_step_is_there(folder: Path, load: Load) -> None:
     steps = complete_steps(checkpoint_folder(folder))
     if isinstance(load, int) and load not in steps:
-        available = f"complete steps: {', '.join(map(str, sorted(steps)))}" if steps else "it has no checkpoint"
+        available = f"complete steps: {', '.join(map(str, sorted(steps)))}" if steps else "no checkpoint is complete"
         raise config_error(("checkpoint", "load"), f"no such step in {checkpoint_folder(folder)}; {available}", load)
 
 

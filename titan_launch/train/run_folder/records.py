@@ -113,7 +113,7 @@ def recorded_table(config: JobConfig) -> dict[str, Any] | None:
 
 def recorded_launch(config: JobConfig) -> Launch | None:
     """Return the last launch that wrote to the run folder, from `launch.json`; None without that file. Raises
-    ConfigError if the file cannot be read."""
+    ConfigError if the file cannot be read, or is damaged."""
     with damage_explained(LAUNCH_FILE, config):
         try:
             return parse_launch(read_regular(config.job.run_folder / LAUNCH_FILE, MOST_BYTES))
