@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
-
-import pytest
 
 from titan_launch.models.architectures import ARCHITECTURES
 
@@ -67,6 +66,11 @@ def file_of(module: str) -> Path:
     return path if path.is_dir() else path.with_suffix(".py")
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def imports(tree: ast.AST, top_level_only: bool = False) -> Iterator[str]:
     """Yield full names of imported modules, without those of `if TYPE_CHECKING`."""
     for node in ast.iter_child_nodes(tree):
@@ -86,25 +90,24 @@ def imports(tree: ast.AST, top_level_only: bool = False) -> Iterator[str]:
             yield from imports(node, top_level_only)
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_imports_point_down(path: Path) -> None:
-    package, tree = package_of(path), ast.parse(path.read_text())
-    for name in imports(tree):
-        if not name.startswith("titan_launch."):
-            continue
-        imported = package_of(file_of(name))
-        assert imported == package or RANKS[imported] < RANKS[package], f"{package} imports {name}"
+def test_imports_point_down() -> None:
+    assert [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in MODULES
+        for name in imports(tree_of(path))
+        if name.startswith("titan_launch.")
+        if (package := package_of(file_of(name))) != package_of(path) and RANKS[package] >= RANKS[package_of(path)]
+    ] == []
 
 
-@pytest.mark.parametrize(
-    "path",
-    [p for p in MODULES if package_of(p) in TORCH_FREE and p not in IMPORT_TORCH],
-    ids=lambda p: str(p.relative_to(ROOT)),
-)
-def test_packages_that_report_config_errors_do_not_import_torch(path: Path) -> None:
-    tree = ast.parse(path.read_text())
-    heavy = {"torch", "numpy", "torchdata", "tensorboard"}
-    assert not heavy & {name.split(".")[0] for name in imports(tree, top_level_only=True)}
+def test_packages_that_report_config_errors_do_not_import_torch() -> None:
+    assert [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in MODULES
+        if package_of(path) in TORCH_FREE and path not in IMPORT_TORCH
+        for name in imports(tree_of(path), top_level_only=True)
+        if name.partition(".")[0] in {"torch", "numpy", "torchdata", "tensorboard"}
+    ] == []
 
 
 def test_only_the_switch_in_train_imports_the_cpu_package() -> None:
@@ -113,8 +116,7 @@ def test_only_the_switch_in_train_imports_the_cpu_package() -> None:
     importers = [
         str(path.relative_to(ROOT))
         for path in MODULES
-        if package_of(path) != "cpu"
-        and any(name.startswith("titan_launch.cpu") for name in imports(ast.parse(path.read_text())))
+        if package_of(path) != "cpu" and any(name.startswith("titan_launch.cpu") for name in imports(tree_of(path)))
     ]
     assert importers == ["train/build.py"]
 
@@ -125,7 +127,7 @@ def test_no_code_asks_for_the_arguments_of_one_model() -> None:
     tests = [
         f"{path.relative_to(ROOT)}:{node.lineno}"
         for path in MODULES
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(tree_of(path))
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass")
         if any(isinstance(name, ast.Name) and name.id in args for name in ast.walk(node))
     ]
@@ -138,7 +140,7 @@ def test_only_the_door_of_the_terminal_prints() -> None:
     calls = [
         f"{path.relative_to(ROOT)}:{node.lineno}"
         for path in MODULES
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(tree_of(path))
         if isinstance(node, ast.Call) and ast.unparse(node.func) in {"print", "traceback.print_exc", *streams}
         if path != ROOT / "core" / "terminal.py"
     ]

@@ -272,6 +272,7 @@ def test_a_job_that_does_not_fit_gets_changes_with_which_it_fits(
         assert row["verdict"] == "fits", advice
 
 
+@pytest.mark.slow
 def test_the_number_of_ranks_that_suffices_is_planned_with_the_jobs_own_resharding(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

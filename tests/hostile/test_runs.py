@@ -640,7 +640,7 @@ def mutations(run: Path) -> list[tuple[str, bytes]]:
     return found
 
 
-@pytest.mark.parametrize("every", [400, pytest.param(4, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
+@pytest.mark.parametrize("every", [400, pytest.param(8, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
 def test_mutated_run_folders_are_shown_or_refused(trained: Path, tmp_path: Path, every: int) -> None:
     good = load_run(record(tmp_path / "good", reports()))
     run = tmp_path / "run"
@@ -662,7 +662,7 @@ def test_mutated_run_folders_are_shown_or_refused(trained: Path, tmp_path: Path,
     assert shown > len(everything) / every / 10  # enough of them get past the readers
 
 
-@pytest.mark.parametrize("every", [100, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
+@pytest.mark.parametrize("every", [100, pytest.param(2, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
 def test_mutated_records_of_a_run_to_resume_are_read_or_refused(trained: Path, tmp_path: Path, every: int) -> None:
     run = tmp_path / "tiny"
     shutil.copytree(trained, run)

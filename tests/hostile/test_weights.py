@@ -265,7 +265,7 @@ def test_each_key_of_config_json_with_hostile_values(seeds: tuple[int, ...], tmp
     assert count > 250
 
 
-@sampled("seeds", range(6000), every=30)
+@sampled("seeds", range(2000), every=10)
 def test_two_keys_and_bytes_of_config_json(seeds: tuple[int, ...], tmp_path: Path) -> None:
     tables = [{"model_type": kind, **sizes, "vocab_size": VOCABULARY} for kind, sizes in FAMILY_CASES.values()]
     for seed in seeds:
@@ -287,7 +287,7 @@ def _flipped(content: bytes, draw: random.Random, number: int) -> bytes:
     return content
 
 
-@sampled("seeds", range(6000), every=30)
+@sampled("seeds", range(2000), every=10)
 def test_bytes_and_json_of_headers_and_indices(seeds: tuple[int, ...], tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "hf")
     found = read_folder_config(folder)
@@ -320,7 +320,7 @@ def test_bytes_and_json_of_headers_and_indices(seeds: tuple[int, ...], tmp_path:
         assert time.process_time() - start < 10
 
 
-@sampled("seeds", range(4000), every=30)
+@sampled("seeds", range(2000), every=15)
 def test_keys_and_bytes_of_adapters(seeds: tuple[int, ...], tmp_path: Path) -> None:
     folder = write_adapter(tmp_path / "adapter")
     whole = (folder / "adapter_model.safetensors").read_bytes()

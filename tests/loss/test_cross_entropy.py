@@ -157,7 +157,9 @@ def test_the_head_returns_logits_without_targets_and_refuses_a_changed_output() 
     assert torch.equal(layer(x.float()), expected)
     with loss.given(targets):
         outputs = layer(x.float())
-    with pytest.raises(ConfigError, match=r"loss\.chunks: the output layer of the model computes the loss, but"):
+    with pytest.raises(
+        ConfigError, match=r"loss\.chunks: with chunks, the model's output layer computes the loss, but"
+    ):
         loss.sums(outputs[None], targets)
 
 

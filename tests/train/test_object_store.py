@@ -109,7 +109,7 @@ def test_a_run_begins_anew_only_if_it_overwrites_nothing(server: Server, tmp_pat
         assert error == (
             "checkpoint.store: s3://bucket/runs/tiny has checkpoints up to step 1, which this run would overwrite; "
             "resume with --checkpoint.enable=true --checkpoint.load=latest, or choose another --job.name, or delete "
-            "them"
+            "the copies"
         )
     assert server.names() == stored
 

@@ -112,8 +112,8 @@ class ShardSize(NamedTuple):
         return 0 if has_master(config, self.dtype) else self.gradient_copy
 
     def draw(self, config: OptimizerConfig) -> int:
-        """Return the bytes that stochastic rounding allocates for the shard: a random number and an intermediate result
-        per element, both int32. 0 without stochastic rounding."""
+        """Return the bytes that stochastic rounding allocates for a shard that is rounded (not float32): a random
+        number and an intermediate result per element, both int32. 0 without stochastic rounding."""
         return 8 * self.num_elements if config.rounding == "stochastic" else 0
 
 

@@ -323,7 +323,8 @@ def _finish_parts(corpus: Corpus, folder: Path, parts: dict[str, Part], num_work
             yield futures[future]
     except BrokenProcessPool:
         reason = "a process that tokenized text was killed, probably because the host had no memory left"
-        raise RunError(f"{reason}; use fewer processes, or smaller documents") from None
+        remedy = "run titan-launch prepare with a smaller --workers, or divide long documents"
+        raise RunError(f"{reason}; {remedy}") from None
     except BaseException:
         for process in list(pool._processes.values()):
             process.kill()

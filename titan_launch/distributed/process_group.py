@@ -31,7 +31,8 @@ class Ranks:
 
     @property
     def is_rank_0(self) -> bool:
-        """True on the rank that writes files and prints."""
+        """True on rank 0, which prints the log and writes reports. (Each rank writes its log file and its part of a
+        checkpoint.)"""
         return self.rank == 0
 
     @property

@@ -85,7 +85,7 @@ class TokenSequence:
         return list(tokens[self.num_kept :])
 
     def extend(self, tokens: Sequence[int]) -> Tensor:
-        """Compute new tokens and add them to the sequence. Return the logits (vocabulary) of the last token."""
+        """Run the model on `tokens`, and append them to the sequence. Return logits (vocabulary) of the last token."""
         logits = self._logits(tokens)
         self.tokens += tokens
         return logits

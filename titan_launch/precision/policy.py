@@ -1,4 +1,4 @@
-"""Conversion of planned dtypes: to a model's tensors, and to FSDP2's `MixedPrecisionPolicy`."""
+"""Application of planned dtypes: casts of a model's tensors, and FSDP2's `MixedPrecisionPolicy`."""
 
 from __future__ import annotations
 

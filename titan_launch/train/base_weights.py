@@ -64,7 +64,9 @@ class RunBase:
                 pieces, targets = self._targets(adapters, folder)
                 folder.check(targets, pieces, config, None if self._fingerprint is None else self._fingerprint.digest)
                 if shared := [target.path for target in targets if folder.shares_a(target)]:
-                    message = "adapters: matrix A of %s is copied to several modules, and each module trains its copy"
+                    message = (
+                        "adapters: %s: several modules share a matrix A in the folder; here, each trains its own copy"
+                    )
                     _log.info(message, listed(shared))
                 own = dict(self._model.named_parameters())
                 for target in targets:

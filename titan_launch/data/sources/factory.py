@@ -55,8 +55,8 @@ class FactorySource:
         return self._check(self._data[index], f"sample {index}")
 
     def read_batch(self, indices: Sequence[int], positions: Sequence[int] | None) -> Sample:
-        """See `BatchSource.read_batch`. `positions` has no effect. Raises UserError as `__getitem__` does, and for
-        another number of samples than of indices."""
+        """See `BatchSource.read_batch`. `positions` has no effect. Raises UserError for a wrong sample, and if the
+        user's `__getitems__` returns too few or too many samples."""
         if hasattr(self._data, "__getitems__"):
             found = list(self._data.__getitems__(list(indices)))
             if len(found) != len(indices):

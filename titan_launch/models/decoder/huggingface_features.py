@@ -488,10 +488,10 @@ def _write_experts_of_deepseek(args: DecoderArgs) -> dict[str, Any]:
     assert experts is not None
     num_shared, rest = divmod(experts.shared_hidden_dim or 0, experts.hidden_dim)
     if rest or not num_shared or experts.selection_bias_rate is None:
-        reason = "and a shared expert whose width is a multiple of the width of an expert"
-        raise WeightsError(
-            f"DeepseekV3ForCausalLM of transformers needs selection biases (experts.selection_bias_rate), {reason}"
-        )
+        width = f"{experts.shared_hidden_dim} (it must be a multiple of experts.hidden_dim = {experts.hidden_dim})"
+        lacking = "selection_bias_rate = None" if num_shared and not rest else f"shared_hidden_dim = {width}"
+        reason = f"has no counterpart of experts.{lacking}; --format plain writes any model"
+        raise WeightsError(f"DeepseekV3ForCausalLM of transformers {reason}")
     return {**written, "n_shared_experts": num_shared, "num_nextn_predict_layers": 0}
 
 
