@@ -113,11 +113,12 @@ LOST = {
     "llama3 405B": ["model.converters", "parallelism.enable_async_tensor_parallel"],
     "llama3 fault-tolerant": ["fault_tolerance.enable"],
     "llama4 debug": ["model.name"],
-    "llama4 17bx16e": ["model.name", "parallelism.tensor_parallel_degree"],
+    "llama4 17bx16e": ["model.name", "parallelism.tensor_parallel_degree", "training.local_batch_size"],
     "llama4 17bx128e": [
         "model.name",
         "parallelism.pipeline_parallel_degree",
         "parallelism.tensor_parallel_degree",
+        "training.local_batch_size",
     ],
 }
 """The keys of each job that change the run, and cannot be carried."""
@@ -167,9 +168,13 @@ def test_a_shipped_llama_file_passes_check_and_plan(name: str, capsys: pytest.Ca
 def test_fsdp_shards_over_the_ranks_of_other_axes_of_a_class_of_transformers() -> None:
     degrees = {"data_parallel_shard_degree": 2, "data_parallel_replicate_degree": 4, "tensor_parallel_degree": 8}
     validation = {"enable": True, "steps": 3, "local_batch_size": 5}
-    migration = migrate({"model": {"name": "llama4"}, "parallelism": degrees, "validation": validation})
+    job = {"model": {"name": "llama4"}, "parallelism": degrees, "validation": validation}
+    migration = migrate(job)
     assert migration.new["parallelism", "data_parallel_shard_degree"][0] == 2 * 8
-    assert migration.new["validation", "max_samples"][0] == 3 * 5 * 64
+    assert migration.new["training", "local_batch_size"][0] == 8 / 8, "a step has as many samples as before"
+    assert migration.new["validation", "max_samples"][0] == 3 * 5 * 8
+    notes = list(map(str, migrate({**job, "training": {"local_batch_size": 12}}).lost))
+    assert any("12 samples cannot be divided among the 8 ranks" in note for note in notes), notes
 
 
 @pytest.mark.parametrize("name", JOBS)

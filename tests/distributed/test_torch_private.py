@@ -151,7 +151,7 @@ def test_every_private_name_in_the_source_is_listed() -> None:
     assert used - own - modules - ONLY_OLDER <= set.union(*NAMES.values())
 
 
-def test_no_other_module_uses_private_state_of_fsdp() -> None:
+def test_no_other_module_uses_private_modules_of_torch_distributed() -> None:
     marks = {"_get_fsdp_state", "_fsdp_param_group", "fsdp_params", "_comm_ctx", "_state_ctx", "_unsharded_param"}
     allowed = {"plan/memory/fsdp.py", "metrics/memory.py"}  # get the state as an argument, or mention it
     for path in ROOT.rglob("*.py"):

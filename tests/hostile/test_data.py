@@ -87,7 +87,7 @@ BAD_FILES: dict[str, tuple[str, str, Callable[[], bytes], str]] = {
     "bytes": ("jsonl", "a.jsonl", lambda: b"\xff\xfe\n", "is not UTF-8 text"),
     "zeros": ("jsonl", "a.jsonl", lambda: bytes(5000), "is not valid JSON"),
     "chat of numbers": ("chat", "a.jsonl", lambda: b'{"messages": [{"role": 1, "content": 2}]}', "without the role"),
-    "chat of null": ("chat", "a.jsonl", lambda: b'{"messages": null}', "without messages"),
+    "chat of null": ("chat", "a.jsonl", lambda: b'{"messages": null}', "is not a chat (its keys are messages: null"),
     "no Parquet": ("parquet", "a.parquet", lambda: b"PAR1" + bytes(100) + b"PAR1", "is not a valid Parquet file"),
     "Parquet of a long footer": (
         "parquet",

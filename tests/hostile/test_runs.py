@@ -780,7 +780,7 @@ def test_a_manifest_with_a_loss_that_is_not_a_number_is_read(tmp_path: Path) -> 
                 written("config.json", "[" + "[1]," * 2_000_000 + "1]"),
                 "config.json is damaged (more than 2,000,000",
             ),
-            (sparse("config.json", 1 << 33), "config.json is damaged (larger than 16 MiB"),
+            (sparse("config.json", 1 << 33), "config.json cannot be read (larger than 16 MiB"),
             (written(LAUNCH, DEEP), "launch.json is damaged (more than 64 nested"),
             (config("data", "sources", value=[1]), "tiny holds a run of another experiment"),
         ],

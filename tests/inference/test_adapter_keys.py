@@ -274,7 +274,7 @@ FILES = (
         edit=lambda tensors: tensors.update({_EMBEDDING: tensors[_EMBEDDING] + 0.5}),
         error=f"1 tensor neither a LoRA matrix nor a copy of a tensor of the base: {_EMBEDDING}",
     ),
-    Change({}, None, edit=added("model.layers.0.mlp.up_proj.lora_A.weight"), error="lora.targets does not match"),
+    Change({}, None, edit=added("model.layers.0.mlp.up_proj.lora_A.weight"), error="not matched by lora.targets"),
     Change({}, None, edit=added("model.layers.7.self_attn.q_proj.lora_A.weight"), error="1 tensor unexpected"),
     Change({}, None, edit=renamed("lora_A", "lora_A.default"), error="4 tensors missing"),
     Change({}, None, edit=renamed("base_model.model.", ""), error="8 tensors missing"),

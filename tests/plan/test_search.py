@@ -112,12 +112,15 @@ def test_no_layout_is_faster_than_the_one_that_is_found(
     assert best.row.verdict == "fits"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "axis"),
     [
         (["--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_stages_per_rank=1"], "pipeline"),
-        (["--parallelism.tensor_parallel_degree=2", "--parallelism.sequence_parallel=false"], "tensor"),
+        pytest.param(
+            ["--parallelism.tensor_parallel_degree=2", "--parallelism.sequence_parallel=false"],
+            "tensor",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_keys_of_an_axis_do_not_exclude_layouts_without_it(options: list[str], axis: str) -> None:

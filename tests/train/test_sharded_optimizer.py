@@ -150,7 +150,7 @@ def train_close(folder: Path, replicas: int) -> None:
             for job in jobs_of(folder / case, case, replicas)
         )
         # In 8 bits, a gradient that differs in its last bit may get another code.
-        tolerance = 1e-3 if case == "Muon in 8 bits" else 1e-6
+        tolerance = 1e-3 if case == "Muon in 8 bits" else 3e-6
         for name, tensor in whole.items():
             torch.testing.assert_close(
                 sharded[name], tensor, rtol=0, atol=tolerance, msg=lambda text, at=f"{case}: {name}": f"{at}: {text}"

@@ -140,6 +140,8 @@ def test_import_train_export_equals_plain_pytorch(tmp_path: Path) -> None:
     random_model("Llama 3.1, RoPE scaling", tmp_path / "hf")
     (tmp_path / "hf" / "tokenizer.json").write_text("{}")
     assert main(["import", str(tmp_path / "hf"), "--out", str(tmp_path / "imported")]) == 0
+    assert main(["export", str(tmp_path / "imported"), "--out", str(tmp_path / "exported")]) == 0
+    assert (tmp_path / "exported" / "tokenizer.json").exists()
     path = job_file(tmp_path, tmp_path / "imported", checkpoint={"enable": True, "async_mode": "disabled"})
     run_ranks(run_job, 2, load_job(path).config.model_dump(mode="json", exclude_none=True))
     losses = [row["train/loss"] for row in read_metrics(tmp_path)]

@@ -23,6 +23,7 @@ from titan_launch.config.sections.model import HUGGINGFACE
 from titan_launch.config.sections.parallelism import ParallelismConfig
 from titan_launch.config.sections.tokenizer import read_settings
 from titan_launch.core.errors import ConfigError, KeyPath, Problem, config_error, format_key, leaves
+from titan_launch.core.terminal import counted
 from titan_launch.models.architectures import ALL_IN_ARGS, ARCHITECTURES
 
 DEFAULTS: dict[str, Any] = {
@@ -388,12 +389,12 @@ def _dataset(job: Migration, section: str, table: str) -> None:
 
 
 def _data_parallel_ranks(job: Migration) -> int | None:
-    """Return the number of data-parallel ranks; None if this number depends on the world size, and the world size is
-    unknown."""
-    shard, others = _value(job.old, ".".join(SHARD.key), -1), _ranks_of_a_replica(job)
+    """Return the number of data-parallel ranks of the old job; None if this number depends on the world size, and the
+    world size is unknown."""
+    shard = _value(job.old, ".".join(SHARD.key), -1)
     if shard > 0:
-        return int(shard * _value(job.old, ".".join(REPLICATE.key), 1) * (others if job.is_of_transformers else 1))
-    return job.ranks if job.ranks is None or job.is_of_transformers else job.ranks // others
+        return int(shard * _value(job.old, ".".join(REPLICATE.key), 1))
+    return None if job.ranks is None else job.ranks // _ranks_of_a_replica(job)
 
 
 def _ranks_of_a_replica(job: Migration) -> int:
@@ -408,7 +409,12 @@ def _batch(job: Migration) -> None:
     job.keep("training.seq_len", "training.steps")
     pipeline, microbatch = "parallelism.pipeline_parallel_degree", "parallelism.pipeline_parallel_microbatch_size"
     divides, of_pipeline = job.value(pipeline) > 1 and not job.is_of_transformers, job.value(microbatch)
-    job.put("training.local_batch_size", of_pipeline if divides else local)
+    further = _ranks_of_a_replica(job) if job.is_of_transformers and total <= 0 else 1  # they become data-parallel
+    job.put("training.local_batch_size", of_pipeline if divides else max(1, local // further))
+    if local % further:
+        samples = counted(local, "sample")
+        reason = f"{samples} cannot be divided among the {further} ranks that replace each data-parallel rank"
+        job.drop("training.local_batch_size", f'{reason}; set "training.global_batch_size"')
     if divides:
         job.keep(pipeline)
     if total > 0:

@@ -35,9 +35,8 @@ _STALLED_S = 600.0
 """Seconds without progress after which a request fails. Progress is a transferred byte or, in a large file, a
 transferred part of 50 MB. The libraries have no timeout for a server that stops reading."""
 
-_LOCAL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EACCES)
-"""Error numbers of the local disk. These errors are raised as OSError, not as StoreError. No error of a store has
-one of these numbers."""
+_LOCAL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
+"""Error numbers of the local disk. These errors are raised as OSError, not as StoreError."""
 
 
 class StoreError(Exception):
@@ -184,13 +183,20 @@ def _tried(request: Callable[[], Value]) -> Value:
         try:
             return request()
         except Exception as error:  # each library has errors of its own
-            if isinstance(error, OSError) and error.errno in _LOCAL_ERRORS:
+            if _is_local(error):
                 raise
             explained = _explained(error)
             if explained.is_final or pause is None:
                 raise explained from error
         time.sleep(pause)
     raise AssertionError
+
+
+def _is_local(error: Exception) -> bool:
+    if not isinstance(error, OSError):
+        return False
+    # Without a file name, EACCES is an error of the network: a firewall refuses the connection.
+    return error.errno in _LOCAL_ERRORS or (error.errno == errno.EACCES and error.filename is not None)
 
 
 def _explained(error: Exception) -> StoreError:

@@ -122,10 +122,10 @@ def pack(document_ends: Indices, seq_len: int, has_pairs: bool = False) -> Packi
     return Packing(seq_len, summary, starts[by_sample], lengths[by_sample], ends)
 
 
-def longest_pair(document_ends: Indices) -> int:
-    """Return the largest number of positions that documents 2k and 2k + 1 take together; 0 without documents."""
-    lengths = np.diff(document_ends, prepend=0) - 1
-    return int((lengths[0::2] + lengths[1::2]).max(initial=0))
+def longest_pair(lengths: Indices) -> int:
+    """Return the largest number of positions that documents 2k and 2k + 1 take together; 0 without documents.
+    `lengths`: tokens of each document."""
+    return int((lengths[0::2] + lengths[1::2]).max(initial=2)) - 2
 
 
 def _pieces(document_ends: Indices, num_pairs: Indices, seq_len: int) -> tuple[Indices, npt.NDArray[np.int32]]:

@@ -223,9 +223,10 @@ def _files_of_family(source: SavedModel, options: ExportOptions) -> _HuggingFace
 
 def _copy_companions(source: SavedModel, folder: Path) -> None:
     """Copy the Hugging Face configuration and tokenizer of the weights with which the run began. If the run's own
-    tokenizer has files, copy these files in place of the tokenizer of the weights. If the run trained on the bytes of
+    tokenizer has files, copy these files in place of the tokenizer of the weights. If a run trained on the bytes of
     text, copy no tokenizer."""
-    own, sections = _tokenizer_file(source), single_sources(source.job.data).values()
+    own = _tokenizer_file(source)
+    sections = single_sources(source.job.data).values() if "data" in source.record else ()
     has_bytes = source.job.tokenizer.kind == "bytes" and any(isinstance(data, CorpusData) for data in sections)
     names = MODEL_FILES if own is not None or has_bytes else (*MODEL_FILES, *TOKENIZER_FILES)
     if source.companions is not None:

@@ -69,7 +69,11 @@ class FunctionLoss(Loss):
     def _num_items(self, targets: Tensor) -> Tensor:
         try:
             count = torch.as_tensor(self._count(targets), device=targets.device)
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:
+            if self._count is count_valid:
+                raise
             reason = "the function's count failed, or returned no integer"
             raise self._error(f"{reason}:\n{user_traceback(error)}") from error
         if count.numel() != 1 or count.is_floating_point():

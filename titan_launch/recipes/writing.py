@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,12 +69,12 @@ def check_new(file: str, command: str) -> None:
 def write_new(file: str, text: str) -> None:
     """Write a new file. Raises UserError if the file exists or cannot be written; no part of the file stays."""
     try:
-        with open(file, "x", encoding="utf-8") as opened:
+        with open(file, "x", encoding="utf-8") as opened, ExitStack() as if_it_fails:
+            if_it_fails.callback(Path(file).unlink)
             opened.write(text)
+            opened.flush()
+            if_it_fails.pop_all()
     except OSError as error:
-        if not isinstance(error, FileExistsError):
-            with suppress(OSError):
-                os.unlink(file)
         raise UserError(f"error: {file} cannot be written: {error.strerror}; name another file") from None
 
 

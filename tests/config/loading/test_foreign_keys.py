@@ -57,6 +57,7 @@ def test_keys_of_other_tools_are_explained(form: str, tmp_path: Path, monkeypatc
     for expected in (unknown, values):  # TOML refuses a value and a section of the same name in one file
         for start in range(0, len(expected), MOST_PROBLEMS):
             lines = list(expected)[start : start + MOST_PROBLEMS]
+            assert len(lines) > 1, "a single problem has another form"
             (first, *problems) = complaint("\n".join(lines)).splitlines()
             assert first == f"error: {len(lines)} problems in job.toml"
             assert problems == [f"  job.toml:{number}: {expected[line]}" for number, line in enumerate(lines, 1)]

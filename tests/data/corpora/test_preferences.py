@@ -107,7 +107,7 @@ def test_a_sample_has_whole_pairs_and_only_answers_are_targets(tmp_path: Path) -
 )
 def test_pairs_are_packed_together(lengths: list[tuple[int, int]], room: int) -> None:
     ends = np.cumsum([length for pair in lengths for length in pair])
-    seq_len = longest_pair(ends) + room
+    seq_len = longest_pair(np.diff(ends, prepend=0)) + room
     packing = pack(ends, seq_len, has_pairs=True)
     starts = dict(enumerate((ends - np.diff(ends, prepend=0)).tolist()))
     seen = []

@@ -270,7 +270,7 @@ def _messages(record: Mapping[str, Any], key: str) -> list[Message]:
     for number, message in enumerate(messages, start=1):
         if not isinstance(message["role"], str):
             raise RecordError("without the role of a message", f'message {number} of "{key}"')
-        if not isinstance(calls := message.get("tool_calls"), list | None):
+        if (calls := message.get("tool_calls")) and not isinstance(calls, list):
             raise RecordError('a chat whose "tool_calls" are not an array', f"message {number} has {calls!r:.80}")
         if not isinstance(message.get("content"), str) and not calls:
             raise RecordError("without the text of a message", f'message {number} of "{key}" needs a string')

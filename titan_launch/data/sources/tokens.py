@@ -254,12 +254,11 @@ def _check_whole(config: CorpusData | TokensData, context: SourceContext, stream
     if config.packing != "documents":
         reason = f'would divide the {what} in the token files; set "documents"'
         raise config_error((*context.key, "packing"), reason, config.packing)
-    ends = stream.document_ends()
-    lengths = np.diff(ends, prepend=0)
+    lengths = np.diff(stream.document_ends(), prepend=0)
     if has_pairs and (any(len(shard) % 2 for shard in stream.ends) or lengths.min(initial=2) < 2):
         reason = f"has {what}, but a shard has an odd number of documents, or a document has only one token"
         raise config_error((*context.key, "path"), f"{reason}; prepare the text again", config.path)
-    longest = longest_pair(ends) if has_pairs else int(lengths.max(initial=1)) - 1
+    longest = longest_pair(lengths) if has_pairs else int(lengths.max(initial=1)) - 1
     if longest > context.seq_len:
         reason = (
             f"has {what}. The longest takes {longest:,} positions, but training.seq_len is {context.seq_len:,}; "

@@ -58,11 +58,15 @@ def new_folder(path: Path) -> Iterator[Path]:
         raise UserError(f"error: {path} is the working directory, which cannot be replaced; name another folder")
     refuse_weights_folder(path)
     temporary = path.with_name(f"{path.name}.tmp")
-    if os.path.lexists(temporary):
-        reason = f"exists already, and {path} is written under this name first"
-        raise UserError(f"error: {temporary} {reason}; choose another name for {path.name}, or remove {temporary.name}")
     try:
         temporary.mkdir(parents=True)
+    except FileExistsError:
+        reason = f"exists already, and {path} is written under this name first"
+        remedy = f"choose another name for {path.name}, or remove {temporary.name}"
+        raise UserError(f"error: {temporary} {reason}; {remedy}") from None
+    except OSError as error:
+        raise UserError(f"error: {path} cannot be written: {error.strerror or error}") from error
+    try:
         yield temporary
         sync(temporary)
         temporary.rename(path)
