@@ -58,8 +58,8 @@ backward of the unit. FSDP2 converted only the first gradient of a step; later g
 """
 
 FREES_EARLIER = torch_release() >= (2, 15)
-"""True if FSDP2 frees the previous all-gather buffer before the next copy-out, and gradients before their reduction.
-Before torch 2.15 local variables kept one buffer and the gradients of one unit alive longer."""
+"""True if FSDP2 frees the previous all-gather buffer before the next copy-out, and all gradients of a unit once they
+are copied for the reduction. Before torch 2.15 local variables kept that buffer and the last gradient alive longer."""
 
 KEEPS_REDUCED_GRADIENTS = torch_release() >= (2, 15)
 """True if FSDP2 keeps the reduced gradients of a unit in the reduce dtype until it has called the hooks of the

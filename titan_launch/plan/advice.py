@@ -57,8 +57,8 @@ class _Change:
 
 def advise(config: JobConfig, layout: Layout, limit_bytes: float, predict: PredictBytes) -> list[Advice]:
     """Return up to three changes, each of which saves more than 0.5 % of the memory. Changes with which the job fits
-    into `limit_bytes` come first. If the job fits with no single change, the first entry combines changes until the job
-    fits, or until no further change helps (see `Advice.fits`). No mode of `config` may be `auto`.
+    into `limit_bytes` come first. If no single change suffices, the first entry combines several. If even they do not
+    suffice, its `fits` is False. No mode of `config` may be `auto`.
 
     The time that a change costs is not predicted, so the kinds of changes have a fixed order. Kinds that usually cost
     the least time come first. Kinds that change the results of the training come last.
@@ -182,8 +182,8 @@ def _changes(
 
 
 def _smaller_batch(config: JobConfig, layout: Layout, limit_bytes: float, predict: PredictBytes) -> int | None:
-    """Return the largest possible microbatch size that is below the job's size and with which the job fits. If the job
-    fits with no smaller size, return the smallest size. Return None if no smaller size is possible."""
+    """Return the largest possible microbatch size that is below the job's size and with which the job fits. If no
+    smaller size makes the job fit, return the smallest size. Return None if no smaller size is possible."""
     sizes = [size for size in possible_batch_sizes(config, layout.world_size) if size < layout.local_batch_size]
     for size in reversed(sizes):
         predicted = _predicted(with_local_batch_size(config, size), layout.world_size, predict)

@@ -263,8 +263,8 @@ def _group_sizes(config: JobConfig, model: nn.Module, plan: ModelPlan, layout: L
 
 
 def _exchanged_units(model: nn.Module, plan: ModelPlan, layout: Layout) -> list[ExchangedUnit]:
-    """Return the units of a model, or of this rank's pipeline stages, whose gradients and parameters replicas exchange.
-    Empty if the optimizer is not sharded over replicas."""
+    """Return the units of a model, or of this rank's pipeline stages, for which replicas exchange gradients and
+    parameters. The list is empty if the optimizer is not sharded over replicas."""
     replicas = layout.optimizer_replicas
     return [
         exchanged_unit(unit, [local_tensor(p).shape for p in own], replicas)

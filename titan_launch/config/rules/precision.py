@@ -81,7 +81,7 @@ def parameters_can_stay_unsharded(config: JobConfig) -> Iterator[Problem]:
     if config.loss.frees_parameters:
         name = config.loss.name
         cause = f'loss.name = "{name}"' if config.loss.kind.frees_parameters else f'loss.{name}.reference = "base"'
-        reason = f"{cause} also runs the model without a backward, which reshards the parameters; set false"
+        reason = f"{cause} also runs the model without a backward, which reshards the parameters; set it to false"
         yield Problem(key, reason, True, also=(("loss",),))
     reshards = ("parallelism", "fsdp_reshard_after_forward")
     for other, reshard in _with_rules(config, reshards, "reshard_after_forward"):

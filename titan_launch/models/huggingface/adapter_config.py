@@ -230,7 +230,8 @@ class AdapterConfig(BaseModel):
                 reason = f"its scale is {scale:.9g}, but [lora] gives {own}"
                 yield f"{reason}; set lora.alpha = {alpha} and lora.rank_stabilized = {flag}{rules}"
             else:
-                remedy = "set lora.alpha and lora.rules to match (alpha / rank; alpha / sqrt(rank) if rank_stabilized)"
+                formula = "a scale is alpha / rank, or alpha / sqrt(rank) with rank_stabilized"
+                remedy = f"set lora.alpha and lora.rules to match ({formula})"
                 yield f"its scales are {_by_value(shown)} (by rank_pattern and alpha_pattern); {remedy}"
         if self.lora_dropout != config.dropout and "dropout" not in config.model_fields_set:
             remedy = f"set lora.dropout = {self.lora_dropout} (the adapter's value) or another value"

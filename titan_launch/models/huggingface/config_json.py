@@ -105,7 +105,8 @@ def refuse_adapter(folder: Path) -> None:
     """Raise WeightsError for a folder with an adapter of `peft`, which `transformers` adds to the weights."""
     if os.path.lexists(folder / ADAPTER_CONFIG_FILE):
         reason = f"it has {ADAPTER_CONFIG_FILE}: an adapter of peft, which transformers adds to the weights"
-        raise WeightsError(f"{reason}; set lora.adapter to this folder, and name the folder of the base model instead")
+        remedy = "name the folder of the base model instead (in a job, with lora.adapter = this folder)"
+        raise WeightsError(f"{reason}; {remedy}, or merge the adapter into it with peft (merge_and_unload)")
 
 
 _MOST_BYTES = 4 * MIB

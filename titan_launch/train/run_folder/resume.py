@@ -206,7 +206,8 @@ def _own_checkpoint(folder: Path, load: Load, url: str | None, store: Checkpoint
     """
     checkpoints = checkpoint_folder(folder)
     if load == "latest":
-        remedy = START_AGAIN if url is None else f"choose another job.name, or delete the copies in {url} as well"
+        anew = f'choose another job.name, or delete the copies in {url} and set checkpoint.load = "none"'
+        remedy = START_AGAIN if url is None else f"to start at step 0, {anew}"
         return newest_valid(checkpoints, set_damaged_aside=True, remedy=remedy, store=store)
     if not isinstance(load, int):
         return None
