@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the tests of two workers share two cores; torch is not imported yet
 
 LONGEST_FILES = (
+    "tests/benchmarks/test_gpu.py",  # two slow tests of 150 s
     "tests/test_cli.py",
     "tests/commands/test_plan.py",
     "tests/plan/test_search.py",

@@ -292,7 +292,7 @@ def _only_user_errors(action: Callable[[], object], case: object) -> None:
     assert time.process_time() - start < 10, case
 
 
-@sampled("cases", CASES, every=120)
+@sampled("cases", CASES[::2], every=60)  # the whole suite takes half of the cases
 def test_any_value_of_any_key_is_loaded_or_refused(
     cases: tuple[Any, ...], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -640,7 +640,7 @@ def mutations(run: Path) -> list[tuple[str, bytes]]:
     return found
 
 
-@pytest.mark.parametrize("every", [400, pytest.param(8, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
+@pytest.mark.parametrize("every", [400, pytest.param(16, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
 def test_mutated_run_folders_are_shown_or_refused(trained: Path, tmp_path: Path, every: int) -> None:
     good = load_run(record(tmp_path / "good", reports()))
     run = tmp_path / "run"
