@@ -57,8 +57,13 @@ NAMES: dict[str, set[str]] = {
     "torch.library": {"_scoped_library"},
     "ProcessGroup": {"_get_backend"},
     "ShardingPropagator": {"_propagate_tensor_meta_non_cached"},
+    "ring attention": {
+        *("_templated_ring_attention", "_templated_ring_attention_backward", "_cp_options", "_RotateMethod"),
+        "custom_ops",
+    },
 }
-"""Private names that `torch_private` uses on every release, by owner."""
+"""Private names that `torch_private`, and the callers of its `ring_attention_module`, use on every release, by
+owner."""
 
 if torch_release.FINALIZES_BACKWARD:
     NAMES["FSDPState"] |= {"finalize_backward"}
@@ -117,6 +122,7 @@ def missing_names() -> list[str]:
         "ProcessGroup": (dist.ProcessGroup,),
         "torch.distributed": (torch.distributed.utils,),
         "ShardingPropagator": (ShardingPropagator,),
+        "ring attention": (torch_private.ring_attention_module(),),
     }
     return [
         f"{owner}.{name}"

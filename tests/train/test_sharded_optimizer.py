@@ -149,8 +149,9 @@ def train_close(folder: Path, replicas: int) -> None:
             )
             for job in jobs_of(folder / case, case, replicas)
         )
-        # In 8 bits, a gradient that differs in its last bit may get another code.
-        tolerance = 1e-3 if case == "Muon in 8 bits" else 3e-6
+        # In 8 bits, a gradient that differs in its last bit may get another code. The embeddings of rare tokens have
+        # gradients near 0 (see above); with few experts, they differed by 1.5e-6.
+        tolerance = {"Muon in 8 bits": 1e-3, "few experts": 3e-6}.get(case, 1e-6)
         for name, tensor in whole.items():
             torch.testing.assert_close(
                 sharded[name], tensor, rtol=0, atol=tolerance, msg=lambda text, at=f"{case}: {name}": f"{at}: {text}"

@@ -163,11 +163,12 @@ def _recognized(path: Path, config: TokensData, key: KeyPath) -> _File:
                 f"needs its {index.name} beside it. For files of titan-launch prepare, name their folder.)"
             )
             raise config_error((*key, "dtype"), reason)
-        size = path.stat().st_size
-        if size % np.dtype(config.dtype).itemsize:
-            reason = f"does not fit the {size:,} bytes of {path.name}; set another dtype, or copy the file again"
-            raise config_error((*key, "dtype"), reason, config.dtype)
-        file = _whole_file(path, config.dtype)
+        try:
+            file = _whole_file(path, config.dtype)
+        except TokenFilesError:
+            found = f"the {path.stat().st_size:,} bytes of {path.name}"
+            reason = f"does not fit {found}; set another dtype, or copy the file again"
+            raise config_error((*key, "dtype"), reason, config.dtype) from None
     elif config.dtype not in (None, file.dtype):
         reason = f"{path.name} is not a flat file, and has another dtype; remove this key"
         raise config_error((*key, "dtype"), reason, config.dtype)

@@ -226,7 +226,7 @@ def _copy_companions(source: SavedModel, folder: Path) -> None:
     tokenizer has files, copy these files in place of the tokenizer of the weights. If a run trained on the bytes of
     text, copy no tokenizer."""
     own = _tokenizer_file(source)
-    sections = single_sources(source.job.data).values() if "data" in source.record else ()
+    sections = single_sources(source.job.data).values() if "data" in source.job.model_fields_set else ()
     has_bytes = source.job.tokenizer.kind == "bytes" and any(isinstance(data, CorpusData) for data in sections)
     names = MODEL_FILES if own is not None or has_bytes else (*MODEL_FILES, *TOKENIZER_FILES)
     if source.companions is not None:

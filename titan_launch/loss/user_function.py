@@ -58,7 +58,7 @@ class FunctionLoss(Loss):
         super().__init__(check)
         self._name = name
         self._function, self._compiled = function, compiled(function)
-        self._count: Callable[[Tensor], Any] = getattr(function, "count", count_valid)
+        self._count: Callable[[Tensor], Any] | None = getattr(function, "count", None)
         self._checks_sum = has_values
 
     def counts(self, targets: Tensor, documents: Tensor | None) -> Tensor:
@@ -67,13 +67,13 @@ class FunctionLoss(Loss):
         return torch.stack([self._num_items(targets), count_valid(targets)])
 
     def _num_items(self, targets: Tensor) -> Tensor:
+        if self._count is None:
+            return count_valid(targets)
         try:
             count = torch.as_tensor(self._count(targets), device=targets.device)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            if self._count is count_valid:
-                raise
             reason = "the function's count failed, or returned no integer"
             raise self._error(f"{reason}:\n{user_traceback(error)}") from error
         if count.numel() != 1 or count.is_floating_point():

@@ -9,7 +9,7 @@ import re
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -59,22 +59,19 @@ def new_folder(path: Path) -> Iterator[Path]:
     refuse_weights_folder(path)
     temporary = path.with_name(f"{path.name}.tmp")
     try:
-        temporary.mkdir(parents=True)
-    except FileExistsError:
-        reason = f"exists already, and {path} is written under this name first"
-        remedy = f"choose another name for {path.name}, or remove {temporary.name}"
-        raise UserError(f"error: {temporary} {reason}; {remedy}") from None
+        with ExitStack() as stack:
+            temporary.mkdir(parents=True)
+            stack.callback(shutil.rmtree, temporary, ignore_errors=True)
+            yield temporary
+            sync(temporary)
+            temporary.rename(path)
+            sync(path.parent)
     except OSError as error:
+        if isinstance(error, FileExistsError) and str(error.filename) == str(temporary):
+            reason = f"exists already, and {path} is written under this name first"
+            remedy = f"choose another name for {path.name}, or remove {temporary.name}"
+            raise UserError(f"error: {temporary} {reason}; {remedy}") from None
         raise UserError(f"error: {path} cannot be written: {error.strerror or error}") from error
-    try:
-        yield temporary
-        sync(temporary)
-        temporary.rename(path)
-        sync(path.parent)
-    except OSError as error:
-        raise UserError(f"error: {path} cannot be written: {error.strerror or error}") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def write_tensors(
