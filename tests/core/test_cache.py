@@ -119,6 +119,11 @@ def test_a_cache_that_can_only_be_read_is_used_if_its_content_is_right(cache: Pa
         built_once("kind", 1, build)
 
 
+def test_a_source_that_cannot_be_read_is_named(cache: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=re.escape(f"error: {tmp_path / 'source'}: No such file or directory; correct")):
+        built_once("kind", 1, lambda folder: (tmp_path / "source").read_bytes())
+
+
 def test_files_are_on_disk_before_the_entry_appears(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[int] = []
     fsync, rename = os.fsync, Path.rename

@@ -92,7 +92,6 @@ OF_OPERATIONS = ("--planner.device=h100-80gb", "--job.device=cuda")
 FOUR_BLOCKS = "--model.args.n_layers=4"
 GRIDS = [
     (6, 0.006, (1,), ("--model.args.n_layers=1", "--training.global_batch_size=6")),
-    (4, 0.1, (1, 2), OF_OPERATIONS),
     (4, 0.1, (1, 2, 4), (*OF_OPERATIONS, FOUR_BLOCKS)),
     (4, 0.02, (1, 2, 4), (FOUR_BLOCKS,)),
     (6, 0.1, (1,), (*OF_OPERATIONS, FOUR_BLOCKS)),

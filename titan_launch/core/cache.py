@@ -49,7 +49,7 @@ def built_once(kind: str, identity: Any, build: Callable[[Path], object], task: 
     `build` in words, such as "preparing tokens". If the folder does not exist, `task` and the folder are logged. An
     empty `task` logs nothing.
 
-    Raises UserError if the cache cannot be written or `build` raises OSError. Passes on other errors of `build`.
+    Raises UserError if the cache cannot be written, or if `build` raises OSError. Passes on other errors of `build`.
     """
     digest = hashlib.blake2b(json.dumps([_VERSION, identity]).encode(), digest_size=12).hexdigest()
     folder = cache_folder() / kind / digest
@@ -79,6 +79,8 @@ def built_once(kind: str, identity: Any, build: Callable[[Path], object], task: 
     except OSError as error:
         if _is_folder(folder) and _has_known_content(folder):
             return folder  # the cache is read-only for this process, but has the entry
+        if isinstance(error.filename, str) and not _is_along(Path(error.filename), folder):  # a source of `build`
+            raise UserError(f"error: {error.filename}: {error.strerror}; correct the path or its permissions") from None
         reason = f"{error.filename or folder.parent}: {error.strerror or error}"
         remedy = f"set the environment variable {CACHE_VARIABLE} to a writable folder on a disk with enough space"
         raise UserError(f"the cache of prepared data cannot be written ({reason}); {remedy}") from None
@@ -87,6 +89,11 @@ def built_once(kind: str, identity: Any, build: Callable[[Path], object], task: 
 
 _LOCK_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 """Flags to open a lock file: links are not followed, and a FIFO without a reader is an error."""
+
+
+def _is_along(path: Path, folder: Path) -> bool:
+    """Return True for a path inside of the cache folder, and for a folder that has `folder` inside."""
+    return path.is_relative_to(cache_folder()) or folder.is_relative_to(path)
 
 
 def _is_folder(path: Path) -> bool:

@@ -204,6 +204,7 @@ IMAGES, LABELS = np.zeros((4, 8, 8), np.float32), np.arange(4)
         (IMAGES, LABELS[:, None], "labels are int64 of the shape (4, 1); save them as integers of the shape (N)"),
         (IMAGES, LABELS[:3], "holds 4 images, but 3 labels; save one label for each image"),
         (IMAGES[:0], LABELS[:0], "holds no images; save at least one image with its label"),
+        (IMAGES[:, :0], LABELS, "images have the shape (4, 0, 8), and so no pixels; save images of at least one pixel"),
         (IMAGES, LABELS - 1, "labels must be 0 or more, but the smallest is -1; number the classes from 0"),
     ],
 )

@@ -62,7 +62,7 @@ def train_with_a_slow_disk(job: dict[str, Any], seconds: float) -> list[str]:
 def test_a_hang_names_the_rank_that_is_behind(tmp_path: Path) -> None:
     comm = {"hang_seconds": 1, "timeout_seconds": 60, "init_timeout_seconds": 1200}
     main, other = run_ranks(train_with_a_slow_disk, 2, tiny_job(tmp_path, comm=comm), 2.5)
-    behind = "rank 1 is behind: it is in step 3 (loading data) while the others are in step 3 (forward, backward"
+    behind = "rank 1 is behind: it is in step 3 (loading data) while rank 0 is in step 3 (forward, backward"
     for records in (main, other):
         assert len([text for text in records if behind in text]) == 1
         assert any(text.startswith("this rank continues after a hang of ") for text in records)

@@ -215,8 +215,10 @@ def _problems(arrays: Mapping[str, npt.NDArray[Any]], remedy: str) -> Iterator[s
         yield f"holds {len(images)} images, but {len(labels)} labels; save one label for each image"
     if math.prod(images.shape[-2:]) > MOST_PIXELS:
         yield f"has images of more than {MOST_PIXELS:,} pixels, the limit of an image; make them smaller"
-    if not images.size:
+    if not len(images):
         yield "holds no images; save at least one image with its label"
+    if not images.size:
+        yield f"images have the shape {images.shape}, and so no pixels; save images of at least one pixel"
     if labels.min() < 0:
         yield f"labels must be 0 or more, but the smallest is {labels.min()}; number the classes from 0"
     if labels.max() >= MOST_CLASSES:

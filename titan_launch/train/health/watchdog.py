@@ -304,7 +304,9 @@ def ranks_behind(board: ProgressBoard, now: ProgressPoint) -> str:
         return f"no rank is behind: all are {least}" if len(known) > 1 else f"the only rank is {least}"
     is_are, it = ("is", "it") if len(behind) == 1 else ("are", "they")
     if least.sequence < most.sequence:
-        return f"{ranks_listed(behind)} {is_are} behind: {it} {is_are} {least} while the others are {most}"
+        first = [rank for rank, point in enumerate(known) if point.sequence == most.sequence]
+        while_first = f"while {ranks_listed(first)} {'is' if len(first) == 1 else 'are'} {most}"
+        return f"{ranks_listed(behind)} {is_are} behind: {it} {is_are} {least} {while_first}"
     counts = f"{it} started {least.collectives} collectives, and other ranks up to {most.collectives}"
     return f"all ranks are {least}; {ranks_listed(behind)} {is_are} behind: {counts}"
 
