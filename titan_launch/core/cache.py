@@ -79,8 +79,9 @@ def built_once(kind: str, identity: Any, build: Callable[[Path], object], task: 
     except OSError as error:
         if _is_folder(folder) and _has_known_content(folder):
             return folder  # the cache is read-only for this process, but has the entry
-        if isinstance(error.filename, str) and not _is_along(Path(error.filename), folder):  # a source of `build`
-            raise UserError(f"error: {error.filename}: {error.strerror}; correct the path or its permissions") from None
+        named = [Path(name) for name in (error.filename, error.filename2) if isinstance(name, str)]
+        if named and not any(_is_along(path, folder) for path in named):  # a source of `build`
+            raise UserError(f"error: {named[0]}: {error.strerror}; correct the path or its permissions") from None
         reason = f"{error.filename or folder.parent}: {error.strerror or error}"
         remedy = f"set the environment variable {CACHE_VARIABLE} to a writable folder on a disk with enough space"
         raise UserError(f"the cache of prepared data cannot be written ({reason}); {remedy}") from None
@@ -93,7 +94,8 @@ _LOCK_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CL
 
 def _is_along(path: Path, folder: Path) -> bool:
     """Return True for a path inside of the cache folder, and for a folder that has `folder` inside."""
-    return path.is_relative_to(cache_folder()) or folder.is_relative_to(path)
+    path, folder, cache = path.absolute(), folder.absolute(), cache_folder().absolute()
+    return path.is_relative_to(cache) or folder.is_relative_to(path)
 
 
 def _is_folder(path: Path) -> bool:
