@@ -322,6 +322,6 @@ def test_a_run_continues_after_the_loss_and_the_return_of_a_host(tmp_path: Path)
     if result.returncode == CANNOT_MAKE_NAMESPACES:
         pytest.skip(result.stderr.strip())
     assert result.returncode == 0, result.stdout + result.stderr
-    ranks = re.findall(r"^  ranks: (\d)", result.stdout, flags=re.MULTILINE)
+    ranks = re.findall(r"^  ranks: +(\d)", result.stdout, flags=re.MULTILINE)
     assert ranks == ["2", "1", "2"], result.stdout
     assert "starting all ranks again: restart 1" in result.stdout and "they differ by" in result.stdout
